@@ -21,10 +21,11 @@ import torch
 
 from ltx import comm
 from ltx.comm.backends import StreamFence
-from ltx.errors import LtxError, StrategyError
+from ltx.errors import LtxError, StrategyError, UnsupportedError
 from ltx.gradients.buckets import Bucket
 from ltx.gradients.comm_hook import CommHook, program_of, reduce_at_once
 from ltx.gradients.packing import pack, pack_pure, unpack
+from ltx.gradients.planning import any_derivative
 from ltx.gradients.reduction import CollectiveRequest, LeafState, Program, Reduced, advance, collective_alone
 from ltx.gradients.schedule import Plan
 
@@ -192,6 +193,13 @@ class Exchange:
         if background and (phases := plan.hook.phases_on(plan.axis.size)) > 1:
             raise StrategyError(f"{plan.hook!r} has {phases} phases; in the background there is one channel, for one.")
         if plan.axis.comm is not None:
+            if any_derivative(tensors):
+                raise UnsupportedError(
+                    f"what ranks exchange beside their gradients ({plan.hook!r}) has no derivative on real ranks, and "
+                    "a step that does so is differentiated. Use a strategy that exchanges gradients alone, such as "
+                    "ltx.DDPStrategy(); or, if no derivative is wanted, detach the state and the batch, or call the "
+                    "step under torch.no_grad()."
+                )
             try:
                 self._launch(plan.axis.comm, tensors, background)
             except LtxError as error:

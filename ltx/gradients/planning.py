@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch._C import _functorch
+from torch.autograd import forward_ad
 
 from ltx import comm, tree
 from ltx.axis import Axis
@@ -43,6 +45,10 @@ _FIRST = 4
 Names = tuple[tuple[str, ...], ...]
 
 
+#: Whether a data-parallel step runs in this thread, or a part of one is run again.
+in_step: ContextVar[bool] = ContextVar("in_step", default=False)
+
+
 def arrival_order(params: Tree, wanted: Sequence[int]) -> list[int]:
     """The places among the `wanted` leaves of a tree in the order in which their gradients are expected."""
     place = {leaf: i for i, leaf in enumerate(wanted)}
@@ -68,6 +74,17 @@ def all_tracked(tensors: Sequence[torch.Tensor]) -> list[int]:
     if torch._C._are_functorch_transforms_active():
         return [i for i, x in enumerate(tensors) if tracked(x)]
     return [i for i, x in enumerate(tensors) if x.requires_grad] if torch.is_grad_enabled() else []
+
+
+def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of them is :func:`tracked`, or has a tangent; or may have one, below other transforms."""
+    if all_tracked(tensors):
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return any(map(_functorch.is_functorch_wrapped_tensor, tensors))
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -21,7 +21,7 @@ from ltx.optim.base import (
     all_of,
     apply_updates,
     check_state,
-    is_transforming,
+    donated,
     leaves_like,
 )
 from ltx.optim.combine import LeafPart
@@ -67,7 +67,7 @@ class Ema(Optimizer):
 
     def init(self, params: Tree) -> EmaState:
         check_tensors(params, "params")
-        averages = tree_map(lambda p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True), params)
+        averages = tree_map(lambda p: p.to(torch.promote_types(p.dtype, torch.float32), copy=True), params)
         return EmaState(self.optimizer.init(params), averages)
 
     def update(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
@@ -106,7 +106,7 @@ class Ema(Optimizer):
     def _averaged(self, average: Tree, params: Tree, donate: bool) -> Tree:
         leaves, spec = flatten(average)
         others = leaves_like(spec, params, "params")
-        if donate and not is_transforming():
+        if donate and donated(others):
             self._average_in_place(leaves, others)
             return average
         return spec.unflatten([self._next(old, new) for old, new in zip(leaves, others, strict=True)])

@@ -19,6 +19,7 @@ from torch._C import _functorch
 
 from ltx.arguments import brief, checked, shown
 from ltx.errors import OptimError
+from ltx.gradients.planning import in_step
 from ltx.tree import check_tensors, describe, flatten, leaf_paths, register_node, unflatten
 from ltx.typing import Tree
 
@@ -228,7 +229,7 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
                 f"the update of {leaf_name(params, index)} must be a tensor like the parameter, {describe(p)} on "
                 f"{p.device}, or None; got {got}."
             )
-    if not donate:
+    if not (donate and donated(leaves, [u for _, u in pairs if u is not None])):
         return spec.unflatten([p.clone() if u is None else (p + u).to(p.dtype) for p, u in pairs])
     with torch.no_grad():
         for p, u in pairs:
@@ -265,8 +266,26 @@ def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: 
 
 
 def is_transforming() -> bool:
-    """Whether a ``torch.func`` transform is running."""
-    return _functorch.maybe_current_level() is not None
+    """Whether a ``torch.func`` transform is running, or forward-mode differentiation."""
+    return _functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def differentiated(*lists: Iterable[Tensor]) -> bool:
+    """Whether somebody may differentiate what is made of these tensors: then nothing is written in place.
+
+    Transforms aren't all: below one of them a data-parallel step runs on plain autograd, which says so by the tensors.
+    """
+    if is_transforming():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for tensors in lists for x in tensors)
+
+
+def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
+    """Whether an update that may overwrite `params`, made of other tensors, does: nobody differentiates it.
+
+    Outside of a step, leaves that require gradients are what is trained, as for ``torch.optim``.
+    """
+    return not differentiated((x for x in params if in_step.get() or not x.is_leaf), *lists)
 
 
 def check_state(optimizer: Optimizer, state: Any, kind: type) -> None:

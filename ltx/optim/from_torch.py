@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 import optree
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from ltx import traced
 from ltx.arguments import checked
-from ltx.errors import UnsupportedError
+from ltx.errors import OptimError, UnsupportedError
+from ltx.gradients.planning import any_derivative
 from ltx.optim.base import (
     Counts,
     LeafStates,
@@ -22,6 +24,7 @@ from ltx.optim.base import (
     TorchState,
     check_grads,
     check_state,
+    donated,
     is_transforming,
     leaves_like,
 )
@@ -35,6 +38,8 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
+#: Those whose updates are proportional to the learning rate.
+_PROPORTIONAL = _ELEMENTWISE - {torch.optim.ASGD, torch.optim.Rprop} | {torch.optim.Muon, torch.optim.SparseAdam}
 #: Those whose fused kernels can be told on the device to change nothing.
 _SKIPPING = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
 
@@ -63,6 +68,7 @@ class TorchOptimizer(ClassOptimizer):
         fused = self._fused(leaves)
         check_params(self.cls, params, fused if self.kwargs.get("fused") else None)
         lr = self._lr(0)
+        self._traced(lr, 0)  # may be refused
         if is_transforming():  # a state starts alike for every example: only shapes count, and no wrapper is needed
             leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
         states = [self.kernel.materialise(*leaf, lr=lr) for leaf in zip(leaves, fused, strict=True)]
@@ -78,17 +84,23 @@ class TorchOptimizer(ClassOptimizer):
         has_grad = [index for index, grad in enumerate(grad_leaves) if grad is not None]
         grad_leaves = [grad_leaves[index] for index in has_grad]
         picked = [states[index] for index in has_grad], [leaves[index] for index in has_grad]
-        rule = partial(self._run, count=state.count)
-        if donate and not is_transforming() and not self._differentiable:
+        lr = self._lr(state.count)
+        rate = self._traced(lr, state.count)
+        rule = partial(self._run, count=state.count, lr=lr if rate is None else 1.0)
+        if donate and rate is None and donated(picked[1], grad_leaves, *(own.values() for own in picked[0])):
             rule(grad_leaves, *picked)
             return params, self.advance(state)
-        with self._grad_mode():
-            pure = self._in_graph if traced.recording() else partial(run_pure, rule, tracked=self._differentiable)
-            updated = zip(*pure(grad_leaves, *picked), strict=True)
-            by_index = dict(zip(has_grad, updated, strict=True))
+        pure = self._in_graph if traced.recording() else partial(run_pure, rule)
+        updated = zip(*pure(grad_leaves, *picked), strict=True)
+        by_index = dict(zip(has_grad, updated, strict=True))
+        pairs = [
+            by_index[index] if index in by_index else (leaf.clone(), {key: t.clone() for key, t in own.items()})
+            for index, (leaf, own) in enumerate(zip(leaves, states, strict=True))
+        ]
+        if rate is not None:
             pairs = [
-                by_index[index] if index in by_index else (leaf.clone(), {key: t.clone() for key, t in own.items()})
-                for index, (leaf, own) in enumerate(zip(leaves, states, strict=True))
+                ((old + rate.to(old.device) * (new - old)).to(old.dtype), own)
+                for old, (new, own) in zip(leaves, pairs, strict=True)
             ]
         if not any(own for _, own in pairs):  # Dynamo takes empty dicts for constants, and can't put those in a tree
             return spec.unflatten([leaf for leaf, _ in pairs]), self.advance(state)
@@ -114,7 +126,13 @@ class TorchOptimizer(ClassOptimizer):
     def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
         check_grads(grads, params)
         check_grad_layouts(self.cls, grads)
-        self._run(grads, states, params, count=counts)
+        lr = self._lr(counts)
+        if isinstance(lr, Tensor) and lr.requires_grad:
+            raise OptimError(
+                f"{self}: the learning rate of step {counts} requires grad, and this update is in place, which has no "
+                'derivative. Use overlap="backward", or detach the rate.'
+            )
+        self._run(grads, states, params, count=counts, lr=lr)
 
     def unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
         if self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):
@@ -134,9 +152,10 @@ class TorchOptimizer(ClassOptimizer):
         differentiable: bool = False,
         *,
         count: int,
+        lr: float | Tensor,
     ) -> None:
         """One update in place, each leaf through the fastest kernel that it admits."""
-        run = partial(self.kernel.run, lr=self._lr(count), skip=self._skip)
+        run = partial(self.kernel.run, lr=lr, skip=self._skip)
         if differentiable:
             run(grads, states, params, fused=False, differentiable=True)
             return
@@ -155,11 +174,24 @@ class TorchOptimizer(ClassOptimizer):
     def _fused(self, params: Sequence[Tensor]) -> list[bool]:
         options = self.kernel.group
         wanted = options.get("fused", False) is not False and not options.get("foreach")
-        return fusable(self.cls, params) if wanted and not self._differentiable else [False] * len(params)
+        return fusable(self.cls, params) if wanted and not options.get("differentiable") else [False] * len(params)
 
     def _per_param(self, state: TorchState, spec: optree.PyTreeSpec) -> LeafStates:
         check_state(self, state, TorchState)
         return leaves_like(spec, state.per_param, "the optimizer's state")
+
+    def _traced(self, lr: float | Tensor, count: int) -> Tensor | None:
+        """The learning rate, if somebody differentiates or batches it: torch's classes take most rates for numbers."""
+        if not isinstance(lr, Tensor) or traced.recording():
+            return None
+        if not (any_derivative([lr]) or _functorch.is_functorch_wrapped_tensor(lr)):
+            return None
+        if self.cls not in _PROPORTIONAL:
+            raise OptimError(
+                f"{self}: the learning rate of step {count} is differentiated or batched, and an update of "
+                f"{self.cls.__name__} isn't proportional to its rate. Detach it, or use another class, such as Adam."
+            )
+        return lr
 
     def _lr(self, count: int) -> float | Tensor:
         return scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
@@ -186,15 +218,18 @@ def from_torch(
 
     Where torch has fused kernels for a parameter's dtype and device they are used (on CPU about 4 times faster than
     ``foreach``), unless ``fused=False``, ``foreach=True`` or ``differentiable=True`` is given. With ``donate=True``
-    parameters and state are updated in place; under ``torch.func`` transforms and with ``differentiable=True`` donation
-    is off. Under ``vmap`` every example gets bit for bit what it would get alone. Under ``grad`` and ``jvp`` the update
-    is differentiated (torch's ``differentiable`` path, equal up to rounding).
+    parameters and state are updated in place. Under ``vmap`` every example gets bit for bit what it would get alone.
+
+    The update is differentiated wherever what it is made of is (torch's ``differentiable`` path, equal up to rounding):
+    under ``grad`` and ``jvp``, and by plain autograd, where gradients, parameters, state or the schedule's rate require
+    grad and gradients are enabled. Donation is off then; parameters that are leaves don't count for it. So a loop of
+    training that wants no derivative detaches what it updates, or runs under ``torch.no_grad()``.
 
     Args:
         cls: the class, not an instance. SparseAdam needs sparse gradients, Muon 2-D parameters, as in torch; LBFGS is
             refused, since it calls the loss. A class of another author that doesn't gather its tensors in
             ``_init_group`` (timm's, transformers' Adafactor, a ten-line Lion) is run as it is, on all parameters
-            of its :func:`partition` together: eagerly, and with neither ``overlap="update"`` nor ZeRO.
+            of its :func:`partition` together: eagerly, with neither a derivative nor ``overlap="update"`` nor ZeRO.
         lr: a number, or a function from the number of updates done so far (0 first) to a number or 0-dim tensor, as
             optax's schedules; None is torch's default. (ASGD and Rprop keep a rate in their state; it starts as that of
             step 0.)

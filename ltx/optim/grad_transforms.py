@@ -20,7 +20,7 @@ from ltx import traced
 from ltx.arguments import brief, check_fields
 from ltx.errors import OptimError, UnsupportedError
 from ltx.hooks.noise import key_of, normal
-from ltx.optim.base import Counts, LeafStates, Optimizer, TorchState, all_of, check_state, is_transforming, leaf_name
+from ltx.optim.base import Counts, LeafStates, Optimizer, TorchState, all_of, check_state, differentiated, leaf_name
 from ltx.optim.combine import LeafPart
 from ltx.tree import check_tensors, flatten, places_with_none
 from ltx.typing import Tree
@@ -40,7 +40,7 @@ def global_norm(leaves: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm of all `leaves` as one vector: a 0-dim tensor on the first leaf's device; 0 for no leaves."""
     if not leaves:
         return torch.tensor(0.0)
-    if not is_transforming() and not any(leaf.requires_grad for leaf in leaves):
+    if not differentiated(leaves):
         return torch.nn.utils.get_total_norm(leaves)  # one foreach pass, without derivative
     norms = [torch.linalg.vector_norm(leaf).to(leaves[0].device) for leaf in leaves]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -79,9 +79,9 @@ class ClipByGlobalNorm(Optimizer):
             return grads, ClipState(norm)
         factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)
         factors = {device: factor.to(device) for device in {leaf.device for leaf in leaves}}
-        if len(factors) == 1 and not is_transforming():
+        if len(factors) == 1 and not differentiated(leaves):
             scaled: Sequence[Tensor] = torch._foreach_mul(leaves, factor)
-        else:  # foreach has no batching rules
+        else:  # foreach has no batching rules, and no derivative for the factor
             scaled = [leaf * factors[leaf.device] for leaf in leaves]
         # A 0-dim factor doesn't change the dtype of a gradient with dimensions, but may that of a 0-dim one.
         return spec.unflatten([new.to(old.dtype) for new, old in zip(scaled, leaves, strict=True)]), ClipState(norm)

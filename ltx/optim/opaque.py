@@ -23,7 +23,7 @@ from torch import Tensor
 from ltx import traced
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
-from ltx.optim.base import TorchState, check_grads, is_transforming, leaves_like
+from ltx.optim.base import TorchState, check_grads, differentiated, donated, leaves_like
 from ltx.optim.torch_class import ClassOptimizer, scheduled_lr
 from ltx.tree import check_tensors, flatten
 from ltx.typing import Tree
@@ -48,7 +48,7 @@ class OpaqueOptimizer(ClassOptimizer):
 
     def init(self, params: Tree) -> TorchState:
         check_tensors(params, "params")
-        self._refuse_transforms()
+        self._refuse_if(differentiated())
         leaves, spec = flatten(params)
         # A step on zero gradients shows which state the class keeps; its values begin at the first gradient.
         probes = [leaf.detach().clone().requires_grad_() for leaf in leaves]
@@ -68,22 +68,24 @@ class OpaqueOptimizer(ClassOptimizer):
 
     @checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
-        self._refuse_transforms()
         leaves, spec = flatten(params)
         if not isinstance(state, TorchState) or not isinstance(state.per_param, dict):
             raise OptimError(f"{self} expected the state that its init(params) made, got {brief(state)}.")
         given = leaves_like(spec, grads, "grads")
         check_grads(given, leaves, params)
         kept = leaves_like(spec, state.per_param["params"], "the optimizer's state")
+        held = [x for own in (*kept, state.per_param["group"]) for x in own.values()]
+        others = [*(g for g in given if g is not None), *held]
+        self._refuse_if(not donated(leaves, others) if donate else differentiated(leaves, others))
         targets = leaves if donate else [leaf.clone() for leaf in leaves]
         with torch.no_grad():
             aliases = [x.detach().requires_grad_() for x in targets]
         instance = self._instance(aliases, state.count)
         for alias, own in zip(aliases, kept, strict=True):
             if _has_begun(own):
-                instance.state[alias] = _put(own if donate else {name: x.clone() for name, x in own.items()})
+                instance.state[alias] = _put(own, donate)
         if _has_begun(state.per_param["group"]):
-            instance.param_groups[0].update(_put(state.per_param["group"]))
+            instance.param_groups[0].update(_put(state.per_param["group"], donate))
         if donate:  # what is written to `param.data` isn't counted
             torch.autograd.graph.increment_version(targets)
         self._step(instance, aliases, [None if g is None else g.detach().clone() for g in given])
@@ -95,7 +97,10 @@ class OpaqueOptimizer(ClassOptimizer):
         return spec.unflatten(targets), TorchState(per_param, state.count + 1)
 
     def _instance(self, params: list[Tensor], count: int) -> Any:
-        lr = float(scheduled_lr(self.lr, count)) if callable(self.lr) else self.lr
+        lr = scheduled_lr(self.lr, count) if callable(self.lr) else self.lr
+        if isinstance(lr, Tensor):
+            self._refuse_if(differentiated([lr]))
+            lr = float(lr)
         arguments: dict[str, Any] = dict(self.kwargs) if lr is None else {"lr": lr, **self.kwargs}
         try:
             return self.cls(params, **arguments)
@@ -121,9 +126,9 @@ class OpaqueOptimizer(ClassOptimizer):
             name = place.removeprefix(_GROUP)
             if before.get(place) != after.get(place) and not {name, f"{_NUMBER}{name}"} & set(held):
                 raise OptimError(
-                    f"{self}: its step() changes {place}, and ltx carries what is in state[parameter] and numbers in a "
-                    "group from step to step. What is kept elsewhere would begin anew at each. Write it as a pair of "
-                    "functions: ltx.optim.from_functions."
+                    f"{self}: its step() changes {place}, and ltx carries what is in state[parameter], and what the "
+                    "class itself adds to a group as numbers or tensors, from step to step. What is kept elsewhere "
+                    "would begin anew at each. Write it as a pair of functions: ltx.optim.from_functions."
                 )
         own = {id(param) for param in params}
         for key in instance.state:
@@ -138,9 +143,9 @@ class OpaqueOptimizer(ClassOptimizer):
         return {name: value for key, x in instance.state[param].items() for name, value in [self._tensor(key, x)]}
 
     def _group(self, instance: Any) -> dict[str, Tensor]:
-        """The numbers that the class keeps for all parameters, such as a count of steps."""
+        """The numbers and tensors that the class keeps for all parameters, such as a count of steps."""
         named = inspect.signature(self.cls).parameters
-        numbers = {k: x for k, x in instance.param_groups[0].items() if isinstance(x, bool | int | float)}
+        numbers = {k: x for k, x in instance.param_groups[0].items() if isinstance(x, bool | int | float | Tensor)}
         return dict(self._tensor(key, x) for key, x in numbers.items() if key not in named and key not in _SETTINGS)
 
     def _tensor(self, key: Any, value: Any) -> tuple[str, Tensor]:
@@ -155,11 +160,13 @@ class OpaqueOptimizer(ClassOptimizer):
             "as a pair of functions: ltx.optim.from_functions."
         )
 
-    def _refuse_transforms(self) -> None:
-        if is_transforming() or traced.recording():
+    def _refuse_if(self, is_differentiated: bool) -> None:
+        if is_differentiated or traced.recording():
             raise OptimError(
                 f"{self} runs the class' own step() on tensors of its own, which neither torch.func nor torch.compile "
-                "looks into. Update outside of them, or take a class of torch.optim."
+                "nor autograd looks into, and what it is given is under a transform or requires grad. Update outside "
+                "of them: under torch.no_grad() where no derivative of the update is wanted. Else take a class of "
+                "torch.optim, or write it as a pair of functions: ltx.optim.from_functions."
             )
 
 
@@ -209,8 +216,8 @@ def _has_begun(kept: Mapping[str, Tensor]) -> bool:
     return _BEGUN in kept and bool(kept[_BEGUN])
 
 
-def _put(kept: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What an instance's state is made of: inverse of ``_tensor``."""
+def _put(kept: Mapping[str, Tensor], donate: bool) -> dict[str, Any]:
+    """What an instance's state is made of, which it writes to: inverse of ``_tensor``."""
     found: dict[str, Any] = {}
     for name, x in kept.items():
         if name == _BEGUN:
@@ -220,5 +227,5 @@ def _put(kept: Mapping[str, Tensor]) -> dict[str, Any]:
         elif name.startswith(_NONE):
             found[name.removeprefix(_NONE)] = None
         else:
-            found[name] = x
+            found[name] = x if donate else x.clone()
     return found

@@ -73,12 +73,12 @@ class QAdamOptimizer(TorchOptimizer):
         differentiable: bool = False,
         *,
         count: int,
+        lr: float | Tensor,
     ) -> None:
         if count < self.warmup_steps - self.bagua_exact:
-            super()._run(grads, states, params, differentiable, count=count)
+            super()._run(grads, states, params, differentiable, count=count, lr=lr)
             return
         step, (beta1, beta2) = count + 1, self.betas
-        lr = self._lr(count)
         settled = (1 - beta2**step) ** 0.5
         rate = lr * settled / (1 - beta1**step)
         if params and not differentiable and not isinstance(rate, Tensor) and prefers_few_calls(params[0]):

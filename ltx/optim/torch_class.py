@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
@@ -22,7 +21,8 @@ from torch._C import _functorch
 
 from ltx.arguments import brief, checked
 from ltx.errors import OptimError
-from ltx.optim.base import LeafStates, Optimizer, TorchState, is_transforming, leaf_name
+from ltx.gradients.planning import any_derivative
+from ltx.optim.base import LeafStates, Optimizer, TorchState, differentiated, leaf_name
 from ltx.tree import describe, flatten
 from ltx.typing import Tree
 
@@ -49,21 +49,13 @@ class ClassOptimizer(Optimizer):
     @checked("donate")
     def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
         leaves, spec = flatten(params)
-        with self._grad_mode():
-            copies = spec.unflatten([leaf.clone() for leaf in leaves]) if donate else params
-            new_params, new_state = self.apply(grads, state, copies, donate=donate)
-            pairs = list(zip(flatten(new_params)[0], leaves, strict=True))
-            if is_transforming() or self._differentiable:
-                return spec.unflatten([new - old for new, old in pairs]), new_state
-            return spec.unflatten([new.sub_(old) for new, old in pairs]), new_state  # the new ones are nobody else's
-
-    @property
-    def _differentiable(self) -> bool:
-        return bool(self._kwargs.get("differentiable"))
-
-    def _grad_mode(self) -> AbstractContextManager[object]:
-        """Transforms differentiate the update; plain autograd only sees it if asked to, as in torch."""
-        return nullcontext() if is_transforming() or self._differentiable else torch.no_grad()
+        copies = spec.unflatten([leaf.clone() for leaf in leaves]) if donate else params
+        new_params, new_state = self.apply(grads, state, copies, donate=donate)
+        news = flatten(new_params)[0]
+        if differentiated(news, leaves):
+            return spec.unflatten([new - old for new, old in zip(news, leaves, strict=True)]), new_state
+        # The new ones are nobody else's.
+        return spec.unflatten([new.sub_(old) for new, old in zip(news, leaves, strict=True)]), new_state
 
     @property
     def _given(self) -> tuple[Any, ...]:
@@ -186,25 +178,26 @@ def run_pure(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Tensor]],
     params: Sequence[Tensor],
-    tracked: bool = False,
 ) -> tuple[list[Tensor], LeafStates]:
-    """``(new_params, new_states)`` as the in-place `rule` would leave them, under any nest of transforms.
-
-    `tracked`: whether plain autograd, outside of transforms, is to see the update.
-    """
+    """``(new_params, new_states)`` as the in-place `rule` would leave them, under any nest of transforms."""
     flat = [*grads, *params, *chain.from_iterable(state.values() for state in states)]
     wrapped = [t for t in flat if _functorch.is_functorch_wrapped_tensor(t)]
     outermost = max(wrapped, key=_functorch.maybe_get_level, default=None)
     if outermost is not None and _functorch.is_batchedtensor(outermost):
         keys = [tuple(state) for state in states]
         return _unflatten(_PerExample.apply(rule, keys, *flat), keys)  # type: ignore[no-untyped-call]
-    differentiable = outermost is not None
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (tracked or differentiable)):
+    differentiable = outermost is not None or any_derivative(flat)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
         leaves = list(zip(grads, states, params, strict=True))
-        copy = _spread if differentiable else _clone
+        copy = _spread if outermost is not None else _clone
         new_params = [copy(param, grad) for grad, _, param in leaves]
         new_states = [{key: copy(own, grad, param) for key, own in state.items()} for grad, state, param in leaves]
+        if differentiable:
+            # Powers of the decays are taken of the count of steps, in its dtype here and in float64 in torch's others.
+            new_states = [{key: x.double() if key == "step" else x for key, x in state.items()} for state in new_states]
         rule(list(grads), new_states, new_params, differentiable)
+        for old, new in zip(states, new_states, strict=True):
+            new.update({key: new[key].to(own.dtype) for key, own in old.items()})
     return new_params, new_states
 
 

@@ -85,11 +85,11 @@ def loss_in(output: Any) -> Any:
     return getattr(output, "loss", None) if dataclasses.is_dataclass(output) else None
 
 
-def outputs_of(run: Run, buffers: Tree, has_aux: bool) -> Outputs:
+def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) -> Outputs:
     """The parts of what `run` returned, which was given `buffers`.
 
     A mapping or dataclass with an entry `loss` counts as that loss, and with `has_aux` as aux too. Buffers and aux are
-    means over ranks with ``data_parallel(outputs="mean")``.
+    means over ranks with ``data_parallel(outputs="mean")``; without derivative, if they are to be `detached`.
     """
     output = run.output
     wanted = 1 + (buffers is not None) + has_aux
@@ -111,7 +111,7 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool) -> Outputs:
             f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {outcome(loss)}. Take its "
             "mean or sum; a step that returns (loss, aux) wants has_aux=True. A mapping holds it as `loss`."
         )
-    rest = run.averaged(tree.detached(parts[1:]))
+    rest = run.averaged(tree.detached(parts[1:]) if detached else parts[1:])
     return Outputs(loss, None if buffers is None else rest[0], rest[-1] if has_aux else None)
 
 

@@ -10,6 +10,7 @@ import torch
 from ltx import collectives, comm, traced, tree
 from ltx.axis import Axis
 from ltx.errors import UnsupportedError
+from ltx.gradients.planning import any_derivative
 from ltx.optim.update import Update
 from ltx.placements import refuse_in_graph as refuse_dtensors
 from ltx.strategies.update import StepInfo, check_updated
@@ -23,13 +24,33 @@ from ltx.training.guard import (
     should_raise,
 )
 from ltx.training.metrics import Metrics
-from ltx.training.outputs import Batch, arguments_of, outputs_of
+from ltx.training.outputs import Batch, GivenGradients, arguments_of, outputs_of
 from ltx.training.random_states import torch_states
 from ltx.training.replicas import check_replicas
 from ltx.training.settings import TrainSettings, check_layout, refuse_in_graph
 from ltx.training.train_state import TrainState
 from ltx.transforms.run import CallOptions, Weighted
 from ltx.transforms.sync_state import Synced, SyncState, plain_values
+
+
+def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> None:
+    """Raise if somebody differentiates the next state, and not all of its derivative would pass."""
+    parts = state.trained, state.frozen, state.buffers, batch.args, batch.named
+    if not any_derivative([x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor)]):
+        return
+    strategy = train.step.strategy
+    if any(isinstance(fn, GivenGradients) for fn in (train.step.fn, getattr(train.step.fn, "fn", None))):
+        what = (
+            'a step with returns="grads" gives gradients whose own derivative is unknown. Let the step return its loss'
+        )
+    elif state.sync_state.leaves and strategy.communicates_besides:
+        what = f"what {type(strategy).__name__} keeps from step to step has no derivative. Use ltx.DDPStrategy()"
+    else:
+        return
+    raise UnsupportedError(
+        f"train_step: the state or the batch of this step is differentiated, and {what}; or, if no derivative is "
+        "wanted, detach them, or call the step under torch.no_grad()."
+    )
 
 
 def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -49,6 +70,8 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         strategy.check_axis(axis)
     info = StepInfo(sync.checked_step(), axis)
     check_layout(strategy, info.step)
+    if not traced.recording():
+        _check_derivative(train, state, batch)
     drawn = torch_states() if train.guard == "raise" else {}
     stateful = bool(sync.leaves) or strategy.stateful
     loss_scale = loss_scale_of(train, state)
@@ -57,7 +80,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     def mean(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         arguments = arguments_of(tree.unflatten(spec, leaves), state.buffers, batch)
         run = train.step.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
-        loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux)
+        loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux, detached=False)
         if isinstance(loss, Weighted):
             strategy.check_weighted(info.step)
         value = replace(run, output=loss).value()
@@ -74,7 +97,15 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     pending = strategy.begin(state.trained, sync.leaves, info, None)
     # torch.func takes None, which stands in the place of frozen parameters, for a leaf.
     flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
-    flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
+    if traced.recording() or torch._C._are_functorch_transforms_active():
+        flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
+    else:  # below torch.func a step may differentiate its batch by plain autograd
+        with torch.enable_grad():
+            inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in flat]
+            total, (loss, *tensors) = mean(inputs)
+            flat_grads = torch.autograd.grad(
+                total, inputs, create_graph=True, allow_unused=True, materialize_grads=True
+            )
     grads = tree.unflatten(spec, flat_grads)
     structure, weighted, rest = others
     aux_tensors = iter(tensors)
@@ -87,7 +118,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     if loss_scale is not None:
         inverse = 1 / loss_scale
         grads = tree.map(lambda g: (g * inverse).to(g.dtype), grads)
-    finite = all_finite(train, tree.flatten(grads)[0], info) if checks_finite(train) else None
+    finite = all_finite(train, tree.flatten(tree.detached(grads))[0], info) if checks_finite(train) else None
     if isinstance(finite, torch.Tensor) and should_raise(train, state) and not bool(plain_values(finite).all()):
         raise not_finite_error(train, state, batch, info, tree.flatten(grads)[0], drawn, loss_scale)
     states, buffers = kept_if_skipped(train, finite, state, states, buffers)

@@ -13,7 +13,9 @@ from ltx import collectives, comm, traced, tree
 from ltx.arguments import checked
 from ltx.axis import Axis
 from ltx.errors import CollectiveTimeoutError, PeerLostError, StepError
+from ltx.gradients.planning import in_step
 from ltx.optim import Optimizer
+from ltx.optim.base import differentiated, is_transforming
 from ltx.strategies.update import PostUpdateHook, StepInfo, check_next
 from ltx.training.guard import must_sync_finite, scaling
 from ltx.training.metrics import Metrics
@@ -69,10 +71,10 @@ class TrainStep(TrainSettings):
         else:
             tree.check_dense(tree.flatten(params)[0], params, "params")
             trained, frozen = split(params, self.trainable)
-            params = tree.map(torch.Tensor.detach, collectives.broadcast(params, axis=axis))
+            params = collectives.broadcast(tree.map(self._begun, params), axis=axis)
             if frozen is not None:
                 params, frozen = tree.masked(params, trained), tree.masked(params, frozen)
-        buffers = tree.map(torch.Tensor.detach, collectives.broadcast(buffers, axis=axis))
+        buffers = collectives.broadcast(tree.map(self._begun, buffers), axis=axis)
         sync_state = self.step.init(params)
         if not torch._C._are_functorch_transforms_active():
             sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
@@ -155,7 +157,7 @@ class TrainStep(TrainSettings):
             raise StepError(
                 f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
             )
-        if traced.recording() or torch._C._are_functorch_transforms_active():
+        if traced.recording() or self._is_differentiated(state, batch):
             return step_purely(self, state, batch)
         state.check_owned()
         axis, seen = comm.resolve(self.step.axis), state.seen  # before the comparison looks at the state
@@ -194,6 +196,20 @@ class TrainStep(TrainSettings):
         among = axis if everyone or hook is None else hook.within(axis) or axis
         ranks = among.threads if among.comm is None else among.comm.recovery
         return nullcontext(_nothing) if ranks is None else ranks.in_step(state.step)
+
+    def _begun(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, without its derivative if it says that it is trained, as modules' parameters do."""
+        return x.detach() if x.is_leaf and (self._may_donate or isinstance(x, torch.nn.Parameter)) else x
+
+    @property
+    def _may_donate(self) -> bool:
+        """Whether steps take their state's memory: what is differentiated or batched around them would need it."""
+        return self.donate and not is_transforming() and not in_step.get()
+
+    def _is_differentiated(self, state: TrainState, batch: Batch) -> bool:
+        """Whether somebody may differentiate the next state; not in a batch, if the step takes the state's memory."""
+        parts = (state.held("params"), state.held("buffers"), () if self._may_donate else (batch.args, batch.named))
+        return differentiated(x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor))
 
     def _compare(self, state: TrainState, axis: Axis) -> None:
         """Compare what should be the same on all ranks: when it is due, and at the first step in a world.
@@ -248,7 +264,8 @@ def train_step(
             With a Weighted loss its gradients are those of the total.
         optimizer: from :mod:`ltx.optim`.
         donate: update the state's tensors in place, as JAX's buffer donation does; the old state can't be used again.
-            Off under transforms.
+            Off where a step is differentiated: under transforms, inside of another step, or because its state requires
+            grad. With ``donate=False`` a batch that requires grad counts too, and derivatives pass through steps.
         guard: what happens to a step whose gradients are NaN or infinite on any rank. "off": no check. "skip":
             parameters, buffers, optimizer state and what hooks carry are as they were, on all ranks alike; the step is
             counted, ``metrics.skipped`` says so, and what a strategy does to parameters besides (averages) it still

@@ -17,6 +17,7 @@ import torch
 from ltx import comm, traced, tree
 from ltx.errors import StepError, SyncStateError
 from ltx.estimate.autotune import choose_on_axis
+from ltx.gradients.planning import in_step
 from ltx.placements import Placements, refuse_in_graph
 from ltx.strategies import DEFAULT, Strategy
 from ltx.transforms import plain_autograd
@@ -24,7 +25,6 @@ from ltx.transforms.closure_check import TracedValueError, look_at_modules, node
 from ltx.transforms.compare import check_in_debug, check_params_once
 from ltx.transforms.marking import mark, mark_in_graph
 from ltx.transforms.placed import check_placements, local_parts, placed, whole_scalars
-from ltx.transforms.recompute import in_step
 from ltx.transforms.run import PLAIN_CALL, CallOptions, Marked, Run, StepSettings, averaged, refuse_gradients
 from ltx.transforms.sync_gradients import sync_gradients
 from ltx.transforms.sync_state import Synced, SyncState, check_state

@@ -7,7 +7,7 @@ autograd up to the marker, and from there as reductions complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -88,13 +88,13 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
                 )
             return _by_local_parts(scalar, argnums, args, kwargs, placements)
         if sync_state is None:
-            return torch.func.grad_and_value(scalar, argnums, has_aux)(*args, **kwargs)
+            return _by_torch_func(scalar, numbers, isinstance(argnums, int), has_aux, args, kwargs)
         if not isinstance(argnums, int):
             raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
         sync_state.checked_step()  # raises for one that was used before
         filled = list(args)
         filled[argnums] = Synced(args[argnums], sync_state)
-        synced, value = torch.func.grad_and_value(scalar, argnums, has_aux)(*filled, **kwargs)
+        synced, value = _by_torch_func(scalar, numbers, True, has_aux, filled, kwargs)
         state = synced.sync_state
         if traced.recording():  # the clock has counted: a step in the structure would be compiled anew
             return (synced.params, state), value
@@ -122,6 +122,28 @@ def grad(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) 
         return (grads, value[1]) if has_aux else grads
 
     return transformed
+
+
+def _by_torch_func(
+    scalar: Callable[..., Any],
+    numbers: Sequence[int],
+    only: bool,
+    has_aux: bool,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``torch.func.grad_and_value``, for which None is an empty node, as it is for JAX, and not a leaf."""
+    flat = [tree.flatten(args[n]) for n in numbers]
+
+    def of_leaves(lists: list[list[torch.Tensor]]) -> Any:
+        filled = list(args)
+        for n, leaves, (_, spec) in zip(numbers, lists, flat, strict=True):
+            filled[n] = tree.unflatten(spec, leaves)
+        return scalar(*filled, **kwargs)
+
+    lists, value = torch.func.grad_and_value(of_leaves, has_aux=has_aux)([leaves for leaves, _ in flat])
+    grads = tuple(tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flat, strict=True))
+    return grads[0] if only else grads, value
 
 
 def _is_plain(
@@ -206,10 +228,8 @@ def _by_local_parts(
 
 
 def _check_differentiable(params: Tree, number: int) -> None:
-    """Raise unless argument `number` is a tree of tensors, without None, which torch.func takes for a leaf."""
+    """Raise unless argument `number` is a tree of tensors that have gradients."""
     tree.check_tensors(params, f"argument {number} of the step")
-    if tree.has_none(params):
-        raise StepError(f"argument {number} of the step holds None, which has no gradient. Leave it out of the tree.")
     for place, x in enumerate(tree.flatten(params)[0]):
         if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS:
             raise StepError(

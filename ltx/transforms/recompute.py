@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +22,8 @@ from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _Checkp
 
 from ltx import tree
 from ltx.errors import StepError
+from ltx.gradients.planning import in_step
 from ltx.transforms.swap import Swap, placed, put
-
-#: Whether a data-parallel step runs in this thread, or a part of one is run again.
-in_step: ContextVar[bool] = ContextVar("in_step", default=False)
 
 
 def tensors_in_place() -> set[int]:

@@ -223,8 +223,9 @@ def test_schedule_may_return_a_tensor_and_may_not_return_nonsense() -> None:
         negative.apply(params, negative.advance(state), params)
 
 
-def test_differentiable_lets_plain_autograd_through_and_turns_donation_off() -> None:
-    optimizer = from_torch(SGD, lr=0.1, momentum=0.9, differentiable=True)
+@pytest.mark.parametrize("kwargs", [{}, {"differentiable": True}])
+def test_plain_autograd_sees_the_update_which_turns_donation_off(kwargs: dict[str, bool]) -> None:
+    optimizer = from_torch(SGD, lr=0.1, momentum=0.9, **kwargs)
     params = {"w": torch.ones(2, requires_grad=True)}
     grads = {"w": params["w"] ** 2}
     new_params, _ = optimizer.apply(grads, optimizer.init(params), params, donate=True)
@@ -233,15 +234,21 @@ def test_differentiable_lets_plain_autograd_through_and_turns_donation_off() -> 
     assert torch.allclose(params["w"].grad, torch.full((2,), 1 - 0.1 * 2))
 
 
-def test_parameters_that_require_grad_leave_no_graph() -> None:
+def test_parameters_are_leaves_that_are_trained_or_are_differentiated() -> None:
     params = {"w": torch.ones(2, requires_grad=True), "b": torch.ones(1, requires_grad=True)}
     optimizer = from_torch(AdamW)
     state = optimizer.init(params)
-    for donate in (False, True):
-        new_params, new_state = optimizer.apply({"w": torch.ones(2), "b": None}, state, params, donate=donate)
-        assert all(tensor.grad_fn is None for tensor in optree.tree_leaves((new_params, new_state)))
-    assert not optree.tree_leaves(optimizer.update(params, state, params)[0])[0].requires_grad
-    assert params["w"].grad is None
+    grads = {"w": torch.ones(2), "b": None}
+    new_params, _ = optimizer.apply(grads, state, params)  # a first-order derivative of the update
+    (new_params["w"].sum() + new_params["b"].sum()).backward()
+    assert torch.allclose(params["w"].grad, torch.full((2,), 1 - 1e-3 * 1e-2))  # AdamW's decay
+    assert params["b"].grad == 1
+    with torch.no_grad():
+        assert not optree.tree_leaves(optimizer.update(params, state, params)[0])[0].requires_grad
+    new_params, new_state = optimizer.apply(grads, state, params, donate=True)
+    assert new_params is params
+    assert params["w"].is_leaf
+    assert all(tensor.grad_fn is None for tensor in optree.tree_leaves(new_state))
 
 
 def test_empty_tree() -> None:

@@ -56,6 +56,27 @@ class Together(torch.optim.Optimizer):
                 p.data = p.data - group["lr"] * state["avg"] / (group["step"] * (1 + state["rms"]) + state["n"])
 
 
+class Lamb(torch.optim.Optimizer):
+    """As timm's: gradients clipped together, a trust ratio for each parameter, a tensor in the group that counts."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, max_norm: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "max_norm": max_norm, "snapshot": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        clip = (torch.stack([g.norm() for g in grads]).norm() / self.defaults["max_norm"]).clamp(min=1.0)
+        for group in self.param_groups:
+            if "step" not in group:
+                group["step"] = torch.tensor(0.0)
+            group["step"].add_(1)
+            debiased = 1 - 0.9 ** group["step"].item()
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad / clip, 0.1)
+                ratio = torch.where(m.norm() > 0, p.norm() / m.norm(), 1.0)
+                p.sub_(group["snapshot"] * ratio * m / debiased)
+
+
 class Hidden(torch.optim.SGD):
     """Gathers its tensors, and keeps a state besides."""
 
@@ -91,6 +112,7 @@ def adafactor(params: Iterable[Tensor], **kwargs: Any) -> Any:
 CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "lion": (lambda: Lion, {"lr": 0.01, "betas": (0.5, 0.9)}),
     "together": (lambda: Together, {"lr": 0.1, "decay": 0.01}),
+    "lamb": (lambda: Lamb, {"lr": 0.1}),
     "hidden": (lambda: Hidden, {"lr": 0.1, "momentum": 0.9}),
     "anchored": (lambda: Anchored, {"lr": 0.1}),
     "transformers": (
@@ -310,12 +332,6 @@ class Decays(Lion):
         self.param_groups[0]["lr"] *= 0.5
 
 
-class KeepsATensor(Lion):
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        self.param_groups[0].setdefault("k", torch.zeros(())).add_(1)
-
-
 class KeepsGlobals(Lion):
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -330,7 +346,6 @@ class KeepsGlobals(Lion):
         (Counts, "from_torch(Counts): its step() changes self.steps, and ltx carries what is in state[parameter]"),
         (KeepsMomenta, "its step() changes self.momenta"),
         (Decays, "its step() changes the group's lr"),
-        (KeepsATensor, "its step() changes the group's k"),
         (KeepsGlobals, "keeps state under 'all'"),
     ],
 )

@@ -155,3 +155,25 @@ def test_aux_in_processes_has_no_graph(ranks: Ranks) -> None:
         return grads.tolist(), loss.item(), aux["product"].sum().item(), aux["product"].requires_grad
 
     assert list(ranks(2).run(run)) == [(MEAN, 5.0, 5.0, False), (MEAN, 13.0, 13.0, False)]
+
+
+def test_none_among_parameters_is_an_empty_node() -> None:
+    """As Equinox's partition leaves it; to torch.func None is a leaf."""
+    params, x = (
+        {"w": torch.tensor([1.0, 2.0]), "frozen": None, "deep": [None, torch.tensor(3.0)]},
+        torch.tensor([1.0, 2.0]),
+    )
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (params["w"] * x).sum() * params["deep"][1]
+
+    right = {"w": torch.tensor([3.0, 6.0]), "frozen": None, "deep": [None, torch.tensor(5.0)]}
+    step = ltx.data_parallel(loss)
+    stateful = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=ltx.hooks.PowerSGD(1)))
+    simulated = ltx.tree.map(lambda g: g[0], ltx.vmap(lambda x: ltx.grad(step)(params, x))(torch.stack([x, x])))
+    by_both, value = ltx.grad_and_value(loss, argnums=(-2, 1))(params, x)
+    found = [ltx.grad(loss)(params, x), ltx.grad(step)(params, x), by_both[0], simulated]
+    found.append(ltx.grad(stateful)(params, x, sync_state=stateful.init(params))[0])
+    torch.testing.assert_close([ltx.tree.flatten(each)[0] for each in found], [ltx.tree.flatten(right)[0]] * 5)
+    assert all(ltx.tree.flatten(each)[1] == ltx.tree.flatten(right)[1] for each in found)
+    torch.testing.assert_close((by_both[1], value), (3 * params["w"], torch.tensor(15.0)))
