@@ -42,9 +42,9 @@ class HorovodStrategy(Strategy):
         compression: "none", "fp16", "bf16", or a hook from :mod:`ltx.hooks`: how gradients travel.
         op: "average"; "sum", which is n times that, with :class:`ltx.Weighted` too; or "adasum": each rank takes an
             optimizer step of its own, and the parameters move by the adaptive sum (:func:`ltx.adasum`) of these steps.
-            There the optimizer's state is each rank's own, plain gradients of a step are local, `compression` is the
-            dtype of the steps as they travel, and the number of ranks is a power of two. With ``overlap="update"`` each
-            bucket's step is taken, and combined, during the backward pass.
+            There the optimizer's state and ``metrics.loss`` are each rank's own, plain gradients of a step are local,
+            `compression` is the dtype of the steps as they travel, and the number of ranks is a power of two. With
+            ``overlap="update"`` each bucket's step is taken, and combined, during the backward pass.
         backward_passes_per_step: k calls of a train step make one update, with the *sum* of their k gradients, as in
             Horovod for torch: divide the loss by k for their mean. Calls in between send nothing and leave parameters
             and optimizer as they are (``metrics.loss`` is then the rank's own); what they add up is part of the state.

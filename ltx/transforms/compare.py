@@ -27,7 +27,8 @@ from ltx.typing import Tree
 
 _START = (
     "The mean of gradients at different parameters is no gradient. Fix: params = ltx.broadcast(params) before the "
-    "first step gives every rank rank 0's values; or call torch.manual_seed alike on every rank. "
+    "first step gives every rank rank 0's values; or call torch.manual_seed alike on every rank. Ranks of ltx.vmap "
+    "draw different numbers after one seed: make parameters outside of it, or with randomness='same'. "
     "Where ranks are meant to have parameters of their own, ltx.block_backward_sync(step) keeps gradients local."
 )
 

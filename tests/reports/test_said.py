@@ -1,0 +1,86 @@
+"""What pages and errors say is so: equal losses, equal seeds, and training that goes on bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import ltx
+from ltx.errors import ReplicaDivergedError
+
+Ranks = Callable[[int], ltx.Pool]
+sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+
+LOCAL: dict[str, Callable[[], ltx.Strategy]] = {
+    "local SGD": lambda: ltx.LocalSGDStrategy(period=2),
+    "DiLoCo": lambda: ltx.DiLoCoStrategy(period=2),
+    "decentralized": lambda: ltx.BaguaStrategy("decentralized"),
+    "Adasum": lambda: ltx.HorovodStrategy(op="adasum"),
+}
+
+
+def losses(strategy: ltx.Strategy) -> tuple[float, float, float]:
+    """The loss of this rank's batch, ``metrics.loss``, and its mean."""
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).mean(), strategy), sgd)
+    x = torch.full((2,), 1.0 + ltx.world().rank)
+    _, metrics = train(train.init(torch.ones(2)), x)
+    return x.mean().item(), metrics.loss.item(), ltx.pmean(metrics.loss).item()
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_the_loss_is_the_ranks_own_and_its_mean_is_all_ranks(name: str, ranks: Ranks) -> None:
+    for own, metric, mean in ranks(2).run(losses, LOCAL[name]()):
+        assert (metric, mean) == (own, 1.5)
+    for _, metric, mean in ranks(2).run(losses, ltx.DDPStrategy()):
+        assert metric == mean == 1.5
+
+
+def seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    w = torch.randn(3)
+    return ltx.grad(ltx.data_parallel(lambda w, x: (w * x).sum()))(w, x)
+
+
+def test_an_equal_seed_on_simulated_ranks() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    with pytest.raises(ReplicaDivergedError, match=r"make parameters outside of it, or with randomness='same'"):
+        ltx.vmap(seeded)(x)
+    for found in (ltx.vmap(seeded, randomness="same")(x), torch.stack(list(ltx.simulate(seeded)(x)))):
+        torch.testing.assert_close(found, x.mean(0).expand(2, 3))
+
+
+def epochs(path: str, stop: int, resume: bool) -> Any:
+    """Parameters after two epochs of three batches with dropout, saved after `stop` steps, or gone on with there."""
+    torch.manual_seed(ltx.rank_seed(7))
+    data = TensorDataset(torch.arange(12.0).reshape(6, 2))
+    step = ltx.data_parallel(lambda w, x: (torch.nn.functional.dropout(w, 0.5) * x).mean())
+    train, done = ltx.train_step(step, sgd), 0
+    state = train.init(torch.ones(2))
+    if resume:
+        torch.rand(5)
+        loaded = ltx.checkpoint.load(path, state)
+        state, done = loaded.state, loaded.data["done"]
+    for epoch in range(done // 3, 2):
+        generator = torch.Generator().manual_seed(epoch)
+        for place, (x,) in enumerate(DataLoader(data, batch_size=2, shuffle=True, generator=generator)):
+            if 3 * epoch + place < done:
+                continue
+            state, _ = train(state, x)
+            if state.step == stop and not resume:
+                ltx.checkpoint.save(path, state, data={"done": stop})
+    return state.params.clone()
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_shuffling_loader_with_a_generator_goes_on_bit_for_bit(stop: int, ranks: Ranks, tmp_path: Path) -> None:
+    expected = epochs(str(tmp_path / "alone"), stop, False)
+    assert epochs(str(tmp_path / "alone"), stop, True).equal(expected)
+    whole = ranks(2).run(epochs, str(tmp_path / "two"), stop, False)
+    for found, wanted in zip(ranks(2).run(epochs, str(tmp_path / "two"), stop, True), whole, strict=True):
+        assert found.equal(wanted)
