@@ -240,7 +240,8 @@ def data_parallel(
         step_fn: ``(params, *batch) -> output``, pure in its parameters: a tree of tensors in, a scalar loss (or a tree
             of tensors, or :class:`ltx.Weighted`) out. Each rank calls it on its own batch.
         strategy: how gradients are reduced; :class:`ltx.DDPStrategy` if None.
-        argnums: the positional argument(s) that are the parameters, the same on every rank.
+        argnums: the positional argument(s) that are the parameters, the same on every rank. Others, such as a rank's
+            own experts, have gradients by the collectives' rule: of the sum of all ranks' outputs, n times the mean's.
         axis: as in :func:`ltx.psum`; the one in scope at the time of the call if None.
         outputs: "local": each rank gets its own value, a train step's ``metrics.aux`` included; take ``ltx.pmean(x)``
             in the step of what should be a mean. "mean": floating and complex tensors of all that the step returns, aux

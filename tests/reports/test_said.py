@@ -55,6 +55,21 @@ def test_an_equal_seed_on_simulated_ranks() -> None:
         torch.testing.assert_close(found, x.mean(0).expand(2, 3))
 
 
+def by_experts(experts: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients with respect to an expert that each rank holds alone, and to a weight that all share."""
+    step = ltx.data_parallel(lambda e, w, x: (ltx.psum(e) * w * x).sum(), argnums=1)
+    rank = ltx.world().rank
+    return torch.func.grad(step, argnums=(0, 1))(experts[rank], torch.tensor(3.0), torch.tensor(1.0 + rank))
+
+
+def test_experts_have_the_gradient_of_the_sum(ranks: Ranks, seed: int) -> None:
+    experts, w = torch.randn(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    mean = (experts.sum() * w * torch.tensor([1.0, 2.0])).mean()
+    by_expert, by_weight = torch.autograd.grad(mean, (experts, w))
+    for rank, (expert, weight) in enumerate(ranks(2).run(by_experts, experts.detach())):
+        torch.testing.assert_close((expert, weight), (2 * by_expert[rank], by_weight))
+
+
 def epochs(path: str, stop: int, resume: bool) -> Any:
     """Parameters after two epochs of three batches with dropout, saved after `stop` steps, or gone on with there."""
     torch.manual_seed(ltx.rank_seed(7))
