@@ -112,7 +112,7 @@ class Backward:
 
     def look(self, members: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         """Take parameters out of :attr:`unused` that have gradients: `grads`, of these places among `trained`."""
-        for member, grad in zip(members, grads, strict=True) if self.unused else ():
+        for member, grad in zip(members, grads, strict=True):
             if member in self.unused and bool(grad.any()):
                 del self.unused[member]
 

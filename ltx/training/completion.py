@@ -121,7 +121,7 @@ class UpdateBuckets:
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         self.updated = 0
         self._optimizer, self._state, self._trained = work.optimizer, work.state, work.trained
-        self._schedule, self._scale, self._donates, self._look = schedule, scale, work.donate, work.look
+        self._schedule, self._scale, self._work = schedule, scale, work
         self._params, self._opt_state = work.state.trained, work.state.opt_state
         if not work.donate:
             self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
@@ -134,9 +134,10 @@ class UpdateBuckets:
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
         """Update the bucket's parameters with its gradients, which are overwritten."""
         grads = unpack(reduced[0].view(-1), bucket)
-        self._look(bucket.members, grads)
+        if self._work.unused:
+            self._work.look(bucket.members, grads)
         self.updated += 1
-        if self._donates:
+        if self._work.donate:
             self._state.begin_writing()
         self._scale.apply(grads)
         at = [self._trained[m] for m in bucket.members]
@@ -218,7 +219,8 @@ class UpdateThenSend:
 
     def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
-        self._work.look(bucket.members, grads)
+        if self._work.unused:
+            self._work.look(bucket.members, grads)
         self.updated += 1
         if self._work.donate:
             self._work.state.begin_writing()

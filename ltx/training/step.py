@@ -267,7 +267,8 @@ class Step:
         states, buffers = done.states, forward.buffers
         finite: bool | torch.Tensor | None = None
         if done.grads is not None:
-            work.look(range(len(done.grads)), done.grads)
+            if work.unused:
+                work.look(range(len(done.grads)), done.grads)
             if checks_finite(train):
                 finite = all_finite(train, done.grads, info, done.sums)
             if isinstance(finite, torch.Tensor) and train.guard == "raise":  # the host has to know

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -61,7 +62,7 @@ class Way:
         while frame is not None:
             if (function := function_of(frame)) is not None:
                 stack.insert(0, function)
-            is_step = frame.f_code is TrainStep.__call__.__wrapped__.__code__  # type: ignore[attr-defined]
+            is_step = frame.f_code is inspect.unwrap(TrainStep.__call__).__code__
             frame = None if is_step else frame.f_back
         self.functions.update(dict.fromkeys(stack))
 

@@ -64,7 +64,12 @@ def test_refused_when_made(cls: Any, kwargs: dict[str, Any], text: str) -> None:
         ),
         (Muon, {}, torch.ones(3, 3, dtype=torch.complex64), "leaf 'layers.1' is complex64[3, 3]: Muon takes real"),
         (AdamW, {}, torch.ones(3).int(), "leaf 'layers.1' is int32[3]: parameters must be floating or complex."),
-        (AdamW, {}, torch.ones(3).to_sparse(), "leaf 'layers.1' is float32[3]: parameters must be dense."),
+        (
+            AdamW,
+            {},
+            torch.ones(3).to_sparse(),
+            "leaf 'layers.1' is float32[3] (sparse in 1 dim): parameters must be dense.",
+        ),
         (
             AdamW,
             {"fused": True},
