@@ -7,6 +7,7 @@ whose gradient was accumulated); `clock`, whose cotangent is itself plus 1, coun
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ class SyncState:
     def checked_step(self) -> int:
         """The number of synchronised steps so far; raises unless the state was used exactly once."""
         if traced.recording():
-            return self.step
+            return operator.index(self.step)  # a constant: Dynamo takes what has been another number for a variable
         uses, clock = _numbers(self.uses), _numbers(self.clock)
         if any(count != 1 for count in uses):
             raise SyncStateError(

@@ -116,3 +116,20 @@ def test_refused(name: str, seed: int) -> None:
         torch.compile(train, backend="eager")(state, torch.randn(4, 3))
     assert state.step == 0
     assert ltx.tree.flatten(state.params)[0][0].isfinite().all()
+
+
+def test_steps_of_trainings_that_are_at_different_steps_compile(seed: int) -> None:
+    """In one process: Dynamo takes what has been another number for a variable, and hooks need a constant."""
+    torch.manual_seed(seed)
+    w = torch.randn(3)
+    for before in (0, 1, 5):
+        loss = ltx.data_parallel(lambda p, x: (p * x).square().mean(), ltx.DDPStrategy(comm_hook=ltx.hooks.QSGD()))
+        train = ltx.train_step(loss, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state, expected = train.init(w), w
+        for step in range(before + 3):
+            x = torch.randn(3)
+            run = train if step < before else torch.compile(train, backend="eager", fullgraph=True)
+            state, _ = run(state, x)
+            expected = expected - 0.1 * 2 / 3 * expected * x * x
+        torch.testing.assert_close(state.params, expected)
+        assert state.step == before + 3
