@@ -279,7 +279,7 @@ def joined(names: tuple[Any, ...]) -> Axis:
         return _of_groups(said, title, real)
     raise AxisError(
         f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). psum, pmean, pmax, pmin and "
-        "axis_size take these; reduce over one after the other elsewhere."
+        "axis_size take these, without axis_index_groups; reduce over one after the other elsewhere."
     )
 
 

@@ -47,7 +47,8 @@ def vmap(
             all ranks, such as what ``psum`` gives, gradients of a data-parallel step, or parameters.
         axis_name: what collectives call the axis.
         axis_size: the number of ranks; needed only if no input is mapped.
-        randomness: as in ``torch.vmap``; ranks draw different random numbers unless told otherwise.
+        randomness: as in ``torch.vmap``; ranks draw different random numbers, also after the same seed, unless it is
+            "same".
         chunk_size: None. ``torch.vmap`` would run ranks in turns with a number, and then they couldn't communicate.
 
     Returns:
@@ -127,21 +128,27 @@ _READS = (
     "the function reads values, which simulated ranks don't have one by one (.item(), an `if`, a boolean "
     "mask). Run it under ltx.simulate, or choose by torch.where(condition, a, b)."
 )
+_WRITES = (
+    "a write in place needs a tensor that holds the result. What all ranks share, such as what psum gives, has no rank "
+    "dimension: write psum(x) + y for psum(x).add_(y), or run the function under ltx.simulate."
+)
+_FORMATS = (
+    "torch counts the rank dimension in memory formats. Call .to(memory_format=...) before ltx.vmap, or run the "
+    "function under ltx.simulate."
+)
 _ADVICE = (
     ("calling .item() on a Tensor", _READS),
     ("data-dependent control flow", _READS),
     ("dynamic shape", _READS),
     ("Cannot access data pointer of Tensor", _READS),
+    ("aten::equal", _READS),
     (
         "randomness on an unbatched tensor",
         "the function draws random numbers in place, as a module does that is made in it. Make the module before and "
         "pass its parameters (in_dims=None), or run the function under ltx.simulate.",
     ),
-    (
-        "doesn't match the broadcast shape",
-        "a write in place needs a tensor that holds the result. What all ranks share, such as what psum gives, has no "
-        "rank dimension: write psum(x) + y for psum(x).add_(y), or run the function under ltx.simulate.",
-    ),
+    ("doesn't match the broadcast shape", _WRITES),
+    ("but `self` not being vmapped over", _WRITES),
     (
         "running_mean or running_var",
         "batch norm writes its statistics in place. Run the function under ltx.simulate, or use "
@@ -151,11 +158,9 @@ _ADVICE = (
         "Tensor.requires_grad_()",
         "differentiate by ltx.grad or torch.func.grad, or run the function under ltx.simulate.",
     ),
-    (
-        "to use channels_last",
-        "torch counts the rank dimension in memory formats. Call .to(memory_format=...) before ltx.vmap, or run the "
-        "function under ltx.simulate.",
-    ),
+    ("to use channels_last", _FORMATS),
+    ("vmap for memory_format", _FORMATS),
+    ("only supported with memory_format", _FORMATS),
 )
 
 

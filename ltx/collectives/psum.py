@@ -116,10 +116,9 @@ def psum(
     global linear map. (Default ``shard_map`` counts a loss that is the same on all ranks once, ltx once a rank.)
     `prescale` and `postscale` are Horovod's ``prescale_factor`` and ``postscale_factor``.
     """
-    *others, axis = comm.kinds_of(axis)
+    *others, axis = comm.kinds_of(grouped(axis, axis_index_groups))
     for other in others:
         value, prescale = psum(value, other, prescale=prescale), 1
-    axis = grouped(axis, axis_index_groups)
     value = countable(tensors_of(value, axis))
     then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
     if not (_is_one(prescale) and _is_one(postscale)):
@@ -184,10 +183,9 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
         >>> ltx.vmap(ltx.pmean)(torch.tensor([1, 2]))
         tensor([1.5000, 1.5000])
     """
-    *others, axis = comm.kinds_of(axis)
+    *others, axis = comm.kinds_of(grouped(axis, axis_index_groups))
     for other in others:
         value = pmean(value, other)
-    axis = grouped(axis, axis_index_groups)
     n = _count(axis, axis_index_groups)
     value = countable(tensors_of(value, axis), NARROW)
     if not traced.recording() and any(map(is_sparse, tree.flatten(value)[0])):

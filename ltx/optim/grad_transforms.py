@@ -103,9 +103,9 @@ def clip_by_global_norm(max_norm: float, *, eps: float = 1e-6) -> Optimizer:
     ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
 
     Gradients keep their dtypes and devices; leaves of ``None`` stay. A NaN norm makes every gradient NaN and an
-    infinite one makes them 0 and NaN, as in torch: whether to skip such a step is the guard's decision.
-    Differentiable. Nothing is communicated: a train step's gradients are reduced by then, so that every rank's norm is
-    the one of all.
+    infinite one makes them 0 and NaN, as in torch: whether to skip such a step is the guard's decision. The norm of
+    float32 gradients of 1e20 is infinite, as their squares are: they become 0. Differentiable. Nothing is communicated:
+    a train step's gradients are reduced by then, so that every rank's norm is the one of all.
 
     Args:
         max_norm: a number > 0.

@@ -23,6 +23,7 @@ from ltx.axis import Axis
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.gradients.comm_hook import unchanging
 from ltx.gradients.reduction import LeafState
+from ltx.hooks.plain import EXACT
 from ltx.optim import Optimizer
 from ltx.optim.update import Update
 from ltx.strategies.base import NAMED_HOOKS, Strategy
@@ -72,7 +73,7 @@ class HorovodStrategy(Strategy):
         (tensor([1.5000, 1.5000]), tensor([3., 3.]))
     """
 
-    compression: str | hooks.CommHook = "none"
+    compression: str | hooks.CommHook = EXACT
     op: Literal["average", "sum", "adasum"] = "average"
     backward_passes_per_step: int = 1
     gradient_predivide_factor: float | None = None

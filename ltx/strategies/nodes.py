@@ -250,9 +250,9 @@ def part_of(flat: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Te
 
 
 def _parts(flat: torch.Tensor, m: int) -> torch.Tensor:
-    """m equal rows, padded with zeros."""
-    numel = flat.numel()
-    return (torch.nn.functional.pad(flat, (0, -numel % m)) if numel % m else flat).view(m, -(-numel // m))
+    """m equal rows, filled up with the last number: a zero might lie outside of a codec's range."""
+    missing = -flat.numel() % m
+    return (torch.cat([flat, flat[-1:].expand(missing)]) if missing else flat).view(m, -1 if flat.numel() else 0)
 
 
 def _in_place(part: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Tensor:

@@ -103,7 +103,9 @@ def functional_call(
         output = module(*args, **kwargs)
     own_written(own, type(module).__name__)
     if return_buffers:
-        return output, {name: swap.after[name] for name in copies}
+        # A copy on which the module itself has called requires_grad_() depends on nothing: no gradient goes on from it.
+        after = {name: swap.after[name] for name in copies}
+        return output, {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
     for name, copy in kept.items():
         if copy.written(swap.after[name]):
             raise StepError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -332,14 +333,21 @@ def test_processes_and_simulated_ranks_together(ranks: Ranks, seed: int) -> None
             torch.testing.assert_close(got, want)
 
 
-def other_collectives() -> str:
-    with pytest.raises(AxisError) as caught:
-        ltx.vmap(lambda x: ltx.all_gather(x, ("data", "sim")), axis_name="sim")(torch.ones(2))
-    return str(caught.value)
+def refused() -> list[str]:
+    said, both, groups = [], ("data", "sim"), [[0], [1]]
+    for call in (
+        lambda x: ltx.all_gather(x, both),
+        *(partial(op, axis=both, axis_index_groups=groups) for op in (ltx.psum, ltx.pmean, ltx.pmax)),
+    ):
+        with pytest.raises(AxisError) as caught:
+            ltx.vmap(call, axis_name="sim")(torch.ones(2))
+        said.append(str(caught.value))
+    return said
 
 
-def test_other_collectives_refuse_both(ranks: Ranks) -> None:
-    assert "mixes axes of different kinds ('data', 'sim')" in ranks(2).run(other_collectives).replicated()
+def test_what_does_not_take_both_refuses_both(ranks: Ranks) -> None:
+    for said in ranks(2).run(refused).replicated():
+        assert "mixes axes of different kinds ('data', 'sim')" in said
 
 
 def test_no_axes_and_lists() -> None:

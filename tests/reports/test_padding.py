@@ -110,3 +110,19 @@ def test_bytegrad_takes_its_step_from_the_numbers_alone(size: int, seed: int) ->
     grads = (1 + 1e-3 * torch.rand(size)).expand(3, -1)
     found = ltx.vmap(lambda g: ltx.sync_gradients(g, ltx.DDPStrategy(comm_hook=hooks.ByteGrad()))[0])(grads)
     assert (found - grads).abs().max() <= 1e-3 / 255 + 1e-6
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "low_precision_decentralized"])
+def test_parts_of_a_nodes_ranks_have_ranges_of_their_numbers_alone(name: str, ranks: Ranks, seed: int) -> None:
+    strategy = ltx.BaguaStrategy(name, hierarchical=True, node_size=2)
+    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), sgd)
+    grads = [1 + 1e-3 * torch.rand(size) for size in (1, 7, 511)]
+
+    def on_rank() -> list[Tensor]:
+        return [train(train.init(torch.zeros_like(grad)), grad)[0].params for grad in grads]
+
+    simulated = [one[3] for one in ltx.vmap(on_rank, axis_size=4)()]
+    for found in (simulated, *ranks(2).run(on_rank)):
+        for grad, params in zip(grads, found, strict=True):
+            assert (-params - grad).abs().max() <= 1e-3 / 255 + 2e-6

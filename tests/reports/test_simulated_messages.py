@@ -103,6 +103,12 @@ def written(x: Tensor) -> Tensor:
     return y
 
 
+def assigned(x: Tensor) -> Tensor:
+    y = ltx.psum(x) * 1
+    y[:2] = x[:2]
+    return y
+
+
 #: (a function of one rank, what its error says)
 RAW: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "item": (lambda x: x.sum().item(), r"reads values.*ltx\.simulate.*torch\.where"),
@@ -115,6 +121,13 @@ RAW: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "an index": (lambda x: [1.0, 2.0][ltx.axis_index()], r"reads values.*ltx\.simulate"),
     "a module": (lambda x: torch.nn.Linear(3, 1)(x), r"Make the module before.*ltx\.simulate"),
     "in place": (lambda x: ltx.psum(x).add_(x), r"no rank dimension: write psum\(x\) \+ y"),
+    "an entry": (lambda x: torch.zeros(3).index_fill_(0, torch.tensor(1), x.sum()), r"no rank dimension"),
+    "a slice": (assigned, r"no rank dimension: write psum\(x\) \+ y"),
+    "multiplied": (lambda x: ltx.psum(x).mul_(x), r"no rank dimension"),
+    "lerp": (lambda x: torch.zeros(3).lerp_(x, 0.5), r"no rank dimension"),
+    "equal": (lambda x: torch.equal(x, x), r"reads values.*ltx\.simulate"),
+    "contiguous": (lambda x: x.view(1, 3, 1, 1).contiguous(memory_format=torch.channels_last), r"before ltx\.vmap"),
+    "cloned": (lambda x: x.view(1, 3, 1, 1).clone(memory_format=torch.channels_last), r"before ltx\.vmap"),
     "channels_last": (lambda x: x.view(1, 3, 1, 1).to(memory_format=torch.channels_last), r"before ltx\.vmap"),
     "batch norm": (lambda x: torch.nn.BatchNorm1d(3)(torch.stack([x, x])), r"ltx\.nn\.sync_batch_norm"),
     "backward": (lambda x: x.requires_grad_().sum().backward(), r"ltx\.grad"),
@@ -152,6 +165,7 @@ PRINTED: dict[str, Any] = {
     "DDPStrategy(timeout=datetime.timedelta(seconds=9))": ltx.DDPStrategy(timeout=timedelta(seconds=9)),
     "LocalSGDStrategy(period=2)": ltx.LocalSGDStrategy(2),
     "ZeroStrategy()": ltx.ZeroStrategy(),
+    "HorovodStrategy(op='adasum')": ltx.HorovodStrategy(compression="none", op="adasum"),
     "BaguaStrategy('bytegrad')": ltx.BaguaStrategy("bytegrad"),
     "OneBit(block=8)": ltx.hooks.OneBit(block=8),
     "After(step=2, hook=TopK())": ltx.hooks.after(2, ltx.hooks.TopK()),

@@ -170,12 +170,17 @@ class Quantizer(nn.Module):
         return ((self.scale * x - self.codes) ** 2).sum()
 
 
-def own_gradients() -> tuple[float, str, str]:
+def own_gradients() -> tuple[float, float, str, str]:
     net, x = Quantizer(), torch.tensor([1.0, 2.0]) + ltx.axis_index()
     step = ltx.data_parallel(lambda p, x: ltx.functional_call(net, p, (x,)))
     params = {"scale": net.scale.detach().clone().requires_grad_()}
-    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)
+    train = ltx.train_step(step, sgd)
     state, _ = train(train.init(params), x)
+    given = ltx.data_parallel(lambda p, b, x: ltx.functional_call(Quantizer(), (p, b), (x,), return_buffers=True))
+    train = ltx.train_step(given, sgd)
+    with_buffers, _ = train(train.init(params, {"codes": torch.tensor([1.0, 3.0])}), x)
+    assert not with_buffers.buffers["codes"].requires_grad
     texts = []
     other = Quantizer()
     for call in (
@@ -185,13 +190,13 @@ def own_gradients() -> tuple[float, str, str]:
         with pytest.raises(StepError) as caught:
             call()
         texts.append(str(caught.value).split(" of shape")[0])
-    return float(2.0 - state.params["scale"]), *texts
+    return float(2.0 - state.params["scale"]), float(2.0 - with_buffers.params["scale"]), *texts
 
 
 def test_a_buffer_that_requires_gradients(ranks: Ranks) -> None:
     xs, codes = torch.tensor([[1.0, 2.0], [2.0, 3.0]]), torch.tensor([1.0, 3.0])
     mean = float((2 * (2.0 * xs - codes) * xs).sum() / 2)
     found = ranks(2).run(own_gradients).replicated()
-    assert found[0] == pytest.approx(mean)
-    assert found[1] == "the step uses 'codes' of Quantizer, a buffer"
-    assert found[2].startswith("the step uses 'scale' of Quantizer, a parameter") or "'codes'" in found[2]
+    assert found[:2] == (pytest.approx(mean), pytest.approx(mean))
+    assert found[2] == "the step uses 'codes' of Quantizer, a buffer"
+    assert found[3].startswith("the step uses 'scale' of Quantizer, a parameter") or "'codes'" in found[3]
