@@ -137,6 +137,8 @@ def _reverse_only(schedule: Schedule) -> bool:
 
 def _plain() -> bool:
     """Whether nothing differentiates or batches the backward pass."""
+    if torch.autograd.forward_ad._current_level >= 0:  # gradients may have tangents
+        return False
     return not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or in_autograd_vmap())
 
 
