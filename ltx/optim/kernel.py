@@ -113,7 +113,7 @@ class Kernel:
             if "differentiable" not in self.group:
                 raise OptimError(
                     f"{type(self.shell).__name__}'s update can't be differentiated: torch has no differentiable path "
-                    "for it. Keep it outside of torch.func.grad and jvp."
+                    "for it. Detach what it is given, or run it under torch.no_grad() and outside of torch.func."
                 )
             changes |= {"foreach": False, "differentiable": True}
         group = {**self.group, **{key: value for key, value in changes.items() if key in self.group}}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad as fwAD
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
 import ltx
@@ -135,12 +135,14 @@ ZERO, ONE = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.flo
 def in_a_dual_level(loss: Callable[[list[Tensor], Tensor], Tensor], params: list[Tensor], x: Tensor) -> list[Tensor]:
     """A plain backward pass whose gradients have tangents, by the batch; and that of its tangents."""
     leaves = [p.clone().requires_grad_() for p in params]
-    with fwAD.dual_level():
-        grads = torch.autograd.grad(loss(leaves, fwAD.make_dual(x, torch.ones_like(x))), leaves, create_graph=True)
-        tangents = [fwAD.unpack_dual(grad).tangent for grad in grads]
-        first = torch.autograd.grad(loss(leaves, fwAD.make_dual(x, torch.ones_like(x))), leaves)
+    with forward_ad.dual_level():
+        grads = torch.autograd.grad(
+            loss(leaves, forward_ad.make_dual(x, torch.ones_like(x))), leaves, create_graph=True
+        )
+        tangents = [forward_ad.unpack_dual(grad).tangent for grad in grads]
+        first = torch.autograd.grad(loss(leaves, forward_ad.make_dual(x, torch.ones_like(x))), leaves)
         again = torch.autograd.grad(sum(t.sum() for t in tangents), leaves)
-        return [x.detach() for x in (*tangents, *(fwAD.unpack_dual(grad).tangent for grad in first), *again)]
+        return [x.detach() for x in (*tangents, *(forward_ad.unpack_dual(grad).tangent for grad in first), *again)]
 
 
 @pytest.mark.parametrize("bucket_bytes", [8, 2**20])
@@ -148,6 +150,6 @@ def test_plain_backward_passes_with_dual_numbers(bucket_bytes: int, seed: int, r
     params = [torch.randn(5, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
     xs = torch.randn(2, 4, 5, dtype=torch.float64)
     step = ltx.data_parallel(model_loss, ltx.DDPStrategy(bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes))
-    expected = in_a_dual_level(lambda params, xs: (model_loss(params, xs[0]) + model_loss(params, xs[1])) / 2, params, xs)
+    expected = in_a_dual_level(lambda w, xs: (model_loss(w, xs[0]) + model_loss(w, xs[1])) / 2, params, xs)
     for found in ranks(2).run(lambda: in_a_dual_level(step, params, xs[ltx.world().rank])):
         torch.testing.assert_close(found, expected)
