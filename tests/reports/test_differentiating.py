@@ -130,7 +130,7 @@ def wrong(case: Case, way: str, loop: str, seed: int) -> str:
 LOOPS = {"loop": meta_loss, "donated": partial(meta_loss, donate=True), "vmap": over_tasks}
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES, ids=repr)
@@ -220,6 +220,7 @@ def averaged_or_last(optimizer: Any, params: Params, xs: Tensor) -> Tensor:
     return loss(ended, xs[0] + 1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("made", MADE_OF_OTHERS)
 def test_optimizers_made_of_others(made: str, way: str, seed: int) -> None:

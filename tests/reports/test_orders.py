@@ -80,6 +80,7 @@ def words_of(request: pytest.FixtureRequest) -> list[str]:
     return WORDS if request.config.getoption("--full") else SHORT
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backing", ["processes", "simulated", "alone"])
 @pytest.mark.parametrize("name", some(ROWS, *FAST))
 def test_every_word(

@@ -136,6 +136,7 @@ def wrong(name: str, way: str, seed: int) -> str:
     return "" if abs(got - right) <= 1e-6 * (1 + abs(right)) else f"{name} by {way}: {got} for {right}"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", STEPS_MADE)
 def test_every_step_by_every_way_alone(name: str, way: str, seed: int) -> None:
@@ -155,6 +156,7 @@ def test_on_real_ranks(way: str, size: int, seed: int, ranks: Any) -> None:
     assert list(ranks(size).run(all_wrong, way, seed)) == [[]] * size
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in STEPS_MADE if name != "checked"])
 def test_on_simulated_ranks(name: str, way: str, seed: int) -> None:
@@ -176,6 +178,7 @@ def test_on_simulated_ranks(name: str, way: str, seed: int) -> None:
     assert along(way, both, params, decay, direction) == pytest.approx(right, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ALONE)
 def test_what_has_no_derivative_on_real_ranks_is_refused(name: str, way: str, seed: int, ranks: Any) -> None:
@@ -200,6 +203,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_pass_whole_is_refused(name: str, way: str, seed: int) -> None:
