@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ltx import collectives, comm, traced, tree
 from ltx.axis import Axis
@@ -51,6 +52,13 @@ def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> 
         f"train_step: the state or the batch of this step is differentiated, and {what}; or, if no derivative is "
         "wanted, detach them, or call the step under torch.no_grad()."
     )
+
+
+def _leaf(x: torch.Tensor) -> torch.Tensor:
+    """What gradients are taken with respect to: `x`, with its tangent."""
+    tangent = forward_ad.unpack_dual(x).tangent if forward_ad._current_level >= 0 else None
+    leaf = x.detach().requires_grad_()
+    return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
 
 
 def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -101,7 +109,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
     else:  # below torch.func a step may differentiate its batch by plain autograd
         with torch.enable_grad():
-            inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in flat]
+            inputs = [x.view_as(x) if x.requires_grad else _leaf(x) for x in flat]
             total, (loss, *tensors) = mean(inputs)
             flat_grads = torch.autograd.grad(
                 total, inputs, create_graph=True, allow_unused=True, materialize_grads=True

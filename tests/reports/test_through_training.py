@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import ltx
 from ltx.errors import CallFailedError, UnsupportedError
@@ -91,7 +92,18 @@ def forward(f: Any, params: Any, decay: Tensor) -> tuple[Any, Tensor]:
     return {"w": torch.stack(found[:-1])}, found[-1]
 
 
+def dual(f: Any, params: Any, decay: Tensor) -> tuple[Any, Tensor]:
+    """The same by plain forward mode."""
+    found = []
+    with forward_ad.dual_level():
+        for at in torch.eye(4, dtype=decay.dtype):
+            ended = f({"w": forward_ad.make_dual(params["w"], at[:-1])}, forward_ad.make_dual(decay, at[-1]))
+            found.append(forward_ad.unpack_dual(ended).tangent.detach())
+    return {"w": torch.stack(found[:-1])}, found[-1]
+
+
 WAYS: dict[str, Any] = {
+    "dual numbers": dual,
     "func.jvp": forward,
     "func.grad": functional,
     "ltx.grad": ltxs,
