@@ -17,6 +17,7 @@ import torch
 from ltx.errors import UnsupportedError
 
 _MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,13 +37,13 @@ def recording() -> bool:
         return True
     if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(mode) for mode in _MODES):
         return True
-    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+    return torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
 
 
 def refuse_blind() -> None:
     """Raise, where a transform of torch.func is active, if the tracer around it can't see autograd Functions."""
     refuse_script()
-    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+    if torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH):
         raise UnsupportedError(
             "torch.export and make_fx(pre_dispatch=True) can't record ltx inside a transform of torch.func, such as "
             "torch.func.grad. Use make_fx without pre_dispatch, or torch.compile."

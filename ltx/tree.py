@@ -252,6 +252,8 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
     (path, leaf), hint = found, ""
     if isinstance(leaf, torch.nn.Module):
         hint = " Pass dict(module.named_parameters()) and call it with ltx.functional_call."
+    elif isinstance(leaf, torch.fx.Proxy):
+        hint = " torch.fx.symbolic_trace can't record ltx. Use make_fx, torch.export or torch.compile."
     elif callable(getattr(leaf, "__next__", None)):
         hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
     elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):

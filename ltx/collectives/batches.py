@@ -1,7 +1,7 @@
 """What a batch is: where it is cut, for :func:`ltx.shard` and :func:`ltx.accumulate` alike.
 
 The tensors of a batch have one length along dim 0, with one entry a sample; tensors without dimensions, numbers and
-strings aren't cut. A list or tuple whose items are containers of one structure, such as dicts with the same keys, is
+strings aren't cut. A list or tuple whose items are containers of one structure, or dicts with the same keys, is
 either a list of records, one a sample: then it is as long as the batch, and cut between two of them. Or it is a list of
 fields: then the tensors in it are as long as the batch, and cut. Where both can be meant the call raises.
 """
@@ -146,5 +146,7 @@ def _is_cell(node: Any) -> bool:
         return False
     if advice_for(node[0]):
         return all(type(item) is type(node[0]) for item in node)
-    first = tree.flatten(node[0])[1]
-    return not first.is_leaf() and all(tree.flatten(item)[1] == first for item in node[1:])
+    specs = [tree.flatten(item)[1] for item in node]
+    if type(node[0]) not in (list, tuple):  # by its keys: what a record holds may be lists of unequal lengths
+        specs = [(type(item), tuple(spec.entries())) for item, spec in zip(node, specs, strict=True)]
+    return not tree.flatten(node[0])[1].is_leaf() and all(spec == specs[0] for spec in specs)

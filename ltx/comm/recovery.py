@@ -124,6 +124,7 @@ class Recovery:
         self.recover()
         committed: list[bool] = []
         around, self.step = self.step, number
+        self.failed_forward = ""  # the number says who is where
         try:
             yield lambda: committed.append(True)
         except BaseException as error:

@@ -285,7 +285,7 @@ def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
 
     Outside of a step, leaves that require gradients are what is trained, as for ``torch.optim``.
     """
-    return not differentiated((x for x in params if in_step.get() or not x.is_leaf), *lists)
+    return not differentiated(params if in_step.get() else (x for x in params if not x.is_leaf), *lists)
 
 
 def check_state(optimizer: Optimizer, state: Any, kind: type) -> None:

@@ -230,10 +230,10 @@ def _noted(outs: list[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[tor
 
 
 def _refuse_local(axis: Axis, leaves: Sequence[torch.Tensor], paths: Callable[[], list[str]]) -> None:
-    """Raise where this backward pass would add means over ranks to a ``.grad`` of this rank alone."""
+    """Raise where this backward pass would add means over ranks to a ``.grad`` of this rank alone, other than 0."""
     for place, x in enumerate(leaves):
         grad = x.grad if x.is_leaf and x.requires_grad else None
-        if grad is not None and getattr(grad, _LOCAL, None) == grad._version and _accumulates(x):
+        if grad is not None and getattr(grad, _LOCAL, None) == grad._version and _accumulates(x) and grad.abs().sum():
             raise StepError(
                 f"rank {axis.rank}: the .grad of leaf {paths()[place]!r} holds this rank's own gradients, of a step "
                 "under ltx.block_backward_sync, and this backward pass would add the mean over ranks. Nothing would "

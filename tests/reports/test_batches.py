@@ -118,6 +118,25 @@ def test_records_are_cut_between_samples(name: str, ranks: Ranks, seed: int) -> 
             torch.testing.assert_close(value, expected)
 
 
+#: Records as unequal inside as annotations are.
+UNEQUAL: dict[str, list[Any]] = {
+    "dicts": [{"id": 0, "labels": [1]}, {"id": 1, "labels": [2, 3]}, {"id": 2, "labels": []}, {"id": 3, "labels": [4]}],
+    "dicts of dicts": [{"of": {"box": [i] * i} if i else None} for i in range(4)],
+    "dicts of tensors": [{"boxes": list(torch.ones(i, 3))} for i in range(4)],
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_records_that_are_unequal_inside(name: str, ranks: Ranks) -> None:
+    records, seen = UNEQUAL[name], list[Any]()
+    for rank, found in enumerate(ranks(2).run(ltx.shard, {"x": torch.arange(4), "of": records})):
+        assert (found["x"].tolist(), str(found["of"])) == ([2 * rank, 2 * rank + 1], str(records[2 * rank :][:2]))
+    ltx.accumulate(lambda w, batch: seen.append(batch["of"]) or w * 1.0, 2)(
+        torch.ones(()), {"x": torch.ones(4), "of": records}
+    )
+    assert str(seen) == str([records[:2], records[2:]])
+
+
 def test_records_on_simulated_ranks(seed: int) -> None:
     samples = [(torch.randn(2, 3), torch.randn(6)) for _ in range(4)]
     batch = ([{"of": sample, "name": "kept"} for sample in samples], torch.arange(4))

@@ -127,6 +127,14 @@ def after_zeros(w: dict[str, Tensor], xs: Tensor, set_to_none: bool) -> None:
     STEP(w, xs[1]).backward()
 
 
+def after_zeros_of_data(w: dict[str, Tensor], xs: Tensor) -> None:
+    """As older programs zero gradients."""
+    LOCAL(w, xs[0]).backward()
+    for v in w.values():
+        v.grad.data.zero_()  # type: ignore[union-attr]
+    STEP(w, xs[1]).backward()
+
+
 def reduced_twice(w: dict[str, Tensor], xs: Tensor) -> None:
     STEP(w, xs[0]).backward()
     STEP(w, xs[1]).backward()
@@ -157,6 +165,7 @@ ALLOWED: dict[str, tuple[Callable[[dict[str, Tensor], Tensor], None], list[int]]
     "local, local, sync_gradients in place, reduced": (lambda w, xs: by_hand(w, xs, True), [0, 1, 2]),
     "local, None, reduced": (lambda w, xs: after_zeros(w, xs, True), [1]),
     "local, zeros, reduced": (lambda w, xs: after_zeros(w, xs, False), [1]),
+    "local, zeros by .data, reduced": (after_zeros_of_data, [1]),
     "torch.autograd.grad": (given_to_the_caller, [0]),
     "accumulate": (accumulated, [0, 1]),
 }

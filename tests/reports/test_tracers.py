@@ -210,6 +210,12 @@ def test_what_cannot_be_recorded_is_refused_by_name(tracer: str, ranks: Ranks) -
             torch.jit.trace(ltx.vmap(ltx.psum), (torch.ones(2, 3),))
 
 
+@pytest.mark.parametrize("call", ["psum", "sync_gradients"])
+def test_symbolic_traces_are_refused_by_name(call: str) -> None:
+    with pytest.raises(TreeError, match=r"of type Proxy. torch.fx.symbolic_trace can't record ltx. Use make_fx"):
+        torch.fx.symbolic_trace(Calls(CALLS[call]))
+
+
 def test_ranks_that_take_turns_are_refused() -> None:
     for trace in (lambda x: make_fx(lambda x: ltx.psum(x))(x), lambda x: linearize(ltx.psum, x)):
         with refused(r"a graph \(torch.compile, make_fx, linearize\) can't hold a collective of ltx.simulate"):

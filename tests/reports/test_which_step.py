@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +183,19 @@ def test_a_forward_pass_of_a_plain_step_that_all_skip(ranks: Ranks, seed: int) -
     assert (said, said_1) == ([], ["OutOfMemoryError: no memory for the batch"])
     assert w == w_1
     torch.testing.assert_close(w, _alone(seed, BROKEN), rtol=1e-5, atol=1e-6)
+
+
+def _probed(seed: int) -> int:
+    """Rank 1 tries a batch that is too large, before the training that all begin."""
+    step, rank = ltx.data_parallel(_loss), int(ltx.axis_index())
+    with suppress(torch.OutOfMemoryError):
+        step(torch.tensor(0.5, requires_grad=True), _batches(seed, rank)[0], rank == 1)
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=LR))
+    return train(train.init(torch.tensor(0.5)), _batches(seed, rank)[0])[0].step
+
+
+def test_a_trial_on_one_rank_before_training(ranks: Ranks, seed: int) -> None:
+    assert ranks(2).run(_probed, seed).replicated() == 1
 
 
 @pytest.mark.parametrize(("where", "why"), [("forward", "OutOfMemoryError"), ("update", "MemoryError")])
