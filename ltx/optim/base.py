@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, filterfalse
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import optree
@@ -270,6 +272,10 @@ def is_transforming() -> bool:
     return _functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
+# Looked up for every tensor of every step.
+_requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
+
+
 def differentiated(*lists: Iterable[Tensor]) -> bool:
     """Whether somebody may differentiate what is made of these tensors: then nothing is written in place.
 
@@ -277,7 +283,7 @@ def differentiated(*lists: Iterable[Tensor]) -> bool:
     """
     if is_transforming():
         return True
-    return torch.is_grad_enabled() and any(x.requires_grad for tensors in lists for x in tensors)
+    return torch.is_grad_enabled() and any(map(_requires_grad, chain.from_iterable(lists)))
 
 
 def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
@@ -285,7 +291,7 @@ def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
 
     Outside of a step, leaves that require gradients are what is trained, as for ``torch.optim``.
     """
-    return not differentiated(params if in_step.get() else (x for x in params if not x.is_leaf), *lists)
+    return not differentiated(params if in_step.get() else filterfalse(_is_leaf, params), *lists)
 
 
 def check_state(optimizer: Optimizer, state: Any, kind: type) -> None:

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.autograd.graph import increment_version
 
 from ltx import traced
 from ltx.arguments import checked
@@ -87,7 +88,8 @@ class TorchOptimizer(ClassOptimizer):
         lr = self._lr(state.count)
         rate = self._traced(lr, state.count)
         rule = partial(self._run, count=state.count, lr=lr if rate is None else 1.0)
-        if donate and rate is None and donated(picked[1], grad_leaves, *(own.values() for own in picked[0])):
+        if donate and rate is None and donated(picked[1], grad_leaves, *map(dict.values, picked[0])):
+            increment_version(picked[1])  # before anything is written; fused kernels don't
             rule(grad_leaves, *picked)
             return params, self.advance(state)
         pure = self._in_graph if traced.recording() else partial(run_pure, rule)

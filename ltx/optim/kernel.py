@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim._functional import sparse_adam
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
@@ -152,8 +151,6 @@ class Kernel:
         shell._init_group = init_group
         if skip is not None:
             shell.grad_scale, shell.found_inf = None, skip.float()  # as torch's GradScaler says it
-        if group.get("fused"):
-            increment_version(params)  # fused kernels don't, and by it a step knows whether anything was written
         self.step(shell)
 
     def _run_dampened(

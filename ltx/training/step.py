@@ -18,6 +18,7 @@ from ltx import comm, tree
 from ltx.errors import LtxError, WeightError
 from ltx.gradients.planning import differentiable
 from ltx.gradients.process_schedule import PassOptions, ProcessSchedule
+from ltx.optim.from_torch import TorchOptimizer
 from ltx.optim.update import Update
 from ltx.strategies.update import PostUpdateHook, StepInfo, Updated, check_next, check_updated
 from ltx.training.backward import Backward, BackwardResult, Forward, mean_at_once, unreached
@@ -124,6 +125,13 @@ class Step:
     def _params(self) -> tuple[list[torch.Tensor], Any]:
         """The leaves of the parameters, and their structure."""
         return tree.flatten(self.state.trained)
+
+    @property
+    def _versions(self) -> list[int]:
+        """How often each tensor that the optimizer writes into has been written to."""
+        counts_first = isinstance(self.train.optimizer, TorchOptimizer)  # on the parameters, before it writes anything
+        states = [] if counts_first else tree.flatten(self.state.held("opt_state"))[0]
+        return [x._version for x in (*self._params[0], *states)]
 
     @cached_property
     def _trained(self) -> list[int]:
@@ -287,7 +295,7 @@ class Step:
         before: list[int] = []
 
         def about_to_write() -> None:
-            before.extend(state.versions)
+            before.extend(self._versions)
             state.begin_writing()
 
         try:
@@ -308,7 +316,7 @@ class Step:
         except BaseException as error:
             if finished is None and done.grads is None:
                 work.invalidated_by(error)
-            elif finished is None and before and before != state.versions:
+            elif finished is None and before and before != self._versions:
                 state.invalidate(
                     f"this TrainState (step {state.step}) is invalid: the optimizer had begun to update its tensors in "
                     f"place when something failed ({type(error).__name__}: {error}). Load a checkpoint. With "

@@ -161,11 +161,6 @@ class TrainState:
         """Nothing was written after all."""
         self._lease[0] = None
 
-    @property
-    def versions(self) -> list[int]:
-        """How often each tensor that an optimizer writes into has been written to."""
-        return [x._version for x in tree.flatten((self.held("params"), self.held("opt_state")))[0]]
-
     def invalidate(self, why: str) -> None:
         """Mark this state as invalid, because only some tensors were updated in place: reading it raises with `why`."""
         self._lease[0] = why

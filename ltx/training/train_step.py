@@ -209,7 +209,7 @@ class TrainStep(TrainSettings):
     def _is_differentiated(self, state: TrainState, batch: Batch) -> bool:
         """Whether somebody may differentiate the next state; not in a batch, if the step takes the state's memory."""
         parts = (state.held("params"), state.held("buffers"), () if self._may_donate else (batch.args, batch.named))
-        return differentiated(x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor))
+        return differentiated([x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor)])
 
     def _compare(self, state: TrainState, axis: Axis) -> None:
         """Compare what should be the same on all ranks: when it is due, and at the first step in a world.
