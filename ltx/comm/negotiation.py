@@ -112,7 +112,8 @@ class Negotiation:
 
     def announce(self, place: str, post: Post) -> None:
         """Put this rank's `post` at `place`, without waiting for the others."""
-        self._store.announce(place, post.fields())
+        compared = {channel.address: channel.compared for channel in self._comm.channels}
+        self._store.announce(place, replace(post, compared=compared).fields())
 
     def withdraw(self, place: str, post: Post, why: str) -> None:
         """Wait no longer at `place`, where this rank has announced `post`. A peer that comes there finds `why`."""
@@ -341,6 +342,8 @@ class Negotiation:
         """
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self._name, posts):
+            for channel in self._comm.channels:  # ranks may have compared different ones
+                channel.compared = max(post.compared.get(channel.address, channel.compared) for post in posts.values())
             user = self._comm.user
             if any(post.issued.get(user.address, user.issued) != user.issued for post in posts.values()):
                 user.failed = user.failed or error

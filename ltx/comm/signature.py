@@ -89,6 +89,7 @@ class Post:
         caller: file and line of the call, known under ``ltx.debug_checks()``.
         issued: how much it has issued so far on its channels, by their addresses; likewise.
         next_check: the place of its next call in the sequence of ``ltx.debug_checks()``.
+        compared: how many signatures it has begun to compare for each channel, by their addresses.
     """
 
     signature: Signature
@@ -96,6 +97,7 @@ class Post:
     caller: str = ""
     issued: Mapping[str, int] = field(default_factory=dict)
     next_check: tuple[int, int] = (0, 0)
+    compared: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def call(self) -> str:
@@ -104,13 +106,20 @@ class Post:
 
     def fields(self) -> list[Any]:
         """Itself as JSON values, for the store."""
-        return [self.signature.to_json(), self.value, self.caller, dict(self.issued), self.next_check]
+        return [
+            self.signature.to_json(),
+            self.value,
+            self.caller,
+            dict(self.issued),
+            self.next_check,
+            dict(self.compared),
+        ]
 
     @staticmethod
     def of(fields: list[Any]) -> Post:
         """Inverse of :meth:`fields`."""
-        signature, value, caller, issued, next_check = fields
-        return Post(Signature.from_json(signature), value, caller, issued, tuple(next_check))
+        signature, value, caller, issued, next_check, compared = fields
+        return Post(Signature.from_json(signature), value, caller, issued, tuple(next_check), compared)
 
 
 def explain_posts(axis_name: str, by_rank: Mapping[int, Post]) -> RankMismatchError | None:

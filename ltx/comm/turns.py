@@ -111,14 +111,14 @@ class Turns:
                 started += 1
             begun = True
             self._turns[0].release()
-            self._all_ended.acquire()
+            self._wait()
         except BaseException as error:
             self._failure = self._failure or Failure(error, None)
             if not begun:  # no more threads: those that there are end without having run
                 self._ended.update(dict.fromkeys(range(started, self.size), "has no thread"))
                 self._turns[0].release()
             if started:
-                self._all_ended.acquire()
+                self._wait()
             raise
         finally:
             self.closed = True
@@ -128,6 +128,11 @@ class Turns:
         if failure is not None:
             raise failure.error
         return results
+
+    def _wait(self) -> None:
+        """Wait until all ranks have ended. A signal that comes just before a lock's wait is seen after it alone."""
+        while not self._all_ended.acquire(timeout=0.1):
+            pass
 
     def _run_rank(self, rank: int, f: Callable[[int], Any], results: list[Any]) -> None:
         self._turns[rank].acquire()

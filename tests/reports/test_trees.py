@@ -163,3 +163,29 @@ def sparse_gradient(seed: int) -> tuple[Tensor, Tensor]:
 def test_derivatives_of_sparse_sums(ranks: Ranks, seed: int) -> None:
     for got, want in ranks(2).run(sparse_gradient, seed):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_after_comparing_for_different_channels_ranks_are_in_step(size: int, ranks: Any, seed: int) -> None:
+    """One rank is at a collective of its own and the others at a step's: their next call had hung."""
+
+    def apart() -> list[Any]:
+        first = ltx.world().rank == 0
+
+        def squares(w: Tensor) -> Tensor:
+            return w.square().sum()
+
+        calls: list[tuple[Any, Any]] = [
+            (ltx.psum, ltx.grad(ltx.data_parallel(squares))),
+            (ltx.psum, ltx.sync_gradients),
+        ]
+        found: list[Any] = []
+        for mine, theirs in calls:
+            try:
+                (mine if first else theirs)(torch.ones(211 + seed % 97))  # which is new
+            except RankMismatchError:
+                found += [ltx.psum(torch.full((k,), 2.0)).tolist() for k in (1, 2, 1)]
+        return found
+
+    for found in ranks(size).run(apart):
+        assert found == 2 * [[2.0 * size], 2 * [2.0 * size], [2.0 * size]]
