@@ -272,7 +272,6 @@ def is_transforming() -> bool:
     return _functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
-# Looked up for every tensor of every step.
 _requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 
 

@@ -108,7 +108,8 @@ class Partition(Optimizer):
                 f"{self} expected a state with the parts {[label for label, _ in self.members]}, got {brief(state)}."
             )
         (leaves, spec), places = flatten(params), self._places(params)
-        given, results, after = leaves_like(spec, grads, "grads"), list[Any]([None] * len(leaves)), {}
+        results: list[Any] = [None] * len(leaves)
+        given, after = leaves_like(spec, grads, "grads"), {}
         for label, member in self.members:
             own = _only(spec, leaves, places[label])
             result, after[label] = getattr(member, method)(

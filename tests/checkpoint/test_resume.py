@@ -289,6 +289,7 @@ def plain_start(train: Any) -> Any:
 
 @pytest.mark.full(but=1)
 @pytest.mark.covering(1)
+@pytest.mark.filterwarnings("ignore::ltx.errors.UnusedParameterWarning")
 @pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()], ids=["ddp", "zero"])
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (1, 2), (2, 1), (3, 1)])
 def test_another_number_of_ranks(strategy: Any, before: int, now: int, ranks: Ranks, tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_a_backward_pass_that_one_rank_leaves_halfway(ranks: Ranks, where: str, 
 
     (left, results), (waited, others) = ranks(2).run(run, timeout_s=50.0)
     assert left == "no derivative"
-    what = "step 1 of the training" if how == "train_step" else "a backward pass"
+    what = "step 0 of the training" if how == "train_step" else "a backward pass"
     assert f"rank 1: rank 0 has left {what} on axis 'fresh' halfway" in waited
     torch.testing.assert_close(results, others, rtol=0, atol=0)
     torch.testing.assert_close(results, [{name: 2 * p for name, p in params.items()}] * 2)
