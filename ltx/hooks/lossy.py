@@ -225,7 +225,7 @@ class CompressedAllReduce(LossyHook):
         part = self.decode(incoming[:1], m, dtype)[0]
         for place in range(1, 1 if incoming.is_meta else n):  # shapes alone have nothing to add
             self.add_decoded(incoming[place], part)
-        if own_of_last < m:  # a sum of fillings isn't the filling of the sum
+        if own_of_last < m and not self._fills_with_zeros:  # a sum of fillings isn't the filling of the sum
             if not isinstance(rank, int):
                 part = torch.where(rank == last, self._filled(part[:own_of_last], m, m), part)
             elif rank == last:
@@ -251,10 +251,14 @@ class CompressedAllReduce(LossyHook):
 
         return CompressionResult(total[:numel], own, inputs.states, remainder)
 
+    @property
+    def _fills_with_zeros(self) -> bool:
+        return type(self).filling is CompressedAllReduce.filling
+
     def _filled(self, own: torch.Tensor, length: int, m: int) -> torch.Tensor:
         """`own`, from the start of a row of `m` numbers on, filled up to `length`."""
-        if len(own) == length:
-            return own
+        if len(own) == length or self._fills_with_zeros:  # Inductor is wrong about QSGD's numbers after a cat
+            return torch.nn.functional.pad(own, (0, length - len(own)))
         block = m if self.multiple() == 1 else self.multiple()
         filling = self.filling(own[(len(own) - 1) // block * block :])
         return torch.cat([own, filling.expand(length - len(own))])
