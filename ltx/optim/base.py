@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, filterfalse
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import optree
@@ -272,9 +270,6 @@ def is_transforming() -> bool:
     return _functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
-_requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
-
-
 def differentiated(*lists: Iterable[Tensor]) -> bool:
     """Whether somebody may differentiate what is made of these tensors: then nothing is written in place.
 
@@ -282,7 +277,7 @@ def differentiated(*lists: Iterable[Tensor]) -> bool:
     """
     if is_transforming():
         return True
-    return torch.is_grad_enabled() and any(map(_requires_grad, chain.from_iterable(lists)))
+    return torch.is_grad_enabled() and any(x.requires_grad for xs in lists for x in xs)
 
 
 def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
@@ -290,7 +285,7 @@ def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
 
     Outside of a step, leaves that require gradients are what is trained, as for ``torch.optim``.
     """
-    return not differentiated(params if in_step.get() else filterfalse(_is_leaf, params), *lists)
+    return not differentiated(params if in_step.get() else (x for x in params if not x.is_leaf), *lists)
 
 
 def check_state(optimizer: Optimizer, state: Any, kind: type) -> None:
