@@ -28,12 +28,13 @@ from torch.nn.functional import cross_entropy
 
 import ltx
 from benchmarks.ranks import backend_on, found_by_ranks, interleaved, ratio
-from ltx import arguments, comm, tree
-from ltx.comm.channel import Channel
+from ltx.core import comm
+from ltx.core.base import arguments, tree
+from ltx.core.comm.channel import Channel
+from ltx.core.transforms.closure_check import refuse_captured
+from ltx.core.transforms.run import refuse_gradients
+from ltx.core.transforms.sync_state import SyncState
 from ltx.demo.gpt import GPT
-from ltx.transforms.closure_check import refuse_captured
-from ltx.transforms.run import refuse_gradients
-from ltx.transforms.sync_state import SyncState
 
 CONTEXT, BATCH, VOCABULARY = 64, 8, 96  # the demo's
 GOAL = 1.01

@@ -13,12 +13,10 @@ gc.disable()
 try:
     # --- submodules
     from ltx import errors, hooks, nn, optim
-
-    # --- axes
-    from ltx.axis import Axis
+    from ltx.core.base import tree as tree
 
     # --- collectives
-    from ltx.collectives import (
+    from ltx.core.collectives import (
         AllGatherGrad,
         Future,
         adasum,
@@ -52,19 +50,27 @@ try:
     )
 
     # --- communication
-    from ltx.comm import axis_from_group, debug_checks
+    from ltx.core.comm import axis_from_group, debug_checks
 
-    # --- world and running
-    from ltx.runtime.init import init, to_device
-    from ltx.runtime.world import World, shutdown, world
-    from ltx.simulated import vmap
+    # --- axes
+    from ltx.core.ranks.axis import Axis
+    from ltx.core.ranks.simulated import vmap
 
     # --- strategies
-    from ltx.strategies import DDPStrategy, Strategy
-    from ltx.training import Metrics, TrainState, accumulate, check_replicas, sync_params, to_module, train_step, uneven
+    from ltx.core.transforms.strategy import Strategy, handed_in
+
+    # --- world and running
+    from ltx.core.world.init import init, to_device
+    from ltx.core.world.world import World, shutdown, world
+    from ltx.strategies import DDPStrategy
+
+    handed_in.default, handed_in.cast = DDPStrategy(), lambda hook, dtype: hooks.cast(hook, dtype)
+
+    # --- training
+    from ltx.core.training import Metrics, TrainState, accumulate, check_replicas, sync_params, to_module, train_step
 
     # --- transformations
-    from ltx.transforms import (
+    from ltx.core.transforms import (
         DataParallel,
         Synced,
         SyncState,
@@ -83,6 +89,8 @@ finally:
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
     from ltx import checkpoint, profile
+    from ltx.core.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
+    from ltx.data import DataPosition, uneven
     from ltx.runtime.elastic import elastic
     from ltx.runtime.per_rank import PerRank
     from ltx.runtime.pool import Pool, launch
@@ -93,26 +101,25 @@ if TYPE_CHECKING:
     from ltx.strategies.horovod import HorovodStrategy
     from ltx.strategies.local_sgd import LocalSGDStrategy
     from ltx.strategies.zero import ZeroStrategy
-    from ltx.training.data import DataPosition
-    from ltx.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
 
 _LATER = {
     "BaguaStrategy": "ltx.strategies.bagua",
-    "DataPosition": "ltx.training.data",
+    "DataPosition": "ltx.data",
     "DiLoCoStrategy": "ltx.strategies.diloco",
-    "DynamicLossScale": "ltx.training.mixed_precision",
+    "DynamicLossScale": "ltx.core.training.mixed_precision",
     "HorovodStrategy": "ltx.strategies.horovod",
     "LocalSGDStrategy": "ltx.strategies.local_sgd",
     "PerRank": "ltx.runtime.per_rank",
     "Pool": "ltx.runtime.pool",
-    "Precision": "ltx.training.mixed_precision",
+    "Precision": "ltx.core.training.mixed_precision",
     "ZeroStrategy": "ltx.strategies.zero",
     "elastic": "ltx.runtime.elastic",
     "launch": "ltx.runtime.pool",
-    "mixed_precision": "ltx.training.mixed_precision",
+    "mixed_precision": "ltx.core.training.mixed_precision",
     "progress": "ltx.runtime.show",
     "show": "ltx.runtime.show",
     "simulate": "ltx.runtime.simulation",
+    "uneven": "ltx.data",
 }
 _LATER_SUBMODULES = ("checkpoint", "profile")
 

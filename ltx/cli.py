@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(parsed: argparse.Namespace) -> int:
-    from ltx.runtime.world import cores  # torch, which --help can do without
+    from ltx.core.world.world import cores  # torch, which --help can do without
 
     threads = max(1, cores() // parsed.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # unset, torchrun warns
@@ -100,8 +100,8 @@ def launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    from ltx.core.world.placement import DEFAULT_PORT
     from ltx.runtime import agent, failures
-    from ltx.runtime.placement import DEFAULT_PORT
 
     parser = torchrun.get_args_parser()
     parser.prog = "ltx run"

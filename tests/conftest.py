@@ -21,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ltx import comm
-from ltx.axis import Axis, axes_in_scope, set_world_axes
-from ltx.backings import GroupBacking
+from ltx.core import comm
+from ltx.core.ranks.axis import Axis, axes_in_scope, set_world_axes
+from ltx.core.ranks.backings import GroupBacking
 from ltx.errors import CallFailedError, WorkerError
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import ltx
+from ltx.core.world.world import forget
 from ltx.runtime.membership import Membership
-from ltx.runtime.world import forget
 from tests.streams import backend
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.axis import Axis, axes_in_scope, find, open_alone, set_world_axes
+from ltx.core.ranks.axis import Axis, axes_in_scope, find, open_alone, set_world_axes
 from ltx.errors import AxisError, LtxError
 
 XS = torch.arange(6.0).reshape(2, 3)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import ltx
-from ltx import tree
+from ltx.core.base import tree
 from ltx.errors import TreeError
 from tests.covering import some
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import ltx
-from ltx import comm
+from ltx.core import comm
 from ltx.errors import DeadlockDetectedError, WorldError
 
 TESTS = Path(__file__).parent

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import comm, hooks
-from ltx.axis import find, inner, outer
+from ltx import hooks
+from ltx.core import comm
+from ltx.core.ranks.axis import find, inner, outer
+from ltx.core.transforms.strategy_update import StepInfo
 from ltx.errors import AxisError, UnsupportedError
 from ltx.hooks import BucketInput, CollectiveRequest, Reduction
-from ltx.strategies.update import StepInfo
 
 Ranks = Callable[[int], ltx.Pool]
 

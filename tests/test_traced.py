@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ltx import traced
+from ltx.core.base import traced
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.utils._pytree as torch_pytree
 
-from ltx import tree
+from ltx.core.base import tree
 from ltx.errors import LtxError, TreeError
 
 KEYS = ["w", "b", "a", "z", "B", "_", "10", "9", "layer.1", ""]

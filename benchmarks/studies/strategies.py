@@ -109,7 +109,7 @@ ROWS = {
 }
 
 
-def train_of(task: Task, strategy: str, ranks: int) -> ltx.training.TrainStep:
+def train_of(task: Task, strategy: str, ranks: int) -> ltx.core.training.TrainStep:
     """The whole training step."""
     row = ROWS[strategy]
     return ltx.train_step(ltx.data_parallel(task.loss, row.make(task.settings, ranks)), row.optimizer(task))

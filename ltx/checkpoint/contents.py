@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ltx import tree
+from ltx.core.base import tree
+from ltx.core.base.placements import is_dtensor
+from ltx.core.training.train_state import TrainState
+from ltx.core.transforms.strategy_update import LeafLayout
 from ltx.errors import InputError, StepError, UnsupportedError
-from ltx.placements import is_dtensor
-from ltx.strategies.update import LeafLayout
 from ltx.strategies.zero import Shards
-from ltx.training.train_state import TrainState
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ltx.arguments import shown
+from ltx.core.base.arguments import shown
 from ltx.errors import CheckpointError, InputError
 
 MANIFEST = "manifest.json"

@@ -12,16 +12,16 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ltx import tree
-from ltx.arguments import brief, checked
 from ltx.checkpoint import directory, storage
 from ltx.checkpoint.contents import Leaf, check_state, leaves_of, name_on
 from ltx.checkpoint.opened import Opened, open_checkpoint
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief, checked
+from ltx.core.training.random_states import set_random_states
+from ltx.core.training.train_state import TrainState, counted
 from ltx.errors import CheckpointError, InputError
-from ltx.training.random_states import set_random_states
-from ltx.training.train_state import TrainState, counted
 
 T = TypeVar("T")
 

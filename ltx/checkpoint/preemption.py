@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
-from ltx import collectives
-from ltx.arguments import checked, whole
+from ltx.core import collectives
+from ltx.core.base.arguments import checked, whole
 from ltx.errors import InputError
 
 #: The exit code of a process that stopped because it was told to, and may be started again: EX_TEMPFAIL.

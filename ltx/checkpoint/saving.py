@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from ltx import comm
-from ltx.arguments import checked, seconds, whole
 from ltx.checkpoint import directory
 from ltx.checkpoint.contents import Encoded, check_plain, check_state, digest, encode, leaves_of, name_on, shared_out
 from ltx.checkpoint.job import Job
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together
-from ltx.comm import HostCopy
-from ltx.training.random_states import random_states
-from ltx.training.train_state import TrainState, updates_of
+from ltx.core import comm
+from ltx.core.base.arguments import checked, seconds, whole
+from ltx.core.comm import HostCopy
+from ltx.core.training.random_states import random_states
+from ltx.core.training.train_state import TrainState, updates_of
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ltx import comm, errors
-from ltx.axis import Axis
-from ltx.comm.signature import Post
-from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedError, message_of
+from ltx import errors
+from ltx.core import comm
+from ltx.core.base.errors import message_of
+from ltx.core.comm.signature import Post
+from ltx.core.ranks.axis import Axis
+from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedError
 
 T = TypeVar("T")
 

@@ -14,9 +14,21 @@ from typing import Any
 
 import torch
 
-from ltx import hooks, tree
-from ltx.axis import DEFAULT_NAME, Axis, open_alone
-from ltx.backings import MetaBacking
+from ltx import hooks
+from ltx.core.base import tree
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.comm_hook import reduce_at_once
+from ltx.core.gradients.pending import Exchange
+from ltx.core.gradients.planning import arrival_order, differentiable, make_plan
+from ltx.core.gradients.reduction import LeafState, Reduced
+from ltx.core.gradients.schedule import Plan
+from ltx.core.optim.combine import members_of
+from ltx.core.optim.grad_transforms import ClipByGlobalNorm
+from ltx.core.optim.update import Update
+from ltx.core.ranks.axis import DEFAULT_NAME, Axis, open_alone
+from ltx.core.ranks.backings import MetaBacking
+from ltx.core.transforms.strategy import Strategy, in_dtype
+from ltx.core.transforms.strategy_update import PostUpdateHook, States, StepInfo, Updated, check_updated
 from ltx.errors import LtxError, StrategyError, UnsupportedError
 from ltx.estimate.requests import (
     Asked,
@@ -29,19 +41,7 @@ from ltx.estimate.requests import (
     meta,
     summary,
 )
-from ltx.gradients.buckets import Bucket
-from ltx.gradients.comm_hook import reduce_at_once
-from ltx.gradients.pending import Exchange
-from ltx.gradients.planning import arrival_order, differentiable, make_plan
-from ltx.gradients.reduction import LeafState, Reduced
-from ltx.gradients.schedule import Plan
 from ltx.optim import Optimizer, chain, identity
-from ltx.optim.combine import members_of
-from ltx.optim.grad_transforms import ClipByGlobalNorm
-from ltx.optim.update import Update
-from ltx.strategies import Strategy
-from ltx.strategies.base import in_dtype
-from ltx.strategies.update import PostUpdateHook, States, StepInfo, Updated, check_updated
 from ltx.typing import Tree
 
 

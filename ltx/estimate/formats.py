@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from ltx import hooks
-from ltx.strategies import Strategy
-from ltx.strategies.base import NAMED_HOOKS
+from ltx.core.transforms.strategy import Strategy
+from ltx.hooks.named import NAMES, named_hook
 
 
 class Shown:
@@ -61,7 +60,7 @@ def short(strategy: Strategy) -> str:
     """A strategy with those of its fields that aren't at their defaults."""
     said = []
     for x in fields(strategy):
-        value, named = getattr(strategy, x.name), NAMED_HOOKS.get(x.default) if isinstance(x.default, str) else None
-        if value != (x.default if named is None else getattr(hooks, named)()):
+        value, default = getattr(strategy, x.name), x.default
+        if value != (named_hook(default) if default in NAMES else default):
             said.append(f"{x.name}={value!r}")
     return f"{type(strategy).__name__}({', '.join(said)})"

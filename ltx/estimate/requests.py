@@ -12,13 +12,15 @@ from typing import Any, Self
 
 import torch
 
-from ltx import comm, hooks, tree
-from ltx.axis import Axis
-from ltx.comm.operations import OPERATIONS
+from ltx import hooks
+from ltx.core import comm
+from ltx.core.base import tree
+from ltx.core.comm.operations import OPERATIONS
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.pending import Exchange
+from ltx.core.gradients.reduction import REQUESTS
+from ltx.core.ranks.axis import Axis
 from ltx.errors import StrategyError
-from ltx.gradients.buckets import Bucket
-from ltx.gradients.pending import Exchange
-from ltx.gradients.reduction import REQUESTS
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ltx.gradients.comm_hook import CommHook
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
-from ltx.hooks.plain import AllReduce, Noop
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.plain import AllReduce, Noop
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 
 if TYPE_CHECKING:
     from ltx.hooks.adasum import Adasum

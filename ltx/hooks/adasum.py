@@ -13,12 +13,12 @@ from typing import ClassVar
 
 import torch
 
-from ltx.arguments import brief
-from ltx.collectives.adasum import Halving, levels
+from ltx.core.base.arguments import brief
+from ltx.core.collectives.adasum import Halving, levels
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.packing import is_plain
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.errors import StrategyError
-from ltx.gradients.comm_hook import CommHook
-from ltx.gradients.packing import is_plain
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 
 _PIECE = 1 << 16
 _DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)

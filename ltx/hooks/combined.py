@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from ltx.arguments import brief, check_whole, checked
+from ltx.core.base.arguments import brief, check_whole, checked
+from ltx.core.base.tree import describe
+from ltx.core.gradients.buckets import Bucket, leaves_of
+from ltx.core.gradients.comm_hook import CommHook, around
+from ltx.core.gradients.plain import EXACT
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Terms, drive_within
 from ltx.errors import StrategyError
-from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.comm_hook import CommHook, around
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Terms, drive_within
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
-from ltx.hooks.plain import EXACT
-from ltx.tree import describe
 
 
 @dataclass(frozen=True)

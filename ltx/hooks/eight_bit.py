@@ -31,12 +31,12 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from ltx.arguments import check_whole
-from ltx.comm.bits import view_as
-from ltx.gradients.packing import CHUNK, chunks, is_plain
-from ltx.gradients.reduction import BucketInput
+from ltx.core.base.arguments import check_whole
+from ltx.core.base.noise import key_of, uniform
+from ltx.core.comm.bits import view_as
+from ltx.core.gradients.packing import CHUNK, chunks, is_plain
+from ltx.core.gradients.reduction import BucketInput
 from ltx.hooks.lossy import CompressedAllReduce, by_greatest, from_message, to_message
-from ltx.hooks.noise import key_of, uniform
 
 _BAGUA_EPSILON = 1e-7
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ltx import traced
-from ltx.arguments import brief, name_of
+from ltx.core.base import traced
+from ltx.core.base.arguments import brief, name_of
+from ltx.core.base.tree import describe
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest
 from ltx.errors import StrategyError
-from ltx.gradients.reduction import BucketInput, CollectiveRequest
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, from_message, to_message
-from ltx.tree import describe
 
 Compress = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
 Decompress = Callable[[Any, int], Tensor]

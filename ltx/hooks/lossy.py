@@ -30,12 +30,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ltx.arguments import checked
-from ltx.comm.bits import as_bytes, view_as
+from ltx.core.base.arguments import checked
+from ltx.core.comm.bits import as_bytes, view_as
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.packing import is_plain, unpack
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, Terms
 from ltx.errors import StrategyError
-from ltx.gradients.comm_hook import CommHook
-from ltx.gradients.packing import is_plain, unpack
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, Terms
 
 RESIDUAL = "residual"
 

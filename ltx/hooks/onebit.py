@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ltx.arguments import check_whole
+from ltx.core.base.arguments import check_whole
+from ltx.core.gradients.packing import CHUNK, chunks, is_plain
 from ltx.errors import StrategyError
-from ltx.gradients.packing import CHUNK, chunks, is_plain
 from ltx.hooks.lossy import CompressedAllReduce, from_message, to_message
 
 #: Of the dtypes that numbers travel in: integers of their width, the bit of the sign, the bits of 1.

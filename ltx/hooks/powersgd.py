@@ -21,15 +21,15 @@ from zlib import crc32
 
 import torch
 
-from ltx.arguments import brief, check_whole
+from ltx.core.base.arguments import brief, check_whole
+from ltx.core.base.noise import key_of, normal
+from ltx.core.gradients.buckets import Leaf
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.packing import is_plain, prefers_few_calls, unpack
+from ltx.core.gradients.plain import AllReduce
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, LeafState
 from ltx.errors import StrategyError
-from ltx.gradients.buckets import Leaf
-from ltx.gradients.comm_hook import CommHook
-from ltx.gradients.packing import is_plain, prefers_few_calls, unpack
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, by_greatest
-from ltx.hooks.noise import key_of, normal
-from ltx.hooks.plain import AllReduce
 
 Q = "q"
 

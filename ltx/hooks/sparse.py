@@ -15,12 +15,12 @@ from typing import ClassVar
 
 import torch
 
-from ltx.arguments import brief
+from ltx.core.base.arguments import brief
+from ltx.core.base.noise import key_of, uniform
+from ltx.core.gradients.packing import CHUNK, chunks, is_plain
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest
 from ltx.errors import StrategyError
-from ltx.gradients.packing import CHUNK, chunks, is_plain
-from ltx.gradients.reduction import BucketInput, CollectiveRequest
 from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, LossyHook, from_message, to_message
-from ltx.hooks.noise import key_of, uniform
 
 #: Rows of at least this many numbers are sampled, every so many of them; a prime, so that all columns are sampled.
 _LONG, _EVERY = 1 << 16, 101

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ltx import comm
-from ltx.arguments import shown
-from ltx.axis import Axis
+from ltx.core import comm
+from ltx.core.base.arguments import shown
+from ltx.core.gradients.buckets import Bucket, leaves_of
+from ltx.core.gradients.comm_hook import CommHook, program_of
+from ltx.core.gradients.packing import pack
+from ltx.core.gradients.pending import PendingReductions
+from ltx.core.gradients.reduction import BucketInput, LeafState
+from ltx.core.ranks.axis import Axis
 from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
-from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.comm_hook import CommHook, program_of
-from ltx.gradients.packing import pack
-from ltx.gradients.pending import PendingReductions
-from ltx.gradients.reduction import BucketInput, LeafState
 
 
 class StateDict(TypedDict):

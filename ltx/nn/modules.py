@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ltx.arguments import is_number, is_whole, shown
+from ltx.core.base.arguments import is_number, is_whole, shown
 from ltx.errors import InputError, TreeError, UnsupportedError
 from ltx.nn.sync_batch_norm import sync_batch_norm
 

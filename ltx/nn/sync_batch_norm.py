@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ltx import collectives, traced, tree
-from ltx.arguments import brief, checked, is_number
-from ltx.backings import unwrapped
+from ltx.core import collectives
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import brief, checked, is_number
+from ltx.core.gradients.packing import prefers_few_calls
+from ltx.core.ranks.backings import unwrapped
 from ltx.errors import InputError, UnsupportedError
-from ltx.gradients.packing import prefers_few_calls
 
 Normed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 

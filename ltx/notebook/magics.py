@@ -13,13 +13,13 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
+from ltx.core.world.world import cores
 from ltx.errors import CallFailedError, LtxError
 from ltx.notebook.cells import run_cell
 from ltx.runtime.messages import pack
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
 from ltx.runtime.show import Shown
-from ltx.runtime.world import cores
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -13,7 +13,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ltx.comm.network import Network, measure_network
+from ltx.core.comm.network import Network, measure_network
 from ltx.profile.recording import record
 from ltx.profile.traces import Timeline, Trace, timeline
 

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ltx import collectives, tree
-from ltx.arguments import brief, whole
+from ltx.core import collectives
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief, whole
+from ltx.core.training import TrainState, TrainStep
+from ltx.core.training.train_state import counted
 from ltx.errors import InputError
 from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds
 from ltx.profile.recording import record
-from ltx.training import TrainState, TrainStep
-from ltx.training.train_state import counted
 
 
 class Compared(NamedTuple):

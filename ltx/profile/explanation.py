@@ -15,22 +15,24 @@ from typing import Any
 
 import torch
 
-from ltx import comm, hooks, tree
-from ltx.arguments import whole
+from ltx import hooks
+from ltx.core import comm
+from ltx.core.base import tree
+from ltx.core.base.arguments import whole
+from ltx.core.gradients.planning import MIB, chosen_sizes
+from ltx.core.training.guard import must_sync_finite, on_any
+from ltx.core.training.parameters import split
+from ltx.core.training.train_state import TrainState
+from ltx.core.training.train_step import TrainStep
+from ltx.core.transforms.data_parallel import DataParallel
+from ltx.core.transforms.sync_state import SyncState
 from ltx.errors import StepError
-from ltx.estimate.autotune import choice_for, network_of
 from ltx.estimate.dry_run import Gradients, Steps, stand_in
 from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeExplanation, Issues, collective, meta
-from ltx.gradients.planning import MIB, chosen_sizes
 from ltx.profile.traces import Trace
 from ltx.strategies import StepInfo, Strategy
-from ltx.training.guard import must_sync_finite, on_any
-from ltx.training.parameters import split
-from ltx.training.train_state import TrainState
-from ltx.training.train_step import TrainStep
-from ltx.transforms.data_parallel import DataParallel
-from ltx.transforms.sync_state import SyncState
+from ltx.strategies.auto_hook import choice_for, network_of
 from ltx.typing import Tree
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ltx.arguments import checked
-from ltx.comm.ledger import recorded
+from ltx.core.base.arguments import checked
+from ltx.core.comm.ledger import recorded
 from ltx.profile.traces import Trace
 
 # Profiled events of devices are kept apart from those of threads.

@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ltx import comm, tree
-from ltx.arguments import brief, checked, number, whole
-from ltx.comm.operations import OPERATIONS
+from ltx.core import comm
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief, checked, number, whole
+from ltx.core.comm.operations import OPERATIONS
+from ltx.core.gradients.pending import Exchange
 from ltx.errors import InputError
-from ltx.estimate.autotune import on_network
 from ltx.estimate.dry_run import Steps, cycle_of
 from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds, short
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues
-from ltx.gradients.pending import Exchange
 from ltx.optim import Optimizer
 from ltx.strategies import Strategy
+from ltx.strategies.auto_hook import on_network
 from ltx.typing import Tree
 
 FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1  #: parts of a step's own time
@@ -138,7 +139,7 @@ class _Clock:
         for row in event.rows:
             self._launch(pending, row, kind)
 
-    # In the order in which ltx.gradients.pending does it.
+    # In the order in which ltx.core.gradients.pending does it.
 
     def _launch(self, pending: list[_Transfer], bucket: BucketExplanation, kind: str) -> None:
         pending.append(_Transfer(list(bucket.collectives)))

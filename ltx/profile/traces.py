@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltx.arguments import checked
-from ltx.comm.ledger import Event, Recording
+from ltx.core.base.arguments import checked
+from ltx.core.comm.ledger import Event, Recording
 from ltx.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:

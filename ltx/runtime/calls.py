@@ -17,24 +17,20 @@ import importlib.util
 import inspect
 import linecache
 import os
-import site
 import sys
-import sysconfig
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 import torch
 
+from ltx.core.world.failures import is_installed
 from ltx.errors import WorkerError
 from ltx.runtime.messages import Call, Message, Pickler, pack
 
-#: Where ltx itself is installed.
-LTX_HOME = Path(__file__).resolve().parents[1]
 #: A function that carries more than this along, in its closure or in globals, is warned about.
 LARGE_BYTES = 16 << 20
 
@@ -226,16 +222,6 @@ def _finds(name: str, file: str | None) -> bool:
 
 
 @functools.lru_cache
-def is_installed(file: str | None) -> bool:
-    """Whether a module's file belongs to Python, to an installed package or to ltx."""
-    if file is None:
-        return True
-    paths = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    # Those of the system too, which a virtual environment may see, and the user's own.
-    homes = {Path(path).resolve() for path in (*paths, *site.getsitepackages(), site.getusersitepackages())}
-    return any(home in Path(file).resolve().parents for home in (*homes, LTX_HOME))
-
-
 class Modules:
     """The user's modules in this process, each as its file was when it was read."""
 

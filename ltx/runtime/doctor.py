@@ -26,14 +26,14 @@ from ipaddress import ip_address
 import torch
 import torch.distributed as dist
 
-from ltx import collectives
+from ltx.core import collectives
+from ltx.core.world.init import init
+from ltx.core.world.launchers import LAUNCHERS, launcher_of, placement_from_env
+from ltx.core.world.placement import Placement
+from ltx.core.world.slurm import why_no_slurm_task
+from ltx.core.world.world import cores, world, world_of
 from ltx.errors import LtxError
-from ltx.runtime.init import init
-from ltx.runtime.launchers import LAUNCHERS, launcher_of, placement_from_env
-from ltx.runtime.placement import Placement
 from ltx.runtime.pool import Pool
-from ltx.runtime.slurm import why_no_slurm_task
-from ltx.runtime.world import cores, world, world_of
 
 _SMALL_SHM = 256 << 20
 _MESSAGES = (("4 B", 1, 30), ("16 MiB", 4 << 20, 5))  # name, float32 elements, repetitions

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-from ltx.arguments import seconds, whole
+from ltx.core.base.arguments import seconds, whole
+from ltx.core.training.metrics import Metrics
+from ltx.core.training.train_state import TrainState
+from ltx.core.training.train_step import TrainStep
+from ltx.core.world.placement import Placement
+from ltx.core.world.world import World, settings_of_world
+from ltx.core.world.world import world as current_world
+from ltx.data import DataPosition
 from ltx.errors import InputError, StrategyError, UnsupportedError
 from ltx.runtime.elastic_run import Batch, ElasticRun, ones_own
-from ltx.runtime.placement import Placement
-from ltx.runtime.world import World, settings_of_world
-from ltx.runtime.world import world as current_world
-from ltx.training.data import DataPosition
-from ltx.training.metrics import Metrics
-from ltx.training.train_state import TrainState
-from ltx.training.train_step import TrainStep
 
 
 def elastic(

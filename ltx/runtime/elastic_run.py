@@ -11,9 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ltx import checkpoint, collectives, comm, tree
+from ltx import checkpoint
 from ltx.checkpoint import directory
-from ltx.comm.signature import Signature
+from ltx.core import collectives, comm
+from ltx.core.base import tree
+from ltx.core.comm.signature import Signature
+from ltx.core.training.metrics import Metrics
+from ltx.core.training.replicas import fingerprint
+from ltx.core.training.train_state import TrainState
+from ltx.core.training.train_step import TrainStep
+from ltx.core.world.init import reform
+from ltx.core.world.placement import Placement
+from ltx.core.world.world import World, abandon, process, settings_of_world, world
+from ltx.data import DataPosition
 from ltx.errors import (
     CheckpointError,
     CollectiveTimeoutError,
@@ -25,15 +35,7 @@ from ltx.errors import (
     WorldError,
 )
 from ltx.runtime.hold import Hold
-from ltx.runtime.init import reform
 from ltx.runtime.membership import Membership, begin_run
-from ltx.runtime.placement import Placement
-from ltx.runtime.world import World, abandon, process, settings_of_world, world
-from ltx.training.data import DataPosition
-from ltx.training.metrics import Metrics
-from ltx.training.replicas import fingerprint
-from ltx.training.train_state import TrainState
-from ltx.training.train_step import TrainStep
 
 #: ``data(indices)`` gives a rank's batch.
 Batch = Callable[[Any], Any]

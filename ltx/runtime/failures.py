@@ -8,23 +8,20 @@ rank failed first.
 from __future__ import annotations
 
 import json
-import linecache
-import os
 import signal
-import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import cloudpickle
 
-from ltx.errors import message_of
-from ltx.runtime.calls import LTX_HOME, is_installed
+from ltx.core.base.errors import message_of
+from ltx.core.world.failures import in_words, is_ours, label, place_of, place_of_error
 from ltx.runtime.messages import Failure
 
 
@@ -51,45 +48,17 @@ def text_of(error: BaseException) -> str:
     return "".join(told.format())
 
 
-def place_of(trace: traceback.StackSummary) -> str:
-    """The innermost frame of the user's in `trace`, in words; "" if there is none."""
-    frames = [frame for frame in trace if not _is_ours(frame.filename)]
-    own = [frame for frame in frames if not is_installed(frame.filename)] or frames
-    return _in_words(own[-1]) if own else ""
-
-
-def place_of_error(error: BaseException) -> str:
-    """The innermost frame of the user's in which `error` was raised, in words; "" if there is none."""
-    return place_of(traceback.extract_tb(error.__traceback__))
-
-
 def places_of(frame: FrameType) -> str:
     """Where a thread is: the innermost frame of the user's, and what it has called, whoever's that is."""
     trace = traceback.extract_stack(frame)
-    own, innermost = place_of(trace), _in_words(trace[-1])
+    own, innermost = place_of(trace), in_words(trace[-1])
     return own if own == innermost else f"{own}, which has come to {innermost}"
-
-
-def _in_words(frame: traceback.FrameSummary) -> str:
-    name = _label(frame.filename)
-    file = name if name.startswith("<") else Path(name).name
-    return f"{file}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
-
-
-def _is_ours(filename: str) -> bool:
-    return LTX_HOME in Path(filename).parents
-
-
-def _label(filename: str) -> str:
-    """What the driver calls the cell that `filename` stands for; `filename` itself for a file."""
-    entry = linecache.cache.get(filename)
-    return entry[3] if entry is not None and len(entry) == 4 and entry[1] is None else filename
 
 
 def _labelled(frame: traceback.FrameSummary) -> traceback.FrameSummary:
     """`frame` itself, renamed. Its columns are those of lines that it alone has whole."""
     _ = frame.line  # read while it has the name that its lines are found by
-    frame.filename = _label(frame.filename)
+    frame.filename = label(frame.filename)
     return frame
 
 
@@ -98,15 +67,13 @@ def _filter(told: traceback.TracebackException, seen: set[int]) -> None:
     if id(told) in seen:
         return
     seen.add(id(told))
-    kept = [frame for frame in told.stack if not _is_ours(frame.filename)]
+    kept = [frame for frame in told.stack if not is_ours(frame.filename)]
     told.stack = traceback.StackSummary.from_list([_labelled(frame) for frame in kept or told.stack])
     for other in (told.__cause__, told.__context__, *(getattr(told, "exceptions", None) or ())):
         if other is not None:
             _filter(other, seen)
 
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_NOTED = "_ltx_noted"
 # Of what a rank raises because a peer has failed.
 CONSEQUENCES = ("PeerLostError", "StoreGoneError", "DeadlockDetectedError", "CollectiveTimeoutError")
 
@@ -132,34 +99,6 @@ def first_failure(ended: Mapping[int, Ended]) -> int:
     silent = [rank for rank, end in ended.items() if not end.kind]
     unasked = [rank for rank in silent if "SIGTERM" not in ended[rank].text]  # by which the launcher ends the others
     return min(genuine or unasked or told or silent, key=lambda rank: (ended[rank].at_s, rank))
-
-
-def note_failure(error: BaseException) -> None:
-    """In a rank: leave word of what it has raised for the launcher, now; how long its teardown takes says nothing."""
-    file = os.environ.get(_ERROR_FILE)
-    if not file or (isinstance(error, SystemExit) and not error.code) or getattr(error, _NOTED, False):
-        return
-    now, rank = time.time(), os.environ.get("RANK")
-    extra = {"py_callstack": "", "timestamp": str(int(now)), "at_s": now, "rank": rank}
-    extra |= {"kind": type(error).__name__, "where": place_of_error(error)}
-    with suppress(OSError, AttributeError):
-        Path(file).write_text(json.dumps({"message": {"message": message_of(error), "extraInfo": extra}}))
-        setattr(error, _NOTED, True)
-
-
-def note_uncaught(then: Callable[[BaseException], None]) -> None:
-    """In a rank: have what ends the program noted, and `then` called with it."""
-    before = sys.excepthook
-    if getattr(before, _NOTED, False):
-        return
-
-    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        note_failure(error)
-        before(kind, error, where)
-        then(error)
-
-    setattr(hook, _NOTED, True)
-    sys.excepthook = hook
 
 
 def told_failures(runs: Sequence[Path], failures: Mapping[int, Any]) -> str:

@@ -20,13 +20,13 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ltx.comm.heartbeat import Heartbeat, last_beats
-from ltx.comm.pickling import KEY, proof
-from ltx.comm.signature import Signature, explain_mismatch
-from ltx.comm.store_exchange import poll_until
-from ltx.comm.timeout_store import TimeoutStore
+from ltx.core.comm.heartbeat import Heartbeat, last_beats
+from ltx.core.comm.pickling import KEY, proof
+from ltx.core.comm.signature import Signature, explain_mismatch
+from ltx.core.comm.store_exchange import poll_until
+from ltx.core.comm.timeout_store import TimeoutStore
+from ltx.core.world.placement import Placement
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
-from ltx.runtime.placement import Placement
 from ltx.runtime.regroup import Decision, Member, Regroup, WatchedStore
 
 _RUNS, _NOW = "ltx/elastic/runs", "ltx/elastic/now"

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ltx.comm.pickling import TensorPickler
+from ltx.core.comm.pickling import TensorPickler
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar, overload
 import optree
 import torch
 
-from ltx import tree as trees
-from ltx.arguments import shown
+from ltx.core.base import tree as trees
+from ltx.core.base.arguments import shown
+from ltx.core.base.tree import check_dense, describe
 from ltx.errors import ArgumentError, ReplicaDivergedError, TreeError
-from ltx.tree import check_dense, describe
 
 T = TypeVar("T")
 

@@ -18,16 +18,16 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ltx.arguments import checked, is_whole, seconds, whole
+from ltx.core.base.arguments import checked, is_whole, seconds, whole
+from ltx.core.world.launchers import POOL_VARIABLE
+from ltx.core.world.world import cores
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.calls import inherited_call, name_of, pack_call
 from ltx.runtime.collecting import collect, failure_error, what_became_of_workers
-from ltx.runtime.launchers import POOL_VARIABLE
 from ltx.runtime.messages import Failure, Message, Result
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.starting import StartMethod, starter
 from ltx.runtime.worker_group import WorkerGroup
-from ltx.runtime.world import cores
 from ltx.strategies import Strategy
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import Store
 
-from ltx.comm.store_exchange import poll_until
+from ltx.core.comm.store_exchange import poll_until
+from ltx.core.world.placement import Placement
 from ltx.errors import PeerLostError
-from ltx.runtime.placement import Placement
 
 
 class Member(NamedTuple):
@@ -104,7 +104,7 @@ class Regroup:
     """How the processes of a run agree on its `count`-th world.
 
     Args:
-        store: the run's, or an :class:`ltx.comm.timeout_store.TimeoutStore` for it.
+        store: the run's, or an :class:`ltx.core.comm.timeout_store.TimeoutStore` for it.
         count: the number of the new world, the same on all ranks.
     """
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ltx.arguments import checked
-from ltx.runtime.world import world
+from ltx.core.base.arguments import checked
+from ltx.core.world.world import world
 
 T = TypeVar("T")
 

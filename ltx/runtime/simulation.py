@@ -14,18 +14,19 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ltx import comm, tree
-from ltx.arguments import checked
-from ltx.axis import DEFAULT_NAME, OTHERS, Axis, axes_in_scope, open_alone, set_opened_aside
-from ltx.backings import ThreadBacking
-from ltx.collectives import rank_seed
+from ltx.core import comm
+from ltx.core.base import tree
+from ltx.core.base.arguments import checked
+from ltx.core.collectives import rank_seed
+from ltx.core.ranks.axis import DEFAULT_NAME, OTHERS, Axis, axes_in_scope, open_alone, set_opened_aside
+from ltx.core.ranks.backings import ThreadBacking
+from ltx.core.ranks.simulated import mapped_arguments, mapped_size
+from ltx.core.training.random_states import set_random_states, torch_states
+from ltx.core.transforms.closure_check import reached_from
+from ltx.core.transforms.recompute import functional_calls_of_torch
+from ltx.core.transforms.swap import set_placed_aside, version_of
 from ltx.errors import AxisError, UnsupportedError
 from ltx.runtime.per_rank import PerRank
-from ltx.simulated import mapped_arguments, mapped_size
-from ltx.training.random_states import set_random_states, torch_states
-from ltx.transforms.closure_check import reached_from
-from ltx.transforms.recompute import functional_calls_of_torch
-from ltx.transforms.swap import set_placed_aside, version_of
 
 
 @checked("f", "ranks", "axis_name", "randomness")

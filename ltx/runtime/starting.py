@@ -19,13 +19,13 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from ltx.axis import set_world_axes
-from ltx.comm.pickling import KEY
+from ltx.core.comm.pickling import KEY
+from ltx.core.ranks.axis import set_world_axes
+from ltx.core.world.failures import LTX_HOME
+from ltx.core.world.launchers import POOL_VARIABLE
+from ltx.core.world.world import accelerators, forget
 from ltx.errors import WorkerError
 from ltx.runtime import worker
-from ltx.runtime.calls import LTX_HOME
-from ltx.runtime.launchers import POOL_VARIABLE
-from ltx.runtime.world import accelerators, forget
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
+from ltx.core.world.groups import loopback_store
+from ltx.core.world.init import init, renew
+from ltx.core.world.loopback import LOOPBACK
+from ltx.core.world.world import abandon
 from ltx.runtime import show
 from ltx.runtime.calls import Modules
 from ltx.runtime.failures import failure_of, places_of
-from ltx.runtime.groups import loopback_store
-from ltx.runtime.init import init, renew
-from ltx.runtime.loopback import LOOPBACK
 from ltx.runtime.messages import (
     At,
     Call,
@@ -40,7 +41,6 @@ from ltx.runtime.messages import (
     receive,
 )
 from ltx.runtime.output import Writer
-from ltx.runtime.world import abandon
 
 
 def main(fd: int) -> None:

@@ -20,15 +20,16 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ltx import hooks, tree
-from ltx.arguments import brief, check_number, check_whole
-from ltx.axis import Axis
+from ltx import hooks
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief, check_number, check_whole
+from ltx.core.gradients.pending import Exchange
+from ltx.core.optim.update import Update
+from ltx.core.ranks.axis import Axis
+from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo, Updated
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.gradients.pending import Exchange
 from ltx.optim import Optimizer
-from ltx.optim.update import Update
 from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, WithinNode, node
-from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 
 _MEAN = hooks.AllReduce()

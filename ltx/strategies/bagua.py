@@ -11,10 +11,10 @@ from functools import cached_property
 from importlib import import_module
 
 from ltx import hooks
-from ltx.arguments import brief, check_fields
+from ltx.core.base.arguments import brief, check_fields
+from ltx.core.gradients.comm_hook import around
+from ltx.core.transforms.strategy import Strategy
 from ltx.errors import StrategyError
-from ltx.gradients.comm_hook import around
-from ltx.strategies.base import Strategy
 from ltx.strategies.nodes import ByNode, NodeStrategy
 
 #: Where each algorithm is, as a strategy with fields of its own; they are imported when first asked for.

@@ -8,22 +8,24 @@ buckets while the backward pass goes on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from typing import ClassVar, Literal, get_args
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
 from ltx import hooks
-from ltx.arguments import brief, check_whole
-from ltx.errors import StrategyError, SyncStateError
-from ltx.gradients.comm_hook import unchanging
-from ltx.gradients.reduction import LeafState
-from ltx.hooks.plain import EXACT
-from ltx.strategies.base import Strategy, resolve_hook
-from ltx.strategies.update import StateLayout, States, StepInfo
+from ltx.core import comm
+from ltx.core.base.arguments import brief, check_whole
+from ltx.core.gradients.comm_hook import unchanging
+from ltx.core.gradients.plain import EXACT
+from ltx.core.gradients.reduction import LeafState
+from ltx.core.transforms.strategy import Strategy
+from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo
+from ltx.errors import StrategyError
+from ltx.hooks.named import resolve_hook
+from ltx.strategies.auto_hook import choice_for, hook_of
 from ltx.typing import Tree
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -119,6 +121,11 @@ class DDPStrategy(Strategy):
     def auto_hook(self) -> bool:
         return isinstance(self.comm_hook, str) and self.comm_hook == "auto"
 
+    def choose(self, on: Any, params: Tree, dtype: torch.dtype | None) -> str:
+        axis = comm.resolve(on)
+        network = self.network_on(axis, params)
+        return choice_for(self, params, axis.size, network, dtype).name if self.auto_hook else ""
+
     def with_choice(self, choice: str) -> Strategy:
         if not self.auto_hook:
             return self
@@ -176,57 +183,3 @@ class DDPStrategy(Strategy):
 def _chosen(strategy: DDPStrategy, choice: str) -> DDPStrategy:
     """`strategy` with the hook that a state says was chosen. Kept, as every step asks for it."""
     return replace(strategy, comm_hook=hook_of(choice))
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A hook that may be chosen.
-
-    Attributes:
-        name: what a state says.
-        hook: as it is used.
-        up_to: at which bandwidth between ranks, in bits per second.
-    """
-
-    name: str
-    hook: hooks.CommHook
-    up_to: float = math.inf
-
-
-# What changes gradients least comes first. Measured on two cores, a step of 5 M parameters to DDP's in turns:
-#
-#               shared memory  1 Gbit/s  100 Mbit/s
-#     none          0.96         0.86       1.02
-#     half          0.94         0.61       0.51
-#     bytegrad      1.06         0.55       0.28
-#     powersgd      1.02         0.57       0.10
-#
-# and codecs by themselves, a float32 number on one core: none 0.4, half 0.7, bytegrad 2.7, powersgd 3.0 ns. Each takes
-# over where its codec and its bytes take at most 0.7 of the time of the one before it, alone on the link of two ranks:
-# 15 and 1.5 Gbit/s. Losses with half and eight bits were those of the exact mean; PowerSGD's, of rank 4, were half a
-# percent higher on one of two tasks, so it has to save more. An accelerator encodes faster, which only moves these up.
-@cache
-def candidates() -> tuple[Candidate, ...]:
-    """All of them. Made when first asked for, as most programs use none."""
-    return (
-        Candidate("none", hooks.AllReduce()),
-        Candidate("bf16", hooks.BF16(), 15e9),
-        Candidate("bytegrad", hooks.ByteGrad(), 1.5e9),
-        Candidate("powersgd", hooks.PowerSGD(rank=2), 0.5e9),
-    )
-
-
-def hook_of(choice: str) -> hooks.CommHook:
-    """The hook that a communication state says was chosen.
-
-    Raises:
-        SyncStateError: there is none of that name.
-    """
-    found = next((candidate for candidate in candidates() if candidate.name == choice), None)
-    if found is None:
-        names = ", ".join(repr(candidate.name) for candidate in candidates())
-        raise SyncStateError(
-            f'comm_hook="auto": this communication state says that {choice!r} was chosen, and there are {names}. A '
-            "state that another strategy has made says nothing of it: take that of step.init(params), on every rank."
-        )
-    return found.hook

@@ -18,16 +18,17 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ltx import comm, tree
-from ltx.arguments import check_fields, check_whole
-from ltx.axis import Axis
+from ltx.core import comm
+from ltx.core.base import tree
+from ltx.core.base.arguments import check_fields, check_whole
+from ltx.core.gradients.pending import Exchange
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, Reduction
+from ltx.core.optim.update import Update
+from ltx.core.ranks.axis import Axis
+from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo, Updated
 from ltx.errors import RankMismatchError, StrategyError
-from ltx.gradients.pending import Exchange
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.hooks import AllReduce, CommHook
-from ltx.optim.update import Update
 from ltx.strategies.nodes import AmongNodes, FromParts, NodeStrategy, ToParts
-from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 
 

@@ -18,15 +18,17 @@ from typing import ClassVar
 
 import torch
 
-from ltx import hooks, tree
-from ltx.arguments import check_number, check_whole
-from ltx.axis import Axis
+from ltx import hooks
+from ltx.core.base import tree
+from ltx.core.base.arguments import check_number, check_whole
+from ltx.core.gradients.plain import EXACT
+from ltx.core.gradients.reduction import LeafState
+from ltx.core.optim.base import Optimizer
+from ltx.core.ranks.axis import Axis
+from ltx.core.transforms.strategy import Strategy
+from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo
 from ltx.errors import StrategyError
-from ltx.gradients.reduction import LeafState
-from ltx.hooks.plain import EXACT
-from ltx.optim.base import Optimizer
-from ltx.strategies.base import Strategy, resolve_hook
-from ltx.strategies.update import StateLayout, States, StepInfo
+from ltx.hooks.named import resolve_hook
 from ltx.typing import Tree
 
 #: A parameter's communication state: where all ranks began, and the outer optimizer's velocity; the hook's is beside.

@@ -17,18 +17,20 @@ from typing import Any, Literal
 
 import torch
 
-from ltx import hooks, tree
-from ltx.arguments import brief, check_fields, check_whole, is_whole, number
-from ltx.axis import Axis
+from ltx import hooks
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief, check_fields, check_whole, is_whole, number
+from ltx.core.gradients.comm_hook import unchanging
+from ltx.core.gradients.plain import EXACT
+from ltx.core.gradients.reduction import LeafState
+from ltx.core.optim.update import Update
+from ltx.core.ranks.axis import Axis
+from ltx.core.transforms.strategy import Strategy
+from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo, Updated
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.gradients.comm_hook import unchanging
-from ltx.gradients.reduction import LeafState
-from ltx.hooks.plain import EXACT
+from ltx.hooks.named import NAMES, named_hook
 from ltx.optim import Optimizer
-from ltx.optim.update import Update
-from ltx.strategies.base import NAMED_HOOKS, Strategy
 from ltx.strategies.horovod_hooks import PASSES, AdasumOfWaysBack, Scaled, moved_together, with_scaled_lr
-from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 
 
@@ -83,9 +85,9 @@ class HorovodStrategy(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.compression, str):  # short for the hook, and equal to it
-            name = NAMED_HOOKS.get("allreduce" if self.compression == "none" else self.compression)
-            if name is not None:
-                object.__setattr__(self, "compression", getattr(hooks, name)())
+            name = "allreduce" if self.compression == "none" else self.compression
+            if name in NAMES:
+                object.__setattr__(self, "compression", named_hook(name))
         if not isinstance(self.compression, hooks.CommHook):
             raise self._wrong("compression", 'one of "none", "fp16", "bf16" or an ltx.hooks.CommHook')
         check_fields(self, StrategyError, "op", "scale_lr")

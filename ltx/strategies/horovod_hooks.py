@@ -14,18 +14,17 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from ltx import hooks
-from ltx.errors import StrategyError
-from ltx.gradients.buckets import Bucket
-from ltx.gradients.comm_hook import around
-from ltx.gradients.packing import plus, unpack
-from ltx.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
-from ltx.optim.base import Optimizer
-from ltx.optim.combine import Chain
-from ltx.optim.from_torch import TorchOptimizer
-from ltx.optim.partition import Partition
-from ltx.optim.update import Update
-from ltx.strategies.base import Strategy
-from ltx.strategies.update import (
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.comm_hook import around
+from ltx.core.gradients.packing import plus, unpack
+from ltx.core.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
+from ltx.core.optim.base import Optimizer
+from ltx.core.optim.combine import Chain
+from ltx.core.optim.from_torch import TorchOptimizer
+from ltx.core.optim.partition import Partition
+from ltx.core.optim.update import Update
+from ltx.core.transforms.strategy import Strategy
+from ltx.core.transforms.strategy_update import (
     Old,
     PostUpdateHook,
     PostUpdateResult,
@@ -34,6 +33,7 @@ from ltx.strategies.update import (
     Updated,
     communicate_after_update,
 )
+from ltx.errors import StrategyError
 
 #: In the communication state: the sum of a parameter's gradients in the passes since the last update.
 PASSES = "passes"

@@ -24,15 +24,17 @@ from typing import ClassVar
 
 import torch
 
-from ltx import hooks, tree
-from ltx.arguments import brief, check_whole, is_whole
-from ltx.axis import Axis, inner
+from ltx import hooks
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief, check_whole, is_whole
+from ltx.core.gradients.plain import EXACT
+from ltx.core.gradients.reduction import LeafState
+from ltx.core.ranks.axis import Axis, inner
+from ltx.core.transforms.strategy import Strategy
+from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.gradients.reduction import LeafState
-from ltx.hooks.plain import EXACT
-from ltx.strategies.base import Strategy, resolve_hook
+from ltx.hooks.named import resolve_hook
 from ltx.strategies.nodes import WithinNode
-from ltx.strategies.update import StateLayout, States, StepInfo
 from ltx.typing import Tree
 
 #: (period, number of ranks), both ascending.

@@ -20,18 +20,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ltx import tree
-from ltx.axis import Axis
-from ltx.errors import StrategyError
-from ltx.gradients.buckets import Bucket
-from ltx.gradients.packing import is_plain, unpack
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduced, Reduction, Terms
-from ltx.hooks import ByteGrad
-from ltx.optim.base import Optimizer
-from ltx.optim.update import Update
-from ltx.strategies.decentralized import GossipStrategy
-from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
-from ltx.strategies.update import (
+from ltx.core.base import tree
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.packing import is_plain, unpack
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduced, Reduction, Terms
+from ltx.core.optim.base import Optimizer
+from ltx.core.optim.update import Update
+from ltx.core.ranks.axis import Axis
+from ltx.core.transforms.strategy_update import (
     Old,
     PostUpdateHook,
     PostUpdateResult,
@@ -41,6 +37,10 @@ from ltx.strategies.update import (
     Updated,
     communicate_after_update,
 )
+from ltx.errors import StrategyError
+from ltx.hooks import ByteGrad
+from ltx.strategies.decentralized import GossipStrategy
+from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered
 from ltx.typing import Tree
 
 _CODEC = ByteGrad()

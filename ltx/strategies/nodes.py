@@ -17,14 +17,14 @@ from typing import ClassVar, cast
 
 import torch
 
-from ltx.arguments import check_fields, check_whole
-from ltx.axis import Axis, inner, outer
+from ltx.core.base.arguments import check_fields, check_whole
+from ltx.core.gradients.buckets import Bucket, leaves_of
+from ltx.core.gradients.comm_hook import around
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, Reduction, drive_within, sum_of_shares
+from ltx.core.ranks.axis import Axis, inner, outer
+from ltx.core.transforms.strategy import Strategy
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.comm_hook import around
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduction, drive_within, sum_of_shares
 from ltx.hooks import CommHook
-from ltx.strategies.base import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,17 +17,18 @@ from typing import ClassVar
 
 import torch
 
-from ltx import hooks, tree
-from ltx.arguments import brief, check_whole, is_number
+from ltx import hooks
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief, check_whole, is_number
+from ltx.core.gradients.comm_hook import around, unchanging
+from ltx.core.gradients.packing import unpack
+from ltx.core.gradients.reduction import BucketInput, LeafState, Reduction, Terms
+from ltx.core.optim.quantized_adam import QAdamOptimizer
+from ltx.core.optim.update import Update
+from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo, Updated
 from ltx.errors import StrategyError
-from ltx.gradients.comm_hook import around, unchanging
-from ltx.gradients.packing import unpack
-from ltx.gradients.reduction import BucketInput, LeafState, Reduction, Terms
 from ltx.optim import Optimizer
-from ltx.optim.quantized_adam import QAdamOptimizer
-from ltx.optim.update import Update
 from ltx.strategies.nodes import ByNode, NodeStrategy
-from ltx.strategies.update import StateLayout, States, StepInfo, Updated
 
 MOMENTUM = "momentum"
 _EIGHT_BITS = hooks.ByteGrad()

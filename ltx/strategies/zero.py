@@ -20,18 +20,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ltx import tree
-from ltx.axis import Axis
+from ltx.core.base import tree
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, Reduced, Reduction
+from ltx.core.optim.base import Optimizer
+from ltx.core.optim.combine import members_of, with_members
+from ltx.core.optim.grad_transforms import ClipByGlobalNorm
+from ltx.core.optim.update import Update
+from ltx.core.ranks.axis import Axis
+from ltx.core.transforms.strategy import Strategy
+from ltx.core.transforms.strategy_update import (
+    Old,
+    PostUpdateHook,
+    PostUpdateResult,
+    StateLayout,
+    States,
+    StepInfo,
+    Updated,
+)
 from ltx.errors import StrategyError
-from ltx.gradients.buckets import Bucket
-from ltx.gradients.reduction import BucketInput, CollectiveRequest, Reduced, Reduction
 from ltx.hooks import AllReduce, CommHook
-from ltx.optim.base import Optimizer
-from ltx.optim.combine import members_of, with_members
-from ltx.optim.grad_transforms import ClipByGlobalNorm
-from ltx.optim.update import Update
-from ltx.strategies.base import Strategy
-from ltx.strategies.update import Old, PostUpdateHook, PostUpdateResult, StateLayout, States, StepInfo, Updated
 from ltx.typing import Tree
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import ltx
-from ltx.backings import VmapBacking
+from ltx.core.ranks.backings import VmapBacking
 
 
 class RefusedError(Exception):

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ltx
-from ltx.axis import axes_in_scope
+from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import LtxError
 from tests.bad_input import public
 from tests.bad_input.bad_values import BAD, RefusedError
@@ -167,6 +167,6 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
 
 def test_a_closed_axis_is_refused() -> None:
     kept: list[ltx.Axis] = []
-    ltx.vmap(lambda x: kept.append(ltx.axis.find("data")) or x)(torch.ones(2))
+    ltx.vmap(lambda x: kept.append(ltx.core.ranks.axis.find("data")) or x)(torch.ones(2))
     with pytest.raises(ltx.errors.AxisError, match=r"axis 'data' is closed: the ltx\.vmap that opened it has ended"):
         ltx.psum(torch.ones(1), kept[0])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import ltx
-from ltx.runtime.world import process
+from ltx.core.world.world import process
 from tests.chaos.schedule import Trouble
 from tests.forks import noticed, open_now, settles
 from tests.runtime.elastic_training import START, STEPS, batch, make, values

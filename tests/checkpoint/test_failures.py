@@ -25,7 +25,7 @@ from torch import Tensor
 import ltx
 from ltx.checkpoint import RESUMABLE, storage
 from ltx.checkpoint.together import Together
-from ltx.comm.store_exchange import StoreExchange
+from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, DonatedStateError, InputError, LtxError, RankMismatchError, TreeError
 
 Ranks = Callable[[int], ltx.Pool]

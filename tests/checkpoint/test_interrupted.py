@@ -15,7 +15,7 @@ import torch
 import ltx
 from ltx.checkpoint import directory, loading, saving, storage
 from ltx.checkpoint.together import Together
-from ltx.comm.store_exchange import StoreExchange
+from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, LtxError, PeerLostError
 from tests.forks import Ranks
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import comm
-from ltx.comm.progress_thread import _mover
+from ltx.core import comm
+from ltx.core.comm.progress_thread import _mover
 from ltx.errors import AxisError, LtxError, RankMismatchError, UnsupportedError
 from ltx.runtime.pool import Pool
 from tests.forks import Ranks as Forks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import comm
+from ltx.core import comm
 from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import comm
-from ltx.axis import inner
+from ltx.core import comm
+from ltx.core.ranks.axis import inner
 from ltx.errors import AxisError, RankMismatchError
 from ltx.runtime.pool import Pool
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import ltx
-from ltx import comm
+from ltx.core import comm
 from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
 from tests.meshes import mesh_of

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import comm
-from ltx.backings import mesh_part
+from ltx.core import comm
+from ltx.core.ranks.backings import mesh_part
 from ltx.errors import AxisError
 from ltx.runtime.pool import Pool
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ltx
-from ltx import comm
-from ltx.comm import opened, sealed
+from ltx.core import comm
+from ltx.core.comm import opened, sealed
 from ltx.errors import AuthenticationError, AxisError, RankMismatchError
 from ltx.runtime.pool import Pool
 

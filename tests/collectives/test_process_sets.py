@@ -152,7 +152,7 @@ def test_a_group_by_two_names(ranks: Callable[[int], Any]) -> None:
             ltx.psum(torch.ones(1), one)
         sums.append(float(ltx.psum(torch.tensor(5), "two")))
         two.close()
-        left = [axis.name for axis in ltx.comm.open_axes() if axis.name in ("one", "two")]
+        left = [axis.name for axis in ltx.core.comm.open_axes() if axis.name in ("one", "two")]
         dist.destroy_process_group(group)
         del group, one, two
         gc.collect()
@@ -163,7 +163,7 @@ def test_a_group_by_two_names(ranks: Callable[[int], Any]) -> None:
 
 def test_the_worlds_axis_by_its_name_stays_open(ranks: Callable[[int], Any]) -> None:
     def run() -> Any:
-        (world,) = ltx.axis.axes_in_scope()
+        (world,) = ltx.core.ranks.axis.axes_in_scope()
         with ltx.axis_from_group(dist.group.WORLD, world.name) as axis:
             same = axis.comm is world.comm
         return same, float(ltx.psum(torch.tensor(1.0)))
@@ -184,7 +184,7 @@ def test_groups_and_meshes_wait_as_long_as_the_world() -> None:
             group = dist.new_group([0, 1])
             with ltx.axis_from_group([1, 0]) as ranked, ltx.axis_from_group(group) as grouped:
                 for axis in (None, ranked, grouped, mesh):
-                    comm = ltx.comm.resolve(axis).comm
+                    comm = ltx.core.comm.resolve(axis).comm
                     limits.append((comm.timeout_s, comm.heartbeat.heartbeat_s))
         return limits
 

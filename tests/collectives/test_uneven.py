@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import comm
+from ltx.core import comm
 from ltx.errors import AxisError, RankMismatchError
 from ltx.runtime.pool import Pool
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import comm
-from ltx.axis import axes_in_scope
+from ltx.core import comm
+from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import (
     CallFailedError,
     CollectiveTimeoutError,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltx.comm import buffer_pool
-from ltx.comm.buffer_pool import BufferPool
+from ltx.core.comm import buffer_pool
+from ltx.core.comm.buffer_pool import BufferPool
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.axis import axes_in_scope
+from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
 from ltx.runtime.pool import Pool
 from tests.streams.pool import StreamedPool

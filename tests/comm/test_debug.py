@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ltx
-from ltx import comm
-from ltx.axis import axes_in_scope
+from ltx.core import comm
+from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import LtxError, RankMismatchError
 from ltx.runtime.pool import Pool
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm import resolve
+from ltx.core.comm import resolve
 from ltx.errors import PeerLostError, WorldError
 from ltx.runtime.pool import Pool
 from tests import forks

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx.comm.heartbeat import hold_heartbeat, release_heartbeat
+from ltx.core.comm.heartbeat import hold_heartbeat, release_heartbeat
 from ltx.errors import LtxError
 from tests.forks import Ranks, free_port
 

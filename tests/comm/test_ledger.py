@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm.ledger import Event
+from ltx.core.comm.ledger import Event
 from ltx.profile import Trace
 from ltx.runtime.pool import Pool
 

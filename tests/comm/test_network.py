@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx import comm
-from ltx.axis import Axis
-from ltx.backings import GroupBacking
-from ltx.comm import network as measuring
+from ltx.core import comm
+from ltx.core.comm import network as measuring
+from ltx.core.ranks.axis import Axis
+from ltx.core.ranks.backings import GroupBacking
 from ltx.errors import DeadlockDetectedError, InputError, LtxError, RankMismatchError
 from ltx.runtime.pool import Pool
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ltx
-from ltx.comm.heartbeat import hold_heartbeat
+from ltx.core.comm.heartbeat import hold_heartbeat
 from ltx.errors import AxisError, CollectiveTimeoutError, PeerLostError, RankMismatchError
 
 Started = Callable[..., Any]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import comm
-from ltx.comm import operations
-from ltx.comm.operations import OPERATIONS
-from ltx.comm.process_groups import is_gloo
+from ltx.core import comm
+from ltx.core.comm import operations
+from ltx.core.comm.operations import OPERATIONS
+from ltx.core.comm.process_groups import is_gloo
 from ltx.errors import LtxError
 
 from .conftest import OnFreshAxis

@@ -1,4 +1,4 @@
-"""A backward pass that was left halfway, seen from ltx.comm."""
+"""A backward pass that was left halfway, seen from ltx.core.comm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx import comm
+from ltx.core import comm
 from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, ReplicaDivergedError
 from tests.forks import Ranks
 

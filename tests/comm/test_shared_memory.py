@@ -15,18 +15,18 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm.chunks import CHUNK_BYTES
-from ltx.comm.transports.segments import COUNTERS_BYTES, SLOTS
-from ltx.comm.transports.shared_memory import SharedMemoryTransport, progress_everywhere
+from ltx.core.comm.chunks import CHUNK_BYTES
+from ltx.core.comm.transports.segments import COUNTERS_BYTES, SLOTS
+from ltx.core.comm.transports.shared_memory import SharedMemoryTransport, progress_everywhere
 
 
 def transport_of() -> Any:
-    return ltx.axis.find(None).comm.bucket_channel(0).transport
+    return ltx.core.ranks.axis.find(None).comm.bucket_channel(0).transport
 
 
 def sums(seed: int, sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
     """Several buffers under way at once, from small to larger than the whole arena."""
-    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).comm.bucket_channel(0)
+    rank, channel = int(ltx.axis_index()), ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
     assert channel.transport is not None
     draw = torch.Generator().manual_seed(seed + rank)
     buffers = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
@@ -52,7 +52,7 @@ def test_sums_are_those_of_the_buffers_in_rank_order(
 
 
 def totals(seed: int, sizes: list[int], dtype: torch.dtype, asks: Sequence[bool]) -> list[tuple[Any, torch.Tensor]]:
-    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).comm.bucket_channel(0)
+    rank, channel = int(ltx.axis_index()), ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
     draw = torch.Generator().manual_seed(seed + rank)
     buffers = [torch.randn(size, generator=draw, dtype=dtype) for size in sizes]
     works = [channel.issue("psum", buffer, "test", summed=asks[rank]) for buffer in buffers]
@@ -76,7 +76,7 @@ def test_the_sum_is_known_only_to_who_asks_and_if_all_do(ranks: Callable[[int], 
 
 
 def total_of_no_sum(operation: str, arguments: tuple[int, ...]) -> float | None:
-    channel = ltx.axis.find(None).comm.bucket_channel(0)
+    channel = ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
     work = channel.issue(operation, torch.full((2, 3), float("nan")), "test", arguments, summed=True)
     work.wait()
     return work.total
@@ -91,7 +91,7 @@ def test_what_isnt_summed_in_parts_has_no_sum(ranks: Callable[[int], Any], opera
 
 
 def die_or_wait(rank_that_dies: int) -> str:
-    rank, channel = int(ltx.axis_index()), ltx.axis.find(None).comm.bucket_channel(0)
+    rank, channel = int(ltx.axis_index()), ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
     if rank == rank_that_dies:
         os.kill(os.getpid(), 9)
     began = time.monotonic()
@@ -139,7 +139,7 @@ def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], h
 def exchanged_beside(seed: int) -> int:
     """How many sums were wrong while another thread waited for something else: it advances every transport."""
     rank, size = int(ltx.axis_index()), ltx.axis_size()
-    channel = ltx.axis.find(None).comm.user
+    channel = ltx.core.ranks.axis.find(None).comm.user
     assert channel.transport is not None
     draws = [torch.Generator().manual_seed(seed + other) for other in range(size)]
     ended = threading.Event()

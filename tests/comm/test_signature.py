@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from ltx.comm.signature import Signature, explain_mismatch
+from ltx.core.comm.signature import Signature, explain_mismatch
 from ltx.errors import LtxError, RankMismatchError
 
 PSUM = Signature("psum", (("w", "float32[2]"), ("b", "float32[]")), "dim=0")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltx.comm.step_summary import PendingSummary, Said, send_summary
+from ltx.core.comm.step_summary import PendingSummary, Said, send_summary
 from ltx.errors import RankMismatchError
 
 

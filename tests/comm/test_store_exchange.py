@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ltx.comm import StoreExchange, poll_until, store_exchange
+from ltx.core.comm import StoreExchange, poll_until, store_exchange
 from ltx.errors import CollectiveTimeoutError, PeerLostError
 
 SIZE = 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ltx.comm import Signature, ThreadComm, Turns
+from ltx.core.comm import Signature, ThreadComm, Turns
 from ltx.errors import PeerLostError, RankMismatchError
 
 MEET = Signature("meet", ())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from ltx import collectives
-from ltx.collectives.table import ROWS, gradient_of, markdown
+from ltx.core import collectives
+from ltx.core.collectives.table import ROWS, gradient_of, markdown
 
 from .table import OPS
 
@@ -16,7 +16,7 @@ LOCAL = {"async_", "axis_index", "axis_size", "rank_seed", "shard"}
 
 
 def test_the_page_is_what_the_table_prints() -> None:
-    assert PAGE.read_text() == markdown(), f"print it anew: python -m ltx.collectives.table > {PAGE}"
+    assert PAGE.read_text() == markdown(), f"print it anew: python -m ltx.core.collectives.table > {PAGE}"
 
 
 def test_every_collective_has_a_row() -> None:

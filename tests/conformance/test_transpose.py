@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import comm
-from ltx.collectives.linear import RULES, Static, apply
+from ltx.core import comm
+from ltx.core.collectives.linear import RULES, Static, apply
 from ltx.runtime.pool import Pool
 
 Ranks = Callable[[int], Pool]

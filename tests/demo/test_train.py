@@ -86,7 +86,7 @@ def test_training_learns_and_is_written_down(name: str, lesson: Lesson, tmp_path
 
 
 def test_it_trains_on_the_cpu_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("ltx.runtime.world.default_backend", lambda device: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr("ltx.core.world.world.default_backend", lambda device: "cpu:gloo,cuda:nccl")
     seen = []
     monkeypatch.setattr("ltx.demo.train.run", lambda *_: seen.append(ltx.world().backend))
     main(["--out", str(tmp_path)])

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.axis import axes_in_scope
+from ltx.core.gradients import functions
+from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
-from ltx.gradients import functions
 from ltx.runtime.pool import Pool
 from tests.gpu.device import DEVICE, HALVES, batch, loss_of, model, needs_cuda, on_cpu, params_of
 

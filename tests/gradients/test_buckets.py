@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ltx import hooks
-from ltx.gradients.buckets import Bucket, Leaf, leaves_of, plan_buckets
-from ltx.gradients.packing import pack, pack_pure, unpack
+from ltx.core.gradients.buckets import Bucket, Leaf, leaves_of, plan_buckets
+from ltx.core.gradients.packing import pack, pack_pure, unpack
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

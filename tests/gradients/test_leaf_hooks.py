@@ -11,9 +11,9 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.axis import axes_in_scope
+from ltx.core.gradients import functions
+from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
-from ltx.gradients import functions
 from ltx.runtime.pool import Pool
 
 Ranks = Callable[[int], Pool]

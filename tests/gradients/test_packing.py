@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ltx import hooks
-from ltx.gradients import packing
-from ltx.gradients.buckets import Bucket, leaves_of
-from ltx.gradients.reduction import LeafState
+from ltx.core.gradients import packing
+from ltx.core.gradients.buckets import Bucket, leaves_of
+from ltx.core.gradients.reduction import LeafState
 
 HOOKS = [hooks.AllReduce(), hooks.FP16(), hooks.error_feedback(hooks.ByteGrad()), hooks.PowerSGD()]
 SHAPES = [(), (3,), (4, 5), (0,), (2, 1, 3), (100, 100)]

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from ltx import comm
-from ltx.gradients.buckets import Bucket
-from ltx.gradients.comm_hook import program_of
-from ltx.gradients.pending import PendingReductions
+from ltx.core import comm
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.comm_hook import program_of
+from ltx.core.gradients.pending import PendingReductions
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 
 

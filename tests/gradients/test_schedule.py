@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import comm
+from ltx.core import comm
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.runtime.pool import Pool
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ltx import hooks
-from ltx.gradients.planning import DEFAULT_BYTES, MIB, bucket_sizes, chosen_sizes
+from ltx.core.gradients.planning import DEFAULT_BYTES, MIB, bucket_sizes, chosen_sizes
 from ltx.profile import Network
 
 START = 0.02

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import ltx
+from ltx.core.training.train_step import TrainStep
 from ltx.runtime.per_rank import PerRank
-from ltx.training.train_step import TrainStep
 
 PACKAGE = Path(ltx.__file__).parent
 
@@ -43,7 +43,7 @@ def storages_in(value: Any, depth: int = 3) -> Iterator[int]:
             yield from storages_in(item, depth - 1)
     elif depth and isinstance(value, dict):
         yield from storages_in(list(value.values()), depth)
-    elif depth and is_dataclass(value) and value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    elif depth and is_dataclass(type(value)) and type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
         yield from storages_in([getattr(value, field.name) for field in fields(value)], depth)
 
 
@@ -79,7 +79,7 @@ class Way:
             arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
             values = [frame.f_locals.get(name) for name in arguments]
         if self._buffer in storages_in(values, depth=4):
-            self._arrived = function[0].startswith("optim/")
+            self._arrived = function[0].startswith("core/optim/")
             if not self._arrived:
                 self.functions[function] = None
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
+from ltx.core.base import noise
 from ltx.errors import StrategyError
-from ltx.hooks import noise
 from ltx.hooks.lossy import CompressedAllReduce
 
 INPUTS = {

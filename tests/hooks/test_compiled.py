@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
+from ltx.core.base import noise
 from ltx.errors import SyncStateError, UnsupportedError
-from ltx.hooks import noise
 
 from .table import HOOKS
 

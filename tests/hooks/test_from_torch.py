@@ -213,7 +213,7 @@ def error_of(hook: Any, state: Any, seed: int) -> tuple[str, str, str]:
 def test_what_fails_under_ddp_fails_on_every_rank(
     hook: Any, kind: str, text: str, ranks: Ranks, on_new_axis: OnNewAxis, seed: int
 ) -> None:
-    run = list(on_new_axis(lambda: error_of(hook, ltx.comm.resolve(None).comm.group, seed)))
+    run = list(on_new_axis(lambda: error_of(hook, ltx.core.comm.resolve(None).comm.group, seed)))
     for first, said, second in run:
         # One that is late may hear of its peer's before it comes to its own.
         assert {first, second} <= {kind, "DeadlockDetectedError"}
@@ -227,7 +227,7 @@ def test_batched_power_sgd_fails_as_under_ddp(on_new_axis: OnNewAxis, seed: int)
     """Once it compresses it asserts, on matrices that it hands to a function that wants batches of them."""
 
     def run() -> Any:
-        group = ltx.comm.resolve(None).comm.group
+        group = ltx.core.comm.resolve(None).comm.group
         state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
         return error_of(powerSGD_hook.batched_powerSGD_hook, state, seed)
 
@@ -255,7 +255,7 @@ def fails_on_rank_0(group: Any, bucket: Any) -> Any:
 def test_a_hook_that_fails_on_one_rank(on_new_axis: OnNewAxis, seed: int) -> None:
     """The other waits for it in the hook's own collective, and is told; and nothing pairs with that afterwards."""
     (kind, text, again), (waited, told, too) = on_new_axis(
-        lambda: error_of(fails_on_rank_0, ltx.comm.resolve(None).comm.group, seed)
+        lambda: error_of(fails_on_rank_0, ltx.core.comm.resolve(None).comm.group, seed)
     )
     assert (kind, text) == ("ZeroDivisionError", "mine")
     assert waited == "DeadlockDetectedError"
@@ -267,7 +267,7 @@ def test_a_hook_that_fails_on_one_rank(on_new_axis: OnNewAxis, seed: int) -> Non
 @pytest.mark.full
 def test_a_future_that_never_comes(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> Any:
-        group = ltx.comm.resolve(None).comm.group
+        group = ltx.core.comm.resolve(None).comm.group
         return error_of(lambda state, bucket: torch.futures.Future(), group, seed)
 
     for kind, text, _ in on_new_axis(run, timeout_s=1.0):
@@ -407,7 +407,7 @@ def test_group_and_axis_must_have_the_same_ranks(ranks: Ranks) -> None:
         with pytest.raises(AxisError) as caught:
             grad(None)
         local = grad(mine).item()
-        ltx.comm.close_axis(axis)
+        ltx.core.comm.close_axis(axis)
         return str(caught.value), local
 
     for rank, (text, local) in enumerate(ranks(2).run(run)):

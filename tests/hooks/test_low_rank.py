@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ltx.gradients import packing
+from ltx.core.gradients import packing
 from ltx.hooks.powersgd import multiply_all, orthonormal_all, row_norms
 
 #: (rows, columns, rank): two of one shape apart from each other, and one that is too large to be copied for it.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.gradients import packing
-from ltx.gradients.packing import CHUNK
+from ltx.core.gradients import packing
+from ltx.core.gradients.packing import CHUNK
 from ltx.hooks.lossy import CompressedAllReduce
 
 from .table import FED_BACK, HOOKS

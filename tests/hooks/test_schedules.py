@@ -11,9 +11,9 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
+from ltx.core.transforms.strategy_update import States, StepInfo
 from ltx.errors import StrategyError
 from ltx.hooks import CommHook
-from ltx.strategies.update import States, StepInfo
 from ltx.typing import Tree
 
 Ranks = Callable[[int], ltx.Pool]

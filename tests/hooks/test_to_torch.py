@@ -418,7 +418,7 @@ class Fails(InPhases):
 @pytest.mark.full
 def test_a_hook_that_fails_on_one_rank(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> tuple[str, str, Any]:
-        group = ltx.comm.resolve(None).comm.group
+        group = ltx.core.comm.resolve(None).comm.group
         net = new_net(seed)
         ddp = DistributedDataParallel(net, process_group=group, find_unused_parameters=True, **SMALL)
         ddp.register_comm_hook(None, to_torch(Fails(), ddp))
@@ -445,7 +445,7 @@ def test_a_pass_that_the_program_leaves(on_new_axis: OnNewAxis, seed: int) -> No
     """Between two buckets, on every rank: the hook goes on with another module."""
 
     def run() -> tuple[Params, int]:
-        group = ltx.comm.resolve(None).comm.group
+        group = ltx.core.comm.resolve(None).comm.group
         net = new_net(seed)
         hook = to_torch(Feedback())
         how = {"process_group": group, "find_unused_parameters": True, **SMALL}
@@ -485,7 +485,7 @@ def in_bfloat16(seed: int) -> Params:
 def test_ranks_with_different_hooks(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> str:
         hook = hooks.FP16() if ltx.world().rank else hooks.BF16()
-        ddp = DistributedDataParallel(new_net(seed), process_group=ltx.comm.resolve(None).comm.group)
+        ddp = DistributedDataParallel(new_net(seed), process_group=ltx.core.comm.resolve(None).comm.group)
         ddp.register_comm_hook(None, to_torch(hook, ddp))
         with pytest.raises(RankMismatchError) as caught:
             ddp(batch(seed, 0)).backward()
@@ -545,7 +545,7 @@ def nothing() -> None:
 def test_one_hook_for_two_modules_is_refused(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> str:
         one = to_torch(hooks.AllReduce())
-        _, outer = nested(seed, lambda: one, group=ltx.comm.resolve(None).comm.group)
+        _, outer = nested(seed, lambda: one, group=ltx.core.comm.resolve(None).comm.group)
         with pytest.raises(StrategyError) as caught:
             outer(batch(seed, 0)).backward()
         return str(caught.value)
@@ -555,7 +555,7 @@ def test_one_hook_for_two_modules_is_refused(on_new_axis: OnNewAxis, seed: int) 
 
 def test_state_of_register_comm_hook(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> str:
-        ddp = DistributedDataParallel(new_net(seed), process_group=ltx.comm.resolve(None).comm.group)
+        ddp = DistributedDataParallel(new_net(seed), process_group=ltx.core.comm.resolve(None).comm.group)
         ddp.register_comm_hook("data", to_torch(hooks.AllReduce()))
         with pytest.raises(AxisError) as caught:
             ddp(batch(seed, 0)).backward()

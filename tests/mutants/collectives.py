@@ -33,7 +33,7 @@ MUTANTS = (
         old="(xs[static[0]].clone(), False)",
         new="(xs[0].clone(), False)",
         breaks="simulated ranks get rank 0's values whatever src is",
-        tests=("ltx/collectives/rooted.py",),
+        tests=("ltx/core/collectives/rooted.py",),
     ),
     Mutant(
         name="collectives: all_gather's mean gradient undivided",
@@ -143,7 +143,7 @@ MUTANTS = (
         old="places = torch.arange(self.size) if part is None",
         new="places = torch.zeros(self.size, dtype=torch.int64) if part is None",
         breaks="every simulated rank is rank 0",
-        tests=("ltx/axis.py",),
+        tests=("ltx/core/ranks/axis.py",),
     ),
     Mutant(
         name="axis: several axes, and None takes the innermost",
@@ -239,6 +239,6 @@ MUTANTS = (
         old="for key in node:",
         new="for key in sorted_keys(node):",
         breaks="buckets are ready in another order than they are sent",
-        tests=("tests/test_tree.py", "ltx/tree.py"),
+        tests=("tests/test_tree.py", "ltx/core/base/tree.py"),
     ),
 )

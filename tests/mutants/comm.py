@@ -1,4 +1,4 @@
-"""Defects in ltx.comm: shared memory, what ranks compare, what they find out about one another."""
+"""Defects in ltx.core.comm: shared memory, what ranks compare, what they find out about one another."""
 
 from tests.mutants.mutant import Mutant
 

@@ -9,7 +9,7 @@ MUTANTS = (
         old="first: Any = (part.total / self.step.steps).to(self._dtype)",
         new="first: Any = part.total.to(self._dtype)",
         breaks="gradients are as many times too large as there are micro-batches",
-        tests=("ltx/training/accumulate.py",),
+        tests=("ltx/core/training/accumulate.py",),
     ),
     Mutant(
         name="transforms: accumulate starts each micro-batch anew",

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 import ltx
-from ltx.comm import close_axis, resolve
+from ltx.core.comm import close_axis, resolve
 from ltx.errors import InputError, RankMismatchError, TreeError, UnsupportedError
 from ltx.nn import SyncBatchNorm, convert_sync_batch_norm, sync_batch_norm
 from ltx.nn.sync_batch_norm import _Normalised, _normalised_by_formula

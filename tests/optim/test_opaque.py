@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx.core.optim.update import Update
 from ltx.errors import OptimError, StrategyError
 from ltx.optim import from_torch
-from ltx.optim.update import Update
 
 
 class Lion(torch.optim.Optimizer):

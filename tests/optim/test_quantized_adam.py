@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ltx.core.gradients import packing
 from ltx.errors import OptimError
-from ltx.gradients import packing
 from ltx.optim import from_torch, qadam
 
 from .cases import Case, clone, random_grads, random_params, same_bits

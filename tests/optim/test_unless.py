@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 import ltx
-from ltx import tree
+from ltx.core.base import tree
+from ltx.core.optim.update import Update
 from ltx.errors import OptimError
 from ltx.optim import (
     Optimizer,
@@ -27,7 +28,6 @@ from ltx.optim import (
     measure_global_norm,
     partition,
 )
-from ltx.optim.update import Update
 
 from .cases import clone, same_bits
 from .test_base import trace_init, trace_update

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import comm
+from ltx.core import comm
 from ltx.errors import AxisError, CollectiveError, RankMismatchError, TreeError
 from tests.peers.cases import (
     Case,

@@ -20,7 +20,7 @@ def loss(params: Any, buffers: Any, x: torch.Tensor) -> Any:
     return y.square().mean(), buffers
 
 
-def steps() -> dict[str, ltx.training.TrainStep]:
+def steps() -> dict[str, ltx.core.training.TrainStep]:
     adam, compressed = ltx.optim.from_torch(torch.optim.Adam), ltx.DDPStrategy(comm_hook=hooks.PowerSGD(rank=1))
     strategies = {"ddp": None, "local": ltx.LocalSGDStrategy(4), "powersgd": compressed, "zero": ltx.ZeroStrategy()}
     return {name: ltx.train_step(ltx.data_parallel(loss, s), adam) for name, s in strategies.items()}

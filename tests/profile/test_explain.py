@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import comm, hooks
-from ltx.axis import inner, outer
+from ltx import hooks
+from ltx.core import comm
+from ltx.core.ranks.axis import inner, outer
 from ltx.errors import InputError, StepError, StrategyError, TreeError, UnsupportedError
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.strategies import StateLayout, StepInfo
@@ -122,7 +123,7 @@ def _step(hook: CommHook, loss: Any = _loss, **kwargs: Any) -> ltx.DataParallel:
     return ltx.data_parallel(loss, strategy, **kwargs)
 
 
-def _train(hook: CommHook, **kwargs: Any) -> ltx.training.TrainStep:
+def _train(hook: CommHook, **kwargs: Any) -> ltx.core.training.TrainStep:
     return ltx.train_step(_step(hook), ltx.optim.from_torch(torch.optim.SGD, lr=0.1), **kwargs)
 
 

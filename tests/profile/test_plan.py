@@ -14,9 +14,9 @@ import torch
 
 import ltx
 from ltx import hooks
+from ltx.core.gradients.pending import Exchange
+from ltx.core.optim.update import Update
 from ltx.errors import InputError, StrategyError
-from ltx.gradients.pending import Exchange
-from ltx.optim.update import Update
 from ltx.profile.step_plan import Cost, plan
 from ltx.strategies import StateLayout, StepInfo, Updated
 from tests.strategies.test_protocol import LocalSGD, PostLocalSGD

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import ltx
-from ltx.comm import ledger
-from ltx.comm.ledger import Event, Span
+from ltx.core.comm import ledger
+from ltx.core.comm.ledger import Event, Span
 from ltx.errors import InputError, UnsupportedError
 from ltx.profile import Trace
 from ltx.runtime.pool import Pool

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ltx
-from ltx import tree
+from ltx.core.base import tree
 from ltx.errors import LtxError, StepError
 
 Ranks = Callable[[int], Any]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import axis
+from ltx.core.ranks import axis
+from ltx.core.world import world as worlds
+from ltx.core.world.launchers import LAUNCHERS
 from ltx.errors import WorldError
-from ltx.runtime import world as worlds
-from ltx.runtime.launchers import LAUNCHERS
 from tests.runtime.environments import TORCHRUN
 from tests.runtime.test_launchers import HYDRA, JOB, OPENMPI, STEP
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import ltx.cli
+from ltx.core.world.launchers import LAUNCHERS
+from ltx.core.world.placement import Placement
+from ltx.core.world.slurm import why_no_slurm_task
 from ltx.runtime import doctor
 from ltx.runtime.doctor import Finding
-from ltx.runtime.launchers import LAUNCHERS
-from ltx.runtime.placement import Placement
-from ltx.runtime.slurm import why_no_slurm_task
 from tests.forks import free_port
 
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import ltx
+from ltx.core.training.train_step import TrainStep
 from ltx.errors import InputError, PeerLostError, StrategyError, UnsupportedError
-from ltx.training.train_step import TrainStep
 from tests.forks import Ranks, open_now, settles
 from tests.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
 

@@ -22,14 +22,14 @@ import pytest
 import torch
 
 import ltx
+from ltx.core.world.init import init
+from ltx.core.world.world import shutdown, world
 from ltx.errors import CallFailedError, CallInterruptedError, CallTimeoutError, InputError, WorkerError
 from ltx.runtime import collecting
 from ltx.runtime.collecting import failure_error
 from ltx.runtime.failures import failure_of, text_of
-from ltx.runtime.init import init
 from ltx.runtime.messages import Failure, Result, pack
 from ltx.runtime.pool import Pool
-from ltx.runtime.world import shutdown, world
 
 Ranks = Callable[[int], Pool]
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx.axis import axes_in_scope
+from ltx.core.ranks.axis import axes_in_scope
+from ltx.core.world.init import init, to_device
+from ltx.core.world.launchers import LAUNCHERS, placement_beside_group
+from ltx.core.world.world import shutdown, world
 from ltx.errors import WorldError
-from ltx.runtime.init import init, to_device
-from ltx.runtime.launchers import LAUNCHERS, placement_beside_group
-from ltx.runtime.world import shutdown, world
 from tests.forks import free_port
 
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ltx.core.world.groups import _misfit
+from ltx.core.world.launchers import LAUNCHERS, placement_from_arguments, placement_from_env
+from ltx.core.world.placement import DERIVED_PORTS, Placement
+from ltx.core.world.slurm import first_host
+from ltx.core.world.world import World, world_from_env
 from ltx.errors import WorldError
-from ltx.runtime.groups import _misfit
-from ltx.runtime.launchers import LAUNCHERS, placement_from_arguments, placement_from_env
-from ltx.runtime.placement import DERIVED_PORTS, Placement
-from ltx.runtime.slurm import first_host
-from ltx.runtime.world import World, world_from_env
 from tests.runtime.environments import TORCHRUN
 
 Environ = dict[str, str]

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 import ltx
+from ltx.core.world.init import init
+from ltx.core.world.world import shutdown, world
 from ltx.errors import CallFailedError, WorkerError
-from ltx.runtime.init import init
 from ltx.runtime.output import Output, open_pipe
 from ltx.runtime.pool import Pool
-from ltx.runtime.world import shutdown, world
 
 Ranks = Callable[[int], Pool]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ltx.runtime.placement import Placement
+from ltx.core.world.placement import Placement
 from ltx.runtime.regroup import Decision, Member, Regroup
 
 # Two nodes of two and three ranks.

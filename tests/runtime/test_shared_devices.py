@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ltx.core.world import groups
+from ltx.core.world.world import World
 from ltx.errors import WorldError
-from ltx.runtime import groups
-from ltx.runtime.world import World
 
 NCCL = "cpu:gloo,cuda:nccl"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import ltx
-from ltx.axis import find, inner, outer
+from ltx.core.ranks.axis import find, inner, outer
 from ltx.errors import AxisError, PeerLostError, RankMismatchError, UnsupportedError
 
 Ranks = Callable[[int], ltx.Pool]

@@ -18,8 +18,8 @@ PREAMBLE = """
 import glob, sys, time, torch, ltx
 import torch.distributed as dist
 from datetime import timedelta
-from ltx.runtime.init import init
-from ltx.runtime.world import shutdown, world
+from ltx.core.world.init import init
+from ltx.core.world.world import shutdown, world
 def total():
     return float(ltx.psum(torch.tensor(1.0 + world().rank)))
 def name_of(thread):
@@ -59,7 +59,7 @@ SCRIPTS = {
         [(5, "DeadlockDetectedError False"), (5, "KeyError False")],
     ),
     "an exception on one rank with a collective under way that the other never joins": (
-        "from ltx.comm import resolve\n"
+        "from ltx.core.comm import resolve\n"
         "init(timeout=timeout)\n"
         "total()\n"
         "if world().rank == 0:\n"

@@ -75,7 +75,7 @@ def drivers() -> Iterator[list[Driver]]:
 HANGS = """
 import os, time, torch, ltx
 from ltx.runtime.pool import Pool
-from ltx.runtime.world import world
+from ltx.core.world.world import world
 pool = Pool(2)
 print(*pool.run(os.getpid), flush=True)
 def hang():

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
+from ltx.core.world.world import World, placement_from_env, world_from_env
 from ltx.errors import LtxError, WorldError
-from ltx.runtime.world import World, placement_from_env, world_from_env
 from tests.runtime.environments import TORCHRUN
 
 

@@ -32,7 +32,7 @@ def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return x * sum(p.double().sum() for p in params.values())
 
 
-def trainer(strategy: ltx.Strategy, fn: Callable[..., Tensor] = loss, **kwargs: Any) -> ltx.training.TrainStep:
+def trainer(strategy: ltx.Strategy, fn: Callable[..., Tensor] = loss, **kwargs: Any) -> ltx.core.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(fn, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=LR), **kwargs)
 
 
@@ -109,7 +109,7 @@ def test_nodes_go_at_their_own_pace_and_end_together(ranks: Ranks) -> None:
 
         train = trainer(AsyncAveraging(sync_interval_ms=0, hierarchical=True, node_size=2), held_up)
         state, same, results = train.init(start()), True, []
-        mates = ltx.axis.inner(ltx.comm.resolve(None), 2)
+        mates = ltx.core.ranks.axis.inner(ltx.core.comm.resolve(None), 2)
         with ltx.profile.record() as trace:
             for steps in (5 * place + 3, 2 * (2 - place)):  # after the first finish the first node is the slow one
                 for step in range(steps):

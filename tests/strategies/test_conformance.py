@@ -30,7 +30,7 @@ def tensors(params: Params) -> dict[str, Tensor]:
     return {name: torch.tensor(array) for name, array in params.items()}
 
 
-def trainer(row: Row, **kwargs: Any) -> ltx.training.TrainStep:
+def trainer(row: Row, **kwargs: Any) -> ltx.core.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, row.strategy), row.optimizer, **kwargs)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import comm, hooks
+from ltx import hooks
+from ltx.core import comm
 from ltx.errors import StrategyError
 from ltx.strategies.diloco import cut
 
@@ -29,7 +30,7 @@ def start(dtype: torch.dtype = torch.float32) -> Params:
     return {name: torch.linspace(-1, 1, size, dtype=dtype) for name, size in SIZES.items()}
 
 
-def trainer(strategy: ltx.Strategy, optimizer: ltx.optim.Optimizer = SGD, **kwargs: Any) -> ltx.training.TrainStep:
+def trainer(strategy: ltx.Strategy, optimizer: ltx.optim.Optimizer = SGD, **kwargs: Any) -> ltx.core.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, **kwargs)
 
 

@@ -24,7 +24,7 @@ SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 NODES = {"hierarchical": True, "node_size": 2}
 
 
-def trainer(algorithm: str, **fields: Any) -> ltx.training.TrainStep:
+def trainer(algorithm: str, **fields: Any) -> ltx.core.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, ltx.BaguaStrategy(algorithm, **fields)), SGD)
 
 

@@ -29,7 +29,7 @@ def params_of(dtype: torch.dtype = torch.float32) -> Params:
     return {"w": torch.ones(3, dtype=dtype), "b": torch.zeros((), dtype=dtype)}
 
 
-def trainer(optimizer: ltx.optim.Optimizer = SGD, **fields: Any) -> ltx.training.TrainStep:
+def trainer(optimizer: ltx.optim.Optimizer = SGD, **fields: Any) -> ltx.core.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, ltx.HorovodStrategy(**fields)), optimizer)
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx.core.transforms.strategy_update import Updated, may_be_written_to
 from ltx.errors import DeadlockDetectedError
 from ltx.runtime.pool import Pool
 from ltx.strategies import low_precision
-from ltx.strategies.update import Updated, may_be_written_to
 
 Ranks = Callable[[int], Pool]
 OnNewAxis = Callable[..., Any]
@@ -219,7 +219,7 @@ def test_memory_that_others_see_isnt_written_to() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_differences_are_added_leaf_by_leaf(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ltx.gradients.packing.CHUNK", 8)
+    monkeypatch.setattr("ltx.core.gradients.packing.CHUNK", 8)
     sizes = [1, 0, 30, 4, 7]
     width = -(-sum(sizes) // rows)
     change = torch.randn(rows, width)

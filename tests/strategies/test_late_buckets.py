@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx.core.training.backward import BackwardResult
+from ltx.core.training.completion import UpdateThenSend
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
 from ltx.runtime.pool import Pool
-from ltx.training.backward import BackwardResult
-from ltx.training.completion import UpdateThenSend
 from tests.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
 
 Ranks = Callable[[int], Pool]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ltx
+from ltx.core.training.settings import check_overlap
 from ltx.errors import StrategyError
-from ltx.training.settings import check_overlap
 from tests.comm.conftest import OnFreshAxis
 from tests.strategies.problem import loss, make_problem
 from tests.strategies.table import ROWS

@@ -20,7 +20,8 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
-from ltx import comm, hooks
+from ltx import hooks
+from ltx.core import comm
 from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, UnsupportedError
 from tests.strategies.test_failures import OnNewAxis, fails_once, undisturbed
 
@@ -143,7 +144,7 @@ PARAMS = {"w": torch.ones(5, 4), "b": torch.zeros(())}
 NUMEL = 21
 
 
-def trainer(strategy: ltx.Strategy, **kwargs: Any) -> ltx.training.TrainStep:
+def trainer(strategy: ltx.Strategy, **kwargs: Any) -> ltx.core.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.Adam, lr=0.1), **kwargs)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
+from ltx.core.gradients.pending import Exchange
+from ltx.core.optim.update import Update
 from ltx.errors import InvalidStateError, StrategyError
-from ltx.gradients.pending import Exchange
-from ltx.optim.update import Update
 from ltx.strategies import StateLayout, StepInfo, Updated
 
 Ranks = Callable[[int], ltx.Pool]
@@ -145,7 +145,7 @@ def slow(twin: Twin, ranks: int) -> list[Params]:
     return params
 
 
-def trainer(strategy: ltx.Strategy, **kwargs: Any) -> ltx.training.TrainStep:
+def trainer(strategy: ltx.Strategy, **kwargs: Any) -> ltx.core.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=LR), **kwargs)
 
 
@@ -270,7 +270,7 @@ class Undeclared(ltx.Strategy):
         return True  # the count of steps
 
 
-def in_compiled(train: ltx.training.TrainStep) -> Any:
+def in_compiled(train: ltx.core.training.TrainStep) -> Any:
     return torch.compile(train, backend="eager")
 
 

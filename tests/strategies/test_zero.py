@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import ltx
+from ltx.core.training.mixed_precision import Precision
 from ltx.errors import StrategyError
 from ltx.strategies.zero import AllParts, MeanPart, Shards, part
-from ltx.training.mixed_precision import Precision
 from tests.strategies.test_failures import BrokenError, fails_once
 
 Ranks = Callable[[int], ltx.Pool]
@@ -225,8 +225,8 @@ def test_a_hook_gives_each_rank_its_part(ranks: Ranks) -> None:
 
 
 def moment() -> Any:
-    from ltx import comm
-    from ltx.strategies.update import StepInfo
+    from ltx.core import comm
+    from ltx.core.transforms.strategy_update import StepInfo
 
     return StepInfo(0, comm.resolve(None))
 
@@ -296,7 +296,7 @@ def test_clipping_takes_one_norm_over_all_parts(n: int) -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def trainer() -> ltx.training.TrainStep:
+def trainer() -> ltx.core.training.TrainStep:
     return ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), ADAMW, donate=False)
 
 

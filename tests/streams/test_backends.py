@@ -12,15 +12,15 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ltx
-from ltx import comm
-from ltx.axis import axes_in_scope, set_world_axes
-from ltx.comm import backends, group_collectives
-from ltx.comm.backends import Backends, backends_of, default_backend
+from ltx.core import comm
+from ltx.core.comm import backends, group_collectives
+from ltx.core.comm.backends import Backends, backends_of, default_backend
+from ltx.core.ranks.axis import axes_in_scope, set_world_axes
+from ltx.core.training.settings import check_devices
+from ltx.core.world.launchers import placement_from_env
+from ltx.core.world.world import world_of
 from ltx.errors import PeerLostError, StepError
-from ltx.runtime.launchers import placement_from_env
 from ltx.runtime.pool import Pool
-from ltx.runtime.world import world_of
-from ltx.training.settings import check_devices
 
 Ranks = Callable[[int], Pool]
 OnNewAxis = Callable[..., Any]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx.core.training.guard import not_finite
 from ltx.errors import NotFiniteError, StrategyError, UnsupportedError
-from ltx.training.guard import not_finite
 from tests.strategies.problem import make_problem
 from tests.strategies.table import KINDS, ROWS
 from tests.strategies.test_conformance import tensors, trainer

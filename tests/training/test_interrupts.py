@@ -138,7 +138,7 @@ def test_between_the_last_bucket_and_the_next_state(strategy: ltx.Strategy, dona
             def interrupted(*_: Any) -> Any:
                 raise KeyboardInterrupt
 
-            patch.setattr(sys.modules["ltx.training.step"], "next_state", interrupted)
+            patch.setattr(sys.modules["ltx.core.training.step"], "next_state", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 train(state, torch.ones(2))
         try:

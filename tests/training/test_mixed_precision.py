@@ -154,7 +154,7 @@ def test_gradients_travel_in_the_reduce_dtype(
 
 # --- training --------------------------------------------------------------------------------------------------------
 
-TRAINS: dict[str, Callable[[ltx.DataParallel], ltx.training.TrainStep]] = {
+TRAINS: dict[str, Callable[[ltx.DataParallel], ltx.core.training.TrainStep]] = {
     "plain": lambda step: ltx.train_step(step, adamw()),
     "scaled": lambda step: ltx.train_step(step, adamw()),
     "overlap": lambda step: ltx.train_step(step, adamw(), overlap="update"),

@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 
 import ltx
 from ltx import optim
+from ltx.core.training.placed_state import _parameter_of
 from ltx.errors import (
     DonatedStateError,
     LtxError,
@@ -22,7 +23,6 @@ from ltx.errors import (
     UnsupportedError,
 )
 from ltx.runtime.pool import Pool
-from ltx.training.placed_state import _parameter_of
 from tests.meshes import LENGTH, WIDTH, Block, full, loss_of, mesh_of, parallelize, placements
 
 Ranks = Callable[[int], Pool]

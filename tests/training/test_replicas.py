@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx.core.training.train_state import counted
+from ltx.core.transforms.compare import digest, values
 from ltx.errors import DonatedStateError, ReplicaDivergedError, StrategyError
-from ltx.training.train_state import counted
-from ltx.transforms.compare import digest, values
 
 Ranks = Callable[[int], ltx.Pool]
 ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)

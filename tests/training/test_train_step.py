@@ -212,7 +212,7 @@ def test_buffers_and_aux_on_simulated_ranks(seed: int) -> None:
         assert torch.allclose(alone[1].running_var, state.buffers["1.running_var"][rank], atol=1e-6)
 
 
-def clipped(m: nn.Module) -> ltx.training.TrainStep:
+def clipped(m: nn.Module) -> ltx.core.training.TrainStep:
     return ltx.train_step(mean_step(m, BUCKETS), ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), sgd(lr=0.5)))
 
 

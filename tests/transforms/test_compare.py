@@ -251,7 +251,7 @@ def test_each_step_is_compared_once(on_new_axis: OnFreshAxis) -> None:
     """A second model of the same structure is compared too; the same step isn't again."""
 
     def run() -> tuple[list[int], bool]:
-        axis_comm, counts = ltx.comm.resolve("data").comm, []
+        axis_comm, counts = ltx.core.comm.resolve("data").comm, []
         first, second = ltx.data_parallel(loss), ltx.data_parallel(lambda p, x: loss(p, x))
         for _ in range(3):
             ltx.grad(first)(P, torch.ones(3))

@@ -383,7 +383,7 @@ def test_reductions_overlap_the_backward_pass(ranks: Ranks) -> None:
                 return None, grad
 
         with mesh_of(2, 2) as mesh:
-            axis = ltx.comm.resolve(mesh["data"])
+            axis = ltx.core.comm.resolve(mesh["data"])
             bare = axis.comm.bucket_channel(0)
             issue = bare.issue
 

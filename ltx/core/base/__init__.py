@@ -1,0 +1,1 @@
+"""What every room of the kernel uses: trees, errors, arguments, random numbers, recorders."""

@@ -1,0 +1,330 @@
+"""Arguments that aren't what a signature says: found before anything is done with them, and named.
+
+Arguments of public functions are named with :func:`checked`, and their annotations are the check: what these say of an
+argument is what an error says of it. Trees aren't looked into here (:mod:`ltx.tree` does that), and ranges are the
+function's own.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import itertools
+import math
+import numbers
+import re
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any, Literal, ParamSpec, TypeGuard, TypeVar, Union, cast
+
+import torch
+
+from ltx.core.base.errors import ArgumentError, InputError, LtxError, StrategyError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Test = Callable[[Any], bool]
+
+#: What JAX calls arguments of its functions, and what they are called here.
+_JAX = {
+    "axis": "dim",
+    "axis_name": "axis",
+    "scatter_dimension": "dim",
+    "split_axis": "split_dim",
+    "concat_axis": "concat_dim",
+    "in_axes": "in_dims",
+    "out_axes": "out_dims",
+}
+
+LARGEST = 2**63 - 1  # that a tensor holds
+_ENDLESS_S = 86400.0 * 365 * 1000  # more than that is no duration; a timedelta can't hold much more
+
+
+def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark a function that raises :class:`ltx.errors.ArgumentError` for what the annotations of `names` don't allow.
+
+    A whole number is an int that isn't a bool, of NumPy's too; a number is real. Other arguments the function checks
+    itself. Graphs that are compiled hold no checks.
+
+    >>> @checked("count")
+    ... def first(items: list, count: int = 1) -> list:
+    ...     return items[:count]
+    >>> first([1, 2], count="2")
+    Traceback (most recent call last):
+        ...
+    ltx.errors.ArgumentError: first: count must be int, got '2' of type str.
+    """
+
+    def mark(fn: Callable[P, R]) -> Callable[P, R]:
+        inner = inspect.unwrap(fn)
+        called = inner.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+        @functools.cache
+        def tests() -> tuple[list[str], dict[str, tuple[Test, Any]], str]:
+            """The arguments by position, what `names` must be, and how a call is written.
+
+            Annotations may name what is defined later.
+            """
+            parameters = inspect.signature(inner).parameters
+            places = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            annotations = {name: parameters[name].annotation for name in names}
+            found = {name: (_test_of(wanted, inner.__globals__), wanted) for name, wanted in annotations.items()}
+            by_name = [f"{p.name}=" for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+            call = f"{called}({', '.join([*places, *by_name])})."
+            return places, {name: (test, wanted) for name, (test, wanted) in found.items() if test is not None}, call
+
+        @functools.wraps(fn)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not torch.compiler.is_compiling():
+                places, wanted, call = tests()
+                for name in kwargs:
+                    here = _JAX.get(name, "-")
+                    of_jax = here in places or f" {here}=" in call
+                    if name in places[: len(args)] or (of_jax and name not in places):
+                        what = "is given twice, by its place too" if name in places else "is no argument"
+                        hint = f" JAX's {name}= is {here}= here." if of_jax else ""
+                        raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} {what}.{hint} Write {call}")
+                for name, value in itertools.chain(zip(places, args, strict=False), kwargs.items()):
+                    if name in wanted and not wanted[name][0](value):
+                        hint = f" Write {call}" if isinstance(value, str) and name in places[: len(args)] else ""
+                        raise ArgumentError(f"{called}: {_says(name, wanted[name][1], value)}{hint}")
+            return fn(*args, **kwargs)
+
+        return wrapped
+
+    return mark
+
+
+def check_fields(value: Any, error: type[LtxError], *names: str) -> None:
+    """Raise `error` unless the fields `names` of a dataclass, or all, hold what their annotations allow."""
+    if torch.compiler.is_compiling():
+        return
+    cls = type(value)
+    for name, (test, annotation) in _field_tests(cast(Any, cls)).items():
+        if (not names or name in names) and not test(found := getattr(value, name)):
+            raise error(f"{cls.__name__}.{_says(name, annotation, found)}")
+
+
+class ShortRepr:
+    """Dataclasses that derive from it print without the fields that have their default values."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # in the class itself, where dataclass leaves it alone
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        # In the order of the arguments: what has a place comes first.
+        own = sorted((f for f in fields(cast(Any, self)) if f.repr and f.init), key=lambda f: f.kw_only is True)
+        said = (f"{f.name}={value!r}" for f in own if (value := getattr(self, f.name)) != f.default)
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+def whole(
+    what: str,
+    value: Any,
+    least: int,
+    error: type[LtxError] = InputError,
+    most: int = LARGEST,
+    besides: str = "",
+) -> int:
+    """What a user gave, called `what` in errors, as an int; NumPy's are ints too. `besides`: what else may be.
+
+    Raises:
+        `error`: it is no whole number, or isn't from `least` to `most`.
+
+    >>> whole("steps", 3, 1)
+    3
+    """
+    if not is_whole(value) or not least <= value <= most:
+        upper = f", and at most {most}" if most < 2**32 or (is_whole(value) and value > most) else ""
+        raise error(f"{what} must be {besides}a whole number of at least {least}{upper}, got {brief(value)}.")
+    return int(value)
+
+
+def number(
+    what: str,
+    value: Any,
+    least: float,
+    error: type[LtxError] = InputError,
+    more: bool = False,
+    below: float = math.inf,
+    besides: str = "",
+) -> float:
+    """What a user gave, called `what` in errors, as a finite number; NumPy's too. `besides`: as in :func:`whole`.
+
+    Raises:
+        `error`: it is no number, or isn't at least `least` (with `more`: more than that) and less than `below`.
+
+    >>> number("bandwidth", 1.5, 0, more=True)
+    1.5
+    """
+    if not is_number(value) or not least <= value < below or (more and value == least):
+        low, high = f"{'of more than' if more else 'of at least'} {least:g}", f", and less than {below:g}"
+        raise error(f"{what} must be {besides}a finite number {low}{high * (below < math.inf)}, got {brief(value)}.")
+    return value if type(value) in (int, float) else float(value)
+
+
+def check_whole(owner: object, least: int, *names: str, most: int = LARGEST) -> None:
+    """Raise unless the fields `names` of a hook or strategy are whole numbers from `least` to `most`."""
+    for name in names:
+        what = f"{type(owner).__name__}.{name}"
+        object.__setattr__(owner, name, whole(what, getattr(owner, name), least, StrategyError, most))
+
+
+def seconds(what: str, value: timedelta | float, error: type[LtxError] = InputError, zero: bool = False) -> float:
+    """A duration in seconds: what a user gave, called `what` in errors, as a number of them or as a timedelta.
+
+    Raises:
+        `error`: it isn't one, isn't finite, or isn't positive; `zero`: of no length is allowed.
+
+    >>> seconds("timeout", timedelta(minutes=1)), seconds("timeout", 1.5)
+    (60.0, 1.5)
+    """
+    length = value.total_seconds() if isinstance(value, timedelta) else value
+    if not is_number(length) or not 0 <= length < _ENDLESS_S or (length < 1e-6 and not zero):
+        least = "at least 0" if zero else "more than 0"
+        if is_number(length) and length >= _ENDLESS_S:
+            least += " and less than 1,000 years"
+        raise error(f"{what} must be a number of seconds or a datetime.timedelta, {least}, got {brief(value)}.")
+    return float(length)
+
+
+def check_number(owner: object, least: float, name: str, below: float = math.inf) -> None:
+    """Raise unless field `name` of a hook or strategy is a number from `least` on and less than `below`."""
+    what = f"{type(owner).__name__}.{name}"
+    object.__setattr__(owner, name, number(what, getattr(owner, name), least, StrategyError, below=below))
+
+
+@functools.lru_cache(maxsize=256)
+def _field_tests(cls: Any) -> dict[str, tuple[Test, Any]]:
+    found = {}
+    for field in fields(cls):
+        owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
+        test = _test_of(field.type, vars(inspect.getmodule(owner) or types))
+        if field.init and test is not None:
+            found[field.name] = test, field.type
+    return found
+
+
+def _says(name: str, annotation: Any, value: Any) -> str:
+    wanted = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    wanted = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " or "), wanted)
+    return f"{name} must be {wanted.replace(' | ', ' or ')}, got {shown(value)}."
+
+
+def shown(value: Any) -> str:
+    """A value and its type.
+
+    >>> shown(["a"])
+    "['a'] of type list"
+    """
+    return f"{brief(value)} of type {type(value).__name__}"
+
+
+def outcome(value: Any) -> str:
+    """What a user's function has returned, in a few words.
+
+    >>> outcome(torch.ones(2)), outcome((1, 2))
+    ('a tensor of shape [2] and torch.float32', 'a tuple of 2')
+    """
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What the ``repr`` of a value calls a function that it was made of.
+
+    >>> name_of(name_of), name_of(functools.partial(name_of, None))
+    ('name_of', 'name_of')
+    """
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "__qualname__", None) or brief(function)
+
+
+def brief(value: Any, how: Callable[[Any], str] = repr) -> str:
+    """The ``repr`` of a value where it has one that fits into a message: not of a list that holds itself, say.
+
+    >>> brief("a"), brief(range(3))
+    ("'a'", 'range(0, 3)')
+    """
+    try:
+        text = how(value)
+    except Exception:  # an object of the caller's that can't be shown, or a list of lists of lists ...
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-100:]}"
+
+
+def _test_of(annotation: Any, names: dict[str, Any]) -> Test | None:
+    """What tells values of an annotation from others; None where it allows everything, or can't be told."""
+    if annotation is inspect.Parameter.empty:
+        return None
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, names)
+        except NameError:  # a name for type checkers alone
+            return None
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        found = [_test_of(part, names) for part in arguments]
+        alternatives = [test for test in found if test is not None]
+        return None if len(alternatives) < len(found) else lambda x: any(test(x) for test in alternatives)
+    if origin is Literal:
+        return lambda x: isinstance(x, str) and x in arguments
+    if origin is type:
+        return lambda x: isinstance(x, type)
+    if origin is collections.abc.Callable or annotation is collections.abc.Callable:
+        return callable
+    if origin is not None and isinstance(origin, type):
+        return _items_test(origin, arguments, names)
+    if annotation in _TESTS:
+        return _TESTS[annotation]
+    return (lambda x: isinstance(x, annotation)) if isinstance(annotation, type) else None
+
+
+def _items_test(origin: Any, arguments: tuple[Any, ...], names: dict[str, Any]) -> Test:
+    item = _test_of(arguments[0], names) if issubclass(origin, collections.abc.Sequence) else None
+    if item is None and origin is collections.abc.Iterable:
+        return lambda x: isinstance(x, origin) and not (isinstance(x, torch.Tensor) and x.ndim == 0)
+    if item is None:
+        return lambda x: isinstance(x, origin) and not isinstance(x, str | bytes)
+    length = len(arguments) if origin is tuple and arguments[-1] is not ... else None
+    return lambda x: (
+        isinstance(x, origin)
+        and not isinstance(x, str | bytes)
+        and (length is None or len(x) == length)
+        and all(item(entry) for entry in x)
+    )
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool) or (type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_"))
+
+
+def is_whole(x: Any) -> TypeGuard[int]:
+    """Whether it is an int and no bool; NumPy's and symbolic ones are ints too."""
+    return type(x) is int or (isinstance(x, numbers.Integral | torch.SymInt) and not isinstance(x, bool))
+
+
+def is_number(x: Any) -> bool:
+    """Whether it is a real number, and no bool."""
+    if isinstance(x, torch.SymInt | torch.SymFloat):
+        return True
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+_TESTS: dict[Any, Test | None] = {
+    Any: None,
+    object: None,
+    None: lambda x: x is None,
+    type(None): lambda x: x is None,
+    bool: _is_bool,
+    int: is_whole,
+    float: is_number,
+}

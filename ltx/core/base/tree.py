@@ -1,0 +1,347 @@
+"""Trees of tensors: flattening, the paths that errors name, and one registration for both tree libraries.
+
+ltx flattens with optree alone. It sorts the keys of dicts, which pairs leaves across ranks whose dicts were built in
+different orders; torch's own pytree keeps insertion order. ``torch.func`` however looks inside its arguments with
+torch's pytree, so ltx's own nodes are registered with both (:func:`register_node`).
+
+What is a tree: dicts, lists, tuples, named tuples, deques, None; mappings (``collections.abc.Mapping``) and dataclasses
+of any class, which come back as what they were; and classes registered with ``optree.register_pytree_node`` for every
+namespace or for ltx's, "ltx". Everything else is a leaf. Functions that do something to the tensors of a batch raise
+:class:`ltx.errors.TreeError` for a leaf that holds tensors itself (:func:`check_open`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar, cast
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ltx.core.base import containers
+from ltx.core.base.containers import NAMESPACE as NAMESPACE
+from ltx.core.base.containers import PLAIN, open_in_graph, opened, sorted_keys
+from ltx.core.base.errors import LtxError, TreeError, UnsupportedError
+from ltx.core.base.placements import dtensor_class, is_dtensor
+from ltx.typing import Tree
+
+T = TypeVar("T")
+_EVERYWHERE = getattr(optree.registry, "__GLOBAL_NAMESPACE")
+
+# The very function of optree, which Dynamo knows by identity; only its types are looser.
+unflatten: Callable[[Any, Iterable[Any]], Tree] = optree.tree_unflatten
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Any]:
+    """The leaves, with dicts' keys sorted, and the structure that :func:`unflatten` puts them back into.
+
+    Raises:
+        TreeError: the tree holds itself, or is nested too deeply to be walked.
+
+    >>> flatten({"b": 2, "a": [1, None]})[0]
+    [1, 2]
+    """
+    if torch.compiler.is_compiling():  # in whose graphs optree's own functions can stand, and no handlers
+        leaves, spec = cast(tuple[list[Any], Any], optree.tree_flatten(tree, namespace=NAMESPACE))
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                open_in_graph(type(leaf))
+        return leaves, spec
+    try:
+        leaves, spec = cast(tuple[list[Any], Any], optree.tree_flatten(tree, namespace=NAMESPACE))
+        if PLAIN.issuperset(builtins.map(type, leaves)):
+            return leaves, spec
+        # Only the first instance of a class is a leaf that is opened.
+        return flatten(tree) if any(opened(cls) for cls in set(builtins.map(type, leaves))) else (leaves, spec)
+    except RecursionError:
+        raise _endless(tree) from None
+
+
+def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -> Tree:
+    """`function` of each leaf, and of the leaves in its place in the trees of `rest`. `options` are optree's.
+
+    >>> map(lambda x, y: x + y, {"a": 1}, {"a": 2})
+    {'a': 3}
+    """
+    leaves, spec = flatten(tree)  # which opens what hasn't been met, and raises for trees without an end
+    if options or torch.compiler.is_compiling():
+        return optree.tree_map(function, tree, *rest, namespace=NAMESPACE, **options)
+    return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
+
+
+def detached(tree: Tree) -> Tree:
+    """`tree` with detached tensors: new objects on the same memory."""
+    return map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
+
+
+def filled(tree: Tree, others: Tree) -> Tree:
+    """`tree` with the leaves of `others` in the places where it has None.
+
+    >>> filled({"a": 1, "b": None}, {"a": None, "b": 2})
+    {'a': 1, 'b': 2}
+    """
+    return map(lambda x, other: other if x is None else x, tree, others, none_is_leaf=True)
+
+
+def masked(tree: Tree, others: Tree, there: bool = True) -> Tree:
+    """`tree` with None where `others` has None; with ``there=False`` where it has something.
+
+    >>> masked({"a": 1, "b": 2}, {"a": None, "b": 3}), masked({"a": 1, "b": 2}, {"a": None, "b": 3}, there=False)
+    ({'a': None, 'b': 2}, {'a': 1, 'b': None})
+    """
+    return map(lambda x, other: x if (other is not None) is there else None, tree, others, none_is_leaf=True)
+
+
+def _endless(tree: Tree) -> TreeError:
+    return TreeError(
+        f"a tree of type {type(tree).__name__} holds itself, or is nested too deeply to be walked. Pass dicts, lists "
+        "and tuples of tensors."
+    )
+
+
+def leaf_paths(tree: Tree, with_none: bool = False, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """The path of each leaf as a person would write it, in the order of :func:`flatten`; of None, too, if asked for.
+
+    `is_leaf`: which nodes count as leaves besides.
+
+    >>> leaf_paths({"layers": [1, 2], "bias": 3})
+    ['bias', 'layers.0', 'layers.1']
+    """
+    try:
+        flatten(tree)  # which registers classes that are new
+        paths = optree.tree_paths(tree, is_leaf, none_is_leaf=with_none, namespace=NAMESPACE)
+    except RecursionError:
+        raise _endless(tree) from None
+    return _written(paths)
+
+
+@functools.lru_cache(maxsize=1024)
+def spec_paths(spec: Any) -> tuple[str, ...]:
+    """The :func:`leaf_paths` of the trees that have the structure `spec`.
+
+    >>> spec_paths(flatten([1, (2, 3)])[1])
+    ('0', '1.0', '1.1')
+    """
+    return tuple(_written(spec.paths()))
+
+
+def _written(paths: Iterable[tuple[Any, ...]]) -> list[str]:
+    return [".".join(str(part) for part in path) or "<the tree itself>" for path in paths]
+
+
+def wanted(
+    patterns: str | Sequence[str],
+    paths: Sequence[str],
+    error: type[LtxError],
+    what: str,
+    others: Sequence[str] = (),
+) -> set[str]:
+    """The paths that fit a pattern (as in :mod:`fnmatch`), or one of several; `what` begins the error.
+
+    A pattern has to fit one of them, or one of the `others`, which are never found.
+
+    >>> sorted(wanted("*.bias", ["head.bias", "head.weight"], LtxError, "labels: "))
+    ['head.bias']
+    """
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        fitting = [path for path in paths if path == pattern or fnmatchcase(path, pattern)]
+        if not fitting and not any(path == pattern or fnmatchcase(path, pattern) for path in others):
+            raise error(
+                f"{what}{pattern!r} fits no parameter. Their paths: {', '.join(paths[:6])}"
+                f"{', ...' if len(paths) > 6 else ''}."
+            )
+        found.update(fitting)
+    return found
+
+
+def plain_paths(tree: Tree, with_none: bool = False) -> list[str]:
+    """:func:`leaf_paths` of dicts with string keys, lists and tuples, such as torch.compile can trace.
+
+    >>> plain_paths({"layers": [1, 2], "bias": 3})
+    ['bias', 'layers.0', 'layers.1']
+    """
+    if type(tree) is dict:
+        children = [(key, tree[key]) for key in sorted(tree)]
+    elif type(tree) in (list, tuple):
+        children = [(str(place), child) for place, child in enumerate(tree)]
+    elif tree is None:
+        return ["<the tree itself>"] if with_none else []
+    elif isinstance(tree, torch.Tensor) or _leaf_count(tree) == 1:
+        return ["<the tree itself>"]
+    else:
+        raise TreeError(f"in a compiled graph parameters are dicts, lists and tuples, got {type(tree).__name__}.")
+    below = [(key, path) for key, child in children for path in plain_paths(child, with_none)]
+    return [key if path == "<the tree itself>" else f"{key}.{path}" for key, path in below]
+
+
+def insertion_order(tree: Tree) -> list[int]:
+    """Positions of the leaves (in :func:`flatten`'s order) as the tree's builder listed them.
+
+    A module's ``named_parameters()`` lists parameters about in the order of the forward pass, which sorted keys lose;
+    the reverse of that order is the order in which gradients arrive.
+
+    >>> insertion_order({"wte": 0, "block": {"b": 0, "a": 0}})
+    [2, 1, 0]
+    """
+    order: list[int] = []
+
+    def walk(node: Tree, start: int) -> int:
+        """Append the positions of `node`'s leaves, the first of which is `start` in flatten's order; give the next."""
+        if isinstance(node, Mapping) and all(isinstance(key, str) for key in node):
+            starts = {}
+            for key in sorted_keys(node):
+                starts[key] = start
+                start += _leaf_count(node[key])
+            for key in node:
+                walk(node[key], starts[key])
+            return start
+        if isinstance(node, list | tuple):
+            for child in node:
+                start = walk(child, start)
+            return start
+        count = _leaf_count(node)
+        order.extend(range(start, start + count))
+        return start + count
+
+    walk(tree, 0)
+    return order
+
+
+def _leaf_count(node: Tree) -> int:
+    return 1 if isinstance(node, torch.Tensor) else len(flatten(node)[0])
+
+
+def check_tensors(tree: Tree, what: str) -> None:
+    """Raise :class:`ltx.errors.TreeError` unless every leaf of `tree` is a tensor."""
+    check_leaves(flatten(tree)[0], tree, what)
+
+
+def has_none(tree: Tree) -> bool:
+    """Whether the tree holds None, which for :func:`flatten` is no leaf."""
+    return any(leaf is None for leaf in optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE))
+
+
+def places_with_none(tree: Tree) -> list[int]:
+    """The place of each leaf if None, which for :func:`flatten` is no leaf, were one too.
+
+    >>> places_with_none({"a": None, "b": [1, None, 2]})
+    [1, 3]
+    """
+    flatten(tree)  # which opens what hasn't been met
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return [place for place, leaf in enumerate(leaves) if leaf is not None]
+
+
+def _first(leaves: Sequence[Any], tree: Tree, places: Iterator[int]) -> tuple[str, Any] | None:
+    """The path of the first leaf at one of `places`, and the leaf; None if there is none."""
+    place = next(places, None)
+    return None if place is None else (leaf_paths(tree)[place], leaves[place])
+
+
+def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
+    """:func:`check_tensors` for a tree whose leaves are at hand."""
+    found = _first(leaves, tree, (i for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor)))
+    if found is None:
+        return
+    (path, leaf), hint = found, ""
+    if isinstance(leaf, torch.nn.Module):
+        hint = " Pass dict(module.named_parameters()) and call it with ltx.functional_call."
+    elif isinstance(leaf, torch.fx.Proxy):
+        hint = " torch.fx.symbolic_trace can't record ltx. Use make_fx, torch.export or torch.compile."
+    elif callable(getattr(leaf, "__next__", None)):
+        hint = " A generator is used up by its first reader: pass a dict, list or tuple of tensors."
+    elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
+        known = leaf.dtype.kind in "biufc"
+        hint = (
+            " Pass torch.as_tensor(array)." if known else f" Its dtype is {leaf.dtype}, and torch has no such tensors."
+        )
+    raise TreeError(f"{what} must be a tree of tensors, but leaf {path!r} is of type {type(leaf).__name__}.{hint}")
+
+
+def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_only: bool = False) -> None:
+    """Raise unless all tensors of `tree` are leaves.
+
+    `done`: what happens to them, as in "they would not be split"; `tensors_only`: NumPy arrays and iterators are
+    let through.
+
+    Raises:
+        TreeError: a leaf is an object that holds tensors, a set of them, a NumPy array, or an iterator of batches.
+    """
+    containers.check_open(leaves, lambda: leaf_paths(tree), what, done, tensors_only)
+
+
+def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x.to_dense().") -> None:
+    """Raise unless every leaf is a plain tensor that lies in memory by strides, of ordinary numbers."""
+    check_leaves(leaves, tree, what)
+    if dtensor_class() is not None and (
+        found := _first(leaves, tree, (i for i, x in enumerate(leaves) if is_dtensor(x)))
+    ):
+        raise UnsupportedError(
+            f"{what}: leaf {found[0]!r} is a DTensor, and a plain tensor was expected. Pass what this rank holds of "
+            "it, x.to_local(), or its value, x.full_tensor()."
+        )
+    odd = (i for i, x in enumerate(leaves) if x.layout is not torch.strided or x.is_quantized or x.is_nested)
+    found = _first(leaves, tree, odd)
+    if found is None:
+        return
+    path, x = found
+    if x.layout in (torch.strided, torch.jagged):
+        kind = "quantized" if x.is_quantized else "nested"
+        raise UnsupportedError(f"{what}: leaf {path!r} is {kind}, and a dense tensor was expected. Convert it.")
+    raise UnsupportedError(f"{what}: leaf {path!r} has layout {x.layout}, and a dense tensor was expected. {hint}")
+
+
+def check_paths(tree: Tree, what: str) -> None:
+    """Raise :class:`ltx.errors.TreeError` if two leaves have one path, by which states and checkpoints know them."""
+    paths = leaf_paths(tree)
+    if len(set(paths)) < len(paths):
+        path = next(path for place, path in enumerate(paths) if path in paths[:place])
+        raise TreeError(f"{what}: two leaves have the path {path!r}, by which their states are known. Rename one.")
+
+
+def check_values(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> None:
+    """Raise for tensors without values, which are needed: on the meta device, or fake outside of their mode."""
+    if found := _first(leaves, tree, (i for i, x in enumerate(leaves) if x.is_meta or isinstance(x, FakeTensor))):
+        where = "on the meta device" if found[1].is_meta else "a FakeTensor, outside of its FakeTensorMode"
+        raise TreeError(f"{what}: leaf {found[0]!r} is {where}, and its values are needed.")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """A tensor's dtype and shape in the short form that errors use.
+
+    >>> describe(torch.zeros(2, 3))
+    'float32[2, 3]'
+    """
+    sparse = f" (sparse in {tensor.sparse_dim()} dim)" if tensor.layout is torch.sparse_coo else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{sparse}"
+
+
+def register_node(
+    cls: type[T],
+    to_parts: Callable[[T], tuple[Sequence[Any], Any]],
+    from_parts: Callable[[Sequence[Any], Any], T],
+    names: Sequence[str] | Callable[[T], Sequence[str]],
+) -> None:
+    """Register `cls` as a node with optree and with torch's pytree.
+
+    `to_parts` gives ``(children, static)`` where `static` is hashable and part of the structure; `from_parts` is its
+    inverse. `names` are the children's names in paths; a function where they depend on the node.
+    """
+    optree.register_pytree_node(
+        cast(Any, cls),
+        lambda node: (*to_parts(cast(Any, node)), tuple(names(cast(Any, node)) if callable(names) else names)),
+        lambda static, children: cast(Any, from_parts(tuple(children), static)),
+        namespace=_EVERYWHERE,
+    )
+    torch_pytree.register_pytree_node(
+        cls,
+        lambda node: (lambda parts: (list(parts[0]), parts[1]))(to_parts(node)),
+        lambda children, static: from_parts(tuple(children), static),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )

@@ -1,0 +1,252 @@
+"""adasum: a sum of vectors in which what they have in common counts once.
+
+    adasum(a, b) = (1 - <a,b> / 2|a|^2) a + (1 - <a,b> / 2|b|^2) b
+    adasum(x_0, ..., x_{n-1}) = adasum(adasum of the first half, adasum of the second half)
+
+Orthogonal vectors are added, equal ones averaged, and so are collinear ones. Maleki et al., "Scaling distributed
+training with adaptive summation", MLSys 2021; the recursion over ranks r xor l for l = 1, 2, 4, ... is its figure 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base import traced, tree
+from ltx.core.base.errors import AxisError, TreeError
+from ltx.core.collectives.calls import check_dense, check_sums, negotiate_tree, refuse_leaves
+from ltx.core.collectives.gather import all_gather
+from ltx.core.collectives.in_step import in_step
+from ltx.core.collectives.linear import Static
+from ltx.core.collectives.permute import ppermute
+from ltx.core.collectives.psum import axis_size, psum
+from ltx.core.collectives.ranks import axis_index
+from ltx.typing import Tree
+
+# A smaller square is that of a vector of zeros: Horovod's bound, the root of the least normal float64.
+_LEAST_SQUARE = 2.2250738585072014e-308**0.5
+
+
+def levels(n: int) -> int:
+    """log2 of the number of ranks, which must be a power of two."""
+    if n & (n - 1):
+        raise AxisError(
+            f"adasum pairs ranks with ranks, and works on 1, 2, 4, 8, ... of them, got {n}. Use ltx.pmean, or an axis "
+            "of so many ranks."
+        )
+    return n.bit_length() - 1
+
+
+class Halving:
+    """What a rank does for the adasum of every rank's flat tensor, each of its parts for itself, between collectives.
+
+    At level l = 0, 1, 2, ... a rank has 1/2^l of the adasum of a block of 2^l ranks. It gives half of that to rank r
+    xor 2^l for half of the other block's (permute), both blocks' ranks add up their parts of the inner products (sum),
+    and each has 1/2^(l+1) of the adasum of both. In the end everybody gets everybody's (all_gather). So a rank sends
+    2(n-1)/n of the tensor, as the ring does, and 48 n bytes for each part at most.
+
+        piece = halving.rows(flat)
+        for level in range(halving.depth):
+            received = permute(halving.given(piece, level), halving.partners(level))
+            a, b = halving.pair(piece, received, level)
+            piece = halving.combined(a, b, sum(halving.products(a, b, level)), level)
+        halving.joined(all_gather(piece))
+
+    Args:
+        sizes: lengths of the tensor's parts, which are the vectors.
+        n: the number of ranks, a power of two.
+        rank: this one's place; a 0-dim tensor where it isn't known before the program runs.
+        dtype: the tensor's.
+    """
+
+    def __init__(self, sizes: Sequence[int], n: int, rank: int | torch.Tensor, dtype: torch.dtype):
+        self.sizes = list(sizes)
+        self.n = n
+        self.rank = rank
+        self.dtype = dtype
+        self.depth = levels(n)
+        self._numel = sum(sizes)
+        self._width = -(-self._numel // n)
+        ends = list(accumulate(self.sizes))
+        self._bounds = [0, *ends[:-1], n * self._width]  # zeros behind the last part count as its own
+
+    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor in n rows, one after the other: a piece of it is some rows."""
+        more = self.n * self._width - self._numel
+        return (torch.nn.functional.pad(flat, (0, more)) if more else flat).view(self.n, self._width)
+
+    def partners(self, level: int) -> Static:
+        """Who gives to whom: source, destination, source, ..."""
+        return tuple(r for source in range(self.n) for r in (source, source ^ (1 << level)))
+
+    def _is_upper(self, level: int) -> bool | torch.Tensor:
+        """Whether this rank is in the second of the two blocks."""
+        return (self.rank >> level) % 2 == 1
+
+    def _halves(self, piece: torch.Tensor) -> torch.Tensor:
+        return piece.view(2, piece.shape[0] // 2, piece.shape[1])
+
+    def given(self, piece: torch.Tensor, level: int) -> torch.Tensor:
+        """The half that goes to the partner."""
+        halves = self._halves(piece)
+        return _pick(self._is_upper(level), halves[1], halves[0])
+
+    def pair(self, piece: torch.Tensor, received: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the second block's values."""
+        upper, halves = self._is_upper(level), self._halves(piece)
+        mine = _pick(upper, halves[0], halves[1])
+        return _pick(upper, mine, received), _pick(upper, received, mine)
+
+    def _first_row(self, level: int) -> int | torch.Tensor:
+        """Where the pair's rows begin among all."""
+        return sum(((self.rank >> bit) % 2) * (self.n >> (bit + 1)) for bit in range(level + 1))
+
+    def segments(self, level: int) -> list[slice]:
+        """What each part has in the pair, of a rank that is known before the program runs."""
+        start, length = self._first_row(level) * self._width, (self.n >> (level + 1)) * self._width
+        assert isinstance(start, int)
+        inside = [min(max(bound - start, 0), length) for bound in self._bounds]
+        return [slice(*span) for span in pairwise(inside)]
+
+    def _part_of(self, level: int, device: torch.device) -> torch.Tensor:
+        """The number of each element's part, on simulated ranks and in compiled graphs."""
+        lengths = torch.tensor([end - start for start, end in pairwise(self._bounds)], device=device)
+        numbers = torch.repeat_interleave(
+            torch.arange(len(lengths), device=device), lengths, output_size=self.n * self._width
+        )
+        rows = self._first_row(level) + torch.arange(self.n >> (level + 1), device=device)
+        return numbers.view(self.n, self._width)[rows].reshape(-1)
+
+    def here(self, level: int, device: torch.device) -> torch.Tensor:
+        """Which pair of blocks is this rank's: each has a row of its own in the sum over all ranks."""
+        own = torch.arange(self.n >> (level + 1), device=device) == self.rank >> (level + 1)
+        return own[:, None, None]
+
+    def products(self, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
+        """This rank's part of <a,b>, <a,a> and <b,b>, by part of the tensor: float64."""
+        a, b = a.reshape(-1).double(), b.reshape(-1).double()
+        sums = torch.stack([self._sums(x * y, level) for x, y in ((a, b), (a, a), (b, b))])
+        return torch.where(self.here(level, a.device), sums, 0.0)
+
+    def _sums(self, values: torch.Tensor, level: int) -> torch.Tensor:
+        if isinstance(self.rank, torch.Tensor):
+            zeros = torch.zeros(len(self.sizes), dtype=values.dtype, device=values.device)
+            return zeros.index_add(0, self._part_of(level, values.device), values)
+        return torch.stack([values[segment].sum() for segment in self.segments(level)])
+
+    def weights(self, summed: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each part of a and of b is multiplied by: 1 - dot / 2 square; 1 for zeros."""
+        dot, *squares = torch.where(self.here(level, summed.device), summed, 0.0).sum(0)
+        weight_a, weight_b = (_weights(dot, square) for square in squares)
+        return weight_a, weight_b
+
+    def combined(self, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
+        """The two blocks' adasum."""
+        weight_a, weight_b = (self._by_element(weights, level) for weights in self.weights(summed, level))
+        return (weight_a.view(a.shape) * a + weight_b.view(b.shape) * b).to(self.dtype)
+
+    def _by_element(self, weights: torch.Tensor, level: int) -> torch.Tensor:
+        if isinstance(self.rank, torch.Tensor):
+            return weights[self._part_of(level, weights.device)]
+        segments = self.segments(level)
+        return torch.cat([w.expand(s.stop - s.start) for w, s in zip(weights, segments, strict=True)])
+
+    def joined(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`rows`, of the row that each rank ended with."""
+        if self.n > 2:
+            # Bit l of a rank has chosen between halves of 1/2^l: its row is its number read backwards.
+            bits = range(self.depth)
+            order = [sum((row >> bit & 1) << (self.depth - 1 - bit) for bit in bits) for row in range(self.n)]
+            rows = torch.stack([rows[place] for place in order])
+        return rows.reshape(-1)[: self._numel]
+
+
+def _weights(dot: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+    zero = square < _LEAST_SQUARE
+    return torch.where(zero, 1.0, 1 - dot / (2 * torch.where(zero, 1.0, square)))
+
+
+def _pick(second: bool | torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`b` on ranks for which `second` is true, `a` on others."""
+    if isinstance(second, torch.Tensor):
+        return torch.where(second, b, a)
+    return b if second else a
+
+
+@in_step
+def adasum(value: Tree, axis: Any = None) -> Tree:
+    """The adaptive sum over ranks of every tensor of a tree: a sum in which common directions count once.
+
+    Two ranks' tensors a and b give ``(1 - <a,b> / 2|a|²) a + (1 - <a,b> / 2|b|²) b``: their sum if they are orthogonal,
+    their mean if they are collinear, the other one if one is zero. More ranks are combined in pairs, neighbours first;
+    the result depends on their order. Every tensor of the tree counts for itself.
+
+    Args:
+        value: tree of real floating tensors, the same structure, shapes and dtypes on every rank.
+        axis: as in :func:`ltx.psum`; of 1, 2, 4, 8, ... ranks.
+
+    Returns:
+        What each rank sees: the same tree of new tensors, shapes and dtypes as given, the same bits on every rank.
+        Products and norms are taken in float64, so float32 can't overflow; float64 values beyond 1e150 give NaN.
+
+    Gradient:
+        The exact one of this function of all ranks' tensors, to any order, where the loss is the sum over ranks of
+        each rank's loss.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or has another number of ranks.
+        TreeError: a leaf isn't a real floating tensor.
+        RankMismatchError: ranks' structures, shapes or dtypes differ; on all ranks, before anything is sent.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.adasum)(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))  # orthogonal: the sum
+        tensor([[1., 2.],
+                [1., 2.]])
+        >>> ltx.vmap(ltx.adasum)(torch.tensor([[1.0, 1.0], [3.0, 3.0]]))  # collinear: the mean
+        tensor([[2., 2.],
+                [2., 2.]])
+
+    Sends 2(n-1)/n of the tensors and 48 n bytes a tensor at most, in 2 log2 n + 1 collectives for each dtype.
+
+    Source: Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021, sections 3 and 4;
+    Horovod's ``op=hvd.Adasum``.
+    """
+    leaves, spec = tree.flatten(value)
+    tree.check_leaves(leaves, value, "adasum: its argument")
+    real = "and only real floating tensors have an adaptive sum."
+    refuse_leaves("adasum", leaves, value, lambda x: not x.is_floating_point(), real, TreeError)
+    n = axis_size(axis)
+    levels(n)
+    if traced.recording():
+        rank: int | torch.Tensor = axis_index(axis)
+    else:
+        check_dense("adasum", leaves, value)
+        check_sums("adasum", leaves, value)
+        found = comm.resolve(axis)
+        negotiate_tree("adasum", value, leaves, spec, [() for _ in leaves], found)
+        rank = found.comm.rank if found.comm else found.index()
+    results = list(leaves)
+    for kind in dict.fromkeys((x.dtype, x.device) for x in leaves):
+        places = [i for i, x in enumerate(leaves) if (x.dtype, x.device) == kind]
+        sizes = [leaves[i].numel() for i in places]
+        flat = _of_flat(torch.cat([leaves[i].reshape(-1) for i in places]), Halving(sizes, n, rank, kind[0]), axis)
+        for i, part in zip(places, flat.split(sizes), strict=True):
+            results[i] = part.reshape(leaves[i].shape)
+    return tree.unflatten(spec, results)
+
+
+def _of_flat(flat: torch.Tensor, halving: Halving, axis: Any) -> torch.Tensor:
+    if halving.n == 1 or not flat.numel():
+        return flat.clone()
+    piece = halving.rows(flat)
+    for level in range(halving.depth):
+        partners = halving.partners(level)
+        pairs = list(zip(partners[::2], partners[1::2], strict=True))
+        a, b = halving.pair(piece, ppermute(halving.given(piece, level), pairs, axis), level)
+        piece = halving.combined(a, b, psum(halving.products(a, b, level), axis), level)
+    return halving.joined(all_gather(piece[0], axis))

@@ -1,0 +1,315 @@
+"""From a user's call to the rule of its collective: checks, trees, and the entry into compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch._C import _functorch
+
+from ltx.core import comm
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import brief
+from ltx.core.base.containers import of_array
+from ltx.core.base.errors import AxisError, CollectiveError, LtxError, UnsupportedError
+from ltx.core.collectives.futures import Future
+from ltx.core.collectives.linear import RULES, Function, Static, apply, begin, finished, key_of
+from ltx.core.comm.bits import as_bytes, from_bytes
+from ltx.core.comm.group_collectives import as_it_is
+from ltx.core.comm.operations import SUMMED
+from ltx.core.ranks.axis import Axis
+from ltx.typing import Tree
+
+
+@traced.at_trace_time
+def prepare_trace(axis: Any) -> str:
+    """The key of an axis in a graph."""
+    if isinstance(traced.kept(axis), Axis):  # a key already
+        key: str = axis
+        return key
+    found = comm.resolve(axis)
+    refuse_threads(found)
+    key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
+    if found.simulated:
+        key = f"{found.name!r} of {found.size}, {found.backing!r}"
+    return traced.keep(key, found)
+
+
+@traced.at_trace_time
+def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
+    return prepare_trace(comm.InGroups(axis, groups))
+
+
+def refuse_threads(axis: Axis) -> None:
+    """Raise if the ranks of `axis`, on which a recorded graph would communicate, are threads."""
+    if axis.threads:
+        raise UnsupportedError(
+            f"axis {axis.name!r}: a graph (torch.compile, make_fx, linearize) can't hold a collective of ltx.simulate, "
+            "whose ranks wait for each other in Python. Compile what is between collectives, or use ltx.vmap."
+        )
+
+
+@traced.node
+def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The node that a compiled graph holds for a collective."""
+    return tuple(apply(name, static, traced_axis(axis_key), list(xs), compiled=True))
+
+
+def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") -> Any:
+    """The axis of the ranks of a group, as a collective takes one; `equal`: the collective that needs equal groups."""
+    if groups is None:
+        return axis
+    lists = [list(group) for group in groups]
+    if equal and len({len(group) for group in lists}) > 1:
+        raise AxisError(
+            f"{equal}: axis_index_groups={lists} are of unequal sizes, and what ranks get would have unequal shapes. "
+            "Make them equal; psum, pmean, pmax and pmin take unequal ones."
+        )
+    parts = tuple(tuple(group) for group in lists)
+    if isinstance(axis, comm.InBackground):
+        return axis._replace(axis=comm.InGroups(axis.axis, parts))
+    return _prepare_groups(axis, parts) if traced.recording() else comm.InGroups(axis, parts)
+
+
+def tensors_of(value: Tree, axis: Any) -> Tree:
+    """`value` with tensors for numbers and NumPy's arrays, on the device of the axis; other leaves stay as they are."""
+    leaves, spec = tree.flatten(value)
+    if all(isinstance(x, torch.Tensor) for x in leaves):
+        return value
+    axis_comm = None if traced.recording() else comm.resolve(axis).comm
+    device = None if axis_comm is None else axis_comm.device
+    return tree.unflatten(spec, [_as_tensor(x, device) for x in leaves])
+
+
+def _as_tensor(x: Any, device: torch.device | None) -> Any:
+    of_numpy = type(x).__module__ == "numpy" and getattr(getattr(x, "dtype", None), "kind", "O") in "biufc"
+    if not (of_numpy or isinstance(x, bool | int | float | complex)):
+        return x
+    try:
+        return comm.to_device(torch.as_tensor(of_array(x)), device)
+    except (OverflowError, RuntimeError, TypeError, ValueError):  # more than 64 bits
+        return x
+
+
+def collective(
+    name: str,
+    value: Tree,
+    axis: Any,
+    static: Callable[[torch.Tensor, int], Static],
+    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
+) -> Tree:
+    """The collective `name` of every leaf of `value`, or on an axis "in the background" the future of that.
+
+    Args:
+        name: the rule's.
+        value, axis: the caller's.
+        static: gives the rule's arguments for a leaf and the axis' size.
+        then: what is done to each result.
+    """
+    value = tensors_of(value, axis)
+    leaves, spec = tree.flatten(value)
+    if RULES[name].operation is not None and not RULES[name].moves:
+        check_sums(name, leaves, value)
+    if traced.recording():
+        key = prepare_trace(axis)
+        size = traced_size(key)
+        sent = [movable(name, x) for x in leaves]
+        in_graphs = [in_graph(name, static(x, size), key, m)[0] for x, m in zip(leaves, sent, strict=True)]
+        values = [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, sent, in_graphs, strict=True)]
+        return tree.unflatten(spec, [then(y) for y in values])
+    check_dense(name, leaves, value)
+    found, background = comm.resolve(axis), axis if isinstance(axis, comm.InBackground) else None
+    if found.comm is not None:
+        tree.check_values(leaves, value, name)
+    if background:
+        check_plain(background.name, leaves, value, found)
+    groups = [static(x, found.size) for x in leaves]
+    moved = [movable(name, x) for x in leaves]
+    negotiate_tree(name, value, leaves, spec, groups, found, moved)
+
+    def restored(results: Sequence[torch.Tensor]) -> Tree:
+        all_three = zip(leaves, moved, results, strict=True)
+        return tree.unflatten(spec, [then(y if m is x else from_bytes(y, x.dtype)) for x, m, y in all_three])
+
+    if background and found.comm is not None:
+        axis_comm: comm.AxisComm = found.comm
+        begun = [(RULES[name], x, group) for x, group in zip(moved, groups, strict=True)]
+        works = [begin(axis_comm, *each, label=f"async {background.name}") for each in begun]
+        return Future(
+            background.name,
+            works,
+            lambda ys: restored([finished(axis_comm, *each, y) for each, y in zip(begun, ys, strict=True)]),
+            axis_comm,
+        )
+    if len(set(groups)) == 1:
+        results = apply(name, groups[0], found, moved)
+    else:
+        results = [y for x, group in zip(moved, groups, strict=True) for y in apply(name, group, found, [x])]
+    return Future(background.name, finish=lambda _: restored(results)) if background else restored(results)
+
+
+def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) -> None:
+    """Raise where a collective that is begun and waited for later would have to be differentiated or batched."""
+    levels = [level.key() for level in _functorch.get_interpreter_stack() or ()]
+    batched = axis.simulated is not None and all(level == _functorch.TransformType.Vmap for level in levels)
+    if torch.autograd.forward_ad._current_level >= 0 or (levels and not batched):
+        raise UnsupportedError(
+            f"async_: ltx.{name} under a transform of torch.func or forward mode: what is waited for later can't be "
+            f"differentiated or batched. Use ltx.{name} itself."
+        )
+    if grads := torch.is_grad_enabled() and [i for i, x in enumerate(leaves) if x.requires_grad]:
+        raise UnsupportedError(
+            f"async_: ltx.{name} of leaf {tree.leaf_paths(value)[grads[0]]!r}, which requires a gradient: what is "
+            f"waited for later has none. Use x.detach() or torch.no_grad(), or ltx.{name} itself."
+        )
+
+
+def check_index(what: str, name: str, index: int, size: int) -> None:
+    """Raise unless `index`, the argument `name` of the collective `what`, is a rank of an axis of `size` ranks."""
+    if not 0 <= index < size:
+        raise AxisError(
+            f"{what}: {name}={index} isn't an index on an axis of {size} ranks, 0 to {size - 1}. It counts on the "
+            "axis, not in the world."
+        )
+
+
+def refuse_background(what: str, axis: Any) -> None:
+    """Raise if what takes several messages, one after the other, is to be waited for later."""
+    if isinstance(axis, comm.InBackground):
+        raise UnsupportedError(
+            f"async_: {what} is more than one message, so it can't be waited for later. Call it itself."
+        )
+
+
+def movable(name: str, x: torch.Tensor) -> torch.Tensor:
+    """What moves in place of `x`: its bytes, where torch's own kernels don't know its dtype and it has no gradient."""
+    return x if x.dtype in SUMMED or x.requires_grad or not RULES[name].moves else as_bytes(x)
+
+
+def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
+    """Raise unless every leaf is a tensor that lies in memory by strides."""
+    tree.check_leaves(leaves, value, f"{name}: its argument")
+    hint = "Only ltx.psum and ltx.pmean take sparse tensors (COO): use x.to_dense()."
+    tree.check_dense(leaves, value, name, hint)
+
+
+def check_sums(name: str, leaves: list[Any], value: Tree, what: str = "sums") -> None:
+    """Raise for dtypes that have no sums or extrema, before anything is sent and on every backing alike."""
+    refuse_leaves(name, leaves, value, lambda x: x.dtype not in SUMMED, f"which has no {what}. Cast it.")
+
+
+def refuse_leaves(
+    name: str,
+    leaves: list[Any],
+    value: Tree,
+    is_bad: Callable[[torch.Tensor], bool],
+    why: str,
+    error: type[LtxError] = UnsupportedError,
+) -> None:
+    """Raise `error` for the first tensor that `is_bad`, with its path and what it is."""
+    for place, x in enumerate(leaves):
+        if isinstance(x, torch.Tensor) and is_bad(x):
+            path = (tree.plain_paths if traced.recording() else tree.leaf_paths)(value)[place]
+            _refuse(error, f"{name}: leaf {path!r} is {tree.describe(x)}, {why}")
+
+
+@traced.at_trace_time
+def _refuse(error: type[LtxError], text: str) -> None:
+    raise error(text)
+
+
+def negotiate_tree(
+    name: str,
+    value: Tree,
+    leaves: list[Any],
+    spec: Any,
+    groups: list[Static],
+    axis: Axis,
+    moved: list[torch.Tensor] | None = None,
+) -> None:
+    """Let the ranks compare a collective of a tree, with its paths; `moved`: what will be issued, if not the leaves.
+
+    The Functions compare tensor by tensor, as what their derivatives issue has no tree.
+    """
+    if axis.comm is None and axis.threads is None:
+        return
+    arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
+    if axis.threads is not None:
+        axis.threads.announce(comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments))
+        return
+    axis_comm: comm.AxisComm = axis.comm
+    # Paths, as signatures have them: a list on one rank and a tuple on another is the same call.
+    call = (name, tree.spec_paths(spec), tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
+    agreed = axis_comm.negotiate(
+        axis_comm.user, call, lambda: comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments)
+    )
+    axis_comm.agree((key_of(name, x, group) for x, group in zip(moved or leaves, groups, strict=True)), agreed)
+
+
+def traced_axis(key: str) -> Axis:
+    """The axis that :func:`prepare_trace` has named."""
+    axis: Axis = traced.kept(key)
+    return axis
+
+
+@traced.at_trace_time
+def traced_size(key: str) -> int:
+    """The size of an axis named by :func:`prepare_trace`."""
+    return traced_axis(key).size
+
+
+@traced.at_trace_time
+def traced_rank(key: str) -> int | None:
+    """This rank's position on an axis named by :func:`prepare_trace`; None on a simulated one."""
+    rank = traced_axis(key).rank
+    return rank if isinstance(rank, int) else None
+
+
+@traced.node
+def in_graph_index(key: str) -> torch.Tensor:
+    """The position on an axis, as a node of a compiled graph."""
+    return traced_axis(key).index()
+
+
+GradScale = Literal["sum", "mean"]
+
+
+class ScaledGradient(Function):
+    """Identity whose cotangent is multiplied by a number. Forward mode has no such rule, and raises."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        return cotangents[0] * ctx.factor, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, factor: float) -> tuple[torch.Tensor, Any]:
+        return ScaledGradient.apply(x, factor), in_dims[0]
+
+
+def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callable[[int], float]) -> Tree:
+    """`value`, whose gradient is multiplied by ``factor(n)`` if `grad_scale` is "mean"."""
+    if grad_scale == "sum":
+        return value
+    if grad_scale != "mean":
+        raise CollectiveError(f'grad_scale must be "sum" or "mean", got {brief(grad_scale)}.')
+    if traced.recording():
+        n = traced_size(prepare_trace(axis))
+        return tree.map(lambda x: scaled_in_graph(x, factor(n)), value)
+    by = factor(comm.resolve(axis).size)
+    return tree.map(lambda x: ScaledGradient.apply(x, by) if isinstance(x, torch.Tensor) else x, value)
+
+
+@traced.node
+def scaled_in_graph(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """The node that a compiled graph holds."""
+    scaled: torch.Tensor = ScaledGradient.apply(x, factor)
+    return scaled

@@ -1,0 +1,203 @@
+"""async_: collectives that are begun where they are called, and the futures that are waited for later."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, Protocol
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base import traced
+from ltx.core.base.arguments import brief, name_of
+from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
+from ltx.typing import Tree
+
+P = ParamSpec("P")
+
+
+class Pending(Protocol):
+    """One buffer on its way: :class:`ltx.core.comm.Work`, or what stands for it where nothing is sent."""
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        ...
+
+    def wait(self) -> torch.Tensor:
+        """The result, once it is there."""
+        ...
+
+
+class Arrived:
+    """A result that is there already."""
+
+    done = True
+
+    def __init__(self, value: torch.Tensor):
+        self._value = value
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        return self._value
+
+
+class Future:
+    """What a collective that :func:`ltx.async_` has begun will give.
+
+    Ranks may wait for their futures in any order, between other collectives or not. One that nobody waits for is
+    completed when its axis closes (``ltx.shutdown``).
+
+    Attributes:
+        name: the collective's.
+        done: whether :meth:`wait` would return at once.
+
+    Example:
+        >>> import torch, ltx
+        >>> future = ltx.async_(ltx.psum)(torch.tensor(3.0))
+        >>> future.wait(), future.done
+        (tensor(3.), True)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        works: Sequence[Pending] = (),
+        finish: Callable[[list[torch.Tensor]], Tree] = lambda results: None,
+        axis_comm: comm.AxisComm | None = None,
+    ):
+        self.name = name
+        self._works, self._finish, self._axis_comm = works, finish, axis_comm
+        self._value: Any = None
+        self._error: LtxError | None = None
+        if axis_comm is None:
+            self._value = finish([])
+        else:  # the axis completes what nobody waits for
+            axis_comm.futures[:] = [*(other for other in axis_comm.futures if not other.done), self]
+            if not self.over:
+                comm.look_after(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once, or raise."""
+        return self._axis_comm is None or all(work.done for work in self._works)
+
+    @property
+    def over(self) -> bool:
+        """Whether it doesn't need :meth:`poll`: nothing goes through shared memory now."""
+        return self._axis_comm is None or not comm.any_transport_busy()
+
+    def poll(self) -> None:
+        """Do this rank's part in shared memory: peers may wait for it while this process is in no wait of ltx."""
+        comm.progress_everywhere()
+
+    def wait(self) -> Tree:
+        """Wait for the result and return it: what the collective itself would have. Again: the same, at once.
+
+        Raises:
+            LtxError: what the collective itself would have raised, which then names it as "async psum", say. Again: the
+                same.
+            AxisError: the axis was closed, and it couldn't be completed.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._axis_comm is not None:
+            try:
+                self._value = self._finish([work.wait() for work in self._works])
+            except LtxError as error:
+                self._over(error)
+                raise
+            self._over(None)
+        return self._value
+
+    def wait_all(self) -> None:
+        """Complete it, because its axis closes now."""
+        try:
+            self.wait()
+        except LtxError as error:
+            self._error = AxisError(
+                f"async {self.name} was under way when its axis was closed, and couldn't be completed: {error} Call "
+                "wait() before that."
+            )
+
+    def _over(self, error: LtxError | None) -> None:
+        assert self._axis_comm is not None
+        self._error = error
+        self._axis_comm.futures[:] = [other for other in self._axis_comm.futures if other is not self]
+        self._axis_comm, self._works, self._finish = None, (), lambda results: None
+
+    def __repr__(self) -> str:
+        return f"<ltx.Future of {self.name}, {'done' if self.done else 'under way'}>"
+
+
+#: The collectives that send one message for each tensor; :func:`one_message` enters them.
+ONE_MESSAGE: list[Callable[..., Any]] = []
+
+
+def one_message(collective: Callable[P, Tree]) -> Callable[P, Tree]:
+    """Mark a collective that :func:`async_` may begin."""
+    ONE_MESSAGE.append(collective)
+    return collective
+
+
+def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
+    """A collective that returns at once: a :class:`ltx.Future` of what it gives.
+
+    It is issued where it is called, like the collective itself, so all ranks must call their collectives in the same
+    order, these among them; a rank may call ``ltx.psum`` where another calls ``ltx.async_(ltx.psum)``. Where and in
+    which order they wait is each rank's own. Tensors are read at the call, so they may change after it.
+
+    Args:
+        collective: psum, pmean, pmax, pmin, psum_to, all_gather, psum_scatter, all_to_all, ppermute, broadcast, gather
+            or scatter.
+
+    Returns:
+        A function with the same arguments. Its future has ``wait()`` and ``done``. On simulated ranks and in a world of
+        one it is done at once.
+
+    Gradient:
+        None: a leaf that requires a gradient, and calls under transforms of torch.func or forward mode, are refused. On
+        simulated ranks ``ltx.vmap`` itself, and ``torch.vmap`` around it, are allowed.
+
+    Raises:
+        UnsupportedError: `collective` is none of these; a leaf requires a gradient; `splits`, and sparse tensors, which
+            take several messages; in compiled graphs, which order their collectives themselves.
+        Else, at the call, what the collective raises before anything is sent; at ``wait()``, what it raises after that.
+
+    Example:
+        >>> import torch, ltx
+        >>> future = ltx.async_(ltx.psum)({"hits": torch.tensor(3)}, axis="data")
+        >>> y = torch.ones(2) * 2  # meanwhile
+        >>> future.wait()
+        {'hits': tensor(3)}
+
+    Source: ``async_op=True`` in torch.distributed; Horovod's ``allreduce_async`` and ``synchronize``.
+    """
+    if not any(collective is known for known in ONE_MESSAGE):
+        name = name_of(collective) if callable(collective) else brief(collective)
+        raise UnsupportedError(
+            f"async_ takes a collective that is one message, got {name}. It must be one of "
+            f"{', '.join(f'ltx.{known.__name__}' for known in ONE_MESSAGE)}."
+        )
+    signature = inspect.signature(collective)
+
+    @functools.wraps(collective)
+    def wrapped(*args: Any, **kwargs: Any) -> Future:
+        if traced.recording():
+            _refuse_trace(collective.__name__)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["axis"] = comm.InBackground(bound.arguments.get("axis"), collective.__name__)
+        future: Future = collective(*bound.args, **bound.kwargs)
+        return future
+
+    return wrapped
+
+
+@traced.at_trace_time
+def _refuse_trace(name: str) -> None:
+    raise UnsupportedError(
+        f"async_: ltx.{name} can't be begun in a compiled graph, which orders its collectives itself. Call ltx.{name} "
+        "itself there."
+    )

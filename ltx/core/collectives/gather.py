@@ -1,0 +1,229 @@
+"""all_gather and psum_scatter, each the other's transpose.
+
+    all_gather:    y_r = [x_0, ..., x_{n-1}] along dim     transpose:  x̄_r = (sum_s ȳ_s)[r]
+    psum_scatter:  y_r = (sum_s x_s)[r] along dim          transpose:  x̄_r = [ȳ_0, ..., ȳ_{n-1}]
+
+With ``tiled`` the ranks' parts lie one after another on an existing dimension instead of on a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from ltx.core.base import tree
+from ltx.core.base.arguments import checked
+from ltx.core.base.errors import AxisError
+from ltx.core.collectives.calls import GradScale, collective, grouped, scale_gradient, tensors_of
+from ltx.core.collectives.futures import one_message
+from ltx.core.collectives.in_step import in_step
+from ltx.core.collectives.linear import Rule, Static, add_rule
+from ltx.core.collectives.psum import countable
+from ltx.core.collectives.uneven import all_gather_uneven, is_even, psum_scatter_uneven
+from ltx.core.comm.group_collectives import as_it_is
+from ltx.typing import Tree
+
+
+def spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
+    """(n, *shape) with the first dimension moved to where `static` = (dim, tiled) wants it."""
+    dim, tiled = static
+    moved = gathered.movedim(0, dim)
+    return moved.flatten(dim, dim + 1) if tiled else moved
+
+
+def split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
+    """Inverse of :func:`spread`."""
+    dim, tiled = static
+    return (x.unflatten(dim, (n, x.shape[dim] // n)) if tiled else x).movedim(dim, 0)
+
+
+def one_more_dim(static: Static) -> Static:
+    """`static` = (dim, tiled) for a tensor with one more dimension in front."""
+    dim, tiled = static
+    return (dim + 1, tiled)
+
+
+add_rule(
+    Rule(
+        name="all_gather",
+        operation="all_gather",
+        after=lambda result, rank, n, static: spread(result, static),
+        stacked=lambda xs, n, static: (spread(xs, static).clone(), False),
+        alone=lambda x, static: spread(x.unsqueeze(0), static),
+        transpose=lambda shape, static: ("psum_scatter", static),
+        batched=one_more_dim,
+    )
+)
+
+add_rule(
+    Rule(
+        name="psum_scatter",
+        operation="psum_scatter",
+        before=lambda x, n, static: split(x, n, static).contiguous(),
+        stacked=lambda xs, n, static: (split(xs.sum(0, dtype=xs.dtype), n, static), True),
+        alone=lambda x, static: split(x, 1, static).squeeze(0),
+        transpose=lambda shape, static: ("all_gather", static),
+        batched=one_more_dim,
+    )
+)
+
+
+@one_message
+@in_step
+@checked("dim", "tiled", "sync_grads", "splits", "axis_index_groups")
+def all_gather(
+    value: Tree,
+    axis: Any = None,
+    *,
+    dim: int = 0,
+    tiled: bool = False,
+    sync_grads: bool = True,
+    splits: Sequence[int] | Literal["infer"] | None = None,
+    grad_scale: GradScale = "sum",
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+) -> Tree:
+    """Every rank's tensor, on every rank.
+
+    Args:
+        value: tree of tensors, the same structure, shapes and dtypes on every rank.
+        axis: as in :func:`ltx.psum`.
+        dim: where the ranks lie: a new dimension of size n, or with `tiled` the existing one along which the parts are
+            concatenated.
+        tiled: concatenate instead of stack. 0-dim tensors can only be stacked.
+        sync_grads: False cuts the gradient: the result counts as a constant (Lightning's ``sync_grads``).
+        splits: with `tiled`, the length of each rank's part along `dim`, where they differ: the same list on every
+            rank, between processes. "infer": ranks tell each other their lengths, at every call, in one small message
+            for all leaves, whose lengths may differ; simulated ranks have equal ones. All ranks must say so. For shapes
+            that differ in other dimensions see :func:`gather_all_tensors`.
+        grad_scale: "mean" divides the gradient by n, as Horovod does.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes: ranks gather in their own group, in its order.
+
+    Returns:
+        What each rank sees: the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``, also if n is 1.
+
+    Gradient:
+        psum_scatter(ȳ): each rank gets the sum over ranks of the cotangents of its own part.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or `dim` is out of range.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`; also, on every rank, if a tensor doesn't fit its `splits`.
+
+    Example:
+        >>> import torch, ltx
+        >>> gathered = ltx.vmap(ltx.all_gather)(torch.tensor([1.0, 2.0]))
+        >>> gathered[0], gathered[1]
+        (tensor([1., 2.]), tensor([1., 2.]))
+    """
+    axis = grouped(axis, axis_index_groups, equal="all_gather")
+    scaled = scale_gradient(tensors_of(value, axis), axis, grad_scale, lambda n: 1 / n)
+    if splits is not None and not tiled:
+        raise AxisError("all_gather: parts of unequal lengths can only be concatenated: splits= needs tiled=True.")
+    if splits is not None and not is_even(splits, axis):
+        gathered = all_gather_uneven(scaled, axis, dim, splits)
+        return gathered if sync_grads else tree.map(torch.Tensor.detach, gathered)
+    return collective(
+        "all_gather",
+        scaled,
+        axis,
+        lambda x, n: place_of("all_gather", x, dim, tiled, new_dim=not tiled),
+        as_it_is if sync_grads else torch.Tensor.detach,
+    )
+
+
+@one_message
+@in_step
+@checked("dim", "tiled", "splits", "axis_index_groups")
+def psum_scatter(
+    value: Tree,
+    axis: Any = None,
+    *,
+    dim: int = 0,
+    tiled: bool = False,
+    splits: Sequence[int] | Literal["infer"] | None = None,
+    grad_scale: GradScale = "sum",
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+) -> Tree:
+    """This rank's part of the sum over ranks.
+
+    Args:
+        value: tree of tensors. Without `tiled`, ``shape[dim]`` must be the axis' size n, and part r is entry r; with
+            it, ``shape[dim]`` must be a multiple of n, and part r is the r-th of n equal chunks.
+            Booleans count as int64.
+        axis: as in :func:`ltx.psum`.
+        dim: the dimension that is split.
+        tiled: split a dimension into chunks instead of taking it away.
+        splits: with `tiled`, the length of each rank's part, the same list on every rank, where they differ. "infer":
+            parts as equal as can be, the first ones longer by one. Only between processes, but that simulated ranks
+            take "infer" where all parts are equal.
+        grad_scale: "mean" multiplies the gradient by n, as Horovod's reducescatter of sums does.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: part r is that of the r-th rank of the group.
+
+    Returns:
+        What each rank sees: its own part, without dimension `dim` or with it n times smaller.
+
+    Gradient:
+        all_gather(ȳ).
+
+    Raises:
+        AxisError: `axis` isn't in scope, or the dimension can't be split among its ranks.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`; also, on every rank, if a tensor doesn't fit its `splits`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.psum_scatter)(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([4., 6.])
+    """
+
+    axis = grouped(axis, axis_index_groups, equal="psum_scatter")
+    scaled = scale_gradient(countable(tensors_of(value, axis)), axis, grad_scale, lambda n: n)
+    if splits is not None and not tiled:
+        raise AxisError("psum_scatter: parts of unequal lengths: splits= needs tiled=True.")
+    if splits is not None and not is_even(splits, axis):
+        return psum_scatter_uneven(scaled, axis, dim, splits)
+    return collective(
+        "psum_scatter",
+        scaled,
+        axis,
+        lambda x, n: place_of("psum_scatter", x, dim, tiled, new_dim=False, parts=n),
+    )
+
+
+def place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool, parts: int | None = None) -> Static:
+    """(dim, tiled) of a collective on `x`, which is split into that many `parts`, if any.
+
+    Raises:
+        AxisError: x has no such dimension, or it can't be split so.
+    """
+    ndim = x.ndim + new_dim
+    if not -ndim <= dim < ndim:
+        hint = " Stack 0-dim tensors with tiled=False." if x.ndim == 0 and tiled else ""
+        raise AxisError(f"{name}: dim={dim} is out of range for a tensor of shape {list(x.shape)}.{hint}")
+    if parts is not None and (x.shape[dim] % parts != 0 if tiled else x.shape[dim] != parts):
+        wanted = f"a multiple of {parts}" if tiled else str(parts)
+        raise AxisError(
+            f"{name} over {parts} ranks: dimension {dim} of a tensor of shape {list(x.shape)} must be {wanted}, "
+            f"got {x.shape[dim]}. Pad it, or split another dimension."
+        )
+    return (dim % ndim, int(tiled))
+
+
+class AllGatherGrad:
+    """``AllGatherGrad.apply(tensor, group=None)``: :func:`all_gather` under the name that Lightning's users know.
+
+    The result has shape ``(n, *shape)``; its gradient is the sum over ranks of the cotangents of this rank's part.
+    Unlike Lightning's it works on subgroups and non-contiguous tensors, under every ``torch.func`` transform, and its
+    backward pass sends half of the bytes (a reduce-scatter rather than an all-reduce of everything).
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.AllGatherGrad.apply(torch.tensor([1.0, 2.0])).shape  # a world of one
+        torch.Size([1, 2])
+    """
+
+    @staticmethod
+    def apply(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+        """Gather `tensor` from the ranks of `group` (an axis in any form; None as in :func:`ltx.psum`)."""
+        gathered: torch.Tensor = all_gather(tensor, group)
+        return gathered

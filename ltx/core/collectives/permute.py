@@ -1,0 +1,244 @@
+"""all_to_all and ppermute: every rank's parts go to other ranks.
+
+all_to_all:  y_r = [(x_0)_r, ..., (x_{n-1})_r]    transpose:  all_to_all with the two dimensions exchanged
+ppermute:    y_dst = x_src, 0 without a source    transpose:  ppermute with the pairs turned round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief, checked, is_whole, shown
+from ltx.core.base.errors import AxisError
+from ltx.core.collectives.calls import collective, grouped, tensors_of
+from ltx.core.collectives.futures import one_message
+from ltx.core.collectives.in_step import in_step
+from ltx.core.collectives.linear import Rule, Static, add_rule
+from ltx.core.collectives.psum import axis_size
+from ltx.core.collectives.uneven import all_to_all_uneven, is_even
+from ltx.core.comm.bits import view_as
+from ltx.core.comm.group_collectives import as_it_is
+from ltx.typing import Tree
+
+
+def _cut(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+    """n equal chunks of dimension `dim`, on a new dimension in front."""
+    chunks: torch.Tensor = x.unflatten(dim, (n, x.shape[dim] // n))
+    return chunks.movedim(dim, 0)
+
+
+def _join(chunks: torch.Tensor, dim: int) -> torch.Tensor:
+    """Inverse of :func:`_cut`."""
+    return chunks.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
+    split, concat = static
+    chunks = _cut(xs, n, split + 1)  # (destination, source, *chunk)
+    # One copy, laid out so that joining is a view.
+    laid_out = chunks.movedim(1, concat + 1).clone(memory_format=torch.contiguous_format)
+    return laid_out.flatten(concat + 1, concat + 2), True
+
+
+add_rule(
+    Rule(
+        name="all_to_all",
+        operation="all_to_all",
+        before=lambda x, n, static: _cut(x, n, static[0]).contiguous(),
+        after=lambda result, rank, n, static: _join(result, static[1]),
+        stacked=_exchanged,
+        transpose=lambda shape, static: ("all_to_all", (static[1], static[0])),
+        batched=lambda static: (static[0] + 1, static[1] + 1),
+    )
+)
+
+
+def _moved(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
+    source_of = dict(zip(static[1::2], static[::2], strict=True))
+    moved = xs[torch.tensor([source_of.get(r, 0) for r in range(n)], device=xs.device)]
+    without = [r for r in range(n) if r not in source_of]
+    if not without:
+        return moved, True
+    if xs.dtype.itemsize == 1 and xs.is_floating_point():  # which index_fill doesn't know; zeros are zeros
+        return view_as(_moved(view_as(xs, torch.uint8), n, static)[0], xs.dtype), True
+    return moved.index_fill(0, torch.tensor(without, device=xs.device), 0), True
+
+
+def _turned_round(static: Static) -> Static:
+    return tuple(rank for pair in zip(static[1::2], static[::2], strict=True) for rank in pair)
+
+
+add_rule(
+    Rule(
+        name="ppermute",
+        operation="ppermute",
+        stacked=_moved,
+        alone=lambda x, static: x if static else torch.zeros_like(x),
+        transpose=lambda shape, static: ("ppermute", _turned_round(static)),
+        arguments=lambda static: static,
+    )
+)
+
+
+@one_message
+@in_step
+@checked("split_dim", "concat_dim", "tiled", "splits", "axis_index_groups")
+def all_to_all(
+    value: Tree,
+    split_dim: int,
+    concat_dim: int,
+    axis: Any = None,
+    *,
+    tiled: bool = True,
+    splits: Sequence[int] | Literal["infer"] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+) -> Tree:
+    """Exchange parts: each rank's chunk r of dimension `split_dim` goes to rank r.
+
+    Args:
+        value: tree of tensors; ``shape[split_dim]`` must be a multiple of the axis' size n.
+        split_dim: the dimension that is cut into n equal chunks.
+        concat_dim: the dimension along which the n chunks that arrive are concatenated, in the order of their sources.
+        axis: as in :func:`ltx.psum`.
+        tiled: False as in ``jax.lax.all_to_all``'s default: ``shape[split_dim]`` is n, that dimension goes away, and a
+            new one of size n, by source, comes in at `concat_dim` of what is left.
+        splits: the lengths of the n chunks, which may differ from one another and from rank to rank; they add up to
+            ``shape[split_dim]``. Ranks tell each other their splits at every call. Only between processes, and not in
+            compiled graphs. "infer": chunks as equal as can be, the first ones longer by one, where ranks may have
+            unequal ``shape[split_dim]``; simulated ranks take it if it is a multiple of n.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: chunk r goes to the r-th rank of the group.
+
+    Returns:
+        What each rank sees: a tree of new tensors with ``split_dim`` n times shorter and ``concat_dim`` n times longer.
+        With `splits`: a pair of that and the lengths of what came from each rank, a tuple of ints.
+
+    Gradient:
+        all_to_all(ȳ, concat_dim, split_dim); with `splits` the parts go back where they came from.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or a dimension doesn't fit.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`; also, on every rank, if a tensor doesn't fit its `splits`.
+
+    Example:
+        >>> import torch, ltx
+        >>> x = torch.tensor([[1, 2], [3, 4]])  # row r is rank r's
+        >>> ltx.vmap(lambda x: ltx.all_to_all(x, 0, 0))(x)
+        tensor([[1, 3],
+                [2, 4]])
+
+    Source: ``jax.lax.all_to_all``, whose `tiled` is False by default; Horovod's ``alltoall`` for `splits`.
+    """
+    axis = grouped(axis, axis_index_groups, equal="all_to_all")
+    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    if not tiled:
+        if splits is not None:
+            raise AxisError("all_to_all: splits= are lengths of parts that are concatenated, so they need tiled=True.")
+        value = _in_front(tensors_of(value, axis), split_dim, concat_dim, axis_size(axis))
+        then = partial(torch.movedim, source=0, destination=concat_dim)
+        split_dim = concat_dim = 0
+    even = is_even(splits, axis)
+    if splits is not None and not even:
+        return all_to_all_uneven(value, split_dim, concat_dim, axis, splits)
+
+    def static(x: torch.Tensor, n: int) -> Static:
+        _check_dims(x, split_dim, concat_dim)
+        if x.shape[split_dim] % n:
+            raise AxisError(
+                f"all_to_all over {n} ranks: dimension {split_dim} of a tensor of shape {list(x.shape)} must be a "
+                f'multiple of {n}, got {x.shape[split_dim]}. Pad it, or give splits= or splits="infer".'
+            )
+        return (split_dim % x.ndim, concat_dim % x.ndim)
+
+    exchanged = collective("all_to_all", value, axis, static, then)
+    if not even:
+        return exchanged
+    n = axis_size(axis)
+    lengths = [x.shape[split_dim] // n for x in tree.flatten(value)[0]]
+    if len(set(lengths)) > 1:
+        raise AxisError(f"all_to_all: the leaves' chunks have lengths {lengths}, and splits= are those of all of them.")
+    return exchanged, (*lengths[:1],) * n
+
+
+def _check_dims(x: torch.Tensor, split_dim: int, concat_dim: int) -> None:
+    for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
+        if not -x.ndim <= dim < x.ndim:
+            raise AxisError(f"all_to_all: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
+
+
+def _in_front(value: Tree, split_dim: int, concat_dim: int, n: int) -> Tree:
+    """`value`, whose slices along `split_dim` are for the n ranks, with that dimension in front."""
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x  # collective says so
+        _check_dims(x, split_dim, concat_dim)
+        if x.shape[split_dim] != n:
+            raise AxisError(
+                f"all_to_all over {n} ranks with tiled=False: dimension {split_dim} of a tensor of shape "
+                f"{list(x.shape)} must be {n}, got {x.shape[split_dim]}. tiled=True takes multiples of {n}."
+            )
+        return x.movedim(split_dim, 0)
+
+    return tree.map(moved, value)
+
+
+_NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
+
+
+@one_message
+@in_step
+@checked()
+def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
+    """Send each rank's tensor to at most one other.
+
+    Args:
+        value: tree of tensors, the same structure, shapes and dtypes on every rank.
+        perm: pairs (source, destination) of indices on the axis (not ranks of the world), the same on every rank: a
+            list, an array of two columns, or another iterable such as ``zip(sources, destinations)``. No rank may
+            occur twice as a source, or twice as a destination.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: the tree of the rank that it is the destination of; zeros if it is nobody's.
+
+    Gradient:
+        ppermute(ȳ) with the pairs turned round.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or `perm` isn't such a list.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.ppermute(x, [(0, 1), (1, 2)]))(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([0., 1., 2.])
+
+    Source: ``jax.lax.ppermute``.
+    """
+    listed: list[Any] = list(perm) if isinstance(perm, Iterable) and not isinstance(perm, _NO_PAIRS) else [None]
+    if not all(isinstance(pair, Iterable) and not isinstance(pair, _NO_PAIRS) for pair in listed):
+        hint = " Give perm.items()." if isinstance(perm, Mapping) else ""
+        hint = " Give perm.tolist()." if isinstance(perm, torch.Tensor) else hint
+        hint = " Write ppermute(value, perm, axis)." if isinstance(perm, str) else hint
+        raise AxisError(f"ppermute: perm must be a list of pairs (source, destination), got {shown(perm)}.{hint}")
+    pairs = [tuple(int(rank) if is_whole(rank) else rank for rank in pair) for pair in listed]
+
+    def static(x: torch.Tensor, n: int) -> Static:
+        for pair in pairs:
+            if len(pair) != 2 or not all(isinstance(rank, int) and 0 <= rank < n for rank in pair):
+                raise AxisError(
+                    f"ppermute: perm holds {brief(pair)}, not a (source, destination) of ranks 0 to {n - 1}. They "
+                    "count on the axis, not in the world."
+                )
+        for what, place in (("source", 0), ("destination", 1)):
+            ranks = [pair[place] for pair in pairs]
+            if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+                raise AxisError(f"ppermute: rank {twice[0]} is the {what} of more than one pair in {pairs}.")
+        return tuple(rank for pair in sorted(pairs) for rank in pair)
+
+    return collective("ppermute", value, axis, static)

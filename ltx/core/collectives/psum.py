@@ -1,0 +1,308 @@
+"""psum, pmean and pvary: sums over ranks.
+
+    psum:   y_r = sum_s x_s        transpose:  x̄_r = sum_s ȳ_s      (psum)
+    pmean:  y_r = sum_s x_s / n    transpose:  x̄_r = sum_s ȳ_s / n
+    pvary:  y_r = x_r              transpose:  x̄_r = sum_s ȳ_s      (psum)
+
+pvary is the identity on a value that is the same on every rank and from here on counts as each rank's own: its
+gradient is the sum over all ranks' copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import brief, checked
+from ltx.core.base.errors import InputError, TreeError, UnsupportedError
+from ltx.core.collectives.calls import (
+    check_sums,
+    collective,
+    grouped,
+    prepare_trace,
+    refuse_background,
+    refuse_leaves,
+    tensors_of,
+    traced_size,
+)
+from ltx.core.collectives.futures import one_message
+from ltx.core.collectives.in_step import in_step
+from ltx.core.collectives.linear import Rule, add_rule, apply, key_of
+from ltx.core.collectives.uneven import padded, told
+from ltx.core.comm.group_collectives import as_it_is
+from ltx.typing import Tree
+
+add_rule(
+    Rule(
+        name="psum",
+        operation="psum",
+        before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
+        stacked=lambda xs, n, static: (xs.sum(0, dtype=xs.dtype), False),
+        transpose=lambda shape, static: ("psum", ()),
+    )
+)
+
+add_rule(
+    Rule(
+        name="pvary",
+        operation=None,
+        before=lambda x, n, static: x,
+        stacked=lambda xs, n, static: (xs, True),
+        transpose=lambda shape, static: ("psum", ()),
+    )
+)
+
+
+@one_message
+@in_step
+@checked("axis_index_groups", "prescale", "postscale")
+def psum(
+    value: Tree,
+    axis: Any = None,
+    *,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    prescale: float | torch.Tensor = 1,
+    postscale: float | torch.Tensor = 1,
+) -> Tree:
+    """The sum over ranks of every tensor of a tree.
+
+    Args:
+        value: tree of tensors, the same structure, shapes and dtypes on every rank; any strides. Numbers and NumPy's
+            arrays count as tensors, so ``ltx.psum(1)`` is the number of ranks. Booleans count as int64; uint16, uint32,
+            uint64 and float8 have no sums, here as in torch. Sparse COO tensors may have their entries at other places
+            on each rank; their sum is a coalesced COO tensor again, which moves the entries alone.
+        axis: name, ``ltx.Axis``, ProcessGroup, or DeviceMesh such as ``mesh["data"]``, by whose dimension's name it is
+            found from then on. A tuple or list of names, as ``("node", "data")``, is one axis of all their ranks, the
+            first name the outermost, and ``()`` each rank alone; psum, pmean, pmax and pmin take simulated ones among
+            those of processes. So is a mesh of several dimensions, ``mesh["node", "data"]``. None is the axis in scope:
+            of several with different names there is none, even if some have size 1, so that a program means the same
+            everywhere. Two exceptions: the simulated axes inside a world of one process, and the innermost of nested
+            ones of one name.
+        axis_index_groups: lists of indices on the axis, in which each occurs once: every rank gets the sum over its
+            own list. The same on every rank. Lists may be of unequal lengths. Between processes the ranks compare new
+            lists and open a communicator for each, which the world's end closes.
+        prescale, postscale: numbers or 0-dim tensors that multiply this rank's tensors before they are added up, and
+            the sums after that. Ranks may give different ones. Integers take whole numbers alone; to scale them by
+            others, cast them first.
+
+    Returns:
+        What each rank sees: the same tree of new tensors with the sums, shapes and dtypes as given.
+
+    Gradient:
+        The sum over ranks of the cotangents: psum(ȳ); prescale · psum(postscale · ȳ). Factors that are tensors have
+        theirs too.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or is None where several are; or an index is in none of the groups, or in two.
+        TreeError: a leaf is neither a tensor nor a number; or it is an integer tensor, and a factor isn't whole.
+        InputError: a factor is a tensor that isn't 0-dim.
+        UnsupportedError: its dtype has no sums.
+        RankMismatchError: ranks' structures, shapes or dtypes differ; on all ranks, before anything is sent.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.psum)(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([[4., 6.],
+                [4., 6.]])
+
+        >>> ltx.vmap(lambda x: ltx.psum(x, prescale=0.5))(torch.tensor([1.0, 2.0]))
+        tensor([1.5000, 1.5000])
+
+    Source: ``jax.lax.psum`` under ``vmap``, ``pmap`` and ``shard_map(check_vma=False)``: the transpose is that of the
+    global linear map. (Default ``shard_map`` counts a loss that is the same on all ranks once, ltx once a rank.)
+    `prescale` and `postscale` are Horovod's ``prescale_factor`` and ``postscale_factor``.
+    """
+    *others, axis = comm.kinds_of(grouped(axis, axis_index_groups))
+    for other in others:
+        value, prescale = psum(value, other, prescale=prescale), 1
+    value = countable(tensors_of(value, axis))
+    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    if not (_is_one(prescale) and _is_one(postscale)):
+        before, after = _factor(value, prescale, "prescale"), _factor(value, postscale, "postscale")
+        value, then = tree.map(lambda x: _times(x, before), value), lambda total: _times(total, after)
+    if not traced.recording() and any(map(is_sparse, tree.flatten(value)[0])):
+        refuse_background("psum of sparse tensors", axis)
+        tree.check_leaves(tree.flatten(value)[0], value, "psum: its argument")
+        sparse, dense = split_sparse(value)
+        totals = tree.map(then, psum_sparse("psum", value, sparse, axis))
+        return tree.filled(totals, collective("psum", dense, axis, lambda x, n: (), then))
+    return collective("psum", value, axis, lambda x, n: (), then)
+
+
+def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | torch.Tensor:
+    """`factor`, the argument `name` of psum, once it is known to be one for `value`; an int if it is whole."""
+    if isinstance(factor, torch.Tensor):
+        said = tree.describe(factor)
+        whole = not (factor.is_floating_point() or factor.is_complex())
+        if factor.ndim != 0:
+            raise InputError(f"psum: {name} must be a number or a 0-dim tensor, got {said}. Sum it.")
+    elif _is_one(factor):
+        return 1
+    elif isinstance(factor, int) and not abs(factor) < 2**63:
+        raise InputError(f"psum: {name}={brief(factor)} doesn't fit into 64 bits.")
+    else:
+        said, whole = f"{factor:g}", float(factor).is_integer() and abs(factor) < 2**63
+        factor = int(factor) if whole else factor
+    leaves = tree.flatten(value)[0]
+    if not traced.recording():
+        tree.check_leaves(leaves, value, "psum: its argument")
+        check_sums("psum", leaves, value)
+    if not whole:
+        why = f"and {name}={said} isn't a whole number. Cast the leaf to a floating dtype."
+        refuse_leaves("psum", leaves, value, lambda x: not (x.is_floating_point() or x.is_complex()), why, TreeError)
+    return factor
+
+
+def _times(x: Any, factor: float | torch.Tensor) -> Any:
+    """A tensor times a factor, in its own dtype."""
+    return x if _is_one(factor) else (x * factor).to(x.dtype)
+
+
+def _is_one(factor: float | torch.Tensor) -> bool:
+    return not isinstance(factor, torch.Tensor) and factor == 1
+
+
+@one_message
+@in_step
+@checked("axis_index_groups")
+def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
+    """The mean over ranks of every tensor of a tree; integers give floats.
+
+    Arguments, errors and what each rank sees are those of :func:`psum`. Integer and boolean tensors give the default
+    float dtype; they are added up in int64, in which the sums of narrow ones fit.
+
+    Gradient:
+        The mean over ranks of the cotangents: psum(ȳ) / n.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.pmean)(torch.tensor([1, 2]))
+        tensor([1.5000, 1.5000])
+    """
+    *others, axis = comm.kinds_of(grouped(axis, axis_index_groups))
+    for other in others:
+        value = pmean(value, other)
+    n = _count(axis, axis_index_groups)
+    value = countable(tensors_of(value, axis), NARROW)
+    if not traced.recording() and any(map(is_sparse, tree.flatten(value)[0])):
+        return tree.map(lambda total: total / n, psum(value, axis))
+    return collective("psum", value, axis, lambda x, n: (), lambda total: total / n)
+
+
+def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Tensor:
+    """The number of ranks: a tensor where it differs between simulated ranks."""
+    unequal = groups is not None and len({len(group) for group in groups}) > 1
+    if unequal and (traced.recording() or comm.resolve(axis).simulated):
+        ranks: torch.Tensor = psum(torch.ones((), dtype=torch.int64), axis)
+        return ranks
+    return axis_size(axis)
+
+
+@checked()
+def pvary(value: Tree, axis: Any = None) -> Tree:
+    """Mark a value that is the same on every rank as each rank's own: identity, whose gradient is summed over ranks.
+
+    Args, errors: as :func:`psum`. Nothing is sent in the forward direction, and equality isn't checked.
+
+    Gradient:
+        psum(ȳ).
+
+    Example:
+        >>> import torch, ltx
+        >>> def loss(w, x):
+        ...     return (ltx.pvary(w) * x).sum()
+        >>> w, x = torch.tensor(2.0), torch.tensor([1.0, 3.0])
+        >>> ltx.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)  # each rank has the gradient of the sum
+        tensor([4., 4.])
+
+    Source: ``jax.lax.pcast(..., to="varying")`` under ``shard_map``, formerly ``pvary``;
+    the f operator of Megatron-LM (arXiv:1909.08053, section 3).
+    """
+    return collective("pvary", value, axis, lambda x, n: ())
+
+
+@checked()
+def axis_size(axis: Any = None) -> int:
+    """The number of ranks on an axis, a Python int.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.axis_size()
+        1
+        >>> ltx.vmap(lambda x: x / ltx.axis_size())(torch.ones(4))
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
+    """
+    if traced.recording():
+        return traced_size(prepare_trace(axis))
+    return math.prod(comm.resolve(part).size for part in comm.kinds_of(axis))
+
+
+#: The dtypes whose sums over ranks may not fit where the mean does.
+NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+def countable(value: Tree, dtypes: Sequence[torch.dtype] = (torch.bool,)) -> Tree:
+    """Tensors of `dtypes` as int64: booleans by torch.sum's rule, as backends differ in their sums of them."""
+    return tree.map(lambda x: x.long() if isinstance(x, torch.Tensor) and x.dtype in dtypes else x, value)
+
+
+def is_sparse(x: Any) -> bool:
+    """Whether `x` is a tensor of torch's COO layout, as gradients of sparse embeddings are."""
+    return isinstance(x, torch.Tensor) and x.layout is torch.sparse_coo
+
+
+def split_sparse(value: Tree) -> tuple[Tree, Tree]:
+    """`value` with None for its dense leaves, and with None for its sparse ones."""
+    leaves, spec = tree.flatten(value)
+    sparse = [is_sparse(x) for x in leaves]
+    parts = [[x if of is kind else None for x, of in zip(leaves, sparse, strict=True)] for kind in (True, False)]
+    return tree.unflatten(spec, parts[0]), tree.unflatten(spec, parts[1])
+
+
+# Numbers in a message that goes ahead of sparse tensors: what ranks' trees are, and how many entries some leaves have.
+_HEADER = 32
+
+
+def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
+    """The sums over ranks of the COO tensors of `value`, coalesced; each rank may have entries at other places.
+
+    Moves n - 1 times this rank's entries, so it pays as long as few of them are set. Differentiable with respect to
+    the values. Ranks compare the tree `whole`, that `name` was called with, at each call: by one number of the message
+    that says how many entries there are.
+    """
+    found = comm.resolve(axis)
+    if found.simulated or torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            f"{name} of a sparse tensor works outside of torch.func transforms; use x.to_dense() there."
+        )
+    leaves, spec = tree.flatten(value)
+    mine = [x.coalesce() for x in leaves]
+    signature = comm.Signature.of(name, tree.leaf_paths(whole), tree.flatten(whole)[0])
+    rows: list[list[int]] = [[] for _ in range(found.size)]
+    for start in range(0, len(mine), _HEADER - 1):
+        counts = [x.values().shape[0] for x in mine[start : start + _HEADER - 1]]
+        header = [signature.fingerprint, *counts, *[0] * (_HEADER - 1 - len(counts))]
+        said = told(name, header, found, signature)
+        if any(row[0] != header[0] for row in said):
+            found.comm.negotiation.compare(found.comm.user, signature, None)  # raises on every rank
+        for row, more in zip(rows, said, strict=True):
+            row.extend(more[1 : 1 + len(counts)])
+    parts = [part for x in mine for part in (x.indices().T, x.values())]
+    sent = [padded(part, 0, max(row[place // 2] for row in rows)) for place, part in enumerate(parts)]
+    if found.comm is not None:  # which follows from what was told
+        agreed = comm.Agreement(signature, header[0], None)
+        found.comm.agree([key_of("all_gather", x, (0, 0)) for x in sent], agreed)
+    gathered = [
+        torch.cat([part[: row[place // 2]] for part, row in zip(each, rows, strict=True)])
+        for place, each in enumerate(apply("all_gather", (0, 0), found, sent))
+    ]
+    sums = [
+        torch.sparse_coo_tensor(indices.T, values, x.shape, check_invariants=False).coalesce()
+        for x, indices, values in zip(mine, gathered[::2], gathered[1::2], strict=True)
+    ]
+    return tree.unflatten(spec, sums)

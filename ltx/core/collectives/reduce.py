@@ -1,0 +1,262 @@
+"""Reductions made of other collectives: reduce by the operation's name, one decision for all, the weighted mean.
+
+weighted_mean:  m = sum_r w_r x_r / W,   W = sum_r w_r
+                x̄_r = w_r / W · sum_s ȳ_s,   w̄_r = <x_r - m, sum_s ȳ_s> / W
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import brief, checked
+from ltx.core.base.errors import AxisError, CollectiveError, InputError, TreeError, WeightError
+from ltx.core.collectives.calls import check_dense, check_sums, refuse_leaves, tensors_of
+from ltx.core.collectives.extremum import pmax, pmin
+from ltx.core.collectives.gather import all_gather
+from ltx.core.collectives.in_step import in_step
+from ltx.core.collectives.psum import NARROW, axis_size, countable, pmean, psum
+from ltx.core.collectives.ranks import axis_index
+from ltx.core.comm.operations import SUMMED
+from ltx.core.ranks.backings import unwrapped
+from ltx.typing import Tree
+
+
+def _gathered(reduced: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tree, Any], Tree]:
+    """What has no collective of its own: `reduced` of what all_gather gives, which is exact for every dtype."""
+    return lambda value, axis: tree.map(reduced, all_gather(value, axis))
+
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_BITWISE = {
+    "band": _gathered(lambda xs: functools.reduce(torch.bitwise_and, xs.unbind(0))),
+    "bor": _gathered(lambda xs: functools.reduce(torch.bitwise_or, xs.unbind(0))),
+    "bxor": _gathered(lambda xs: functools.reduce(torch.bitwise_xor, xs.unbind(0))),
+}
+
+#: op -> (tree, axis) -> the reduction. Of the whole tree, which ranks compare before anything is sent.
+OPS: dict[str, Callable[[Tree, Any], Tree]] = {
+    "sum": psum,
+    "mean": pmean,
+    "avg": pmean,
+    "min": pmin,
+    "max": pmax,
+    "product": _gathered(lambda xs: xs.prod(0, dtype=torch.int64 if xs.dtype is torch.bool else xs.dtype)),
+    **_BITWISE,
+}
+
+
+@in_step
+@checked("keep_dtype")
+def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: bool = False) -> Tree:
+    """Reduce every tensor of a tree over the ranks by the operation called `op`.
+
+    Args:
+        value: a tree; what isn't a tensor passes through.
+        op: "sum", "mean" or "avg", "min", "max", "product", "band", "bor", "bxor", in any case, or a
+            ``torch.distributed.ReduceOp``; None is "sum".
+        axis: as in :func:`ltx.psum`.
+        keep_dtype: a mean of integers in their own dtype, truncated toward zero, as Lightning 2.1 and later and Horovod
+            give it. By default it is a float: averaged counts that are truncated have hidden errors in metrics.
+
+    Returns:
+        What each rank sees: the same tree of new tensors, of the same dtypes, but that means of integers are floats and
+        sums and products of booleans int64.
+
+    Gradient:
+        That of the operation: psum(ȳ) for sums, psum(ȳ) / n for means, shared among those that tie for extrema, the
+        product of the other ranks' values for products. Bitwise operations have none.
+
+    Raises:
+        CollectiveError: an operation that isn't one of these.
+        TreeError: a bitwise operation on floating tensors.
+        UnsupportedError: the dtype has no such reduction (uint16, uint32 and uint64 have the bitwise ones alone).
+        AxisError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.reduce)({"loss": torch.tensor([1.0, 2.0]), "count": torch.tensor([1, 2])})
+        {'loss': tensor([1.5000, 1.5000]), 'count': tensor([1.5000, 1.5000])}
+
+    Source: Lightning's ``Strategy.reduce`` and ``sync_ddp``; all their operations, pure.
+    """
+    name = "sum" if op is None else brief(op, str).removeprefix("RedOpType.").lower()
+    if name not in OPS:
+        raise CollectiveError(
+            f"reduce: op must be one of {', '.join(sorted(OPS))} in any case, or None, got {brief(op)}."
+        )
+
+    leaves, spec = tree.flatten(value)
+    tree.check_open(leaves, value, "reduce", "reduced")
+    known = {*SUMMED, *(_UNSIGNED if name in _BITWISE else ())}
+    if name in _BITWISE:
+        only = f'and {name!r} works on integers and booleans. Cast it, or use "sum", "min", "max" or "product".'
+        refuse_leaves("reduce", leaves, value, lambda x: x.is_floating_point() or x.is_complex(), only, TreeError)
+    refuse_leaves("reduce", leaves, value, lambda x: x.dtype not in known, f"which has no {name}. Cast it.")
+    tensors = tree.unflatten(spec, [x if isinstance(x, torch.Tensor) else None for x in leaves])
+    if OPS[name] is pmean and keep_dtype:
+        mean = functools.partial(_truncated_mean, n=axis_size(axis))
+        reduced = tree.map(mean, psum(countable(tensors, NARROW), axis), tensors)
+    else:
+        reduced = OPS[name](tensors, axis)
+    each = iter(tree.flatten(reduced)[0])
+    return tree.unflatten(spec, [next(each) if isinstance(x, torch.Tensor) else x for x in leaves])
+
+
+def _truncated_mean(total: torch.Tensor, like: torch.Tensor, n: int) -> torch.Tensor:
+    whole = not (like.is_floating_point() or like.is_complex())
+    return torch.div(total, n, rounding_mode="trunc").to(like.dtype) if whole else total / n
+
+
+@in_step
+@checked("decision", "all")
+def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axis: Any = None) -> bool:
+    """One decision for all ranks: whether every rank (or with ``all=False`` any rank) says True.
+
+    Args:
+        decision: this rank's; a bool or a 0-dim tensor.
+        all: every rank must say True; else one is enough.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: the same Python bool.
+
+    Raises:
+        AxisError: `axis` isn't in scope or is one of ``ltx.vmap``.
+
+    Example:
+        >>> import ltx
+        >>> ltx.reduce_boolean_decision(True)  # a world of one
+        True
+
+    Source: Lightning's ``Strategy.reduce_boolean_decision``.
+    """
+    found = comm.resolve(axis)
+    if found.simulated:
+        raise AxisError(
+            f"reduce_boolean_decision has no form under ltx.vmap: the ranks of axis {found.name!r} can't take "
+            'different branches there. Use ltx.reduce(flag, "min") for all, "max" for any, and torch.where.'
+        )
+    if isinstance(decision, torch.Tensor) and (decision.numel() != 1 or decision.is_meta):
+        raise InputError(f"reduce_boolean_decision: a decision is one value, got {tree.describe(decision)}.")
+    said = torch.tensor(bool(decision))  # of the host, for the host
+    return bool((pmin if all else pmax)(said, found))
+
+
+_NOTHING = torch.empty(0)
+
+
+@in_step
+@checked("weight")
+def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -> Tree:
+    """The mean over ranks of every tensor of a tree, in which rank r counts with its weight: sum w_r x_r / sum w_r.
+
+    Args:
+        value: tree of tensors or numbers, the same structure, shapes and dtypes on every rank: this rank's means, say.
+        weight: this rank's weight, a 0-dim tensor or a number, not negative: the number of its samples, say. Where it
+            is 0, the rank's values count for nothing, even if they are NaN or infinite.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: the same tree of new tensors with the means, shapes and dtypes as given; integers and
+        booleans give the default float dtype. Sums are taken in float32 at least, all of them in one psum.
+
+    Gradient:
+        That of the formula, with respect to both, to any order: ``w_r / W * psum(ȳ)`` for the value, which is exactly 0
+        where the weight is, and ``sum((x_r - m) * psum(ȳ)) / W`` for the weight. A value that is not finite where the
+        weight is 0 counts as 0 in the latter. What lies before the value may still make NaN of a gradient of 0 (the
+        derivative of ``sqrt`` at 0 times 0 is NaN): there give it harmless inputs.
+
+    Raises:
+        WeightError: on every rank, if the weights add up to 0 or one is negative; on the rank alone, if its weight
+            isn't 0-dim. In a compiled graph, where values can't be looked at, the result is NaN.
+        AxisError, TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> means, counts = torch.tensor([1.0, 4.0, torch.nan]), torch.tensor([3, 1, 0])
+        >>> ltx.vmap(ltx.weighted_mean)(means, counts)
+        tensor([1.7500, 1.7500, 1.7500])
+    """
+    value = tensors_of(value, axis)
+    leaves, spec = tree.flatten(value)
+    if not traced.recording():
+        tree.check_leaves(leaves, value, "weighted_mean: its value")
+        check_dense("weighted_mean", leaves, value)
+        # What has no sums has means: they are taken in floating dtypes.
+        check_sums("weighted_mean", [x if x.dtype not in _UNSIGNED else _NOTHING for x in leaves], value)
+        tree.check_values(leaves, value, "weighted_mean")
+    dtypes = [_sum_dtype(x.dtype) for x in leaves]
+    w = _as_tensor(weight, leaves, dtypes)
+    terms = [_term(x.to(dtype), w.to(x.device, _real(dtype))) for x, dtype in zip(leaves, dtypes, strict=True)]
+    # The number of negative weights travels with their sum, so that all ranks raise or none. Added, not stacked: where
+    # one has no tangent, torch 2.13 stacks one without memory for it, which what Inductor compiles reads (SIGSEGV).
+    negatives = (w < 0).to(w.dtype)
+    counted = torch.nn.functional.pad(w.unsqueeze(0), (0, 1)) + torch.nn.functional.pad(negatives.unsqueeze(0), (1, 0))
+    sums = psum({"value": tree.unflatten(spec, terms), "weight": counted}, axis)
+    whole, negative = sums["weight"].unbind()
+    if not traced.recording():
+        _check(w, whole, negative, axis)
+    whole = torch.where(negative > 0, torch.nan, whole)
+    means = [
+        (total / whole.to(total.device, _real(total.dtype))).to(_mean_dtype(x.dtype))
+        for x, total in zip(leaves, tree.flatten(sums["value"])[0], strict=True)
+    ]
+    return tree.unflatten(spec, means)
+
+
+def _mean_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_floating_point or dtype.is_complex else torch.get_default_dtype()
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    # In float16 the sum of 4000 tokens' losses overflows.
+    return torch.promote_types(_mean_dtype(dtype), torch.float32)
+
+
+def _real(sum_dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if sum_dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def _as_tensor(weight: torch.Tensor | float, leaves: list[torch.Tensor], dtypes: list[torch.dtype]) -> torch.Tensor:
+    """The weight in the widest dtype of the sums, which is the same on every rank whatever each gave."""
+    wide = torch.float64 if torch.float64 in map(_real, dtypes) else torch.float32
+    if not isinstance(weight, torch.Tensor):
+        return torch.full((), float(weight), dtype=wide, device=leaves[0].device if leaves else None)
+    if weight.ndim != 0:
+        raise WeightError(
+            f"weighted_mean: the weight must be a number or a 0-dim tensor, got shape {list(weight.shape)}. Sum it."
+        )
+    return weight.to(dtype=wide, device=leaves[0].device if leaves else None)
+
+
+def _term(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    nothing = torch.zeros((), dtype=x.dtype, device=x.device)
+    # Finite values stay: the weight's gradient needs them.
+    return torch.where((w == 0) & ~torch.isfinite(x), nothing, x) * w
+
+
+def _check(w: torch.Tensor, whole: torch.Tensor, negative: torch.Tensor, axis: Any) -> None:
+    axis_comm: comm.AxisComm | None = comm.resolve(axis).comm
+
+    def on_host(x: torch.Tensor) -> torch.Tensor:
+        return x if axis_comm is None else axis_comm.read(x, "weighted_mean")
+
+    count = int(on_host(unwrapped(negative).max()))
+    if count:
+        rank, mine = unwrapped(axis_index(axis)), unwrapped(w)
+        here = f"that of rank {rank} is {mine:g}" if mine.ndim == 0 and rank.ndim == 0 else f"they are {mine.tolist()}"
+        raise WeightError(
+            f"weighted_mean: {count} of the {axis_size(axis)} ranks' weights {'is' if count == 1 else 'are'} negative; "
+            f"{here}. Weights count samples: give 0 to a rank whose value is to count for nothing."
+        )
+    if bool(on_host((unwrapped(whole) == 0).any())):
+        raise WeightError(
+            "weighted_mean: the weights of all ranks add up to 0, so there is no mean. Give at least one rank a "
+            "weight, or leave the call out on all of them."
+        )

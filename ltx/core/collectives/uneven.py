@@ -1,0 +1,347 @@
+"""Collectives of unequal shapes: pad to the largest, use the even collective, cut the padding off.
+
+Built of differentiable collectives and views alone, so gradients follow; padding has none. The ranks of
+:func:`ltx.vmap` have equal shapes by their nature, so there is no form for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import shown
+from ltx.core.base.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
+from ltx.core.collectives.calls import check_dense, collective, movable, refuse_background, tensors_of
+from ltx.core.collectives.in_step import in_step
+from ltx.core.collectives.linear import apply, key_of
+from ltx.core.comm.bits import from_bytes
+from ltx.core.ranks.axis import Axis
+from ltx.typing import Tree
+
+# In one order on all ranks, which have the same torch.
+_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+_MOST_DIMS = 32
+_INFERRED = 'all_gather(splits="infer")'
+
+
+@in_step
+def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Tensor]:
+    """Every rank's tensor, whatever their shapes.
+
+    Args:
+        tensor: any shape, number of dimensions and strides, empty ones too; the same dtype on every rank.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: a list of new tensors by rank, each in its own shape.
+
+    Gradient:
+        Each rank gets the sum over ranks of the cotangents of its own tensor.
+
+    Raises:
+        AxisError: `axis` isn't in scope or is one of ``ltx.vmap``.
+        RankMismatchError: ranks' dtypes differ; on all ranks.
+        UnsupportedError: inside a compiled graph, where shapes are fixed.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.gather_all_tensors(torch.tensor([1.0, 2.0]))  # a world of one
+        [tensor([1., 2.])]
+
+    Source: Lightning's ``gather_all_tensors`` (1.7), whose results carry no gradient.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TreeError(f"gather_all_tensors takes one tensor, got {shown(tensor)}. Call it for each leaf of a tree.")
+    tree.check_dense([tensor], tensor, "gather_all_tensors")
+    found = _real(axis, "gather_all_tensors", "Use ltx.all_gather, or ltx.simulate.")
+    shapes = _shapes_of_all(tensor, found)
+    most = max(shape.numel() for shape in shapes)
+    moved = movable("all_gather", tensor)  # bytes, where torch can't pad its dtype
+    width = 1 if moved is tensor else tensor.itemsize
+    flat = torch.nn.functional.pad(moved.reshape(-1), (0, most * width - moved.numel()))
+    (gathered,) = apply("all_gather", (0, 0), found, [flat])
+    rows = [row[: shape.numel() * width] for row, shape in zip(gathered.unbind(0), shapes, strict=True)]
+    # Cloned: elements mustn't lie across their alignment.
+    parts = rows if moved is tensor else [row.clone().view(tensor.dtype) for row in rows]
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> list[torch.Size]:
+    """The ranks' shapes, which they tell each other at every call; raises if their dtypes differ."""
+    if tensor.ndim > _MOST_DIMS:
+        raise UnsupportedError(f"gather_all_tensors: {tree.describe(tensor)} can't be sent; cast or reshape it first.")
+    header = [tensor.ndim, _DTYPES.index(tensor.dtype), *tensor.shape, *(0 for _ in range(_MOST_DIMS - tensor.ndim))]
+    rows = told("gather_all_tensors", header, axis)
+    shapes = [torch.Size(row[2 : 2 + row[0]]) for row in rows]
+    if len({row[1] for row in rows}) > 1:
+        each = "; ".join(
+            f"rank {rank}: {tree.describe(torch.empty(shape, dtype=_DTYPES[row[1]], device='meta'))}"
+            for rank, (row, shape) in enumerate(zip(rows, shapes, strict=True))
+        )
+        raise RankMismatchError(
+            f"axis {axis.name!r}: ranks disagree on gather_all_tensors: {each}. Shapes may differ, dtypes may not: "
+            "cast them to one dtype."
+        )
+    return shapes
+
+
+def told(what: str, numbers: list[int], axis: Axis, call: comm.Signature | None = None) -> list[list[int]]:
+    """Every rank's list of integers, all of one length.
+
+    With the signature of the whole `call`, of which they are a part, it is compared the first time; and it is what
+    peers are told that call something else.
+    """
+    if axis.backing is None:
+        return [numbers]
+    signature = call or comm.Signature(what, (), f"{len(numbers)} lengths")
+    if axis.threads:
+        gathered: list[list[int]] = axis.threads.exchange(signature, numbers)
+        return gathered
+    axis_comm: comm.AxisComm = axis.comm
+    agreed = axis_comm.negotiate(axis_comm.user, (what, "lengths", len(numbers)), lambda: signature)
+    axis_comm.user.advance(replace(agreed, signature=signature))
+    return _exchanged(what, numbers, axis_comm)
+
+
+def _exchanged(what: str, numbers: list[int], axis_comm: comm.AxisComm) -> list[list[int]]:
+    with torch._C._DisableFuncTorch():  # they are sizes, the same under every transform
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        work = axis_comm.user.issue("all_gather", mine, f"{what}: lengths", on_host=True)
+        rows: list[list[int]] = work.wait().tolist()
+    return rows
+
+
+def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
+    """all_gather(tiled=True) of parts whose lengths along `dim` the ranks tell each other, for all leaves at once."""
+    found = _real(axis, _INFERRED, "")
+    value = tensors_of(value, found)
+    leaves, spec = tree.flatten(value)
+    check_dense("all_gather", leaves, value)
+    fit = [-x.ndim <= dim < x.ndim for x in leaves]
+    kinds = [
+        (x.dtype, tuple(-1 if ok and at == dim % x.ndim else length for at, length in enumerate(x.shape)))
+        for x, ok in zip(leaves, fit, strict=True)
+    ]
+    if found.backing is not None:
+        tree.check_values(leaves, value, "all_gather")
+
+    def signature() -> comm.Signature:
+        texts = [f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace("-1", "any") for dtype, shape in kinds]
+        return comm.Signature(_INFERRED, tuple(zip(tree.leaf_paths(value), texts, strict=True)), f"dim={dim}")
+
+    mine = [x.shape[dim] if ok else -1 for x, ok in zip(leaves, fit, strict=True)]
+    rows = [mine]
+    if found.threads:
+        rows = found.threads.exchange(signature(), mine)
+    elif found.comm is not None:
+        axis_comm: comm.AxisComm = found.comm
+        agreed = axis_comm.negotiate(axis_comm.user, (_INFERRED, tree.spec_paths(spec), tuple(kinds), dim), signature)
+        axis_comm.user.advance(agreed)
+    if not all(fit):  # and so it is on every rank, as their numbers of dimensions are the same
+        _dim("all_gather", leaves[fit.index(False)], dim)
+    if found.comm is not None and leaves:
+        rows = _exchanged(_INFERRED, mine, axis_comm)
+    ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
+    lengths = list(zip(*rows, strict=True))
+    sent = [padded(x, at, max(parts)) for x, at, parts in zip(moved, ats, lengths, strict=True)]
+    if found.comm is not None:
+        axis_comm.agree([key_of("all_gather", x, (0, 0)) for x in sent], agreed)  # follows from what was told
+    whole = [
+        torch.cat([part.narrow(at, 0, length) for part, length in zip(gathered, parts, strict=True)], at)
+        for gathered, at, parts in zip(apply("all_gather", (0, 0), found, sent), ats, lengths, strict=True)
+    ]
+    return tree.unflatten(
+        spec, [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, moved, whole, strict=True)]
+    )
+
+
+def _equal_splits(x: Any, dim: int, n: int) -> tuple[int, ...]:
+    """The lengths of n parts of x, as equal as can be, the first ones longer by one.
+
+    Zeros where it has no such dimension, which whoever takes them refuses.
+    """
+    length = x.shape[dim] if isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim else 0
+    return tuple(length // n + (place < length % n) for place in range(n))
+
+
+def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
+    """Whether `splits` are to be inferred on simulated ranks, where they are equal."""
+    if splits != "infer" or traced.recording():
+        return False
+    refuse_background('splits="infer"', axis)
+    return comm.resolve(axis).simulated is not None
+
+
+def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
+    """all_gather(tiled=True) of parts whose lengths along `dim` are `splits`, one a rank."""
+    if isinstance(splits, str):
+        return _all_gather_inferred(value, axis, dim)
+    splits = tuple(splits)
+    found = _real(axis, "all_gather(splits=)", "Leave splits out, or use ltx.simulate.")
+    here = _rank(found)
+
+    def check_part(x: torch.Tensor) -> None:
+        length = x.shape[_dim("all_gather", x, dim)]
+        if length != splits[here]:
+            raise AxisError(
+                f"all_gather: rank {here}'s part has length {length} along dimension {dim}, but splits[{here}] is "
+                f"{splits[here]}."
+            )
+
+    _agree("all_gather", splits, found, _misfit("all_gather", value, splits, found, check_part))
+
+    def joined(x: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+        at = dim % x.ndim
+        return torch.cat([part.narrow(at, 0, length) for part, length in zip(gathered, splits, strict=True)], at)
+
+    even = tree.map(lambda x: padded(x, dim % x.ndim, max(splits)), value)
+    return tree.map(joined, value, collective("all_gather", even, found, lambda x, n: (0, 0)))
+
+
+def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
+    """psum_scatter(tiled=True) into parts whose lengths along `dim` are `splits`, one a rank."""
+    leaves, spec = tree.flatten(value)
+    tree.check_leaves(leaves, value, "psum_scatter: its argument")
+    found = _real(axis, "psum_scatter(splits=)", "Leave splits out, or use ltx.simulate.")
+    given = None if isinstance(splits, str) else tuple(splits)
+    lengths = [_equal_splits(x, dim, found.size) if given is None else given for x in leaves]
+    misfits = [_sum_misfit("psum_scatter", x, dim, each, found) for x, each in zip(leaves, lengths, strict=True)]
+    _agree("psum_scatter", tuple(lengths) if given is None else given, found, next(filter(None, misfits), None))
+    parts = [
+        torch.stack([padded(part, dim % x.ndim, max(each)) for part in x.split(each, dim)])
+        for x, each in zip(leaves, lengths, strict=True)
+    ]
+    sums = tree.flatten(collective("psum_scatter", tree.unflatten(spec, parts), found, lambda x, n: (0, 0)))[0]
+    here = _rank(found)
+    return tree.unflatten(spec, [y.narrow(dim % y.ndim, 0, each[here]) for y, each in zip(sums, lengths, strict=True)])
+
+
+def all_to_all_uneven(
+    value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: Sequence[int] | str
+) -> tuple[Tree, tuple[int, ...]]:
+    """all_to_all of chunks whose lengths along `split_dim` are `splits`; and the lengths of what has come."""
+    if isinstance(splits, str):
+        found = _real(axis, 'all_to_all(splits="infer")', "")
+        splits = _equal_splits(next(iter(tree.flatten(value)[0]), None), split_dim, found.size)
+    else:
+        found, splits = _real(axis, "all_to_all(splits=)", "Leave splits out, or use ltx.simulate."), tuple(splits)
+    table = _table_of_splits(value, split_dim, found, splits)
+    received = tuple(row[_rank(found)] for row in table)
+    most = max(length for row in table for length in row)
+
+    def joined(x: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        at, to = split_dim % x.ndim, concat_dim % x.ndim
+        return torch.cat([chunk.narrow(at, 0, n) for chunk, n in zip(arrived, received, strict=True)], to)
+
+    elsewhere = any(_dim("all_to_all", x, concat_dim) != split_dim % x.ndim for x in tree.flatten(value)[0])
+    if elsewhere and any(len(set(column)) > 1 for column in zip(*table, strict=True)):
+        raise AxisError(
+            f"all_to_all: ranks' splits {table} along dimension {split_dim} give chunks of unequal lengths, which "
+            f"can't be concatenated along dimension {concat_dim}. Use concat_dim={split_dim}."
+        )
+
+    def parts(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([padded(chunk, split_dim % x.ndim, most) for chunk in x.split(splits, split_dim)])
+
+    return tree.map(
+        joined, value, collective("all_to_all", tree.map(parts, value), found, lambda x, n: (0, 0))
+    ), received
+
+
+def _table_of_splits(value: Tree, split_dim: int, axis: Axis, splits: tuple[int, ...]) -> list[list[int]]:
+    """Every rank's splits; if those of one don't fit its tensors, all ranks raise."""
+    misfit = _sum_misfit("all_to_all", value, split_dim, splits, axis)
+    table = told("all_to_all", [-1] * axis.size if misfit else list(splits), axis)
+    if any(-1 in row for row in table):
+        _agree("all_to_all", splits, axis, misfit)  # raises, since they can't all fit
+    return table
+
+
+def _real(axis: Any, what: str, instead: str) -> Axis:
+    if traced.recording():
+        _refuse_trace(what)
+    refuse_background(what, axis)
+    found = comm.resolve(axis)
+    if found.simulated:
+        raise AxisError(f"{what} has no form under ltx.vmap, whose ranks have equal shapes. {instead}")
+    return found
+
+
+@traced.at_trace_time
+def _refuse_trace(what: str) -> None:
+    raise UnsupportedError(
+        f"{what} can't be compiled: what it gives has another shape on each rank, or at each call. Call it outside "
+        "of the compiled function."
+    )
+
+
+def _rank(axis: Axis) -> int:
+    return axis.backing.rank if axis.backing is not None else 0  # type: ignore[union-attr]
+
+
+def _dim(what: str, x: torch.Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise AxisError(f"{what}: dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
+    return dim % x.ndim
+
+
+def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """`x` with zeros behind, up to `length` along `dim`."""
+    return torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 1 - dim), 0, length - x.shape[dim]))
+
+
+def _check_splits(what: str, splits: Sequence[int], n: int) -> None:
+    if len(splits) != n or not all(isinstance(length, int) and length >= 0 for length in splits):
+        raise AxisError(f"{what}: splits must be {n} lengths, one for each rank, got {list(splits)}.")
+
+
+def _misfit(
+    what: str, value: Tree, splits: tuple[int, ...], axis: Axis, check: Callable[[torch.Tensor], None]
+) -> AxisError | None:
+    """What is wrong with this rank's splits, or with its tensors under them; None if they fit."""
+    leaves = tree.flatten(value)[0]
+    tree.check_leaves(leaves, value, f"{what}: its argument")
+    try:
+        _check_splits(what, splits, axis.size)
+        for x in leaves:
+            check(x)
+    except AxisError as error:
+        return error
+    return None
+
+
+def _sum_misfit(what: str, value: Tree, dim: int, splits: tuple[int, ...], axis: Axis) -> AxisError | None:
+    """:func:`_misfit` of tensors that are split along `dim`."""
+    return _misfit(what, value, splits, axis, lambda x: _check_sum(what, splits, x, _dim(what, x, dim)))
+
+
+def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | None) -> None:
+    """Let the ranks compare their splits, and whether these fit: what is sent is padded, so its shape doesn't tell.
+
+    Raises:
+        RankMismatchError: they differ, or those of some ranks don't fit; on every rank.
+        AxisError: those of no rank fit, for the same reason.
+    """
+    signature = comm.Signature(what, (), str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}")
+    if axis.threads:
+        axis.threads.exchange(signature)
+    elif axis.backing is not None:
+        axis_comm: comm.AxisComm = axis.comm
+        # A misfit is told each time: that the peers had it too before doesn't mean that they have it now.
+        key = (what, "splits", splits, axis_comm.user.issued if misfit else None)
+        axis_comm.negotiate_issue(axis_comm.user, key, lambda: signature)
+    if misfit:
+        raise misfit
+
+
+def _check_sum(what: str, splits: Sequence[int], x: torch.Tensor, dim: int) -> None:
+    if sum(splits) != x.shape[dim]:
+        raise AxisError(
+            f"{what}: splits {list(splits)} add up to {sum(splits)}, but dimension {dim} of a tensor of shape "
+            f"{list(x.shape)} has length {x.shape[dim]}."
+        )

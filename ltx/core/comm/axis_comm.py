@@ -1,0 +1,336 @@
+"""The communicator of one axis whose ranks are processes.
+
+It owns the axis' channels, and the signatures that the ranks have compared. All ranks of a group open their
+communicators together, in the same order; ``ltx.shutdown`` closes them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from ltx.core.base.errors import LtxError, PeerLostError, WorldError
+from ltx.core.base.traced import refuse_script
+from ltx.core.comm.backends import CommStream, HostCopy, backends_of, refuse_capture
+from ltx.core.comm.buffer_pool import BufferPool
+from ltx.core.comm.channel import Channel
+from ltx.core.comm.communicator import BUCKETS
+from ltx.core.comm.debug import under_way
+from ltx.core.comm.heartbeat import release_heartbeat
+from ltx.core.comm.negotiation import Negotiation
+from ltx.core.comm.opening import NewGroup, Opening
+from ltx.core.comm.process_groups import abort, drop_groups, open_group, unregister
+from ltx.core.comm.recovery import Recovery, Unread
+from ltx.core.comm.signature import Agreement, ComparedFunctions, Signature
+from ltx.core.comm.store_exchange import StoreExchange
+from ltx.core.comm.transports.shared_memory import SharedMemoryTransport, open_transport
+from ltx.core.ranks.axis import Axis
+from ltx.core.ranks.backings import GroupBacking, Part
+
+_HISTORY = 1024  # collectives in the background that are remembered
+
+
+class AxisComm:
+    """Channels and known signatures of one axis in this process."""
+
+    def __init__(self, name: str | None, group: dist.ProcessGroup | NewGroup, timeout: timedelta, heartbeat_s: float):
+        self.global_ranks = group.ranks if isinstance(group, NewGroup) else dist.get_process_group_ranks(group)
+        self.rank = self.global_ranks.index(dist.get_rank())
+        self.size = len(self.global_ranks)
+        self.timeout = timeout
+        self.timeout_s = timeout.total_seconds()
+        opening = Opening(name, self.global_ranks, heartbeat_s)
+        self.name, self.label = opening.name, opening.label
+        self.heartbeat, self._store = opening.heartbeat, opening.store
+        self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
+        self._transport: SharedMemoryTransport | None = None  # of the user's channel
+        opening.meet(self.store_exchange)
+        if isinstance(group, NewGroup):
+            group = open_group(group.ranks, f"{self.label}/group", group.backend, timeout, self.name)
+        self.group: Any = group  # None once the world is gone
+        self.backends = backends_of(group)
+        self._known: dict[Any, Agreement] = {}
+        self._phases: list[Channel] = []
+        self.closed = False
+        self._pid = os.getpid()
+        self._fork_error: WorldError | None = None  # once this process is a fork of the rank's
+        self.compared = ComparedFunctions()
+        self.network: Any = None  # the ltx.core.comm.Network, once it has been measured
+        self.buffer_pool = BufferPool()  # of the gradients' buckets
+        self._parts: dict[tuple[int, ...], Axis] = {}
+        self.unread: Unread | None = None  # the step summary of the last pass, if the host hasn't read it
+        self.issued_in_graphs = 0  # collectives of the user that may have a part in a backward pass
+        #: Collectives that were begun and not waited for yet (see ltx.core.collectives.futures), oldest first.
+        self.futures: list[Any] = []
+        self.under_way = ""  # what is issued on the bucket channels; errors say it
+        self._left: list[Channel] = []  # the channels of the last aborted pass
+        self.recovery = Recovery(self.store_exchange, self.name, self._fail_channels, self._renew)
+        self.negotiation = Negotiation(self)
+        self._streams: dict[torch.device, CommStream] = {}
+        self._stream_group = self._open_stream_group()
+        self.user = self._open_channel("user", transports=True)
+        self._transport = self.user.transport
+        self.background = self._open_background()
+        self.open_phases(1)
+        self.heartbeat.reports[self.label] = lambda: {channel.address: channel.begun for channel in self.channels}
+        self.heartbeat.deadlocks.counts[self.label] = self.negotiation.counts
+
+    def _open_channel(self, name: str, transports: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
+        address = f"{name}.{generation}" if generation else name
+        host = self.backends.host
+        label, described = f"{self.label}/{address}", f"ltx:{self.name}:{name}"
+        group = open_group(self.global_ranks, label, host, self.timeout, described, in_turn)
+        transport = None
+        # Not if the backend orders tensors on the host by streams, as that of tests/streams does.
+        if transports and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
+            transport = open_transport(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
+        stream_group = None if name == "background" else self._stream_group
+        return Channel(
+            name, address, self.name, group, self.timeout_s, self.negotiation, transport, stream_group, self.backends
+        )
+
+    def _open_stream_group(self) -> dist.ProcessGroup | None:
+        """The one communicator of this axis for tensors on the device. Opening waits for all ranks."""
+        stream, device_type = self.backends.stream, self.backends.device_type
+        if stream is None:
+            return None
+        label = f"{self.label}/stream.{self.recovery.generation}"
+        backend, device = f"{device_type}:{stream}", self.device
+        return open_group(self.global_ranks, label, backend, self.timeout, f"ltx:{self.name}", device=device)
+
+    def _open_background(self) -> Channel:
+        channel = self._open_channel("background", generation=self.recovery.generation)
+        channel.history = deque(maxlen=_HISTORY)
+        return channel
+
+    def open_phases(self, count: int) -> None:
+        """Open bucket channels until there are `count`. Opening waits for all ranks, so all must call this together."""
+        while len(self._phases) < count:
+            name = f"{BUCKETS}{len(self._phases)}"
+            made = self._open_channel(name, transports=True, generation=self.recovery.generation, in_turn=True)
+            self._phases.append(made)
+
+    def stream_of(self, device: torch.device) -> CommStream | None:
+        """The stream on which buckets on `device` are reduced; None where waits block the host."""
+        if not self.user.orders_streams(device):
+            return None
+        if device not in self._streams:
+            self._streams[device] = CommStream(device)
+        return self._streams[device]
+
+    def part(self, name: str, part: Part) -> Axis:
+        """The axis of those ranks of this one that `part` puts together with this rank. All ranks open it together."""
+        members = part.members(self.rank)
+        if members not in self._parts:
+            ranks = [self.global_ranks[member] for member in members]
+            group = NewGroup(ranks, dist.get_backend_config(self.group))
+            axis_comm = AxisComm(name, group, self.timeout, self.heartbeat.heartbeat_s)
+            self._parts[members] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
+        return self._parts[members]
+
+    @property
+    def parts(self) -> list[Axis]:
+        """The open parts."""
+        return list(self._parts.values())
+
+    def bucket_channel(self, phase: int) -> Channel:
+        """The channel for the `phase`-th collective of each bucket."""
+        return self._phases[phase]
+
+    def _fail_channels(self, error: LtxError) -> None:
+        for channel in (*self._phases, self.background):
+            channel.failed = channel.failed or error
+            # Compiled graphs find a process group by its name: they can't use this one either.
+            unregister(channel.group)
+        if self._stream_group is not None:
+            if self.unread is not None:  # no pass has begun since: let the device complete the last one
+                with suppress(LtxError, torch.OutOfMemoryError):
+                    self.read(torch.zeros((), device=self.device), "the end of the last pass")
+            abort(self._stream_group)
+            unregister(self._stream_group)
+        for part in self._part_comms:
+            part.recovery.abort(error)
+
+    @property
+    def _part_comms(self) -> list[AxisComm]:
+        return [axis.comm for axis in self._parts.values() if axis.comm is not None]
+
+    def _renew(self) -> None:
+        """Replace the failed channels. Their groups stay open until the next time: a schedule may refer to them."""
+        left, self._left = self._left, [*self._phases, self.background]
+        drop_groups([group for channel in left for group in channel.release()])
+        for channel in self._phases:
+            if channel.transport is not None:
+                channel.transport.close()
+        count, self._phases = len(self._phases), []
+        if self._stream_group is not None:
+            self._streams = {}
+            self._stream_group = self.user.stream_group = self._open_stream_group()
+        self.background = self._open_background()
+        self.open_phases(count)
+        for part in self._part_comms:
+            part.recovery.recover()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's gradients are: on its accelerator, if the axis has a backend for that; else on the CPU."""
+        kind = self.backends.device_type
+        if kind is None or kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.accelerator.current_device_index())
+
+    def read(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """`tensor` on the host. Until the device has it, deadlines, peers and interrupts are looked after.
+
+        ``bool(tensor)`` and ``tensor.item()`` would stand still for as long as the device waits for a peer.
+        """
+        return self.user.wait_for_host(HostCopy(tensor), label)
+
+    @property
+    def channels(self) -> list[Channel]:
+        """All channels."""
+        return [self.user, self.background, *self._phases, *self._left]
+
+    def close(self) -> None:
+        """Close the channels and the parts, and destroy their process groups: all of it, whatever is found on the way.
+
+        Raises what the host finds when it comes to look at the last pass.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        parts = [
+            end for part in self._part_comms for end in (part.close, partial(dist.destroy_process_group, part.group))
+        ]
+        first = [self.store_exchange.finish, self.buffer_pool.clear, self._look_at_last_pass, self._end_pending]
+        _in_turn([*first, *parts, self._end_heartbeat, self._destroy_groups])
+
+    def _end_pending(self) -> None:
+        for future in list(self.futures):
+            future.wait_all()
+        self.background.drain(self.store_exchange)
+        for work in list(self.background.works):
+            work.give_up()
+        with suppress(PeerLostError):  # the store is gone
+            self.negotiation.end()
+
+    def _end_heartbeat(self) -> None:
+        self.heartbeat.reports.pop(self.label, None)
+        self.heartbeat.deadlocks.counts.pop(self.label, None)
+        release_heartbeat(self.heartbeat)
+
+    def _destroy_groups(self) -> None:
+        for channel in self.channels:
+            if channel.transport is not None:
+                channel.transport.close()
+        opened = [group for channel in self.channels for group in (channel.group, channel.stream_group)]
+        for group in {id(group): group for group in opened if group is not None}.values():
+            dist.destroy_process_group(group)
+
+    def _look_at_last_pass(self) -> None:
+        """Raise what the host finds when it comes to look at the last pass, which nothing else will do any more."""
+        unread, self.unread = self.unread, None
+        if unread is not None and self.user.failed is None and self._phases[0].failed is None:
+            unread.wait()
+
+    def release(self) -> list[dist.ProcessGroup]:
+        """The process groups that this holds besides its channels, and holds no longer."""
+        groups = [group for group in (self.group, self._stream_group) if group is not None]
+        self.group = self._stream_group = None
+        return groups
+
+    def negotiate(
+        self,
+        channel: Channel,
+        key: Any,
+        describe: Callable[[], Signature],
+        offer: Callable[[], Any] = lambda: None,
+    ) -> Agreement:
+        """Make sure that all ranks are about to issue the same thing on `channel`.
+
+        Args:
+            channel: the channel of the collective that follows.
+            key: hashable; equal keys mean equal signatures. A known key costs a dictionary look-up.
+            describe: returns the :class:`Signature`; called for a new key.
+            offer: returns a JSON value that may differ between ranks; called for a new key. All ranks take rank 0's.
+
+        Raises:
+            RankMismatchError: on every rank, before any data has moved.
+            UnsupportedError: a CUDA graph is captured, or ``torch.jit.trace`` records the call.
+        """
+        self.check_not_forked()
+        refuse_script()
+        refuse_capture(lambda: f"rank {self.rank}: {describe().brief} on axis {self.name!r}")
+        known = self._known.get(key)
+        if under_way and channel is not self.background:
+            known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
+        elif known is None:
+            signature = describe()
+            phase = self._phases.index(channel) if channel in self._phases else None
+            with nullcontext() if phase is None else self.recovery.leaving_with_peers():
+                on = channel if phase is None else self._phases[phase]  # which may be a new one
+                value = self.negotiation.compare(on, signature, offer())
+            known = self._known[key] = Agreement(signature, signature.fingerprint, value)
+        return known
+
+    def agree(self, keys: Iterable[Any], agreement: Agreement) -> None:
+        """Record an agreement about a whole call for each of its parts, which are issued under `keys`."""
+        parts = list(keys)
+        self._known.update(dict.fromkeys(parts, agreement))
+        if under_way:
+            under_way[-1].cover(self, parts)
+
+    def negotiate_issue(self, channel: Channel, key: Any, describe: Callable[[], Signature]) -> None:
+        """:meth:`negotiate`, and count the collective that follows into the channel's digest."""
+        if channel is self.user and not torch.is_grad_enabled():  # as in the forward of an autograd Function
+            self.issued_in_graphs += 1
+        channel.advance(self.negotiate(channel, key, describe))
+
+    def check_not_forked(self) -> None:
+        """Raise if this process is a fork of the rank's own."""
+        if self._fork_error is not None:
+            raise self._fork_error
+
+    def refuse_fork(self) -> None:
+        """Refuse every collective from now on: this process is a fork of the rank's own.
+
+        A fork has copies of the rank's connections and shares its memory, so peers would take it for the rank.
+        """
+        self._fork_error = WorldError(
+            f"rank {self.rank}: this process ({os.getpid()}) is a fork of the rank's own ({self._pid}), and can't take "
+            f"part in collectives on axis {self.name!r}: its peers would take it for the rank. Call them in the rank's "
+            "own process. Forks that only compute, such as workers of a DataLoader, are fine."
+        )
+        for channel in self.channels:
+            channel.failed = self._fork_error
+
+    def lost(self) -> list[int]:
+        """The peers whose processes have died, where all ranks share a machine."""
+        return self._transport.lost_peers() if self._transport is not None else []
+
+    def gone(self) -> list[int]:
+        """The peers whose processes have ended, as far as is known, or whose heartbeats have stopped.
+
+        Raises:
+            PeerLostError: the store is gone or doesn't answer.
+        """
+        silent = [self.global_ranks.index(rank) for rank in self.heartbeat.stale_ranks(self.global_ranks)]
+        return sorted({*self.lost(), *silent})
+
+
+def _in_turn(steps: list[Callable[[], object]]) -> None:
+    """Do all `steps`, whatever some of them raise. An ExitStack's errors would keep its frames, and groups in them."""
+    try:
+        steps[0]()
+    finally:
+        if steps[1:]:
+            _in_turn(steps[1:])

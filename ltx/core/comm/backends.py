@@ -1,0 +1,174 @@
+"""Backends: what the callers of a process group must know about how it moves data, and how the host runs ahead.
+
+There are two kinds. On **host-blocking** backends (gloo, MPI, UCC) a wait returns when the data is there, and groups
+progress independently of each other, each in threads of its own. On **stream-ordered** ones (NCCL and other vendors'
+libraries) a wait only makes the current stream wait: the host runs ahead, kernels of all communicators share the
+device, and so their order must be the same on all ranks. A group may have one of each, for tensors on the host and for
+tensors on the device.
+
+On the CPU there are no streams. A backend for CPU tensors may order them all the same, as those of tests do; then
+:class:`CommStream` and :class:`HostCopy` do nothing but hand values on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from ltx.core.base import traced
+from ltx.core.base.errors import UnsupportedError
+from ltx.core.comm import ledger
+
+#: The backends whose waits block the host. All others order streams.
+HOST_BLOCKING = frozenset({"gloo", "mpi", "ucc"})
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The backends of a process group, by the type of the device that a tensor is on.
+
+    Attributes:
+        host: the one for tensors on the host; gloo where the group has none whose waits block.
+        stream: the stream-ordered one; None if there is none.
+        device_type: the type of the devices whose tensors the stream-ordered one takes; None likewise.
+    """
+
+    host: str = "gloo"
+    stream: str | None = None
+    device_type: str | None = None
+
+    def orders_streams(self, device: torch.device) -> bool:
+        """Whether collectives of tensors on `device` are ordered by streams."""
+        return device.type == self.device_type
+
+
+def backends_of(group: dist.ProcessGroup) -> Backends:
+    """The backends of `group`, whatever it was made with: "nccl", "cpu:gloo,cuda:nccl", or nothing at all."""
+    config = c10d.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+    by_device: Mapping[str, str] = config.get_device_backend_map()
+    host = by_device.get("cpu", "gloo")
+    ordered = {device: name for device, name in by_device.items() if name not in HOST_BLOCKING}
+    # A group for several kinds of accelerators is used on the one that this process has.
+    used = next((device for device in ordered if device in (_accelerator(), "cpu")), None)
+    return Backends(host if host in HOST_BLOCKING else "gloo", None if used is None else ordered[used], used)
+
+
+def default_backend(device: torch.device) -> str:
+    """What a world whose ranks compute on `device` communicates by: torch's choice for it, and gloo on the host."""
+    if device.type == "cpu":
+        return "gloo"
+    name = dist.get_default_backend_for_device(device.type)
+    return name if name in HOST_BLOCKING else f"cpu:gloo,{device.type}:{name}"
+
+
+def _accelerator() -> str | None:
+    """The type of this process' accelerator, if it has one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+class StreamFence(Protocol):
+    """What :meth:`CommStream.fence` returns."""
+
+    def __call__(self, made: Iterable[torch.Tensor], used: Iterable[torch.Tensor] = ()) -> None: ...
+
+
+class CommStream:
+    """The stream of one device on which an axis communicates, beside the one that computes."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device, priority=-1)
+
+    @contextmanager
+    def behind_current(self) -> Iterator[None]:
+        """Enqueue on this stream, behind what the current stream has so far.
+
+        Tensors that were made there and are used here must be kept until :meth:`fence` was waited for.
+        """
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+
+    def fence(self) -> StreamFence:
+        """A function that puts the stream on which it is called behind what is enqueued here now.
+
+        Its arguments are the tensors that were made here and are used there, and those that were used here.
+        """
+        if self._stream is None:
+            return lambda made, used=(): None
+        stream, began_on = self._stream, torch.accelerator.current_stream(self._device)
+        done = stream.record_event()
+
+        def wait(made: Iterable[torch.Tensor], used: Iterable[torch.Tensor] = ()) -> None:
+            current = torch.accelerator.current_stream(self._device)
+            with ledger.device_wait(self._device):
+                current.wait_event(done)
+            for tensor in made:
+                tensor.record_stream(current)
+            # Their memory is that of the stream that made them, which isn't behind this one if another one waits.
+            for tensor in used if current != began_on else ():
+                tensor.record_stream(stream)
+
+        return wait
+
+
+class HostCopy:
+    """A small tensor on its way to the host, which continues meanwhile."""
+
+    def __init__(self, tensor: torch.Tensor, after: Callable[[], bool] = lambda: True):
+        self._done: torch.Event | None = None
+        self._after = after  # tells whether the tensor is there
+        if tensor.device.type == "cpu":
+            self._value = tensor
+        else:
+            self._value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
+            self._done = torch.accelerator.current_stream(tensor.device).record_event()
+
+    def ready(self) -> bool:
+        """Whether the value is there, so that :meth:`read` doesn't wait."""
+        return self._after() and (self._done is None or self._done.query())
+
+    def read(self) -> torch.Tensor:
+        """The value, on the host."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._value
+
+
+def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """What the host has made, on `device` (None: where it is), without the host waiting for that.
+
+    ``torch.tensor(..., device=)`` and ``Tensor.to`` stand still until all that the device has to do before is done.
+    """
+    if device is None or device == made.device:
+        return made
+    wrapped = traced.recording() or torch._C._are_functorch_transforms_active()
+    if wrapped or made.device.type != "cpu" or device.type == "meta":
+        return made.to(device)
+    return made.pin_memory().to(device, non_blocking=True)
+
+
+def refuse_capture(what: Callable[[], str]) -> None:
+    """Raise if what is enqueued on the current stream now goes into a CUDA graph, and isn't done.
+
+    Raises:
+        UnsupportedError: so it is; `what` says what was called.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{what()} was called in the capture of a CUDA graph. ltx compares what ranks issue, and reads their step "
+            "summary, on the host; replays of a graph would leave that out. Capture what computes alone: "
+            'ltx.data_parallel(torch.compile(loss, mode="reduce-overhead")).'
+        )

@@ -1,0 +1,296 @@
+"""Channels: process groups on which collectives go out in one fixed order, each with a name.
+
+An axis has one channel for the user's collectives, one for the buckets of gradients (one more for each further phase
+of a communication hook) and one for background work. These interleave differently on different ranks, and on a single
+group a collective of one kind would pair with one of another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from ltx.core.base.errors import (
+    CollectiveTimeoutError,
+    DeadlockDetectedError,
+    LtxError,
+    PeerLostError,
+    RankMismatchError,
+    TransportError,
+    UnsupportedError,
+    WorldError,
+)
+from ltx.core.base.traced import recording
+from ltx.core.comm import ledger
+from ltx.core.comm.backends import Backends, HostCopy
+from ltx.core.comm.bits import as_bytes, from_bytes
+from ltx.core.comm.deadlock import PATIENCE_S
+from ltx.core.comm.group_collectives import Arguments, as_it_is, is_of_network, is_out_of_memory
+from ltx.core.comm.negotiation import Negotiation
+from ltx.core.comm.operations import OPERATIONS, SUMMED, bytes_sent
+from ltx.core.comm.signature import Agreement
+from ltx.core.comm.store_exchange import StoreExchange, poll_until
+from ltx.core.comm.transports.shared_memory import (
+    SharedMemoryTransport,
+    progress_everywhere,
+)
+from ltx.core.comm.work import TICK, Work, stamp_completion
+
+_DIGEST_PRIME = (1 << 61) - 1
+#: How long a rank that closes a channel waits for its peers to come to that too.
+DRAINING_S = 3.0
+
+
+class Channel:
+    """One ordered stream of collectives between the ranks of an axis."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        axis_name: str,
+        group: dist.ProcessGroup,
+        timeout_s: float,
+        negotiation: Negotiation,
+        transport: SharedMemoryTransport | None,
+        stream_group: dist.ProcessGroup | None,
+        backends: Backends,
+    ):
+        self.name = name
+        self.address = address  # its name and generation: what peers call it
+        self.axis_name = axis_name
+        self.group: Any = group  # for tensors on the host; None once it was dropped
+        # For tensors on the device, if a stream-ordered backend takes these: one for all channels of an axis.
+        self.stream_group: Any = stream_group
+        self._backends = backends
+        self.rank = group.rank()
+        self.size = group.size()
+        self.timeout_s = timeout_s
+        self.negotiation = negotiation
+        self.transport = transport  # shared memory, where all ranks share a machine
+        self.failed: LtxError | None = None  # the error after which a collective never completed
+        self.issued = 0
+        self.compared = 0
+        # How many buffers were issued, and by which threads: what peers that wait here wait for (see deadlock).
+        self.begun = 0
+        self.threads: set[int] = set()
+        self.digest = 0
+        # The last collectives and their device, for ranks that may end without having waited (see drain).
+        self.history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
+        self.works: WeakSet[Work] = WeakSet()
+        self.device = torch.device("cpu")
+        # The last agreements, for a peer that compares another signature (see Negotiation).
+        self.recent: deque[tuple[int, Agreement]] = deque(maxlen=256)
+
+    def check_in_step(self, label: str) -> None:
+        """Raise if nothing more can be issued, `label` neither, because of an earlier failure."""
+        if self.failed is None and self.transport is not None and self.transport.error is not None:
+            self.failed = self.transport_failed("an earlier collective")
+        if isinstance(self.failed, WorldError):  # nothing has failed: this process isn't the rank's
+            raise self.failed
+        if self.failed is not None:
+            raise type(self.failed)(
+                f"rank {self.rank}: {label} can't be issued: axis {self.axis_name!r} has been out of step since an "
+                f"earlier failure; ltx.shutdown() and start again. The failure was: {self.failed}"
+            )
+
+    def advance(self, agreement: Agreement) -> None:
+        """Count a call into the running digest: once for a call, however many buffers it moves."""
+        self.recent.append((self.issued, agreement))
+        self.issued += 1
+        self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME
+
+    def transport_failed(self, label: str) -> TransportError:
+        """The error for a collective that can't complete because the shared-memory transport has failed on a rank."""
+        assert self.transport is not None
+        failures = self.transport.failures()
+        each = "; ".join(f"on rank {rank}: {why}" for rank, why in failures.items())
+        return TransportError(
+            f"rank {self.rank}: {label} on axis {self.axis_name!r} failed halfway in shared memory {each}. Nothing "
+            "more can be issued on this axis: ltx.shutdown() and start again. LTX_SHARED_MEMORY=0 in the environment "
+            "goes by sockets instead."
+        )
+
+    def look_around(self, began: float, number: int, label: str) -> None:
+        """Check whether the peers can still come: called now and then during a long wait for issue `number`."""
+        try:
+            self.negotiation.answer_peers()
+        except (DeadlockDetectedError, PeerLostError) as error:
+            error.args = (f"{error} It waited for {label} (issue {number}).",)
+            raise
+        waited_s = time.perf_counter() - began
+        if waited_s > self.timeout_s:
+            raise self.timed_out(number, label)
+        if waited_s > PATIENCE_S:
+            self.negotiation.check_deadlock(self, number, label)
+
+    def timed_out(self, number: int, label: str) -> CollectiveTimeoutError:
+        """The error for issue `number`, to which not all peers have come: this rank may have issued more since."""
+        return CollectiveTimeoutError(
+            f"rank {self.rank}: {label} (issue {number}) on axis {self.axis_name!r}, channel {self.name!r}, "
+            f"didn't complete within {self.timeout_s:g} s: {self.negotiation.stragglers(self, number)}. Every rank "
+            "must call the same collectives in the same order."
+        )
+
+    def wait_for_host(self, copy: HostCopy, label: str) -> torch.Tensor:
+        """The value of `copy`. While the host waits for the device it looks after deadlines, peers and interrupts.
+
+        Raises:
+            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it won't come.
+        """
+        try:
+            self._watch(copy.ready, time.sleep, label)
+        except LtxError as error:
+            self.failed = error
+            raise
+        return copy.read()
+
+    def wait_for_future(self, future: torch.futures.Future[Any], label: str) -> None:
+        """Wait for what another library has issued beside this channel; as :meth:`wait_for_host`."""
+        completed = threading.Event()
+        future.add_done_callback(lambda _: completed.set())
+        try:
+            self._watch(completed.is_set, completed.wait, label)
+        except CollectiveTimeoutError:  # of which the issues on this channel tell nothing
+            raise CollectiveTimeoutError(
+                f"rank {self.rank}: {label} on axis {self.axis_name!r} didn't complete within {self.timeout_s:g} s."
+            ) from None
+
+    def _watch(self, ready: Callable[[], bool], pause: Callable[[float], object], label: str) -> None:
+        began, looked, pause_s = time.perf_counter(), time.perf_counter(), 1e-5
+        try:
+            while not ready():
+                progress_everywhere()  # peers may wait for this rank's progress in shared memory
+                pause(pause_s)
+                pause_s = min(2 * pause_s, 1e-3)
+                if time.perf_counter() - looked > TICK.total_seconds():
+                    looked = time.perf_counter()
+                    self.look_around(began, self.begun, label)
+        finally:
+            self.negotiation.deadlocks.done()
+
+    def drain(self, exchange: StoreExchange) -> None:
+        """Join what peers have issued on this channel, which keeps its history, before it is closed.
+
+        Between training steps a rank may have sums under way that its peers haven't begun (``train.finish(state)``
+        waits for them). A process group with one can't be closed: it waits for the peers, and a process that ends
+        meanwhile is aborted. So ranks tell each other through the store what they have issued. Those that are behind
+        issue the rest, with zeros, and drop the results. All give up after :data:`DRAINING_S`, or if a peer is lost.
+        """
+        if not self.history or self.failed is not None or self.size == 1:
+            return
+        deadline = time.monotonic() + DRAINING_S
+        own = [self.begun, [(op, list(shape), str(dtype), list(args)) for op, shape, dtype, args in self.history]]
+        try:
+            by_rank = exchange.exchange(f"drain/{self.address}", own, "the end of an axis", DRAINING_S)
+            begun, issues = max(by_rank, key=lambda issued: issued[0])
+            missing = begun - self.begun
+            if missing > len(issues):
+                return
+            works = list(self.works)
+            for operation, shape, dtype, arguments in issues[len(issues) - missing :]:
+                zeros = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self.device)
+                works.append(self.issue(operation, zeros, "drain_background", tuple(arguments)))
+            # A group that is closed while its own part is under way breaks its peers' connections.
+            poll_until(lambda: all(work.done for work in works), deadline - time.monotonic())
+        except LtxError:
+            return  # a peer is gone, or has issued something else: it won't join
+
+    def uses_transport(self, buffer: torch.Tensor) -> bool:
+        """Whether a collective on `buffer` goes through shared memory."""
+        return self.transport is not None and buffer.device.type == "cpu"
+
+    def orders_streams(self, device: torch.device) -> bool:
+        """Whether collectives of tensors on `device` are ordered by streams."""
+        return self.stream_group is not None and self._backends.orders_streams(device)
+
+    def release(self) -> list[dist.ProcessGroup]:
+        """The channel's process groups, which it no longer holds."""
+        groups = [group for group in (self.group, self.stream_group) if group is not None]
+        self.group = self.stream_group = None
+        return groups
+
+    def group_for(self, device: torch.device) -> dist.ProcessGroup:
+        """The process group for tensors on `device`."""
+        group: dist.ProcessGroup = self.stream_group if self.orders_streams(device) else self.group
+        return group
+
+    def issue(
+        self,
+        operation: str,
+        buffer: torch.Tensor,
+        label: str,
+        arguments: Arguments = (),
+        summed: bool = False,
+        on_host: bool = False,
+    ) -> Work:
+        """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on.
+
+        A host-blocking backend gets a copy on the host of a tensor that is elsewhere.
+
+        Args:
+            operation, arguments: a row of the table of operations, and its static arguments.
+            label: what errors and the ledger call it.
+            summed: the work of a reduction records the sum of all elements, where that costs almost nothing.
+            on_host: `buffer` is on the host, and the result is waited for there, whatever backends there are.
+        """
+        self.check_in_step(label)
+        if recording():
+            raise UnsupportedError(
+                f"rank {self.rank}: {label} on axis {self.axis_name!r}: no graph (torch.export, make_fx, linearize) "
+                "can hold it, and fake tensors can't be sent. Call it outside of what is recorded."
+            )
+        entry, dtype = OPERATIONS[operation], buffer.dtype
+        if not entry.moves and dtype not in SUMMED:
+            raise UnsupportedError(
+                f"rank {self.rank}: {label} on axis {self.axis_name!r}: {dtype} has no {operation} among ranks. "
+                "Cast it."
+            )
+        self.begun += 1
+        self.threads.add(threading.get_ident())
+        if self.history is not None:
+            self.history.append((operation, buffer.shape, buffer.dtype, arguments))
+            self.device = buffer.device
+        ordered = not on_host and self.orders_streams(buffer.device)
+        restored = as_it_is
+        if not ordered and buffer.device.type != "cpu":
+            restored, buffer = partial(torch.Tensor.to, device=buffer.device), buffer.cpu()
+        if entry.moves and dtype is not torch.uint8:
+            moved, buffer = restored, as_bytes(buffer)
+            restored = lambda completed: moved(from_bytes(completed, dtype))  # noqa: E731
+        event = ledger.note(self.name, operation, label, bytes_sent(operation, buffer, self.size))
+        if self.transport is not None and not ordered:
+            begun = self.transport.begin(operation, buffer, arguments, self.digest, summed)
+            return Work(self, *begun, label, event, restored)
+        if ordered:
+            ledger.note_on_device(event, buffer.device)
+        try:
+            work, value, finish = entry.start(self.stream_group if ordered else self.group, buffer, arguments)
+        except RuntimeError as error:
+            if is_out_of_memory(error):  # on this rank alone: its peers would pair its next collective with this one
+                self.failed = RankMismatchError(
+                    f"rank {self.rank}: {label} on axis {self.axis_name!r} couldn't be issued for want of memory, and "
+                    "its peers may have issued theirs."
+                )
+            if not is_of_network(error):
+                raise
+            raise PeerLostError(
+                f"rank {self.rank}: {label} on axis {self.axis_name!r} could not be issued: "
+                f"{self.negotiation.missing_peers()}. "
+                f"({error})"
+            ) from error
+        if event is not None and not ordered:  # futures of streams complete when they are made
+            stamp_completion(work, event)
+        both = finish if restored is as_it_is else lambda completed: restored(finish(completed))
+        started = Work(self, work, value, label, event, both, ordered)
+        if self.history is not None:
+            self.works.add(started)
+        return started

@@ -1,0 +1,238 @@
+"""debug_checks: every call compared with the peers before it is issued.
+
+Under it, the ranks of an axis compare each of their calls through the store, whatever channel it is issued on: the k-th
+call of one rank with the k-th of the others. So ranks that are at different calls find out at once, where known
+signatures are otherwise issued without being compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from traceback import walk_stack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ltx.core.base.arguments import checked
+from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchError
+from ltx.core.comm.communicator import Communicator
+from ltx.core.comm.signature import Agreement, Post, Signature, list_calls, mismatch
+from ltx.core.ranks.axis import axes_in_scope
+
+#: Under this address the store holds what is compared here.
+CHECKS = "checks"
+
+# Ranks may well call these from different branches: a source and its receivers, or work that one rank does first.
+_FROM_ANY_LINE = ("broadcast", "broadcast_object", "barrier", "data_parallel", "sync_gradients")
+_LIBRARIES = (
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+    os.path.join(os.path.dirname(torch.__file__), ""),
+    contextlib.__file__,
+)
+# What is on the way from a collective that is called to what it issues.
+_INSIDE = ("apply", "collective", "forward", "backward", "jvp", "vmap", "told", "wait", "wrapped")
+
+
+class Checks:
+    """One ``with ltx.debug_checks()``.
+
+    Args:
+        same_lines: as in :func:`debug_checks`.
+        around: the checks that this one is nested in.
+    """
+
+    def __init__(self, same_lines: bool, around: Checks | None):
+        self.same_lines = same_lines
+        self._axes: dict[Communicator, None] = {} if around is None else around._axes
+        self._covered: deque[tuple[Communicator, Any]] = deque()
+        self._told: BaseException | None = None
+
+    def negotiate(
+        self,
+        axis_comm: Communicator,
+        key: Any,
+        describe: Callable[[], Signature],
+        offer: Callable[[], Any],
+        known: Agreement | None,
+    ) -> Agreement:
+        """:meth:`ltx.core.comm.axis_comm.AxisComm.negotiate` for a call, `known` or not."""
+        if known is not None and self._covered and self._covered[0] == (axis_comm, key):
+            self._covered.popleft()
+            return known
+        self._covered.clear()
+        signature = describe()
+        posts = self.exchange(axis_comm, signature, offer() if known is None else known.offer)
+        self._check_lines(axis_comm, posts)
+        agreed = posts[0].value
+        if known is not None and known.offer == agreed:
+            return known
+        return Agreement(signature, signature.fingerprint, agreed)
+
+    def cover(self, axis_comm: Communicator, keys: Iterable[Any]) -> None:
+        """The issues under `keys` that come next are part of what was just compared."""
+        self._covered = deque((axis_comm, key) for key in keys)
+
+    def exchange(self, axis_comm: Communicator, signature: Signature, value: Any = None) -> list[Post]:
+        """Every rank's post for this call: equal signatures, and each rank's `value`."""
+        if axis_comm not in self._axes:
+            self._axes[axis_comm] = None
+            axis_comm.negotiation.next_check = (axis_comm.negotiation.next_check[0] + 1, 0)
+        session, call = axis_comm.negotiation.take_check()
+        place, before = (f"{CHECKS}/{session}/{n}" for n in (call, call - 1))
+        issued = {channel.address: channel.issued for channel in axis_comm.channels}
+        post = Post(signature, value, caller(), issued, axis_comm.negotiation.next_check)
+        try:
+            posts = self._exchange(axis_comm, place, before, post)
+        except BaseException as error:
+            self._told = error
+            if not isinstance(error, RankMismatchError):
+                with suppress(LtxError, dist.DistError):
+                    axis_comm.negotiation.withdraw(place, post, f"nothing: {_briefly(error)}")
+            raise
+        if call:
+            axis_comm.store_exchange.forget(before, [axis_comm.rank])
+        return posts
+
+    def _exchange(self, axis_comm: Communicator, place: str, before: str, post: Post) -> list[Post]:
+        try:
+            posts: list[Post] = axis_comm.negotiation.exchange(place, post)
+            return posts
+        except CollectiveTimeoutError as error:
+            text = f"{error} This is {post.call}."
+            for rank in axis_comm.store_exchange.absent(place):
+                last = axis_comm.negotiation.peek(before, rank)
+                text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
+            raise CollectiveTimeoutError(text) from None
+
+    def _check_lines(self, axis_comm: Communicator, posts: list[Post]) -> None:
+        lines = {rank: os.path.basename(post.caller) for rank, post in enumerate(posts)}
+        operation = posts[0].signature.operation
+        if not self.same_lines or len(set(lines.values())) == 1 or operation.split()[0] in _FROM_ANY_LINE:
+            return
+        differ = mismatch(
+            axis_comm.name,
+            f"the line that calls {operation}",
+            lines,
+            "call the same collectives in the same order; if these calls belong together, "
+            "ltx.debug_checks(same_lines=False)",
+        )
+        raise RankMismatchError(f"{differ} The calls: {list_calls(dict(enumerate(posts)))}.")
+
+    def enter(self) -> None:
+        """Compare with the peers that they have come here too."""
+        for axis in axes_in_scope():
+            if axis.comm is not None:
+                self.exchange(axis.comm, Signature("debug_checks", (), f"same_lines={self.same_lines}"))
+
+    def leave(self) -> None:
+        """Compare with the peers that they are through too."""
+        for axis_comm in self._open():
+            self.exchange(axis_comm, Signature("the end of debug_checks()", ()))
+
+    def abort(self, error: BaseException) -> None:
+        """Let the peers know that this rank won't come to their next call, without waiting for them."""
+        if error is self._told or isinstance(error, RankMismatchError):
+            return  # they know: all of them were there
+        signature = Signature(f"nothing: it has left debug_checks() by {_briefly(error)}", ())
+        for axis_comm in self._open():
+            session, call = axis_comm.negotiation.take_check()
+            with suppress(LtxError, dist.DistError):  # the error under way is the one to see
+                axis_comm.negotiation.announce(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
+
+    def _open(self) -> list[Communicator]:
+        return [axis_comm for axis_comm in self._axes if not axis_comm.closed]
+
+
+# Not a context variable: backward passes run on threads of the engine, which don't inherit those.
+under_way: list[Checks] = []
+
+
+@checked("same_lines")
+@contextmanager
+def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
+    """Compare every call with all ranks before it is issued, and replicas at every step. For finding faults: slow.
+
+    All ranks enter it together, as ``with ltx.debug_checks():`` or as a decorator ``@ltx.debug_checks()``; it may be
+    nested. Inside, the ranks of an axis compare each collective and each call of a data-parallel step through the store
+    (about a millisecond), known signatures too. What it finds that is otherwise found late or not at all:
+
+    * known collectives in another order on some ranks, also where the backend would abort or hang; other arguments
+      (`src`, `dim`, reductions), barriers of other names;
+    * the same operation on the same shapes, called from different lines: sums of different things, whose paths and
+      shapes are alike;
+    * a rank that calls more collectives than the others, or runs a backward pass that they don't: an error as soon as
+      these call something else or leave; if they never do, a timeout that names what each rank called last;
+    * a rank that leaves by an exception while its peers go on;
+    * parameters that aren't the same bits on every rank when a data-parallel step or a train step is called and
+      gradients are wanted: the leaf, the ranks, by how much and where.
+
+    Without it, orders that differ are caught by the digest in the next step's summary, after the fact; different lines
+    and different parameters not at all.
+
+    Not seen: calls inside compiled graphs, where no Python runs (they are compared as the graph is traced, if at all);
+    different things summed by one and the same line, under one path and shape; the issues of a hook; buffers of a train
+    step; parameters of a step called without differentiating it, of blocked steps, and of steps whose strategy leaves
+    the gradients local. Under transforms of torch.func parameters are compared below all wrappers, tangents aren't;
+    those of simulated ranks (:func:`ltx.vmap`) are compared between the entries of the axis.
+
+    Args:
+        same_lines: equal calls must also come from the same line of the program (barriers, broadcasts and steps may
+            come from any). False for programs whose ranks branch, and call them from different branches on purpose.
+
+    Raises:
+        RankMismatchError: on every rank, at the first call that differs, naming the calls, their leaves and lines; also
+            if only some ranks enter or leave. Before anything of that call is sent.
+        ReplicaDivergedError: on every rank; parameters differ.
+        CollectiveTimeoutError: a peer has come to nothing within the axis' timeout.
+
+    Example:
+        >>> import torch, ltx
+        >>> with ltx.debug_checks():
+        ...     total = ltx.psum(torch.ones(2))
+        >>> @ltx.debug_checks()
+        ... def train():
+        ...     return ltx.psum(torch.ones(2))
+    """
+    checks = Checks(same_lines, under_way[-1] if under_way else None)
+    checks.enter()
+    under_way.append(checks)
+    try:
+        yield
+    except BaseException as error:
+        checks.abort(error)
+        raise
+    else:
+        checks.leave()
+    finally:
+        under_way.remove(checks)
+
+
+def caller() -> str:
+    """File and line of the innermost call from outside ltx and torch."""
+    for frame, line in walk_stack(sys._getframe(1)):
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return f"{frame.f_code.co_filename}:{line}"
+    return "no line of the program (a thread of the autograd engine)"
+
+
+def called(issued: str) -> str:
+    """What the program calls that has `issued` this, such as pmean, which issues a psum."""
+    name = ""
+    for frame, _ in walk_stack(sys._getframe(1)):
+        code = frame.f_code
+        if not code.co_filename.startswith(_LIBRARIES):
+            break
+        if frame.f_globals["__name__"].startswith("ltx.core.collectives.") and code.co_name not in _INSIDE:
+            name = code.co_name if code.co_name.isidentifier() and code.co_name[0] != "_" else name
+    return issued if not name or issued.startswith(f"{name} ") else name
+
+
+def _briefly(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) < 200 else f"{text[:200]}..."

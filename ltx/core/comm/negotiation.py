@@ -1,0 +1,350 @@
+"""Negotiation: the ranks of an axis compare what they are about to issue, through the store.
+
+Ranks announce signatures at places in the store (:mod:`ltx.core.comm.store_exchange`). A rank that waits there, or for
+a collective, checks now and then whether it would wait forever: because a peer has died, or waits for something else
+itself.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ltx.core.base.errors import PeerLostError, RankMismatchError, StoreGoneError
+from ltx.core.comm.communicator import BUCKETS, Communicator, ComparedChannel
+from ltx.core.comm.deadlock import OPENED, PATIENCE_S
+from ltx.core.comm.debug import CHECKS, called, caller, under_way
+from ltx.core.comm.signature import Post, Signature, explain_posts
+from ltx.core.comm.store_exchange import EXCHANGES
+
+# More calls than one session of debug_checks has: its calls are counted through all sessions.
+_CALLS = 1 << 32
+# At this place each rank announces the place at which it waits for its peers; "" where it doesn't.
+_WAITS_AT = "waits at"
+
+
+class Negotiation:
+    """The negotiation of one axis.
+
+    Attributes:
+        next_check: (session, call) of the next call of ltx.debug_checks() on this axis; the same on all ranks.
+    """
+
+    def __init__(self, axis_comm: Communicator):
+        self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
+        self._store, self._recovery, self._heartbeat = axis_comm.store_exchange, axis_comm.recovery, axis_comm.heartbeat
+        self.deadlocks = axis_comm.heartbeat.deadlocks
+        self._answered: set[str] = set()
+        self._gone = ""  # what :meth:`missing_peers` has found
+        self.next_check = (0, 0)
+        self._posted: deque[str] = deque()  # where values of this rank are still in the store, oldest first
+
+    def exchange(self, place: str, post: Post) -> list[Post]:
+        """Every rank's post at `place`, once all have posted.
+
+        Raises:
+            RankMismatchError: the posts disagree, or a peer waits elsewhere and won't come; on every rank.
+            PeerLostError: a peer's process has died, where all ranks share a machine.
+            CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
+        """
+        self.announce(place, post)
+        self._store.announce(_WAITS_AT, place)
+        try:
+            announced = self._store.collect(
+                place,
+                f"{post.signature.operation} on axis {self._name!r}",
+                while_waiting=partial(self._check_while_comparing, place, post, time.monotonic()),
+                to="compare it",
+                fix=" Every rank must call the same collectives.",
+            )
+        finally:
+            self.deadlocks.done()
+        self._store.announce(_WAITS_AT, "")
+        posts = [Post.of(fields) for fields in announced]
+        self._refuse(dict(enumerate(posts)))
+        return posts
+
+    def compare(self, channel: ComparedChannel, signature: Signature, offer: Any) -> Any:
+        """Compare the `signature` of what comes next on `channel`. Gives rank 0's `offer`."""
+        if channel is self._comm.user:  # whose peers may have given up without comparing
+            channel.check_in_step(signature.operation)
+        place = f"{channel.address}/{channel.compared}/{channel.issued}"
+        channel.compared += 1
+        return self.exchange(place, self._post(signature, offer))[0].value
+
+    def _post(self, signature: Signature, offer: Any = None) -> Post:
+        """A post that says how many of the user's collectives this rank has issued."""
+        return Post(signature, offer, issued={self._comm.user.address: self._comm.user.issued})
+
+    def exchange_values(self, signature: Signature, value: Any, place: str | None = None) -> list[Any]:
+        """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
+
+        If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
+        has returned on all ranks, or below it; None for a new one.
+
+        Raises:
+            RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`exchange`.
+        """
+        self._comm.check_not_forked()
+        issued = {channel.address: channel.issued for channel in self._comm.channels}
+        post = Post(signature, value, issued=issued)
+        self._posted.append(place or self._store.new_place())
+        posts = self.exchange(self._posted[-1], post)
+        # All have come here, so no rank waits at, or reads, what is before the last place: there all have been, or have
+        # failed and gone on. At the last place a rank that has failed in it may still seem to wait, and this rank's
+        # post there says that it needs no answer.
+        with suppress(PeerLostError):  # the values are here, even if the store is gone by now
+            while len(self._posted) > 2:
+                self._store.forget(self._posted.popleft(), [self._rank])
+        return [peers.value for peers in posts]
+
+    def take_check(self) -> tuple[int, int]:
+        """:attr:`next_check`, which moves on."""
+        session, call = self.next_check
+        self.next_check = (session, call + 1)
+        return session, call
+
+    def announce(self, place: str, post: Post) -> None:
+        """Put this rank's `post` at `place`, without waiting for the others."""
+        compared = {channel.address: channel.compared for channel in self._comm.channels}
+        self._store.announce(place, replace(post, compared=compared).fields())
+
+    def withdraw(self, place: str, post: Post, why: str) -> None:
+        """Wait no longer at `place`, where this rank has announced `post`. A peer that comes there finds `why`."""
+        self.announce(place, replace(post, signature=Signature(why, ())))
+        self._store.announce(_WAITS_AT, "")
+
+    def peek(self, place: str, rank: int) -> Post | None:
+        """The post of `rank` at `place`, if it is there."""
+        fields = self._store.peek(place, rank)
+        return None if fields is None else Post.of(fields)
+
+    def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
+        """Called now and then while this rank waits at `place`: raise if not all of the others will come."""
+        self._recovery.check_abandoned()
+        self._refuse_silent()
+        self._refuse_elsewhere(place, post)
+        self._refuse_lost(place, post)
+        if self._recovery.inside or place.startswith(BUCKETS):
+            self._recovery.check_aborted()
+        if time.monotonic() - began > PATIENCE_S:
+            self._refuse_deadlock(place, post)
+
+    def key(self, channel: ComparedChannel, compared: bool = False) -> str:
+        """The name of `channel` in :mod:`ltx.core.comm.deadlock`, for its collectives or what is compared for it."""
+        return f"{self._comm.label}/{channel.address}{'/compared' if compared else ''}"
+
+    def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
+        """How much this rank has issued and compared, and in which threads (see :mod:`ltx.core.comm.deadlock`)."""
+        session, call = self.next_check
+        counts: dict[str, tuple[int, Iterable[int]]] = {
+            f"{self._comm.label}/{CHECKS}": (session * _CALLS + call, ()),
+            f"{self._comm.label}/{EXCHANGES}": (self._store.begun, ()),
+            f"{self._comm.label}/{OPENED}": (1, ()),
+        }
+        for channel in self._comm.channels:
+            threads = set(channel.threads)
+            counts[self.key(channel)] = (channel.begun, threads)
+            counts[self.key(channel, compared=True)] = (channel.compared, threads)
+        return counts
+
+    def check_deadlock(self, channel: ComparedChannel, number: int, what: str) -> None:
+        """Called now and then during a long wait for collective number `number` of `channel`.
+
+        Raises:
+            RankMismatchError: a peer that hasn't issued it waits itself for something that won't come.
+        """
+        of = "" if channel is self._comm.user else self._comm.under_way
+        self._check_deadlock(self.key(channel), number, what, of)
+
+    def _check_deadlock(self, key: str, number: int, what: str, of: str = "") -> None:
+        def describe() -> str:
+            where = os.path.basename(caller())
+            if of:
+                return f"{of} on axis {self._name!r} ({what}, {where})"
+            return f"{called(what)} on axis {self._name!r} ({where})"
+
+        with suppress(StoreGoneError):  # as in answer_peers()
+            self.deadlocks.check(key, number, self._comm.global_ranks, describe)
+
+    def _refuse_deadlock(self, place: str, post: Post) -> None:
+        """Raise if a peer won't come to `place` because it waits itself for something that won't come."""
+        address, number, detail, *_ = place.split("/")
+        if address == CHECKS:
+            awaited = CHECKS, int(number) * _CALLS + int(detail) + 1
+        elif address == EXCHANGES:
+            awaited = EXCHANGES, int(detail)
+        else:
+            awaited = f"{address}/compared", int(number) + 1
+        try:
+            self._check_deadlock(f"{self._comm.label}/{awaited[0]}", awaited[1], post.signature.operation)
+        except RankMismatchError as error:
+            # A peer that comes here after all must not continue alone, nor this rank without it.
+            self._comm.user.failed = self._comm.user.failed or error
+            self.withdraw(place, post, "nothing any more: it has given up")
+            raise
+
+    def _refuse_elsewhere(self, place: str, post: Post) -> None:
+        """Raise if a peer waits for this rank at another place: neither would ever come."""
+        for rank in range(self._size):
+            there = self._waits_at(rank)
+            if rank == self._rank or there in ("", place) or self._store.has(there, [self._rank]):
+                continue
+            if self._store.has(place, [rank]):  # it has been here and has continued
+                continue
+            self._reply(there, rank, post)
+
+    def _waits_at(self, rank: int) -> str:
+        """Where `rank` waits for its peers to compare something; "" if nowhere."""
+        place: str | None = self._store.peek(_WAITS_AT, rank)
+        return place or ""
+
+    def end(self) -> None:
+        """Tell the peers that this rank has ended its part of the world in good order."""
+        self._store.append("ended", self._rank)
+
+    def _ended(self) -> list[int]:
+        """The ranks that have."""
+        return self._store.entries("ended")
+
+    def _refuse_lost(self, place: str, post: Post) -> None:
+        """Raise if a peer has died or ended, unless all had come to `place` before that."""
+        lost = sorted({*self._comm.lost(), *self._ended()})
+        if lost and not self._store.has(place):
+            raise PeerLostError(
+                f"rank {self._rank}: {post.signature.operation} on axis {self._name!r} failed while waiting for "
+                f"its peers to compare it: {self.describe_lost(lost)}."
+            )
+
+    def describe_lost(self, lost: list[int]) -> str:
+        """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
+        left: list[int] = []
+        with suppress(PeerLostError):  # the store is gone too
+            left = [rank for rank in self._ended() if rank in lost]
+        # Ranks may have ended because of the others.
+        if gone := [rank for rank in lost if rank not in left]:
+            return f"the process of rank {', '.join(map(str, gone))} is gone"
+        return (
+            f"rank {', '.join(map(str, left))} has ended its part of the world in good order (its `with ltx.init()`, "
+            "or its program), and this rank goes on. Have all ranks do as many steps; where they have unequal numbers "
+            "of batches, loop over ltx.uneven(batches)"
+        )
+
+    def _refuse_silent(self) -> None:
+        """Raise if the heartbeat of a peer has stopped."""
+        if stale := self._heartbeat.stale_ranks(self._comm.global_ranks):
+            silent = [self._comm.global_ranks.index(rank) for rank in stale]
+            ended = self._ended()  # whose forks may keep their connections open, so that these don't break
+            if {*silent} <= {*ended}:
+                raise PeerLostError(f"rank {self._rank}: on axis {self._name!r}, {self.describe_lost(silent)}.")
+            peers = ", ".join(str(rank) for rank in silent if rank not in ended)
+            raise PeerLostError(
+                f"rank {self._rank}: rank {peers} on axis {self._name!r} has shown no sign of life for "
+                f"{self._heartbeat.heartbeat_s:g} s: its process has been stopped, or its machine or the link to "
+                "it is down."
+            )
+
+    def stragglers(self, channel: ComparedChannel, number: int) -> str:
+        """A text that says which ranks haven't come to issue `number` of `channel`."""
+        reports = self._heartbeat.reported(self._comm.global_ranks, self._comm.label)
+        late = {rank: report.get(channel.address, number) for rank, report in enumerate(reports)}
+        words = [f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < number]
+        return "; ".join(words) or "a peer hasn't issued it"
+
+    def missing_peers(self) -> str:
+        """A text that says which peer is gone, when a broken connection doesn't say. Takes a second, once."""
+        if self._gone:
+            return self._gone
+        peers = [rank for rank in range(self._size) if rank != self._rank]
+        gone, place = peers, f"missing/{self._recovery.generation}"
+        if len(peers) > 1:
+            with suppress(PeerLostError):
+                self._store.announce(place, None)
+                silent = self._heartbeat.silent_ranks([self._comm.global_ranks[rank] for rank in peers])
+                # A peer that announced it too and continued before this rank looked is alive.
+                gone = self._store.absent(place, [rank for rank in peers if self._comm.global_ranks[rank] in silent])
+        if not gone:
+            return "a connection broke, though all of them show signs of life"
+        which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
+        self._gone = f"{which} {', '.join(map(str, gone))} is gone"
+        with suppress(PeerLostError):
+            if {*gone} & {*self._ended()}:
+                self._gone = self.describe_lost(gone)
+        return self._gone
+
+    def _reply(self, place: str, rank: int, post: Post) -> None:
+        """Tell `rank`, which waits at `place`, that this rank is at `post` instead. Both ranks raise."""
+        theirs = self.peek(place, rank)
+        assert theirs is not None
+        if theirs.signature == post.signature:  # the same call, but it would pair with another
+            operation = f"{post.signature.operation} (after other calls)"
+            post = replace(post, signature=replace(post.signature, operation=operation))
+        self.announce(place, post)
+        self._refuse(dict(sorted({self._rank: post, rank: theirs}.items())))
+
+    def answer_peers(self) -> None:
+        """Check whether this rank would wait forever, and answer peers that wait for it in the store.
+
+        It would wait forever for a peer that has aborted a backward pass, for one that compares a signature where this
+        rank has issued another, and for one at a call of ltx.debug_checks() that hasn't issued what this rank waits
+        for.
+        """
+        with suppress(StoreGoneError):  # pending collectives need no store; a lost peer breaks its connections
+            self._look_for_trouble()
+
+    def _look_for_trouble(self) -> None:
+        self._recovery.check_aborted()
+        self._refuse_silent()
+        for rank in range(self._size):
+            place = self._waits_at(rank)
+            if rank == self._rank or place == "" or place in self._answered:
+                continue
+            address, _, position = place.rsplit("/", 2)
+            if address == CHECKS or address.startswith(EXCHANGES):
+                self._answer_check(place, rank)
+                continue
+            channel = next((c for c in self._comm.channels if c.address == address), None)
+            if channel is None or channel.issued <= int(position):
+                continue
+            self._answered.add(place)
+            mine = dict(channel.recent).get(int(position))
+            if mine is None or self._store.has(place, [self._rank]):
+                continue  # answered when it was new here too
+            self.announce(place, self._post(mine.signature, mine.offer))
+            self._refuse({other: said for other in range(self._size) if (said := self.peek(place, other)) is not None})
+
+    def _answer_check(self, place: str, rank: int) -> None:
+        theirs = self.peek(place, rank)
+        if theirs is None or self._store.has(place, [self._rank]):
+            return
+        checked = place.startswith(CHECKS)
+        for channel in self._comm.channels:
+            if channel is self._comm.background and not checked:
+                continue  # where ranks may issue in their own time
+            position = theirs.issued.get(channel.address, channel.issued)
+            mine = dict(channel.recent).get(position) if channel.issued > position else None
+            if mine is not None:
+                how = "under way, unlike its peer" if under_way else "outside ltx.debug_checks()"
+                operation = f"{mine.signature.operation} ({how})" if checked else mine.signature.operation
+                self._reply(place, rank, self._post(replace(mine.signature, operation=operation)))
+
+    def _refuse(self, posts: dict[int, Post]) -> None:
+        """Raise if `posts` disagree. A call of some ranks alone counts for all: their next calls are compared next.
+
+        If one of them has issued what others haven't, these would pair their next collective with it, so that all of
+        them issue no more.
+        """
+        self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
+        if error := explain_posts(self._name, posts):
+            for channel in self._comm.channels:  # ranks may have compared different ones
+                channel.compared = max(post.compared.get(channel.address, channel.compared) for post in posts.values())
+            user = self._comm.user
+            if any(post.issued.get(user.address, user.issued) != user.issued for post in posts.values()):
+                user.failed = user.failed or error
+            raise error

@@ -1,0 +1,129 @@
+"""Objects as messages: pickles with tensors in them, of every dtype and device, each signed by its sender.
+
+torch's own pickles lose unsigned and float8 tensors, bring a tensor of the sender's accelerator to the one of that
+number, and keep each sparse tensor that they make until somebody calls ``torch.load``. The backend's connections have
+no authentication, so an object's bytes travel with a keyed digest (HMAC, RFC 2104) of the bytes and of what they are:
+from which rank, and which issue of the axis. A rank unpickles only what has the right digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import io
+import os
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+
+from ltx.core.base.errors import AuthenticationError
+from ltx.core.comm.bits import as_bytes, from_bytes
+from ltx.core.comm.operations import SUMMED
+
+if TYPE_CHECKING:
+    from ltx.core.comm.axis_comm import AxisComm
+
+
+#: The sparse layouts -> which of a tensor's rows, columns and values are its parts.
+_SPARSE: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values", "is_coalesced"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
+
+class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, for which a tensor that has no typed storage in torch is its bytes.
+
+    Code keeps the name of its file, which tracebacks and errors of other ranks show; cloudpickle 3.1.3 leaves it out.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """As in :class:`pickle.Pickler`."""
+        if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.device.type not in ("cpu", "meta"):
+            return _on_own_device, (obj.detach().cpu(), obj.device.type, type(obj), obj.requires_grad)
+        if (
+            type(obj) is torch.Tensor
+            and obj.layout is torch.strided
+            and obj.dtype not in SUMMED
+            and not obj.is_quantized
+        ):
+            return _of_bytes, (as_bytes(obj.detach()).contiguous(), obj.dtype, obj.requires_grad)
+        if type(obj) is torch.Tensor and obj.layout in _SPARSE:
+            return _sparse, (obj.layout, _parts(obj.detach()), obj.shape, obj.requires_grad)
+        if type(obj) is CodeType:
+            make, parts = self.dispatch_table[CodeType](obj)
+            return make, tuple([obj.co_filename if part == "<dynamic-code>" else part for part in parts])
+        return super().reducer_override(obj)
+
+
+def dumps(obj: Any) -> bytes:
+    """`obj` by cloudpickle."""
+    stream = io.BytesIO()
+    TensorPickler(stream).dump(obj)
+    return stream.getvalue()
+
+
+def _on_own_device(
+    values: torch.Tensor, device_type: str, kind: type[torch.Tensor], requires_grad: bool
+) -> torch.Tensor:
+    """A tensor of an accelerator, on this process' own."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    moved = values.to(device_type) if found is not None and found.type == device_type else values
+    return (
+        torch.nn.Parameter(moved, requires_grad) if kind is torch.nn.Parameter else moved.requires_grad_(requires_grad)
+    )
+
+
+def _of_bytes(moved: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    return from_bytes(moved, dtype).requires_grad_(requires_grad)
+
+
+def _parts(sparse: torch.Tensor) -> list[Any]:
+    return [getattr(sparse, name)() for name in _SPARSE[sparse.layout]]
+
+
+def _sparse(layout: torch.layout, parts: list[Any], shape: torch.Size, requires_grad: bool) -> torch.Tensor:
+    first, second, third = parts
+    if layout is torch.sparse_coo:
+        made = torch.sparse_coo_tensor(first, second, shape, is_coalesced=third, check_invariants=False)
+    else:
+        made = torch.sparse_compressed_tensor(first, second, third, shape, layout=layout, check_invariants=False)
+    return made.requires_grad_(requires_grad)
+
+
+#: The environment's variable with the key of the job, the same on all ranks.
+KEY = "LTX_KEY"
+
+_BYTES = hashlib.sha256().digest_size
+
+
+def sealed(axis_comm: AxisComm, data: bytes, issue: int) -> bytes:
+    """This rank's `data`, sealed, for the `issue`-th collective of the axis' user channel."""
+    return _seal(axis_comm, data, axis_comm.rank, issue) + data
+
+
+def opened(axis_comm: AxisComm, received: bytes, rank: int, issue: int) -> bytes:
+    """What `rank` sealed. Raises :class:`AuthenticationError` if another process did."""
+    seal, data = received[:_BYTES], received[_BYTES:]
+    if not hmac.compare_digest(seal, _seal(axis_comm, data, rank, issue)):
+        known = f"This rank's {KEY} is {'set' if os.environ.get(KEY) else 'not set'}"
+        raise AuthenticationError(
+            f"rank {axis_comm.rank}: an object from rank {rank} on axis {axis_comm.name!r} isn't sealed with the key "
+            f"of this job, so it isn't unpickled. {known}: give all ranks of a job the same one, or none."
+        )
+    return data
+
+
+def proof(text: str) -> str:
+    """A keyed digest of `text`, which proves to processes with the job's key that this one has it."""
+    return hmac.digest(os.environ.get(KEY, "").encode(), text.encode(), "sha256").hex()
+
+
+def _seal(axis_comm: AxisComm, data: bytes, rank: int, issue: int) -> bytes:
+    # Without a key of the job the seal still proves that the sender has read the store.
+    key = os.environ.get(KEY) or axis_comm.heartbeat.world
+    about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} {issue} "
+    return hmac.digest(key.encode(), about.encode() + data, "sha256")

@@ -1,0 +1,327 @@
+"""Recovery: how the ranks of an axis continue after a backward pass, or a training step, that was aborted.
+
+When something raises in a backward pass, the autograd engine drops it, without telling the nodes it doesn't run. The
+ranks have then issued different collectives, and the next one would pair with one of the dropped pass. So a rank that
+aborts a pass says so in the store. Peers that wait for the rest of that pass read it and raise, which aborts it there
+too. Before the next pass all ranks wait for one another and continue with new channels.
+
+A training step is left in the same way wherever it raises: its peers' gradients would be averaged with those of the
+next one, and after the reduction they have parameters that this rank lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import torch
+
+from ltx.core.base.errors import (
+    DeadlockDetectedError,
+    LtxError,
+    NotFiniteError,
+    PeerLostError,
+    RankMismatchError,
+    ReplicaDivergedError,
+    WeightError,
+)
+from ltx.core.comm.store_exchange import StoreExchange
+
+#: Errors of a step that all ranks raise alike, of what they share: nobody waits for the rest of it.
+ALIKE = NotFiniteError, WeightError
+
+_OF_PEERS = DeadlockDetectedError, RankMismatchError, ReplicaDivergedError
+_GO_ON = (
+    "Go on from values that all ranks share: train.broadcast(state), ltx.broadcast of what you hold, or a checkpoint."
+)
+
+# The runs of the engine that the present one is inside of.
+_enclosing: list[int] = []
+
+
+@contextmanager
+def nested_run() -> Iterator[None]:
+    """Surrounds a run of the engine inside another one, whose passes continue afterwards."""
+    _enclosing.append(torch._C._current_graph_task_id())
+    try:
+        yield
+    finally:
+        _enclosing.pop()
+
+
+class Unread(Protocol):
+    """Something on the device that the host has to look at sooner or later."""
+
+    def wait(self) -> object:
+        """Look at it; raises what is wrong with it."""
+
+
+class BackwardPass:
+    """One backward pass, until everything it has issued is complete (:meth:`done`).
+
+    Attributes:
+        flush: waits for what it has issued so far.
+    """
+
+    def __init__(self) -> None:
+        self.task: int = torch._C._current_graph_task_id()
+        self.is_done = False
+        self.flush: Callable[[], None] = lambda: None
+        if self.task >= 0:
+            # At the end of a pass that went well, also of one that wanted no gradient of a parameter.
+            torch.autograd.Variable._execution_engine.queue_callback(self.done)
+
+    def done(self) -> None:
+        """The pass is over."""
+        self.is_done = True
+
+
+class Recovery:
+    """The backward passes on one axis.
+
+    Args:
+        exchange: the axis' exchange through the store.
+        axis_name: the axis' name.
+        fail_channels: marks the bucket channels as failed.
+        renew: replaces them, on all ranks together.
+
+    Attributes:
+        generation: how many times the ranks have recovered.
+        external_runs: how many times collectives of other libraries have begun (:meth:`begin_external`).
+        external_error: why these no longer pair; "" as long as they do.
+        step: the number of the training step that is under way; None outside of one.
+        last_left: the training step that this rank has left and not made up for, and why.
+        failed_forward: why the forward pass of a plain step raised after which this rank has gone on by itself.
+    """
+
+    def __init__(
+        self,
+        exchange: StoreExchange,
+        axis_name: str,
+        fail_channels: Callable[[LtxError], None],
+        renew: Callable[[], None],
+    ):
+        self._exchange, self._rank, self._axis_name = exchange, exchange.rank, axis_name
+        self._fail_channels, self._renew = fail_channels, renew
+        self._under_way: list[BackwardPass] = []
+        self._completed = 0
+        self._has_left = False
+        self.generation = 0
+        self.external_runs = 0
+        self.external_error = ""
+        self.step: int | None = None
+        self.last_left = ""
+        self.failed_forward, self._issued_before = "", 0
+
+    @contextmanager
+    def in_step(self, number: int) -> Iterator[Callable[[], None]]:
+        """Surrounds training step `number`, which counts as one pass. What is given is called when it commits.
+
+        The number is part of every step summary meanwhile. What raises before leaves the step, and its peers are told.
+        """
+        self._find_dropped(torch._C._current_graph_task_id())
+        self.recover()
+        committed: list[bool] = []
+        around, self.step = self.step, number
+        self.failed_forward = ""  # the number says who is where
+        try:
+            yield lambda: committed.append(True)
+        except BaseException as error:
+            if not committed and not isinstance(error, ALIKE):
+                if not isinstance(error, _OF_PEERS):
+                    self.last_left = f"{self._what} ({type(error).__name__}: {error})"
+                self.abort(error)
+            raise
+        finally:
+            if committed:
+                self._completed, self.last_left = self._completed + 1, ""
+            self.step = around
+
+    @contextmanager
+    def in_forward(self, issued: Callable[[], int]) -> Iterator[None]:
+        """Surrounds the forward pass of a plain step; `issued`: how many collectives the user has called so far.
+
+        Ranks may leave a step out of which one has raised, together. If this one comes to its next forward pass without
+        having called a collective, its peers can't know, and the next step summary tells them.
+        """
+        if issued() != self._issued_before:
+            self.failed_forward = ""
+        try:
+            yield
+        except BaseException as error:
+            self.failed_forward, self._issued_before = f"{type(error).__name__}: {error}", issued()
+            raise
+
+    def enter(self) -> BackwardPass:
+        """A pass begins. If the engine has dropped an earlier one, it is found here."""
+        entered = BackwardPass()
+        self._find_dropped(entered.task)
+        self._under_way.append(entered)
+        return entered
+
+    def _find_dropped(self, task: int) -> None:
+        self._under_way = [earlier for earlier in self._under_way if not earlier.is_done]
+        # One that is under way in the same run of the engine, or in one around it, goes on beside this one.
+        alive = (task, *_enclosing)
+        if any(earlier.task == -1 or earlier.task not in alive for earlier in self._under_way):
+            self.leave("something was raised in it")
+            self._under_way = []
+
+    @contextmanager
+    def leaving_with_peers(self) -> Iterator[None]:
+        """Surrounds a comparison on a bucket channel.
+
+        Ranks compare by the number of collectives that they have issued, which differ where some have left the last
+        pass halfway. So all recover first. A rank that learns in the comparison that its peers have left leaves too.
+        """
+        self._find_dropped(torch._C._current_graph_task_id())
+        self.recover()
+        try:
+            yield
+        except DeadlockDetectedError as error:
+            self.abort(error)
+            raise
+
+    def flush_others(self, mine: BackwardPass) -> None:
+        """Wait for what other passes have issued, before `mine` issues more.
+
+        Their later phases, which are issued whenever a collective completes, would otherwise mix with those of `mine`.
+        """
+        for other in self._under_way:
+            if other is not mine and not other.is_done:
+                other.flush()
+
+    @property
+    def inside(self) -> bool:
+        """Whether the current code runs in a pass."""
+        task = torch._C._current_graph_task_id()
+        return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
+
+    def complete(self) -> None:
+        """A pass is complete on this rank, so it can be on all."""
+        self._completed += self.step is None
+
+    @property
+    def _what(self) -> str:
+        return "a backward pass" if self.step is None else f"step {self.step} of the training"
+
+    def abort(self, error: BaseException) -> None:
+        """Abort the current pass, or training step, because of `error`."""
+        self.leave(f"{type(error).__name__}: {error}", isinstance(error, PeerLostError))
+
+    def leave(self, why: str, lost: bool = False) -> None:
+        """Abort the current pass. `lost`: because a peer is lost, and then the other ranks raise that too."""
+        if self._has_left:
+            return
+        self._has_left = True
+        self._fail_channels(
+            (PeerLostError if lost else DeadlockDetectedError)(
+                f"rank {self._rank}: {self._what} on axis {self._axis_name!r} was left halfway ({why}), and its "
+                "peers wait for the rest of it."
+            )
+        )
+        said = [self._completed, why, self._what, self.external_runs, self.external_error, lost]
+        with suppress(PeerLostError):  # the store is gone: its host has ended, and the peers see that
+            self._exchange.announce(self._place, said)
+
+    def abandon(self, why: str, lost: bool) -> None:
+        """This rank won't issue anything on the axis any more: its world ends because of an exception.
+
+        `lost`: the exception is the loss of a peer, and then the other ranks raise that too.
+        """
+        with suppress(RuntimeError):  # the store is gone: its host has ended, and the peers see that
+            self._exchange.append("abandoned", [self._rank, why, lost])
+
+    def check_abandoned(self) -> None:
+        """Raise if a peer has abandoned the axis."""
+        for rank, why, lost in self._exchange.entries("abandoned"):
+            if rank != self._rank:
+                raise (PeerLostError if lost else DeadlockDetectedError)(
+                    f"rank {self._rank}: rank {rank} has left axis {self._axis_name!r} because of an exception "
+                    f"({why}), so what this rank waits for won't come."
+                )
+
+    def check_aborted(self) -> None:
+        """Called during a wait: raise if a peer has aborted the pass, so that what this rank waits for won't come."""
+        self.check_abandoned()
+        if self._has_left:
+            return
+        for rank in range(self._exchange.size):
+            if rank != self._rank and (left := self._exchange.peek(self._place, rank)):
+                completed, why, what, *_, lost = left
+                if completed < self._completed:
+                    after = f" This rank had completed it. {_GO_ON}"
+                else:
+                    after = "" if lost else " Once every rank has left it, the next one goes on as usual."
+                raise (PeerLostError if lost else DeadlockDetectedError)(
+                    f"rank {self._rank}: rank {rank} has left {what} on axis {self._axis_name!r} halfway "
+                    f"({why}), so what this rank waits for won't come.{after}"
+                )
+
+    def begin_external(self, label: str) -> None:
+        """Other libraries' collectives are about to be issued, on every rank, on process groups of theirs.
+
+        ltx only waits for them: it can't renew such a group. So ranks that leave a backward pass halfway tell each
+        other how far they had come with these, and where that differs no more of them are run.
+
+        Raises:
+            DeadlockDetectedError: earlier ones are still waiting for a peer, and the next would pair with them.
+        """
+        if self.external_error:
+            raise DeadlockDetectedError(
+                f"rank {self._rank}: {label} can't run on axis {self._axis_name!r}: the collectives that such hooks "
+                "issue have been out of step since an earlier failure. Destroy their process group, ltx.shutdown(), "
+                f"and start again. The failure was: {self.external_error}"
+            )
+        self.external_runs += 1
+
+    @contextmanager
+    def waiting_for_external(self, label: str) -> Iterator[None]:
+        """Surrounds a wait for them."""
+        try:
+            yield
+        except BaseException as error:
+            self.external_error = f"rank {self._rank} waited in {label}: {error}"
+            raise
+
+    def recover(self) -> None:
+        """Before a pass: if the last one was aborted, wait until all ranks have aborted it, and open new channels.
+
+        Raises:
+            CollectiveTimeoutError: a peer hasn't aborted it within the axis' timeout.
+            DeadlockDetectedError, PeerLostError: a peer won't, for it has left the axis or is gone.
+            ReplicaDivergedError: on every rank, once: some ranks had completed that pass and others hadn't. The
+                channels are new.
+        """
+        if not self._has_left:
+            return
+        what = f"recovery on axis {self._axis_name!r} from a backward pass that was left halfway"
+
+        def look() -> None:
+            if not self._exchange.has(self._place):
+                self.check_abandoned()
+                self._exchange.refuse_lost(self._place, what, range(self._exchange.size))
+
+        left = self._exchange.collect(self._place, what, while_waiting=look, to="begin the next one")
+        completed = {rank: passes for rank, (passes, *_) in enumerate(left)}
+        runs = {begun for _, _, _, begun, *_ in left}
+        begun = f"ranks had begun {sorted(runs)} of them" if len(runs) > 1 else ""
+        self.external_error = next((error for *_, error, _ in left if error), begun)
+        self._has_left, self._completed = False, 0
+        self.failed_forward = ""
+        self.generation += 1
+        self._renew()
+        if len(set(completed.values())) > 1:
+            counts = ", ".join(f"rank {rank}: {count}" for rank, count in completed.items())
+            behind = min(completed, key=completed.__getitem__)
+            raise ReplicaDivergedError(
+                f"axis {self._axis_name!r}: rank {behind} left {left[behind][2]} halfway ({left[behind][1]}) when "
+                f"others had completed it (passes completed: {counts}), so what they made of it differs. {_GO_ON} "
+                "The axis works again."
+            )
+
+    @property
+    def _place(self) -> str:
+        """Where each rank announces that it has aborted the current pass."""
+        return f"left/{self.generation}"

@@ -1,0 +1,205 @@
+"""Signatures: what ranks must agree on before any data moves.
+
+A rank compares a new signature with its peers through the store, out of band, so that a disagreement is the same named
+error on every rank rather than an abort (gloo) or a hang (NCCL). A signature that has been compared is
+known and costs a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ltx.core.base.errors import RankMismatchError
+from ltx.core.base.tree import describe
+
+
+@dataclass(frozen=True)
+class Signature:
+    """An operation with the shapes and dtypes it is applied to.
+
+    Attributes:
+        operation: as the user knows it, such as "psum".
+        leaves: (path, dtype and shape) of each tensor, in order.
+        static: everything else that must be equal, as text.
+    """
+
+    operation: str
+    leaves: tuple[tuple[str, str], ...]
+    static: str = ""
+
+    @staticmethod
+    def of(operation: str, paths: list[str], tensors: list[torch.Tensor], static: str = "") -> Signature:
+        """The signature of `operation` on `tensors`."""
+        return Signature(operation, tuple((p, describe(t)) for p, t in zip(paths, tensors, strict=True)), static)
+
+    @property
+    def fingerprint(self) -> int:
+        """A 60-bit number, the same in every process."""
+        digest = hashlib.blake2b(self.to_json().encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 4
+
+    @property
+    def brief(self) -> str:
+        """One line: "psum(w: float32[2], b: float32[3])"."""
+        shown = [f"{path}: {what}" for path, what in self.leaves[:3]]
+        if len(self.leaves) > 3:
+            shown.append(f"{len(self.leaves) - 3} more")
+        inside = ", ".join([*shown, *([self.static] if self.static else [])])
+        return f"{self.operation}({inside})" if inside else self.operation
+
+    def to_json(self) -> str:
+        """Text for the store. JSON: nothing that a peer sends is ever unpickled."""
+        return json.dumps([self.operation, self.leaves, self.static])
+
+    @staticmethod
+    def from_json(text: str) -> Signature:
+        """Inverse of :meth:`to_json`."""
+        operation, leaves, static = json.loads(text)
+        return Signature(operation, tuple((path, what) for path, what in leaves), static)
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """What ranks have found to be equal, its fingerprint, and rank 0's offer."""
+
+    signature: Signature
+    fingerprint: int
+    offer: Any
+
+
+#: What stands for a collective that a rank has called, and that raised before it was issued.
+_RAISED = Signature("a call that raised an error", ())
+RAISED = Agreement(_RAISED, _RAISED.fingerprint, None)
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a rank puts into the store for its peers to compare.
+
+    Attributes:
+        signature: what it is about to issue.
+        value: something of its own that the peers are to know; JSON.
+        caller: file and line of the call, known under ``ltx.debug_checks()``.
+        issued: how much it has issued so far on its channels, by their addresses; likewise.
+        next_check: the place of its next call in the sequence of ``ltx.debug_checks()``.
+        compared: how many signatures it has begun to compare for each channel, by their addresses.
+    """
+
+    signature: Signature
+    value: Any = None
+    caller: str = ""
+    issued: Mapping[str, int] = field(default_factory=dict)
+    next_check: tuple[int, int] = (0, 0)
+    compared: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def call(self) -> str:
+        """What is called, and on which line."""
+        return f"{self.signature.brief} at {self.caller}" if self.caller else self.signature.brief
+
+    def fields(self) -> list[Any]:
+        """Itself as JSON values, for the store."""
+        return [
+            self.signature.to_json(),
+            self.value,
+            self.caller,
+            dict(self.issued),
+            self.next_check,
+            dict(self.compared),
+        ]
+
+    @staticmethod
+    def of(fields: list[Any]) -> Post:
+        """Inverse of :meth:`fields`."""
+        signature, value, caller, issued, next_check, compared = fields
+        return Post(Signature.from_json(signature), value, caller, issued, tuple(next_check), compared)
+
+
+def explain_posts(axis_name: str, by_rank: Mapping[int, Post]) -> RankMismatchError | None:
+    """The error that every rank raises for these posts; None if they agree."""
+    signatures = {rank: post.signature for rank, post in by_rank.items()}
+    if len(set(signatures.values())) == 1:
+        return None
+    error = explain_mismatch(axis_name, signatures)
+    if any(post.caller for post in by_rank.values()):
+        return RankMismatchError(f"{error} The calls: {list_calls(by_rank)}.")
+    return error
+
+
+#: What takes tensors that differ in length.
+_UNEVEN = {
+    "all_gather": 'ltx.all_gather(x, tiled=True, splits="infer")',
+    "all_to_all": 'ltx.all_to_all(x, ..., splits="infer")',
+}
+
+
+def list_calls(by_rank: Mapping[int, Post]) -> str:
+    """What each rank calls, and on which line."""
+    return list_values({rank: post.call for rank, post in by_rank.items()})
+
+
+def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMismatchError:
+    """The error that every rank raises when `by_rank` isn't one and the same signature."""
+    operations = {rank: s.operation for rank, s in by_rank.items()}
+    if len(set(operations.values())) > 1:
+        return mismatch(axis_name, "the operation", operations, "call the same collectives in the same order")
+    operation = next(iter(operations.values()))
+    paths = list(dict.fromkeys(path for s in by_rank.values() for path, _ in s.leaves))
+    for path in paths:
+        values = {rank: dict(s.leaves).get(path, "no such leaf") for rank, s in by_rank.items()}
+        if len(set(values.values())) > 1:
+            fix = "give every rank the same tree, shapes and dtypes"
+            if operation in _UNEVEN and len({value.partition("[")[0] for value in values.values()}) == 1:
+                fix += f"; {_UNEVEN[operation]} takes unequal lengths"
+            return mismatch(axis_name, f"{operation}, leaf {path!r}", values, fix)
+    orders = {rank: str([path for path, _ in s.leaves]) for rank, s in by_rank.items()}
+    if len(set(orders.values())) > 1:
+        return mismatch(axis_name, f"{operation}, order of leaves", orders, "give every rank the same tree")
+    statics = {rank: s.static for rank, s in by_rank.items()}
+    return mismatch(axis_name, f"{operation}, its arguments", statics, "call it with the same arguments on every rank")
+
+
+def mismatch(axis_name: str, what: str, values: Mapping[int, str], fix: str) -> RankMismatchError:
+    """The error for ranks that have different `values` of `what`."""
+    return RankMismatchError(f"axis {axis_name!r}: ranks disagree on {what}: {list_values(values)}. Fix: {fix}.")
+
+
+def list_values(values: Mapping[int, str]) -> str:
+    """Each value with the ranks that have it: "ranks 0, 2: a; rank 1: b"."""
+    counts: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        counts.setdefault(value, []).append(rank)
+    return "; ".join(f"rank{'s' if len(r) > 1 else ''} {_ranks(r)}: {value}" for value, r in counts.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+
+
+class ComparedFunctions:
+    """Which functions the ranks of an axis have called with the same parameters, each under keys of its own."""
+
+    def __init__(self) -> None:
+        self._keys: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
+
+    def has(self, fn: Any, key: Hashable) -> bool:
+        """Whether the ranks have compared the parameters of the function `fn` under this `key`."""
+        return key in self._of(fn)
+
+    def add(self, fn: Any, key: Hashable) -> None:
+        """Make :meth:`has` true for `fn` and `key`."""
+        self._of(fn).add(key)
+
+    def _of(self, fn: Any) -> set[Hashable]:
+        try:
+            return self._keys.setdefault(fn, set())
+        except TypeError:  # `fn` can't be hashed or weakly referenced
+            return self._keys.setdefault(ComparedFunctions, set())

@@ -1,0 +1,255 @@
+"""The step summary: one small sum a step that carries loss, weights and the digest.
+
+It is issued between the forward and the backward pass, in float64. The digest is the running fingerprint of all that
+this rank has issued; all ranks have the same one iff its limbs have variance zero, which sums can tell: with limbs d
+below 2^20, n * sum(d^2) == sum(d)^2 exactly if and only if all are equal.
+
+The number of the training step is part of the digest, and so is whether this rank has gone on by itself after a plain
+step that raised in its forward pass. Where digests differ ranks tell each other why, in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError, WeightError
+from ltx.core.comm.axis_comm import AxisComm
+from ltx.core.comm.backends import CommStream, HostCopy, to_device
+from ltx.core.comm.channel import Channel
+from ltx.core.comm.signature import Agreement
+from ltx.core.comm.work import Work
+
+_LIMB_BITS = 20
+_LIMBS = 3
+_MASK = (1 << _LIMB_BITS) - 1
+_SPREAD = 0x9E3779B97F4A7C15  # odd, so that no two numbers of steps give the same limbs
+_WENT_ON = 0x2B2AE3D27D4EB4F
+#: How long ranks whose digests differ wait for each other to say why.
+_EXPLAINING_S = 10.0
+
+#: Bytes of the buffer that is summed.
+SUMMARY_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """The sum of the ranks' summaries.
+
+    Attributes:
+        total: sum of the ranks' losses, or of their totals if they are weighted; 0-dim float64.
+        weight: sum of the ranks' weights (the number of ranks if unweighted); 0-dim float64.
+    """
+
+    total: torch.Tensor
+    weight: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean loss."""
+        return self.total / self.weight
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank's digest is made of, and what it says of itself where digests differ.
+
+    Attributes:
+        issued: the fingerprint of all that it has issued.
+        step: the number of the training step; None in a pass of a plain step.
+        failed, left: as :attr:`Recovery.failed_forward` and `last_left`.
+    """
+
+    issued: int
+    step: int | None = None
+    failed: str = ""
+    left: str = ""
+
+    @property
+    def digest(self) -> int:
+        return self.issued ^ (0 if self.step is None else (self.step + 1) * _SPREAD) ^ (_WENT_ON if self.failed else 0)
+
+
+class PendingSummary:
+    """A step summary that is pending; `compare` gives what each rank says of itself where digests differ.
+
+    On a stream-ordered backend the host doesn't stop for it: :meth:`enqueued` gives the sums as the device will have
+    them, and :meth:`wait` is called when the host needs them, at the latest in the next pass.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        channel: Channel,
+        stream: CommStream | None = None,
+        weighted: bool = False,
+        compare: Callable[[], list[Any]] = list,
+    ):
+        self._weighted, self._compare = weighted, compare
+        self._work: Work | None = work
+        self._channel = channel
+        self._summary: StepSummary | None = None
+        self._copy: HostCopy | None = None
+        if stream is not None:
+            with stream.behind_current():
+                self._copy = work.read()
+                self._sums = work.wait()
+            self._fence = stream.fence()
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether the host continues without the sums."""
+        return self._copy is not None and self._summary is None
+
+    def enqueued(self) -> StepSummary:
+        """The sums on the device, not read by the host yet; elsewhere as :meth:`wait`."""
+        if not self.stays_on_device:
+            return self.wait()
+        self._fence([self._sums])
+        return StepSummary(self._sums[0], self._sums[1])
+
+    def wait(self) -> StepSummary:
+        """The summary.
+
+        Raises:
+            RankMismatchError: ranks have issued different things; or one goes on after a forward pass that raised.
+            ReplicaDivergedError: they are at different steps of the training.
+        """
+        if self._summary is None:
+            assert self._work is not None
+            late = self._copy is not None
+            summed = self._work.wait() if self._copy is None else self._channel.wait_for_host(self._copy, "summary")
+            limbs = [int(x) for x in summed[2:].tolist()]
+            pairs = zip(limbs[::2], limbs[1::2], strict=True)
+            if any(self._channel.size * second != first * first for first, second in pairs):
+                self._refuse_apart(late)
+            if late and self._weighted and summed[1] == 0:
+                raise WeightError(
+                    "Weighted: in the step before this one the weights of all ranks added up to 0, so there was no "
+                    "mean; that step has changed nothing. Give at least one rank a sample, or skip the step on all of "
+                    "them."
+                )
+            self._summary, self._work = StepSummary(summed[0], summed[1]), None
+        return self._summary
+
+    def _refuse_apart(self, late: bool) -> None:
+        """Digests differ: raise what differs, on all ranks."""
+        by_rank: list[Said] = []
+        with suppress(LtxError):  # a peer came to another place; what differs is then what it has issued
+            by_rank = [Said(*of_rank) for of_rank in self._compare()]
+        axis = f"axis {self._channel.axis_name!r}"
+        applied = (
+            "What the step before this one made of them was applied: load a checkpoint."
+            if late
+            else "Nothing of this step was applied."
+        )
+        steps = {said.step for said in by_rank}
+        if len(steps) > 1:
+            last = max(step for step in steps if step is not None)
+            raise ReplicaDivergedError(
+                f"{axis}: ranks are at different steps of the training: "
+                + "; ".join(
+                    f"rank {rank} is {'in no train step' if said.step is None else f'at step {said.step}'}"
+                    + (f" and has left {said.left}" if said.left and said.step != last else "")
+                    for rank, said in enumerate(by_rank)
+                )
+                + f". Gradients of different parameters have no mean. {applied} Go on from one state on all ranks: "
+                "train.broadcast(state), or a checkpoint."
+            )
+        failed = [(rank, said.failed) for rank, said in enumerate(by_rank) if said.failed]
+        if failed and len({said.issued for said in by_rank}) == 1:
+            raise RankMismatchError(
+                f"{axis}: "
+                + "; ".join(f"the forward pass of a step raised on rank {rank} ({why})" for rank, why in failed)
+                + f", which went on to its next one, and its peers with the step that it had left. {applied} Have all "
+                "ranks leave the step: ltx.pmin of whether the forward pass went well, before the backward pass. Or "
+                "catch the error, and try again, inside of the step's function."
+            )
+        raise RankMismatchError(
+            f"{axis}: ranks have issued different collectives, or the same ones in another order, since the last "
+            f"synchronised step; the results since then are not to be trusted. {applied} Wrap the program in "
+            "ltx.debug_checks() to see which call differs."
+        )
+
+
+def end_pass(among: AxisComm, summary: PendingSummary) -> StepSummary:
+    """End a pass all buckets of which are complete or enqueued: its step summary, which is checked here or later."""
+    if summary.stays_on_device:
+        among.unread = summary
+    return summary.enqueued()
+
+
+def read_last_summary(among: AxisComm) -> None:
+    """Read the step summary of the last pass, if the host is ahead of the device, which it is by one pass at most.
+
+    Raises:
+        RankMismatchError, WeightError: what the ranks did in that pass doesn't fit.
+        PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: the device waits for a peer that won't come.
+    """
+    if among.unread is None:
+        return
+    unread, among.unread = among.unread, None
+    try:
+        unread.wait()
+    except BaseException as error:
+        among.recovery.abort(error)
+        raise
+
+
+def begin_pass(
+    axis_comm: AxisComm,
+    among: AxisComm,
+    name: str,
+    agreement: Agreement | None,
+    total: torch.Tensor | float = 0.0,
+    weight: torch.Tensor | float = 0.0,
+) -> PendingSummary:
+    """Begin a pass over buckets: wait until the last one is out of the way, then issue this rank's step summary.
+
+    Args:
+        axis_comm: on whose bucket channels the pass goes out.
+        among: the ranks that are in the pass: `axis_comm`, or a part of it.
+        name: what errors call the pass.
+        agreement: what the ranks have compared of it.
+        total, weight: the loss and its weight on this rank, 0-dim tensors; 0 where nobody asks for them.
+    """
+    read_last_summary(among)
+    among.recovery.recover()
+    channel = among.bucket_channel(0)
+    axis_comm.under_way = among.under_way = name
+    if agreement is not None:
+        channel.advance(agreement)
+    at = among.recovery
+    issued = axis_comm.user.digest ^ (channel.digest << 1)
+    said, at.failed_forward = Said(issued, at.step, at.failed_forward, at.last_left), ""
+    device = axis_comm.device
+    weighted = isinstance(weight, torch.Tensor) and among is axis_comm
+    place = f"apart/{channel.address}/{channel.begun}"
+    compare = partial(among.store_exchange.exchange, place, astuple(said), "a comparison of steps", _EXPLAINING_S)
+    return send_summary(channel, total, weight, said, device, axis_comm.stream_of(device), weighted, compare)
+
+
+def send_summary(
+    channel: Channel,
+    total: torch.Tensor | float,
+    weight: torch.Tensor | float,
+    said: Said,
+    device: torch.device,
+    stream: CommStream | None = None,
+    weighted: bool = False,
+    compare: Callable[[], list[Any]] = list,
+) -> PendingSummary:
+    """Issue this rank's part; `stream` is where the sum is waited for, if not on the host."""
+    limbs = [float((said.digest >> (_LIMB_BITS * i)) & _MASK) for i in range(_LIMBS)]
+    given = [0.0 if isinstance(x, torch.Tensor) else x for x in (total, weight)]
+    mine = [*given, *(y for d in limbs for y in (d, d * d))]
+    numbers = to_device(torch.tensor(mine, dtype=torch.float64), device)
+    for place, x in enumerate((total, weight)):
+        if isinstance(x, torch.Tensor):
+            numbers[place] = x.detach()
+    return PendingSummary(channel.issue("psum", numbers, "summary"), channel, stream, weighted, compare)

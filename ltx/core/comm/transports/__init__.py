@@ -1,0 +1,1 @@
+"""What carries messages between ranks in place of sockets: :mod:`ltx.core.comm.transports.shared_memory`."""

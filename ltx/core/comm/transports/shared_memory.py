@@ -1,0 +1,350 @@
+"""Collectives between processes of one machine through shared memory.
+
+Sockets copy each byte through the kernel twice and keep a thread busy; shared memory is one copy. A buffer is cut into
+chunks, and each chunk goes through three phases:
+
+    1. every rank copies its input into its own segment                                         -> filled
+    2. in a reduction, rank r reduces part r of the chunk over all segments, in rank order,
+       into its own segment                                                                     -> reduced
+    3. every rank copies its result out of the segments                                         -> emptied
+
+Each rank owns three counters that only it writes: how many chunks it has filled, reduced and emptied. A rank does the
+next phase of a chunk when its peers' counters allow it. There is no thread for this: any thread that issues or waits
+advances the transport, and a lock admits one at a time. Only a wait blocks, and it checks every 0.1 s whether its
+peers live: each process holds a lock on a file of its own, which the kernel releases when the process dies.
+
+Beside each chunk lies a tag: a digest of what its rank has issued on the channel so far, and the number of buffers.
+Where tags differ, the ranks have issued different things, and all of them refuse the chunk. On request the rank also
+stores the sum of what it has reduced, taken while the data is in the core's cache: it tells whether all of it is
+finite.
+
+An exception (an interrupt, or one from a signal handler) may come at any point of a phase. The counters say which
+phases are done, and a phase that isn't counted can be done again from its beginning, so an exception leaves the ranks
+in step. If the exception comes again on the second attempt, the phase itself fails: then the transport has failed, and
+its peers raise too.
+
+The memory has no name in any file system, so nothing is left behind. Counters are aligned words; x86-64 guarantees that
+others see them after the writes before them. Other processors use sockets.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, part, sum_of
+from ltx.core.comm.operations import OPERATIONS
+from ltx.core.comm.transports.segments import (
+    COUNTERS_BYTES,
+    EMPTIED,
+    FAILED,
+    FILLED,
+    REDUCED,
+    SLOTS,
+    SUMS,
+    TAGS,
+    close_files,
+    open_segments,
+    read_reason,
+    tag_of,
+    write_reason,
+)
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+@dataclass(eq=False)
+class SharedMemoryWork:
+    """A buffer on its way through the transport, chunk by chunk."""
+
+    transport: SharedMemoryTransport
+    end: int = 0  # the place after its last chunk
+    completed_s: float = 0.0
+    refused: bool = False  # ranks have issued different things
+    sums: dict[int, float] | None = None  # of the elements of each chunk, by its place, if asked for
+
+    @property
+    def completed(self) -> bool:
+        """Whether the result is there."""
+        return self.transport.emptied >= self.end
+
+    @property
+    def total(self) -> float | None:
+        """The sum of all elements of the result, if it was asked for; NaN where a rank hasn't added its part up."""
+        return None if self.sums is None else sum(self.sums.values())
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A chunk in the transport's queue. `place` counts all chunks since the transport was opened."""
+
+    place: int
+    chunk: Chunk
+    work: SharedMemoryWork
+    tag: int
+    next: _Entry | None = None
+
+
+class SharedMemoryTransport:
+    """This rank's end of the shared memory between the ranks of a channel.
+
+    Attributes:
+        error: the exception that a phase has raised twice: the transport has failed.
+    """
+
+    def __init__(self, rank: int, segments: list[mmap.mmap], locks: list[int], files: list[int]):
+        self.rank = rank
+        self.size = len(segments)
+        self.error: Exception | None = None
+        self._maps = segments
+        self._locks = locks  # each rank's lock file, by descriptors of this process
+        self._files = files
+        self._counters = [memoryview(segment).cast("q") for segment in segments]
+        self._sums = [memoryview(segment).cast("d") for segment in segments]
+        self._bytes = [torch.frombuffer(segment, dtype=torch.uint8, offset=COUNTERS_BYTES) for segment in segments]
+        self._begun = 0
+        self._emptied_at_close = 0
+        self._forget_queue()
+        # Reentrant: an interrupt may come between acquiring and releasing it.
+        self._turn = threading.RLock()
+
+    def _forget_queue(self) -> None:
+        # A linked list: one assignment appends, so an interrupt comes before or after it.
+        self._tail = _Entry(-1, NO_CHUNK, SharedMemoryWork(self), 0)
+        # The last entry known to have been through each phase. The counters are the truth: an interrupt may come
+        # between the two updates.
+        self._through = {FILLED: self._tail, REDUCED: self._tail, EMPTIED: self._tail}
+        self._overwritten = -1  # the place of the chunk whose reduction has begun
+
+    def begin(
+        self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], tag: int, summed: bool = False
+    ) -> tuple[SharedMemoryWork, torch.Tensor]:
+        """Start `operation` on a contiguous `buffer`: its work, and the memory of the result. Never blocks.
+
+        An exception from here makes the transport fail, unless it is an interrupt; then peers learn of it at the next
+        chunk.
+
+        `summed`: the work of a reduction records the sum of all elements of the result.
+        """
+        self._begun += 1  # first: if this fails on this rank alone, the peers refuse all that follows
+        work = SharedMemoryWork(self)
+        try:
+            with torch._C._DisableFuncTorch(), torch.no_grad():
+                row = OPERATIONS[operation]
+                out = row.new_result(buffer, self.size)
+                chunks = list(row.chunks(buffer, out, arguments, self.rank, self.size))
+        except Exception as error:  # no memory, say: the peers would wait for this rank
+            self._fail(error)
+            raise
+        if summed and any(chunk.reduce is not None for chunk in chunks):
+            work.sums = {}
+        while self._tail.next is not None:
+            self._tail = self._tail.next
+        tag = tag_of(tag, self._begun)
+        before = first = _Entry(self._tail.place, NO_CHUNK, work, tag)
+        for chunk in chunks:
+            before.next = _Entry(before.place + 1, chunk, work, tag)
+            before = before.next
+        work.end = before.place + 1
+        self._tail.next = first.next  # all at once: another thread may process a chunk as soon as it is queued
+        self.progress()
+        return work, out
+
+    @property
+    def busy(self) -> bool:
+        """Whether any chunk is pending."""
+        return self.error is None and self._through[EMPTIED].next is not None
+
+    @property
+    def emptied(self) -> int:
+        """How many chunks this rank has emptied."""
+        counters = self._counters
+        return counters[self.rank][EMPTIED] if counters else self._emptied_at_close
+
+    def progress(self) -> bool:
+        """Do every phase that can be done now, unless another thread does; returns whether there was one."""
+        moved = False
+        if self.error is not None or not self._turn.acquire(blocking=False):
+            return moved
+        try:
+            # A waiting thread may be under a transform, which must not see these bytes. In inference mode it may write
+            # to tensors that were made in that mode, and to all others. Not by torch.inference_mode(): an interrupt
+            # probably comes during a wait, so here, and in the middle of its Python code it would leave the mode on.
+            with torch._C._DisableFuncTorch(), torch._C._InferenceMode(True):
+                try:
+                    while self._empty() or self._reduce() or self._fill():
+                        moved = True
+                except Exception:
+                    if self._fails_again():
+                        return moved
+                    raise
+        finally:
+            self._turn.release()
+        return moved
+
+    def _fails_again(self) -> bool:
+        """Whether the phase raises again when it is repeated; then the transport has failed."""
+        try:
+            while self._empty() or self._reduce() or self._fill():
+                pass
+        except Exception as error:
+            self._fail(error)
+            return True
+        return False
+
+    def _fail(self, error: Exception) -> None:
+        self._counters[self.rank][FAILED] = write_reason(self._maps[self.rank], error)
+        self.error = error
+
+    def failures(self) -> dict[int, str]:
+        """The ranks whose ends have failed, and why."""
+        return {
+            rank: read_reason(self._maps[rank], words[FAILED])
+            for rank, words in enumerate(self._counters)
+            if words[FAILED]
+        }
+
+    def _next(self, counter: int) -> _Entry | None:
+        """The first chunk that hasn't been through a phase."""
+        entry = self._through[counter].next
+        while entry is not None and entry.place < self._counters[self.rank][counter]:
+            self._through[counter] = entry
+            entry = entry.next
+        return entry
+
+    def _least(self, counter: int) -> int:
+        return min([words[counter] for words in self._counters])  # a list takes half the time of a generator
+
+    def _tell(self, entry: _Entry, counter: int) -> None:
+        self._counters[self.rank][counter] = entry.place + 1
+        self._through[counter] = entry
+
+    def _slots(self, entry: _Entry) -> list[torch.Tensor]:
+        chunk = entry.chunk
+        start = (entry.place % SLOTS) * CHUNK_BYTES
+        end = start + chunk.numel * chunk.dtype.itemsize
+        return [segment[start:end].view(chunk.dtype) for segment in self._bytes]
+
+    def _fill(self) -> bool:
+        entry = self._next(FILLED)
+        # A slot is free once every rank has emptied its chunk.
+        if entry is None or entry.place >= self._least(EMPTIED) + SLOTS:
+            return False
+        self._counters[self.rank][TAGS + entry.place % SLOTS] = entry.tag
+        entry.chunk.give(self._slots(entry)[self.rank])
+        self._tell(entry, FILLED)
+        return True
+
+    def _reduce(self) -> bool:
+        entry = self._next(REDUCED)
+        if entry is None or self._least(FILLED) <= entry.place:
+            return False
+        chunk, work, slot = entry.chunk, entry.work, entry.place % SLOTS
+        work.refused |= len({words[TAGS + slot] for words in self._counters}) > 1
+        if chunk.reduce is not None and not work.refused:
+            slots = self._slots(entry)
+            shares = [part(slot, self.rank, self.size) for slot in slots]
+            if shares[0].numel():
+                if self._overwritten == entry.place:  # an exception interrupted what follows
+                    chunk.give(slots[self.rank])
+                self._overwritten = entry.place
+                # In rank order on every rank; the last step writes into this rank's own segment.
+                total = shares[0]
+                for share in shares[1:-1]:
+                    total = chunk.reduce(total, share)
+                chunk.reduce(total, shares[-1], out=shares[self.rank])
+            self._sums[self.rank][SUMS + slot] = math.nan if work.sums is None else sum_of(shares[self.rank])
+        self._tell(entry, REDUCED)
+        return True
+
+    def _empty(self) -> bool:
+        entry = self._next(EMPTIED)
+        if entry is None or self._least(REDUCED) <= entry.place:
+            return False
+        chunk, work = entry.chunk, entry.work
+        if not work.refused:
+            chunk.take(self._slots(entry))
+            if work.sums is not None:
+                work.sums[entry.place] = sum(words[SUMS + entry.place % SLOTS] for words in self._sums)
+        work.completed_s = time.perf_counter()
+        self._tell(entry, EMPTIED)  # last: a waiting thread continues now
+        entry.chunk = NO_CHUNK
+        return True
+
+    def lost_peers(self) -> list[int]:
+        """The ranks whose processes have died."""
+        lost = []
+        for rank, lock in enumerate(self._locks):
+            if rank == self.rank:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            lost.append(rank)
+        return lost
+
+    def close(self) -> None:
+        """Release the memory."""
+        _transports[:] = [transport for transport in _transports if transport is not self]
+        with self._turn:  # no phase is being done
+            self._emptied_at_close = self.emptied
+            self._forget_queue()
+            for words in self._counters:
+                words.release()
+            for sums in self._sums:
+                sums.release()
+            self._bytes, self._counters, self._sums = [], [], []
+        close_files(self._locks, self._files)
+        self._locks, self._files, self._maps = [], [], []
+
+
+# Peers may wait for this rank in one transport while it waits in another: a waiting thread advances all of them.
+_transports: list[SharedMemoryTransport] = []
+
+
+def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport | None:
+    """A transport between the ranks that share `store`, or None where they share no memory (:func:`open_segments`)."""
+    opened = open_segments(rank, size, store)
+    if opened is None:
+        return None
+    transport = SharedMemoryTransport(rank, *opened)
+    _transports.append(transport)
+    return transport
+
+
+def progress_everywhere() -> bool:
+    """Advance every transport of this process; returns whether there was anything to do."""
+    return sum(transport.progress() for transport in tuple(_transports) if transport.busy) > 0
+
+
+def any_transport_busy() -> bool:
+    """Whether a chunk is pending in any transport of this process."""
+    return any(transport.busy for transport in tuple(_transports))
+
+
+def wait_for(work: SharedMemoryWork, pause_s: float) -> bool:
+    """Advance the transports until `work` is complete, or its transport fails, or for `pause_s`; whether it is."""
+    began = idle_since = time.perf_counter()
+    while not work.completed:
+        if progress_everywhere():
+            idle_since = time.perf_counter()
+            continue
+        now = time.perf_counter()
+        if now - began > pause_s or work.transport.error is not None:
+            return False
+        if now - idle_since < 0.0005:
+            os.sched_yield()
+        else:
+            time.sleep(0.0001)
+    return True

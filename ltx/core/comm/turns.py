@@ -1,0 +1,353 @@
+"""Ranks that are threads of this process (:func:`ltx.simulate`): one runs at a time, and hands over where it waits.
+
+A thread that comes to a call of several waits there until all of them have come. The last one computes what each gets.
+Between two such calls threads run in the order of their numbers, so a run repeats itself exactly.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ltx.core.base.errors import LtxError, PeerLostError, RankMismatchError, UnsupportedError
+from ltx.core.comm.recovery import ALIKE
+from ltx.core.comm.signature import Agreement, ComparedFunctions, Signature, explain_mismatch, mismatch
+from ltx.core.ranks.axis import Axis
+from ltx.core.ranks.backings import Part, ThreadBacking
+
+#: What every member has brought, in their order -> what each of them gets.
+Combine = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(eq=False)
+class Call:
+    """What one rank calls together with others, and waits in.
+
+    Attributes:
+        axis_name: of the axis whose ranks call it.
+        members: these ranks, by their place on the axis.
+        signatures: what they must agree on: of the call, after those of what led to it.
+        value: what this rank brings.
+        combine: as in :data:`Combine`; None gives each rank all values.
+        complete: whether `result` or `error` is there.
+    """
+
+    axis_name: str
+    members: tuple[int, ...]
+    signatures: tuple[Signature, ...]
+    value: Any
+    combine: Combine | None
+    complete: bool = field(default=False, init=False)
+    result: Any = field(default=None, init=False)
+    error: BaseException | None = field(default=None, init=False)
+
+    @property
+    def what(self) -> str:
+        """What the rank has called, on one line: that which led to the call, if something did."""
+        return self.signatures[-2 if len(self.signatures) > 1 else -1].brief
+
+    def fail(self, error: BaseException) -> None:
+        """End it with `error`, which each rank raises a copy of: a traceback belongs to one thread."""
+        self.complete, self.error = True, copy.copy(error)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first error of a run, and the rank that raised it; None for one of the caller's, such as an interrupt."""
+
+    error: BaseException
+    rank: int | None
+
+    def __str__(self) -> str:
+        who = "the caller was interrupted by" if self.rank is None else f"rank {self.rank} raised"
+        text = f": {self.error}" if str(self.error) else ""
+        return f"{who} {type(self.error).__name__}{text}"
+
+
+class Turns:
+    """`size` threads that take turns.
+
+    Args:
+        size: the number of threads, here called ranks.
+        set_aside: called in a rank's thread at the end of its turn. It puts aside what the rank has changed in this
+            process, and returns a function that brings it back when the next turn begins.
+    """
+
+    def __init__(self, size: int, set_aside: Callable[[], Callable[[], None]]):
+        self.size = size
+        self.closed = False
+        self._set_aside = set_aside
+        self._turns = [_held_lock() for _ in range(size)]  # a rank acquires its own to run
+        self._all_ended = _held_lock()
+        self._threads: dict[int, int] = {}
+        self._calls: dict[int, Call] = {}
+        self._ended: dict[int, str] = {}
+        self._failure: Failure | None = None
+
+    def run(self, f: Callable[[int], Any]) -> list[Any]:
+        """``f(rank)`` of every rank. The first error of a rank ends all of them, and is raised here.
+
+        An interrupt is raised as soon as the rank that runs comes to its next call; a second one is raised at once, and
+        leaves the threads behind.
+        """
+        results: list[Any] = [None] * self.size
+        threads = [
+            threading.Thread(
+                target=copy_context().run, args=(self._run_rank, rank, f, results), name=f"ltx rank {rank}", daemon=True
+            )
+            for rank in range(self.size)
+        ]
+        started, begun = 0, False
+        try:
+            for thread in threads:
+                thread.start()
+                started += 1
+            begun = True
+            self._turns[0].release()
+            self._wait()
+        except BaseException as error:
+            self._failure = self._failure or Failure(error, None)
+            if not begun:  # no more threads: those that there are end without having run
+                self._ended.update(dict.fromkeys(range(started, self.size), "has no thread"))
+                self._turns[0].release()
+            if started:
+                self._wait()
+            raise
+        finally:
+            self.closed = True
+        for thread in threads:
+            thread.join()
+        failure, self._failure = self._failure, None  # whose traceback refers to this
+        if failure is not None:
+            raise failure.error
+        return results
+
+    def _wait(self) -> None:
+        """Wait until all ranks have ended. A signal that comes just before a lock's wait is seen after it alone."""
+        while not self._all_ended.acquire(timeout=0.1):
+            pass
+
+    def _run_rank(self, rank: int, f: Callable[[int], Any], results: list[Any]) -> None:
+        self._turns[rank].acquire()
+        self._threads[rank] = threading.get_ident()
+        how = "has returned"
+        try:
+            if self._failure is None:
+                results[rank] = f(rank)
+        except BaseException as error:  # also SystemExit: the caller gets it
+            how = f"has raised {type(error).__name__}"
+            if self._failure is None:
+                self._failure = Failure(error, rank)
+        self._ended[rank] = how
+        if len(self._ended) == self.size:
+            self._all_ended.release()
+        else:
+            self._turns[self._next_after(rank)].release()
+
+    def wait_in(self, rank: int, call: Call) -> Any:
+        """Come to `call` as `rank`, and return what it gives once all of its members have come to it.
+
+        Raises:
+            RankMismatchError: members call something else, or return; on all ranks that wait.
+            PeerLostError: another rank has raised something.
+        """
+        self._check(rank, call)
+        come_back = self._set_aside()
+        self._calls[rank] = call
+        theirs = [self._calls.get(member) for member in call.members]
+        together = [x for x in theirs if x is not None and x.members == call.members and not x.complete]
+        if len(together) == len(call.members):
+            _complete(together)
+        following = self._next_after(rank)
+        if following != rank:
+            self._turns[following].release()
+            self._turns[rank].acquire()
+        if not self.closed:  # else the caller has left, and this process is its own again
+            come_back()
+        del self._calls[rank]
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def check_thread(self, rank: int, signature: Signature, axis_name: str) -> None:
+        """Raise unless this is the thread of `rank`, which calls what `signature` says."""
+        if threading.get_ident() != self._threads.get(rank):
+            raise UnsupportedError(
+                f"{signature.brief} on axis {axis_name!r} was called in a thread that is no rank's. ltx.simulate gives "
+                "each rank one thread: call collectives in it, or use processes, as with ltx.Pool."
+            )
+
+    def _check(self, rank: int, call: Call) -> None:
+        what = f"rank {rank}: {call.what} on axis {call.axis_name!r}"
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise UnsupportedError(
+                f"{what} was called under forward mode (jvp, jacfwd, hessian), whose state torch has once for all "
+                "threads, so ltx.simulate can't run another rank meanwhile. Use reverse mode (grad, vjp, jacrev), or "
+                "ltx.vmap."
+            )
+        if self._failure is not None:
+            raise self._lost(call)
+
+    def _next_after(self, rank: int) -> int:
+        """The rank whose turn comes after that of `rank`: the next one that can run."""
+        if self._failure is not None:
+            for call in self._calls.values():
+                if not call.complete:
+                    call.fail(self._lost(call))
+        order = [other % self.size for other in range(rank + 1, rank + 1 + self.size)]
+        waiting = {other for other, call in self._calls.items() if not call.complete}
+        able = [other for other in order if other not in self._ended and other not in waiting]
+        if not able:
+            self._give_up()
+            able = [min(self._calls)]
+        return able[0]
+
+    def _give_up(self) -> None:
+        """No rank can run: each waits for one that waits elsewhere or has ended."""
+        names = {call.axis_name for call in self._calls.values()}
+        place = dict(self._ended)
+        for rank, call in self._calls.items():
+            place[rank] = call.what + (f" on axis {call.axis_name!r}" if len(names) > 1 else "")
+        error = mismatch(
+            min(names, key=len),
+            "what they call next",
+            dict(sorted(place.items())),
+            "call the same collectives in the same order on every rank",
+        )
+        for call in self._calls.values():
+            call.fail(error)
+
+    def _lost(self, call: Call) -> LtxError:
+        return PeerLostError(f"{self._failure}. This rank had called {call.what}, and ends too.")
+
+
+def _held_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _complete(calls: list[Call]) -> None:
+    """All members have come: let each have its result, or the same error."""
+    first = calls[0]
+    if any(call.signatures != first.signatures for call in calls):
+        steps = list(zip(*(call.signatures for call in calls), strict=False))
+        differ = next((step for step in steps if len(set(step)) > 1), None)
+        # Where one has called less than another before, the texts of all that they called differ.
+        texts = {i: "; ".join(s.brief for s in call.signatures) for i, call in enumerate(calls)}
+        error = (
+            mismatch(first.axis_name, "the calls", texts, "call the same collectives in the same order")
+            if differ is None
+            else explain_mismatch(first.axis_name, dict(enumerate(differ)))
+        )
+        for call in calls:
+            call.fail(error)
+        return
+    values = [call.value for call in calls]
+    try:
+        # The last rank computes what all get, so its own modes mustn't count.
+        with torch.no_grad(), torch._C._DisableFuncTorch(), torch._C._DisableAutocast():
+            results = [values] * len(calls) if first.combine is None else first.combine(values)
+    except Exception as error:
+        for call in calls:
+            call.fail(error)
+        return
+    for call, result in zip(calls, results, strict=True):
+        call.complete, call.result = True, result
+
+
+class ThreadComm:
+    """What one rank needs to exchange values with the others on an axis.
+
+    Ranks are in one process, so nothing is sent: each brings a value, and one of them computes what all get.
+
+    Args:
+        turns: the threads.
+        name: the axis'.
+        members: the numbers of its ranks' threads.
+        rank: this rank's place among them.
+    """
+
+    def __init__(self, turns: Turns, name: str, members: tuple[int, ...], rank: int):
+        self.name = name
+        self.rank = rank
+        self.size = len(members)
+        self._turns = turns
+        self._members = members
+        self._announced: list[Signature] = []
+        self._left: Signature | None = None  # the last step, if this rank has left it
+        self._known: dict[Any, Agreement] = {}
+        self.compared = ComparedFunctions()
+        self._parts: dict[Part, Axis] = {}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the ranks have ended."""
+        return self._turns.closed
+
+    def announce(self, signature: Signature) -> None:
+        """Let the ranks compare `signature` at their next exchange: what this rank calls, which leads to that.
+
+        Raises:
+            UnsupportedError: in a thread that isn't the rank's.
+        """
+        self._turns.check_thread(self._members[self.rank], signature, self.name)
+        self._announced.append(signature)
+
+    @contextmanager
+    def in_step(self, number: int) -> Iterator[Callable[[], None]]:
+        """As :meth:`ltx.core.comm.recovery.Recovery.in_step`: ranks compare the number, and who has left which step."""
+        left, self._left = self._left, None
+        if left is not None:
+            with suppress(RankMismatchError):  # which peers raise that are in a step
+                self.exchange(left)
+        what, committed = f"step {number} of the training", list[bool]()
+        self._announced.append(Signature(what, ()))
+        try:
+            yield lambda: committed.append(True)
+        except BaseException as error:
+            self._announced.clear()
+            if not committed and not isinstance(error, (*ALIKE, RankMismatchError, PeerLostError)):
+                self._left = Signature(f"{what}, which it has left because of {type(error).__name__}", ())
+            raise
+
+    def exchange(self, signature: Signature, value: Any = None, combine: Combine | None = None) -> Any:
+        """Wait for all ranks, and return what `combine` makes of their values for this one; all values without it.
+
+        What comes back may be shared with other ranks, so nothing may write to it.
+
+        Raises:
+            RankMismatchError: ranks disagree in their signatures, or some never come; on all ranks that wait.
+            PeerLostError: another rank has raised something.
+            UnsupportedError: under forward mode, or in a thread that isn't the rank's.
+        """
+        self._turns.check_thread(self._members[self.rank], signature, self.name)
+        signatures = (*self._announced, signature)
+        self._announced.clear()
+        call = Call(self.name, self._members, signatures, value, combine)
+        return self._turns.wait_in(self._members[self.rank], call)
+
+    def negotiate(
+        self, key: Hashable, describe: Callable[[], Signature], offer: Callable[[], Any] = lambda: None
+    ) -> Agreement:
+        """As :meth:`ltx.core.comm.AxisComm.negotiate`: what all ranks are about to do, compared the first time."""
+        if key not in self._known:
+            signature = describe()
+            self._known[key] = Agreement(signature, signature.fingerprint, self.exchange(signature, offer())[0])
+        return self._known[key]
+
+    def part(self, name: str, part: Part) -> Axis:
+        """The axis of those ranks of this one that `part` puts together with this rank."""
+        if part not in self._parts:
+            places = part.members(self.rank)
+            members = tuple(self._members[place] for place in places)
+            opened = ThreadComm(self._turns, name, members, places.index(self.rank))
+            self._parts[part] = Axis(name, opened.size, ThreadBacking(opened.rank, opened))
+        return self._parts[part]

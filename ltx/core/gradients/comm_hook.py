@@ -1,0 +1,243 @@
+"""The contract of a communication hook: what is done to a bucket of gradients on its way over the network.
+
+:mod:`ltx.hooks` has one compressor a file. The contract is here, below them, because plans and schedules use it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from ltx.core.base.arguments import ShortRepr, check_fields
+from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.reduction import (
+    BucketInput,
+    LeafState,
+    Program,
+    Reduced,
+    Reduction,
+    Terms,
+    answer_at_once,
+    drive,
+    sum_of_shares,
+)
+from ltx.core.ranks.axis import Axis
+
+
+@dataclass(frozen=True)
+class CommHook(ShortRepr):
+    """A pure reduction of buckets, with explicit state.
+
+    A hook is a value: it compares, hashes, pickles and prints. :meth:`reduce` is a generator written with
+    :class:`ltx.core.gradients.reduction.CollectiveRequest`, so that the same lines run asynchronously between
+    processes, on simulated ranks and in compiled graphs.
+
+    Attributes:
+        exact: the result is the mean up to rounding in the gradients' own dtype. Others count as the exact mean under
+            second derivatives.
+        averages: the result stands for the sum of the shares, exactly or not. Hooks of which that isn't true have no
+            derivative, and can't do another hook's sums.
+        elementwise: each element's result depends on that element alone, so that gradients of several samples can be
+            reduced side by side (``vmap`` of ``grad`` between processes).
+        needs_whole: the result for a parameter depends on the whole of it (its rows and columns, its norm), or in a way
+            that isn't known. So it would be another one where ranks hold parts of parameters (DTensors).
+        sums: whether it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
+        gives_gradients: whether its result scales with the gradients, as a mean of them does. A step whose loss is a
+            :class:`ltx.Weighted` divides the result by the sum of the weights, which isn't known before, and one with
+            a loss scale by that.
+        reads_step: whether :meth:`reduce` reads the number of steps so far, for randomness too. Without it, in a hook
+            without state, ``inputs.step`` raises.
+        bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. More than 1
+            where far less than the gradients is sent, so that the arithmetic works on fewer and longer buffers.
+        phases: the largest number of requests that :meth:`reduce` yields for a bucket. Each has a channel of its own,
+            which ranks open together when a plan is new; in the backward pass they couldn't, as they arrive in any
+            order. Where it depends on the number of ranks, :meth:`phases_on` says so.
+    """
+
+    def __post_init__(self) -> None:
+        check_fields(self, StrategyError)
+
+    exact: ClassVar[bool] = True
+    averages: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
+    needs_whole: ClassVar[bool] = False
+    sums: ClassVar[bool] = True
+    gives_gradients: ClassVar[bool] = True
+    reads_step: ClassVar[bool] = False
+    bucket_factor: ClassVar[int] = 1
+    phases: ClassVar[int] = 1
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The tensors of one parameter's state; empty for a hook without."""
+        return ()
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a step needs communication state: the hook's tensors, or the count of steps."""
+        return bool(self.state_names) or self.reads_step or self.constant_after != 0
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        """The state of the parameter at `path` before the first step: floating tensors named as in `state_names`.
+
+        A parameter may have fewer than all of them.
+        """
+        return {}
+
+    @property
+    def constant_after(self) -> int | None:
+        """The number of steps after which :meth:`at` gives the same hook at every step; None if it goes on changing.
+
+        A hook that defines :meth:`at` defines this too. Compiled graphs can hold it from that step on; in them
+        :meth:`reduce` gets the step as a tensor, which will do for randomness.
+        """
+        return 0 if type(self).at is CommHook.at else None
+
+    def states_of(self, entries: LeafState) -> LeafState:
+        """The part of a leaf's state that this hook reads."""
+        return {name: entries[name] for name in self.state_names if name in entries}
+
+    def at(self, step: int) -> CommHook:
+        """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged.
+
+        What the hook in force asks for has the same shapes at every step.
+        """
+        return self
+
+    def with_error_feedback(self) -> CommHook | None:
+        """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""
+        return None
+
+    def axes(self, axis: Axis) -> tuple[Axis, ...]:
+        """The parts of `axis` (:func:`ltx.core.ranks.axis.inner`, :func:`ltx.core.ranks.axis.outer`) on which
+        :meth:`reduce` requests collectives.
+
+        Ranks open them together when a plan is new.
+        """
+        return ()
+
+    def within(self, axis: Axis) -> Axis | None:
+        """The part of `axis` that a reduction stays in, if it does: one of :meth:`axes`. None for all ranks.
+
+        The step summary, with losses and weights, stays there too.
+        """
+        return None
+
+    def cast(self, dtype: torch.dtype) -> CommHook | None:
+        """The hook whose sums travel in `dtype` (:func:`ltx.hooks.cast`); None where a chain does that."""
+        return None
+
+    def scale(self, axis_size: int) -> float:
+        """The factor of gradients when they are packed; the step gets their sum over ranks."""
+        return 1.0 / axis_size
+
+    def phases_on(self, axis_size: int) -> int:
+        """`phases` on that many ranks."""
+        return self.phases
+
+    def derivative_scale(self, axis_size: int) -> float:
+        """The factor of the sum over ranks that the result counts as in derivatives."""
+        if not self.averages:
+            raise UnsupportedError(
+                f"{self!r} isn't a mean of gradients, so derivatives of its result have no meaning. Take "
+                "second derivatives of ltx.block_backward_sync(step), or of a step with another strategy."
+            )
+        return 1.0 / axis_size
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of `dtype` are packed and given to :meth:`reduce`."""
+        return dtype
+
+    def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
+        """Tensors of a parameter's state that are added to its gradient as it is packed, with their factors."""
+        return ()
+
+    def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
+        """The shapes that a strategy's exchange of `bucket` gives; a gradient's are always its parameter's."""
+        return bucket
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        """Yield collective requests; return (the sum of all ranks' inputs, the next states)."""
+        raise NotImplementedError(f"{type(self).__name__} must define reduce(inputs)")
+
+
+C = TypeVar("C")
+
+#: What a hook around another one doesn't have from that one: what works on the outer hook itself, or follows from its
+#: other members.
+_ITS_OWN = ("at", "cast", "with_error_feedback", "reduce", "stateful", "states_of")
+
+
+def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -> Callable[[type[C]], type[C]]:
+    """Decorate a class whose field `field` holds another value of the same `base`, which it wraps.
+
+    Every public member of `base` that the class, or a class between the two, doesn't define is that of the value, save
+    those in `but`. So a member that `base` gets later can't be forgotten.
+    """
+    own_fields = {f.name for f in fields(base)}
+
+    def mark(cls: type[C]) -> type[C]:
+        defined = {name for c in cls.__mro__[: cls.__mro__.index(base)] for name in vars(c)}.union(but, own_fields)
+        if "phases" in defined:
+            defined.add("phases_on")  # which gives them
+        for name, inherited in vars(base).items():
+            if not name.startswith("_") and name not in defined:
+                setattr(cls, name, _of_field(field, name, inherited))
+        return cls
+
+    return mark
+
+
+def _of_field(field: str, name: str, inherited: Any) -> Any:
+    if not callable(inherited):  # a property, or a variable of the class
+        return property(lambda self: getattr(getattr(self, field), name))
+
+    @functools.wraps(inherited)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(getattr(self, field), name)(*args, **kwargs)
+
+    return method
+
+
+@dataclass(frozen=True)
+class ExactSum(CommHook):
+    """The sum over ranks times `factor`: what a hook counts as in second derivatives, for most hooks the mean."""
+
+    elementwise: ClassVar[bool] = True
+
+    factor: float
+
+    def scale(self, axis_size: int) -> float:
+        return self.factor
+
+    def derivative_scale(self, axis_size: int) -> float:
+        return self.factor
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        return sum_of_shares(inputs)
+
+
+def program_of(hook: CommHook, inputs: BucketInput) -> Program:
+    """The reduction of one bucket by `hook`."""
+    return Program(hook.reduce(inputs), [inputs.flat, *(x for state in inputs.states for x in state.values())])
+
+
+def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput) -> Reduced:
+    """Drive one reduction to its end with differentiable collectives: the readable reference for the schedules."""
+    return drive(hook.reduce(inputs), lambda request: answer_at_once(request, axis))
+
+
+def unchanging(hook: CommHook, step: int) -> CommHook:
+    """The hook that a graph compiled at `step` can hold, for `hook`."""
+    if hook.constant_after is None or step < hook.constant_after:
+        raise UnsupportedError(
+            f"{hook!r} changes with the number of steps, which is {step} for good in a graph that is compiled now. "
+            "Take the first steps eagerly until the hook no longer changes, or compile the step inside: "
+            "ltx.data_parallel(torch.compile(f), strategy)."
+        )
+    return hook.at(step)

@@ -1,0 +1,184 @@
+"""Packing: from a bucket's gradients to one flat buffer, and back; and how hooks walk through such a buffer.
+
+On the CPU several passes over a chunk that stays in the cache cost little more than one pass over memory, so hooks work
+on eager tensors there in :func:`chunks`. On other devices, where a call costs more than a small tensor, under
+transforms and in compiled graphs they work on all of a buffer at once, in fewer lines, and read no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ltx.core.base import traced
+from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.reduction import LeafState, Terms
+
+#: The types of devices on which eager tensors are worked on piece by piece. Tests empty it: the CPU then does what
+#: accelerators do.
+IN_PIECES = frozenset({"cpu"})
+
+
+def pack(
+    grads: Sequence[torch.Tensor],
+    bucket: Bucket,
+    hook: CommHook,
+    axis_size: int,
+    states: Sequence[LeafState],
+    batch: Sequence[int] = (),
+    empty: Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """A flat buffer of shape ``(*batch, numel)``: the gradients times the hook's scale, plus its extra terms.
+
+    It makes one pass over large gradients. `empty` provides the buffer, if it isn't to be a new one.
+    """
+    wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
+    shape = (*batch, bucket.numel)
+    if empty is None:
+        flat = torch.empty(shape, dtype=wire_dtype, device=bucket.device)
+    else:
+        flat = empty(shape, wire_dtype, bucket.device)
+    refuse_sparse(grads)
+    if bucket.device.type not in IN_PIECES:
+        _pack_by_foreach(grads, flat, bucket, scale, [hook.extra_terms(state, axis_size) for state in states])
+        return flat
+    start = 0
+    for first, end in bucket.runs:
+        stop = start + sum(bucket.sizes[first:end])
+        part = flat[..., start:stop]
+        start = stop
+        if end - first > 1 and not batch and wire_dtype == bucket.dtype and not any(states[first:end]):
+            torch.cat([g if g.ndim == 1 else g.reshape(-1) for g in grads[first:end]], out=part).mul_(scale)
+        else:
+            sizes = bucket.sizes[first:end]
+            for grad, own, state in zip(grads[first:end], part.split(sizes, -1), states[first:end], strict=True):
+                _pack_one(grad, own.view(grad.shape), scale, hook.extra_terms(state, axis_size))
+    return flat
+
+
+def _pack_by_foreach(
+    grads: Sequence[torch.Tensor], flat: torch.Tensor, bucket: Bucket, scale: float, extra_terms: Sequence[Terms]
+) -> None:
+    """:func:`pack` in few kernels."""
+    views = [part.view(grad.shape) for part, grad in zip(flat.split(bucket.sizes, -1), grads, strict=True)]
+    if flat.dtype.itemsize >= bucket.dtype.itemsize:
+        torch._foreach_copy_(views, list(grads))
+        flat.mul_(scale)
+    else:  # scaled before it is rounded, or it might overflow
+        torch._foreach_copy_(views, torch._foreach_mul(list(grads), scale))
+    added: dict[tuple[int, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for view, terms in zip(views, extra_terms, strict=True):
+        for place, (term, times) in enumerate(terms):  # the first of every leaf that has any, the second, ...
+            to, what = added.setdefault((place, times), ([], []))
+            to.append(view)
+            what.append(term)
+    for (_, times), (to, what) in added.items():
+        torch._foreach_add_(to, what, alpha=times)
+
+
+def refuse_sparse(grads: Sequence[torch.Tensor]) -> None:
+    """Raise unless all gradients are dense."""
+    for grad in grads:
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"a gradient of shape {list(grad.shape)} has layout {grad.layout}, and buckets hold dense ones. Use "
+                "nn.Embedding(sparse=False), or ltx.sync_gradients on the local gradients."
+            )
+
+
+def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, extra_terms: Terms) -> None:
+    # A linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and others haven't. What
+    # gets wider is scaled in the wider dtype.
+    copied = view.dtype.itemsize > grad.dtype.itemsize or (view.dtype == grad.dtype and not grad.is_contiguous())
+    given = view.copy_(grad) if copied else grad
+    if not extra_terms:
+        torch.mul(given, scale, out=view)
+        return
+    (first, times), *others = extra_terms
+    if times == 1:
+        torch.add(first, given, alpha=scale, out=view)
+    elif scale == 1:
+        torch.add(given, first, alpha=times, out=view)
+    elif copied:
+        torch.add(first * times, given, alpha=scale, out=view)
+    else:
+        torch.mul(first, times, out=view).add_(given, alpha=scale)
+    for term, times in others:
+        view.add_(term, alpha=times)
+
+
+def pack_pure(
+    grads: Sequence[torch.Tensor], bucket: Bucket, hook: CommHook, axis_size: int, states: Sequence[LeafState]
+) -> torch.Tensor:
+    """:func:`pack` without writing into anything, for vmap and for compiled graphs."""
+    wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
+    parts = []
+    for grad, state in zip(grads, states, strict=True):
+        wide = grad.to(wire_dtype) if wire_dtype.itemsize > grad.dtype.itemsize else grad
+        parts.append(_packed(wide, scale, hook.extra_terms(state, axis_size)).to(wire_dtype).reshape(-1))
+    return torch.cat(parts)
+
+
+def _packed(grad: torch.Tensor, scale: float, extra_terms: Terms) -> torch.Tensor:
+    if not extra_terms:
+        return grad * scale
+    (first, times), *others = extra_terms
+    if scale == 1 and times != 1:
+        part = plus(grad, first, times)
+    else:
+        part = plus(first if times == 1 else first * times, grad, scale)
+    for term, times in others:
+        part = plus(part, term, times)
+    return part
+
+
+def plus(x: torch.Tensor, y: torch.Tensor, times: float) -> torch.Tensor:
+    """x + times y, in one pass, by the same kernel as ``torch.add(x, y, alpha=times)``.
+
+    Inductor (torch 2.13) makes an addmm of ``torch.add(x, a @ b, alpha=times)``, and drops `times`.
+    """
+    return torch.sub(x, y, alpha=-times)
+
+
+def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.Tensor]:
+    """The parts of a flat buffer of shape ``(*batch, numel)`` in their parameters' shapes; views without a batch.
+
+    `cast`: in the parameters' dtype; else in the buffer's.
+    """
+    if flat.ndim == 0 or flat.shape[-1] != bucket.numel:
+        raise StrategyError(
+            f"a hook's reduce returned a buffer of shape {list(flat.shape)} for bucket {bucket.index}: expected "
+            f"{bucket.numel} elements, as inputs.flat has. Cut off what was padded."
+        )
+    batch, parts = flat.shape[:-1], (flat.to(bucket.dtype) if cast else flat).split(bucket.sizes, dim=-1)
+    return [
+        part if len(leaf.shape) == 1 and not batch else part.reshape((*batch, *leaf.shape))
+        for part, leaf in zip(parts, bucket.leaves, strict=True)
+    ]
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether `x` is an eager tensor on the CPU that no transform looks at: those are worth a path of their own."""
+    return x.device.type in IN_PIECES and _is_eager(x)
+
+
+def prefers_few_calls(x: torch.Tensor) -> bool:
+    """Whether `x` is an eager tensor on an accelerator, where one call for many tensors is worth a path of its own."""
+    return x.device.type not in IN_PIECES and x.device.type != "meta" and _is_eager(x)
+
+
+def _is_eager(x: torch.Tensor) -> bool:
+    return not (traced.recording() or torch._C._are_functorch_transforms_active() or type(x) is not torch.Tensor)
+
+
+#: Numbers of a chunk. ``benchmarks.codecs`` took 2^15 to 2^20: shorter ones are all calls, longer ones leave the cache.
+CHUNK = 1 << 19
+
+
+def chunks(length: int, width: int = 1) -> Iterator[slice]:
+    """`length` rows of `width` numbers in slices of at most a chunk, but of a row at least."""
+    step = max(1, CHUNK // width)
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))

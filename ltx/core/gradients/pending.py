@@ -1,0 +1,284 @@
+"""Pending reductions: several buckets at once on the bucket channels of an axis.
+
+Each phase of a hook (its first collective, its second, ...) has a channel of its own. On each channel collectives go
+out in bucket order, so all ranks issue alike, whatever the order in which gradients arrive and collectives complete.
+
+On stream-ordered backends an axis has one communicator, and the host needn't wait between two phases: a program is
+enqueued as a whole when it is launched, on the communication stream. So the order of issues is that of the buckets, and
+within a bucket that of its phases.
+
+The same outside of a backward pass is an :class:`Exchange`. A strategy writes what it does with parameters as a
+communication hook too, so the same lines run between processes, on simulated ranks, and on the meta device, where
+:func:`ltx.profile.explain` counts what they send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base.errors import LtxError, StrategyError, UnsupportedError
+from ltx.core.comm.backends import StreamFence
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.comm_hook import CommHook, program_of, reduce_at_once
+from ltx.core.gradients.packing import pack, pack_pure, unpack
+from ltx.core.gradients.planning import any_derivative
+from ltx.core.gradients.reduction import CollectiveRequest, LeafState, Program, Reduced, advance, collective_alone
+from ltx.core.gradients.schedule import Plan
+
+
+@dataclass
+class _PendingReduction:
+    """A pending bucket: its program, and the collective that it waits for. `hook` says how many it may issue."""
+
+    hook: CommHook
+    program: Program | None
+    work: comm.Work | None = None
+    phase: int = 0
+    completed: Reduced | None = None
+    total: float | None = None  # of all elements of the result, if the transport knows it
+    fence: StreamFence | None = None  # until the stream that waits is behind the result
+
+
+class PendingReductions:
+    """The reductions of one backward pass, in the order of their launches. `summed`: their sums are wanted."""
+
+    def __init__(
+        self,
+        axis_comm: comm.AxisComm,
+        channel_of: Callable[[comm.AxisComm, int], comm.Channel] = comm.AxisComm.bucket_channel,
+        what: str = "bucket",
+        summed: bool = False,
+    ):
+        self._comm = axis_comm
+        self._channel_of = channel_of
+        self._what = what
+        self._summed = summed
+        self._pending: list[_PendingReduction] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def launch(self, program: Program, hook: CommHook) -> None:
+        """Start the program of the next bucket in order, which is that of `hook`.
+
+        A hook without collectives of its own may wait for something else. Peers that are still in their backward pass
+        can't be made to wait for that, so such a hook runs when the bucket is waited for.
+        """
+        pending = _PendingReduction(hook, program)
+        self._pending.append(pending)
+        if hook.phases_on(self._comm.size) == 0:
+            return
+        device = program.reads[0].device
+        stream = self._comm.stream_of(device)
+        if stream is None or not self._channel_of(self._comm, 0).orders_streams(device):
+            self._advance(len(self) - 1)
+            return
+        with stream.behind_current():
+            while pending.completed is None:
+                self._advance(len(self) - 1)
+        pending.fence, pending.program = stream.fence(), program
+
+    def _advance(self, place: int) -> None:
+        """Wait for a reduction's collective, run it up to its next one, and issue that."""
+        pending = self._pending[place]
+        result = pending.work.wait() if pending.work is not None else None
+        # Inference tensors count no writes.
+        arrived, version = result, None if result is None or result.is_inference() else result._version
+        assert pending.program is not None
+        while isinstance(request := advance(pending.program.requests, result), CollectiveRequest):
+            if pending.phase == pending.hook.phases_on(self._comm.size):
+                raise StrategyError(
+                    f"rank {self._comm.rank}: {pending.hook!r} asks for more than {pending.phase} collectives in "
+                    f"{self._what} {place}. Say how many it may ask for: phases: ClassVar[int] = ..."
+                )
+            axis_comm = self._comm
+            if request.axis is not None:
+                if request.axis.comm is None:
+                    result = collective_alone(request)
+                    continue
+                axis_comm = request.axis.comm
+            request.check_rows(axis_comm.size)
+            channel = self._channel_of(axis_comm, pending.phase)
+            pending.phase += 1
+            if request.buffer.numel():
+                what = f"{self._what} {place}"
+                pending.work = channel.issue(request.operation, request.buffer, what, request.arguments, self._summed)
+                return
+            result = request.buffer  # nothing to send; every rank has the same shapes
+        unchanged = version is not None and request[0] is arrived and version == arrived._version
+        if pending.work is not None and unchanged:
+            pending.total = pending.work.total  # the transport's sum is that of the hook's result
+        pending.completed, pending.work, pending.program = request, None, None
+
+    def poll(self) -> None:
+        """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
+        for place, pending in enumerate(self._pending):
+            while pending.work is not None and pending.work.done and self._may_issue(place, pending.phase):
+                self._advance(place)
+
+    def _may_issue(self, place: int, phase: int) -> bool:
+        return all(earlier.completed is not None or earlier.phase > phase for earlier in self._pending[:place])
+
+    @property
+    def done(self) -> bool:
+        """Whether all are complete, or would be at once."""
+        self.poll()
+        return all(pending.completed is not None for pending in self._pending)
+
+    def completed(self, place: int) -> Reduced | None:
+        """The result of a bucket, if it is complete, for the current stream."""
+        pending = self._pending[place]
+        if pending.fence is not None and pending.completed is not None:
+            flat, states = pending.completed
+            used = () if pending.program is None else pending.program.reads
+            pending.fence([flat, *(tensor for state in states for tensor in state.values())], used)
+            pending.fence, pending.program = None, None
+        return pending.completed
+
+    def total(self, place: int) -> float | None:
+        """The sum of all elements of a complete bucket, or NaN; None if it wasn't taken."""
+        return self._pending[place].total
+
+    def wait_each(self) -> Iterator[Reduced]:
+        """The results of all buckets in order, each as soon as it is complete."""
+        # Rounds: each unfinished reduction continues by one collective, in bucket order, which keeps every phase's
+        # channel in order; results that are complete are yielded in order at once.
+        given = 0
+        while given < len(self):
+            for place in range(given, len(self)):
+                if self._pending[place].completed is None:
+                    self._advance(place)
+                while given < len(self) and (reduced := self.completed(given)) is not None:
+                    yield reduced
+                    given += 1
+
+    def flush(self) -> None:
+        """Wait for what was launched so far. More may be launched afterwards."""
+        for _ in self.wait_each():
+            pass
+
+
+class Exchange:
+    """The pending buckets of a plan.
+
+    Args:
+        plan: what is exchanged; all ranks have compared it.
+        tensors: one for each leaf of the plan. They are packed at once, and not read again.
+        states: the hook's state of each leaf; empty for a hook without states.
+        background: use the background channel, where peers may come much later. The buckets' channels go through shared
+            memory between ranks of one machine, but progress only while ranks wait.
+        midway: another exchange of the same step follows, so a rank that has completed this one hasn't completed the
+            step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState] = (),
+        background: bool = False,
+        midway: bool = False,
+    ):
+        self._midway = midway
+        self._plan = plan
+        self._pending: PendingReductions | None = None
+        self._summary: comm.PendingSummary | None = None
+        self._completed: list[Reduced] = []
+        self._failed: LtxError | None = None
+        self._states = list(states) or [{} for _ in tensors]
+        if background and (phases := plan.hook.phases_on(plan.axis.size)) > 1:
+            raise StrategyError(f"{plan.hook!r} has {phases} phases; in the background there is one channel, for one.")
+        if plan.axis.comm is not None:
+            if any_derivative(tensors):
+                raise UnsupportedError(
+                    f"what ranks exchange beside their gradients ({plan.hook!r}) has no derivative on real ranks, and "
+                    "a step that does so is differentiated. Use a strategy that exchanges gradients alone, such as "
+                    "ltx.DDPStrategy(); or, if no derivative is wanted, detach the state and the batch, or call the "
+                    "step under torch.no_grad()."
+                )
+            try:
+                self._launch(plan.axis.comm, tensors, background)
+            except LtxError as error:
+                if not background:
+                    raise
+                self._failed = error  # the caller has other work to finish; wait() raises it
+        else:
+            if plan.axis.threads and plan.agreement is not None:
+                plan.axis.threads.announce(plan.agreement.signature)
+            self._completed = [self._at_once(place, tensors) for place in range(len(plan.buckets))]
+
+    def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:
+        """The tensors and states of the leaves of `bucket`."""
+        return [tensors[m] for m in bucket.members], [self._states[m] for m in bucket.members]
+
+    def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
+        plan, bucket = self._plan, self._plan.buckets[place]
+        mine, states = self._of(bucket, tensors)
+        flat = pack_pure(mine, bucket, plan.hook, plan.axis.size, states)
+        return reduce_at_once(plan.hook, plan.axis, plan.bucket_input(bucket, flat, states))
+
+    def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
+        plan, hook = self._plan, self._plan.hook
+        if background:
+            axis_comm.recovery.recover()
+            axis_comm.under_way = "an exchange of the strategy"
+            assert plan.agreement is not None
+            axis_comm.background.advance(plan.agreement)
+            self._pending = PendingReductions(axis_comm, lambda axis_comm, phase: axis_comm.background, "background")
+        else:
+            self._summary = comm.begin_pass(axis_comm, axis_comm, "an exchange of the strategy", plan.agreement)
+            self._pending = PendingReductions(axis_comm, what="exchange")
+        for bucket in plan.buckets:
+            mine, states = self._of(bucket, tensors)
+            flat = pack(mine, bucket, hook, plan.axis.size, states)
+            self._pending.launch(program_of(hook, plan.bucket_input(bucket, flat, states)), hook)
+            self._pending.poll()
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._failed is not None or self._pending is None or self._pending.done
+
+    def wait(self) -> tuple[list[torch.Tensor], list[LeafState]]:
+        """(the result for each leaf, its next state), once all are complete; new tensors, which are views of buckets.
+
+        Raises:
+            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it can't complete.
+            RankMismatchError: ranks have issued different things before it.
+        """
+        plan, results = self._plan, [torch.empty(0)] * len(self._states)
+        states: list[LeafState] = [{} for _ in self._states]
+        for bucket, (flat, advanced) in self.wait_buckets():
+            given = plan.hook.output_bucket(bucket, plan.axis.size)
+            for member, tensor in zip(bucket.members, unpack(flat, given), strict=True):
+                results[member] = tensor
+            if advanced:
+                for member, state in zip(bucket.members, advanced, strict=True):
+                    states[member] = dict(state)
+        return results, states
+
+    def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
+        """:meth:`wait` by bucket: (bucket, (what the hook returns for it, the next states))."""
+        try:
+            self._wait()
+        except BaseException as error:
+            if self._summary is not None:  # a wait in the background may be repeated
+                self._plan.axis.comm.recovery.abort(error)
+            raise
+        return list(zip(self._plan.buckets, self._completed, strict=True))
+
+    def _wait(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._pending is None:
+            return
+        self._completed = list(self._pending.wait_each())
+        if self._summary is not None:
+            comm.end_pass(self._plan.axis.comm, self._summary)
+        if not self._midway:
+            self._plan.axis.comm.recovery.complete()
+        self._pending = None

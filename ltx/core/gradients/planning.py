@@ -1,0 +1,263 @@
+"""Plans: from tensors, bucket sizes and a hook to what every rank will issue.
+
+Ranks compare a plan when it is new. It says which leaves are reduced, in which order their gradients are
+expected, and how large buckets are: as the strategy says, or with ``bucket_bytes="auto"`` as the network suggests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+from ltx.core import comm
+from ltx.core.base import tree
+from ltx.core.base.errors import UnsupportedError
+from ltx.core.comm import Network
+from ltx.core.gradients.buckets import Leaf, plan_buckets
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.schedule import Plan
+from ltx.core.ranks.axis import Axis
+from ltx.typing import Tree
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+#: Without a network to go by: of a bucket, and of the first one at most.
+DEFAULT_BYTES = 4 * MIB
+#: The same where streams order collectives: kernels of an accelerator cost more to start, as for torch's DDP.
+DEFAULT_STREAM_BYTES = 25 * MIB
+_LEAST, _MOST = 256 * KIB, 256 * MIB
+#: Of a bucket's time, what its start may take.
+_START = 0.02
+#: CPU time of a bucket beside its transfer.
+_OWN_S = 1e-3
+#: The first bucket is as much smaller than the others.
+_FIRST = 4
+
+#: For each leaf, the names of its communication state's tensors.
+Names = tuple[tuple[str, ...], ...]
+
+
+#: Whether a data-parallel step runs in this thread, or a part of one is run again.
+in_step: ContextVar[bool] = ContextVar("in_step", default=False)
+
+
+def arrival_order(params: Tree, wanted: Sequence[int]) -> list[int]:
+    """The places among the `wanted` leaves of a tree in the order in which their gradients are expected."""
+    place = {leaf: i for i, leaf in enumerate(wanted)}
+    return [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
+
+
+def tracked(tensor: torch.Tensor) -> bool:
+    """Whether a gradient with respect to `tensor` is wanted, by plain autograd or at any level of torch.func."""
+    if not torch._C._are_functorch_transforms_active():
+        return tensor.requires_grad and torch.is_grad_enabled()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    # At each level `requires_grad` speaks of that level alone.
+    while not tensor.requires_grad:
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+    return True
+
+
+def all_tracked(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The places of those that are :func:`tracked`."""
+    if torch._C._are_functorch_transforms_active():
+        return [i for i, x in enumerate(tensors) if tracked(x)]
+    return [i for i, x in enumerate(tensors) if x.requires_grad] if torch.is_grad_enabled() else []
+
+
+def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of them is :func:`tracked`, or has a tangent; or may have one, below other transforms."""
+    if all_tracked(tensors):
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return any(map(_functorch.is_functorch_wrapped_tensor, tensors))
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The places of those that can have a gradient."""
+    return [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
+
+
+class Owner(Protocol):
+    """What a plan needs of its strategy; ranks must agree in it too."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a bucket, and of the first one; with :attr:`auto_sizes` those without a known network."""
+
+    @property
+    def auto_sizes(self) -> bool:
+        """Whether sizes are chosen for the network."""
+
+    @property
+    def network(self) -> comm.Network | None:
+        """The network, if the user has described it."""
+
+    def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
+        """Which of the leaves at `paths` travel together; as the `groups` of :func:`plan_buckets`."""
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    axis: Axis,
+    hook: CommHook,
+    sizes: tuple[int, int],
+    leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
+    arrival: tuple[int, ...],
+    groups: tuple[int, ...],
+    names: Names,
+    agreement: comm.Agreement | None,
+    network: comm.Network | None,
+) -> Plan:
+    found = tuple(Leaf(*leaf) for leaf in leaves)
+    bucket, first = chosen_sizes(sizes, network, hook, axis.size, sum(leaf.nbytes for leaf in found))
+    buckets = plan_buckets(found, arrival, hook.bucket_factor * bucket, first, groups)
+    return Plan(axis, hook, buckets, names, agreement=agreement)
+
+
+def chosen_sizes(
+    sizes: tuple[int, int], network: comm.Network | None, hook: CommHook, ranks: int, nbytes: int
+) -> tuple[int, int]:
+    """Bytes of a bucket, before the hook's factor, and of the first one: `sizes`, or those that suit the network."""
+    if network is None or ranks == 1:
+        return sizes
+    bucket, first = bucket_sizes(network, ranks, nbytes, sizes[1])
+    # Where less than the gradients is sent, in several phases, more of a bucket's time are its starts and its codec.
+    small = hook.phases_on(ranks) <= 1 and hook.bucket_factor == 1
+    return (bucket, first) if small else (max(bucket, DEFAULT_BYTES), sizes[1])
+
+
+def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) -> tuple[int, int]:
+    """Bytes of a bucket, and of the first one, for gradients of `nbytes` on a network.
+
+    Gradients of B bytes in buckets of b take B/b starts of a sum, a seconds each, and the last bucket's own time behind
+    the backward pass, b/r at r bytes a second:
+
+        lost(b) = a B/b + b/r,     least at     b = sqrt(a B r)
+
+    The first part is lost where the link is the bottleneck of a step, the second where it isn't. Which of them holds
+    depends on the computation, of which nothing is known yet; their sum is never far from either. Up to the size that
+    strategies have by default, two things make buckets larger: where the link is the bottleneck, starts should take a
+    fiftieth of its time at most; and a bucket costs its rank about a millisecond besides, of calls, caches and waiting
+    for a processor, which counts like a start.
+
+    Sizes are powers of two, so that two measurements of one network come to the same.
+
+    Args:
+        first_bytes: of the first bucket at most.
+
+    >>> bucket_sizes(Network(bandwidth=1e9, latency=100e-6), 2, 21_000_000, MIB)  # 2 MiB
+    (2097152, 524288)
+    """
+    start_s = network.start_s(ranks)
+    rate = nbytes / max(network.sum_s(nbytes, ranks) - start_s, 1e-12)
+    best = math.sqrt(start_s * nbytes * rate)
+    worthwhile = max(start_s * rate / _START, math.sqrt((start_s + _OWN_S) * nbytes * rate))
+    size = min(max(best, min(worthwhile, DEFAULT_BYTES), _LEAST), _MOST)
+    rounded = 1 << round(math.log2(size))
+    return rounded, min(first_bytes, max(rounded // _FIRST, 1))
+
+
+def _network(owner: Owner, axis: Axis, compare: bool, background: bool) -> comm.Network | None:
+    """The network that sizes are chosen for: all ranks know it, or all call this. None where sizes are fixed."""
+    if not owner.auto_sizes or background:
+        return None
+    if owner.network is not None:
+        return owner.network
+    if axis.comm is None or axis.size == 1:
+        return None
+    axis_comm: comm.AxisComm = axis.comm
+    if axis_comm.network is None and not compare:
+        raise UnsupportedError(
+            'bucket_bytes="auto" measures the network, which a compiled graph can\'t do. Call '
+            "ltx.profile.measure_network() on every rank before, or train.init(params); or say what it is: "
+            "network=ltx.profile.Network(bandwidth=, latency=)."
+        )
+    return comm.measured(axis_comm)
+
+
+def make_plan(
+    owner: Owner,
+    hook: CommHook,
+    axis: Axis,
+    tensors: Sequence[torch.Tensor],
+    arrival: Callable[[], Sequence[int]],
+    names: Names,
+    step: int,
+    paths: Callable[[], list[str]],
+    operation: str,
+    structure: Any,
+    *,
+    compare: bool = True,
+    background: bool = False,
+    grouped: bool = True,
+) -> Plan:
+    """The plan for reducing `tensors`; ranks compare it when it is new.
+
+    Args:
+        owner: the strategy.
+        hook: it, or a schedule of which that of `step` is in force (:meth:`CommHook.at`).
+        arrival: the order in which this rank expects its gradients; all ranks take rank 0's, once for a plan.
+        step: the number of steps so far.
+        structure: that of the tree the tensors come from.
+        compare: False inside a graph, where ranks can't wait for each other.
+        background: for the background channel, on which a hook has one phase.
+        grouped: whether the strategy's groups hold, which are of parameters.
+    """
+    hook = hook.at(step)
+    # Once it has traced several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.
+    shapes = [t.shape if compare else torch.Size(map(int, t.shape)) for t in tensors]
+    leaves = tuple((shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True))
+    agreement = None
+    key = (operation, owner, hook, leaves, names, structure)  # not the order: it may differ
+
+    def described() -> comm.Signature:
+        states = f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
+        text = f"{hook!r} with {states}buckets of {_sizes_text(owner)}"
+        return comm.Signature.of(operation, paths(), list(tensors), text)
+
+    if compare and axis.threads is not None:
+        agreement = axis.threads.negotiate(key, described, lambda: list(arrival()))
+    elif compare and axis.comm is not None:
+        axis_comm: comm.AxisComm = axis.comm
+        channel = axis_comm.background if background else axis_comm.bucket_channel(0)
+        agreement = axis_comm.negotiate(channel, key, described, offer=lambda: list(arrival()))
+        parts = [part.comm for part in hook.axes(axis) if part.comm is not None]
+        for opened in () if background else (axis_comm, *parts):
+            opened.open_phases(hook.phases_on(axis.size))
+    order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
+    network = _network(owner, axis, compare, background)
+    sizes = owner.sizes
+    on_streams = axis.comm is not None and any(axis.comm.stream_of(x.device) for x in tensors)
+    if sizes[0] == DEFAULT_BYTES and not background and on_streams:
+        sizes = (DEFAULT_STREAM_BYTES, sizes[1])
+    groups = owner.grouping(paths, order) if grouped else ()
+    # A meta axis is used once; its plan isn't cached.
+    make = _plan.__wrapped__ if axis.meta else _plan
+    plan: Plan = make(axis, hook, sizes, leaves, order, groups, names, agreement, network)
+    return replace(plan, step=step) if hook.stateful else plan
+
+
+def _sizes_text(owner: Owner) -> str:
+    """What ranks must agree on for their buckets to be equal."""
+    if not owner.auto_sizes:
+        return f"{owner.sizes} bytes"
+    network = "the network as measured" if owner.network is None else repr(owner.network)
+    return f"bytes for {network}, the first of at most {owner.sizes[1]}"

@@ -1,0 +1,228 @@
+"""The eager schedule for process groups: starts buckets asynchronously in their order, waits at the fence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base.errors import UnsupportedError
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.comm_hook import program_of
+from ltx.core.gradients.packing import pack, unpack
+from ltx.core.gradients.pending import PendingReductions
+from ltx.core.gradients.reduction import LeafState, Program, ProgramOf, Reduced
+from ltx.core.gradients.schedule import Dims, ImmediateSchedule, Plan, Schedule
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What a training step asks of one backward pass.
+
+    Attributes:
+        name: what errors call the pass.
+        sums: whether the sum of each bucket's elements is wanted (:meth:`ProcessSchedule.total`).
+        program: makes the program of a bucket; :meth:`ProcessSchedule.program` if None.
+    """
+
+    name: str = "a backward pass"
+    sums: bool = False
+    program: ProgramOf | None = None
+
+
+class ProcessSchedule(Schedule):
+    """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`PendingReductions`).
+
+    With `deferred` there is no fence: a train step waits for the buckets itself, one by one.
+
+    If the hook stays within a part of the axis, so does the step summary: other ranks needn't be in this pass.
+
+    On a stream-ordered backend buckets share a communicator with the user's collectives. If there are any in the graph,
+    their backward passes may come before or after a bucket, which may differ between ranks. So buckets are then held
+    back until the backward pass is over.
+    """
+
+    threaded = False
+
+    def __init__(self, plan: Plan, deferred: bool = False):
+        super().__init__(plan)
+        assert plan.axis.comm
+        self.fenced = not deferred
+        self.comm: comm.AxisComm = plan.axis.comm
+        self.summary: comm.PendingSummary | None = None
+        self.options = PassOptions()
+        #: Called when the backward pass is over.
+        self.on_end: Callable[[], None] = lambda: None
+        self._backward_pass: comm.BackwardPass | None = None
+        part = plan.hook.within(plan.axis)
+        self._part = None if part is None or part.comm is None else part.comm
+        self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
+        self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
+        self._reset()
+
+    def configure(self, options: PassOptions) -> None:
+        """Use these options for the buckets launched from now on."""
+        self.options = options
+
+    @property
+    def among(self) -> comm.AxisComm:
+        """The communicator of the ranks that are in this pass together."""
+        return self.comm if self._part is None or self.again else self._part
+
+    def send_summary(self, total: torch.Tensor | float = 0.0, weight: torch.Tensor | float = 0.0) -> None:
+        """Issue the step summary ahead of the buckets."""
+        agreement = self.plan.agreement
+        self.summary = comm.begin_pass(self.comm, self.among, self.options.name, agreement, total, weight)
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        return self.among.recovery.in_forward(_issued_by_user)
+
+    def begin(self) -> None:
+        self._reset()
+        self._held = self._shared and _issued_in_graphs() != self._in_graphs
+        if self.summary is None:
+            # A deferred pass has sent its summary already, and its train step watches it.
+            self._backward_pass = self.among.recovery.enter()
+            if self.has_later_phases:
+                self._backward_pass.flush = self.pending.flush
+            self.send_summary()
+        with self._watched():
+            self.check()
+
+    def abandon(self, reason: BaseException) -> None:
+        """Tell the peers that this pass won't continue, if it has begun."""
+        if self.summary is not None:
+            self.among.recovery.abort(reason)
+
+    def _reset(self) -> None:
+        #: The buckets that are launched.
+        self.pending = PendingReductions(self.comm, summed=self.options.sums)
+        self._batches: dict[int, torch.Size] = {}
+        self._ready: dict[int, Program] = {}
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Make the program of a bucket whose gradients are there, and launch what is due in bucket order."""
+        bucket = self.plan.buckets[index]
+        grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
+        with self._watched():
+            self._check_batchable(dims, states)
+            self._batches[index] = tensors[0].shape[: len(dims)]
+            program = self.options.program or self.program
+            self._ready[index] = program(bucket, grads, self.plan.states_of(bucket, states))
+            if self._backward_pass is not None and self.has_later_phases:
+                self.among.recovery.flush_others(self._backward_pass)
+            if not self._held:
+                self._launch_ready()
+            self.pending.poll()
+        return tuple(tensors)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """An exception of a hook or of the network aborts this pass, and the peers are told."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, UnsupportedError) and not len(self.pending):
+                self._forget()  # a mistake of the program, which all ranks see before the first bucket
+            else:
+                self.abandon(error)
+            raise
+
+    def launch(self) -> None:
+        """The backward pass is over: launch what isn't yet."""
+        on_end, self.on_end = self.on_end, lambda: None
+        on_end()
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        while (program := self._ready.pop(len(self.pending), None)) is not None:  # one that is early waits its turn
+            self.pending.launch(program, self.hook)
+
+    def program(
+        self,
+        bucket: Bucket,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState],
+        update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+    ) -> Program:
+        """The reduction of `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
+        hook, plan, batch = self.hook, self.plan, self._batches[bucket.index]
+        room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index)
+        flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
+        return program_of(hook, plan.bucket_input(bucket, flat.view(-1), states, update))
+
+    def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
+        """The buckets in order, each as soon as it is complete, with what its program returned."""
+        self.launch()
+        yield from zip(self.plan.buckets, self.pending.wait_each(), strict=False)
+
+    def unpack(self, bucket: Bucket, reduced: Reduced) -> list[torch.Tensor]:
+        """The reduced gradients of a bucket."""
+        return unpack(reduced[0].view(*self._batches[bucket.index], bucket.numel), bucket)
+
+    def total(self, bucket: Bucket) -> float | None:
+        """The sum of all gradients of a complete bucket, or NaN; None if it wasn't taken."""
+        same = self.hook.wire_dtype(bucket.dtype) == bucket.dtype
+        return self.pending.total(bucket.index) if same else None
+
+    @property
+    def has_later_phases(self) -> bool:
+        """Whether a bucket may issue more than one collective."""
+        return self.hook.phases_on(self.plan.axis.size) > 1
+
+    def confirm(self) -> None:
+        """Where the host runs ahead of the device: wait until all ranks' devices have completed all buckets.
+
+        What they have enqueued before is complete when a sum behind it is.
+
+        Raises:
+            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: a peer won't come so far.
+        """
+        device = self.comm.device
+        stream = self.comm.stream_of(device)
+        if stream is None:
+            return
+        channel = self.among.bucket_channel(0)
+        with stream.behind_current():
+            copy = channel.issue("psum", torch.zeros(1, device=device), "confirmation").read()
+        channel.wait_for_host(copy, "confirmation")
+
+    def finish(self) -> comm.StepSummary | None:
+        """After the last bucket: return the step summary, and forget this pass, so another may follow."""
+        summary = self.summary
+        self._forget()
+        self.among.recovery.complete()
+        return comm.end_pass(self.among, summary) if summary is not None else None
+
+    def _forget(self) -> None:
+        self.summary = None
+        if self._backward_pass is not None:
+            self._backward_pass.done()
+        self._reset()
+
+    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        with self._watched():
+            outs = [
+                t
+                for bucket, reduced in self.wait_buckets()
+                for t in (*self.unpack(bucket, reduced), *self.plan.flatten_states(bucket, reduced[1]))
+            ]
+        self.finish()
+        return tuple(outs)
+
+
+def _issued_by_user() -> int:
+    return sum(axis.comm.user.issued for axis in comm.open_axes() if axis.comm is not None)
+
+
+def _issued_in_graphs() -> int:
+    return sum(axis.comm.issued_in_graphs for axis in comm.open_axes() if axis.comm is not None)
+
+
+def schedule_for(plan: Plan, deferred: bool = False) -> Schedule:
+    """The eager schedule of `plan`; `deferred` is that of :class:`ProcessSchedule`."""
+    return ProcessSchedule(plan, deferred) if plan.axis.comm is not None else ImmediateSchedule(plan)

@@ -1,0 +1,216 @@
+"""Bucket programs: what a step does to one bucket, as a generator of collective requests.
+
+A program yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result; it returns the
+bucket's results. The reduction of a communication hook is one; a training step whose ranks communicate after the
+optimizer has programs with the optimizer inside. The same program runs on every kind of axis, since drivers differ only
+in how they answer requests: asynchronously between processes (:mod:`ltx.core.gradients.pending`), as nodes of a
+compiled graph (:mod:`ltx.core.gradients.schedule`), or at once, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ltx.core.base.arguments import brief
+from ltx.core.base.errors import StrategyError
+from ltx.core.collectives.linear import Static, apply
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.ranks.axis import Axis
+
+#: One parameter's communication state: tensors by name.
+LeafState = dict[str, torch.Tensor]
+
+#: Tensors, and what each is multiplied by in a sum.
+Terms = Sequence[tuple[torch.Tensor, float]]
+
+
+#: The collectives that a reduction may ask for, and the static arguments of their rules.
+REQUESTS: dict[str, Static] = {
+    "psum": (),
+    "all_gather": (0, 0),
+    "psum_scatter": (0, 0),
+    "all_to_all": (0, 0),
+    "ppermute": (),
+}
+#: Those whose buffer has a row for each rank.
+_BY_ROWS = ("psum_scatter", "all_to_all")
+
+
+@dataclass(eq=False)
+class CollectiveRequest:
+    """A collective that a reduction waits for.
+
+    Attributes:
+        operation: "psum", "all_gather" (gives a new first dimension), "psum_scatter" (takes the first dimension, which
+            has a row for each rank), "all_to_all" (row i of the first dimension goes to rank i, and row i comes from
+            rank i), "ppermute" (as `arguments` say; zeros come where no rank sends).
+        buffer: contiguous; the driver may overwrite it.
+        arguments: of a permutation: source, destination, source, ...
+        axis: the ranks of the collective, if not all: a part of the input's axis, which the hook names in its `axes`.
+        sent: set by a hook that answers a sum with less than the sum: returns what it took of `buffer`.
+
+    Raises:
+        StrategyError: no such operation, or no tensor.
+    """
+
+    operation: str
+    buffer: torch.Tensor
+    sent: Callable[[], torch.Tensor] | None = None
+    arguments: Static = ()
+    axis: Axis | None = None
+
+    def __post_init__(self) -> None:
+        if self.operation not in REQUESTS:
+            known = ", ".join(map(repr, REQUESTS))
+            raise StrategyError(f"CollectiveRequest({brief(self.operation)}, ...): expected one of {known}.")
+        if not isinstance(self.buffer, torch.Tensor):
+            raise StrategyError(
+                f"CollectiveRequest({self.operation!r}, a {type(self.buffer).__name__}): expected a tensor to send."
+            )
+
+    def check_rows(self, axis_size: int) -> None:
+        """Raise unless a buffer that is sent by rows has one for each rank."""
+        if self.operation in _BY_ROWS and (self.buffer.ndim == 0 or self.buffer.shape[0] != axis_size):
+            raise StrategyError(
+                f"CollectiveRequest({self.operation!r}, a buffer of shape {list(self.buffer.shape)}): expected a first "
+                f"dimension of {axis_size}, a row for each rank. Pad the bucket to a multiple of inputs.axis_size, and "
+                "reshape it to (inputs.axis_size, -1)."
+            )
+
+
+@dataclass(frozen=True)
+class BucketInput:
+    """A bucket's gradients on this rank, divided by the number of ranks: the sum over ranks is the mean gradient.
+
+    Attributes:
+        flat: all of them, in the dtype that the hook sends, plus the hook's extra terms; the hook may overwrite it.
+        bucket: shapes and sizes of the parameters in it.
+        axis_size: the number of ranks.
+        rank: this rank's place among them; on simulated ranks a 0-dim tensor.
+        states: the state of each parameter of the bucket, in the bucket's order.
+        known_step: what `step` gives; None for a hook that hasn't said that it reads it.
+        last: whether no bucket comes after this one.
+        axis: the ranks; None in a reduction on its own.
+        update: for a hook that updates parameters in its reduction
+            (:class:`ltx.core.transforms.strategy_update.PostUpdateHook`): from reduced gradients to what this rank's
+            optimizer makes of the parameters.
+    """
+
+    flat: torch.Tensor
+    bucket: Bucket
+    axis_size: int
+    rank: int | torch.Tensor = 0
+    states: Sequence[LeafState] = ()
+    known_step: int | torch.Tensor | None = None
+    last: bool = True
+    axis: Axis | None = None
+    update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+
+    @property
+    def step(self) -> int | torch.Tensor:
+        """The number of synchronised steps before this one; in compiled graphs a 0-dim tensor.
+
+        Raises:
+            StrategyError: in a hook that doesn't say that it reads it.
+        """
+        if self.known_step is None:
+            raise StrategyError(
+                "a hook without state reads inputs.step, and steps aren't counted for it. Set reads_step = True in its "
+                "class."
+            )
+        return self.known_step
+
+
+#: (reduced flat buffer, next states)
+Reduced = tuple[torch.Tensor, Sequence[LeafState]]
+
+#: Yields requests, is sent their results, returns the reduced buffer and the next states.
+Reduction = Generator[CollectiveRequest, torch.Tensor, Reduced]
+
+
+def sum_of_shares(inputs: BucketInput) -> Reduction:
+    """The exact mean: the sum of all ranks' inputs."""
+    total = yield CollectiveRequest("psum", inputs.flat)
+    return total, inputs.states
+
+
+class Program(NamedTuple):
+    """The program of a bucket.
+
+    Attributes:
+        requests: the generator.
+        reads: the tensors that it reads; they are kept until it is complete.
+    """
+
+    requests: Reduction
+    reads: Sequence[torch.Tensor]
+
+
+#: ``(bucket, gradients, states)`` -> the program of that bucket, which has packed the gradients.
+ProgramOf = Callable[[Bucket, Sequence[torch.Tensor], Sequence[LeafState]], Program]
+
+
+def advance(program: Generator[CollectiveRequest, torch.Tensor, Any], result: torch.Tensor | None = None) -> Any:
+    """Run `program` up to its next request; return that, or what the program returns at its end.
+
+    `result`: the answer to its last request; None at the beginning.
+    """
+    if result is None and not isinstance(program, Generator):
+        raise StrategyError(
+            f"a hook's reduce returned a {type(program).__name__} and has no yield. Ask for what other ranks have: "
+            'total = yield CollectiveRequest("psum", inputs.flat).'
+        )
+    try:
+        request = next(program) if result is None else program.send(result)
+    except StopIteration as end:
+        if not isinstance(end.value, tuple):
+            raise StrategyError(
+                f"a hook's reduce returned a {type(end.value).__name__}: expected the reduced buffer and the next "
+                "states of its parameters, as in return total, inputs.states."
+            ) from None
+        return end.value
+    if not isinstance(request, CollectiveRequest):
+        raise StrategyError(
+            f"a hook's reduce yields a {type(request).__name__}: expected a request, such as "
+            'CollectiveRequest("psum", inputs.flat).'
+        )
+    return request
+
+
+def drive(program: Reduction, answer: Callable[[CollectiveRequest], torch.Tensor]) -> Reduced:
+    """Run `program` to its end, each request answered at once."""
+    request = advance(program)
+    while isinstance(request, CollectiveRequest):
+        request = advance(program, answer(request))
+    reduced: Reduced = request
+    return reduced
+
+
+def drive_within(
+    program: Generator[CollectiveRequest, torch.Tensor, Any],
+    answer: Callable[[CollectiveRequest], Generator[CollectiveRequest, torch.Tensor, torch.Tensor]],
+) -> Generator[CollectiveRequest, torch.Tensor, Any]:
+    """Run `program` inside another one: `answer` is a part of a program too, which may send requests on."""
+    request = advance(program)
+    while isinstance(request, CollectiveRequest):
+        request = advance(program, (yield from answer(request)))
+    return request
+
+
+def answer_at_once(request: CollectiveRequest, axis: Axis) -> torch.Tensor:
+    """The result of a request, by a differentiable collective on `axis`."""
+    axis = request.axis or axis
+    request.check_rows(axis.size)
+    if axis.meta:
+        return axis.meta.answer(request.operation, request.buffer, request.arguments, axis)
+    static = request.arguments or REQUESTS[request.operation]
+    return apply(request.operation, static, axis, [request.buffer])[0]
+
+
+def collective_alone(request: CollectiveRequest) -> torch.Tensor:
+    """What a collective among one rank gives."""
+    return answer_at_once(replace(request, axis=Axis("alone", 1)), Axis("alone", 1))

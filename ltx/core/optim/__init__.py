@@ -1,0 +1,49 @@
+"""Optimizers as pairs of pure functions, ``init(params)`` and ``update(grads, state, params)``, as in optax."""
+
+from __future__ import annotations
+
+from ltx.core.optim.averages import EmaState, averaged, ema
+from ltx.core.optim.base import Optimizer, TorchState, apply_updates
+from ltx.core.optim.combine import chain, identity
+from ltx.core.optim.from_torch import from_torch
+from ltx.core.optim.functions import from_functions
+from ltx.core.optim.grad_transforms import (
+    ClipState,
+    add_noise,
+    clip_by_global_norm,
+    clip_by_value,
+    grad_norm,
+    measure_global_norm,
+)
+from ltx.core.optim.partition import masked, partition
+from ltx.core.optim.quantized_adam import qadam
+from ltx.core.optim.schedules import from_scheduler, linear, warmup_cosine
+
+__all__ = [
+    "ClipState",
+    "EmaState",
+    "Optimizer",
+    "TorchState",
+    "add_noise",
+    "apply_updates",
+    "averaged",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "ema",
+    "from_functions",
+    "from_scheduler",
+    "from_torch",
+    "grad_norm",
+    "identity",
+    "linear",
+    "masked",
+    "measure_global_norm",
+    "partition",
+    "qadam",
+    "warmup_cosine",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,202 @@
+"""A moving average of the parameters, around an optimizer and in its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, ClassVar, NamedTuple, cast
+
+import optree
+import torch
+from torch import Tensor
+
+from ltx.core.base.arguments import brief, check_fields
+from ltx.core.base.errors import OptimError
+from ltx.core.base.tree import check_tensors, filled, flatten, has_none
+from ltx.core.base.tree import map as tree_map
+from ltx.core.optim.base import (
+    Counts,
+    LeafStates,
+    Optimizer,
+    TorchState,
+    all_of,
+    apply_updates,
+    check_state,
+    donated,
+    leaves_like,
+)
+from ltx.core.optim.combine import LeafPart
+from ltx.typing import Tree
+
+
+class EmaState(NamedTuple):
+    """State of :func:`ema`.
+
+    Attributes:
+        inner: the state of the optimizer whose parameters are averaged.
+        average: the tree of the parameters, with their averages.
+    """
+
+    inner: Tree
+    average: Tree
+
+
+@dataclass(frozen=True, repr=False)
+class Ema(Optimizer):
+    """Made by :func:`ema`."""
+
+    moves_params: ClassVar[bool] = True  # what comes after it would move them on, unseen
+
+    optimizer: Optimizer
+    decay: float
+    _skip: Tensor | None = field(default=None, init=False, compare=False)  # of one update: see `unless`
+
+    def __post_init__(self) -> None:
+        check_fields(self, OptimError, "decay")
+        if not 0 <= self.decay <= 1:
+            raise OptimError(f"ema: decay must be from 0 to 1, got {brief(self.decay)}.")
+
+    @property
+    def leafwise(self) -> bool:
+        return self.optimizer.leafwise
+
+    @property
+    def strategy(self) -> str | None:
+        return self.optimizer.strategy
+
+    def init(self, params: Tree) -> EmaState:
+        check_tensors(params, "params")
+        averages = tree_map(lambda p: p.to(torch.promote_types(p.dtype, torch.float32), copy=True), params)
+        return EmaState(self.optimizer.init(params), averages)
+
+    def update(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
+        check_state(self, state, EmaState)
+        updates, inner = self.optimizer.update(grads, state.inner, params, donate=donate)
+        return updates, EmaState(inner, self._averaged(state.average, apply_updates(params, updates), donate))
+
+    def apply(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
+        check_state(self, state, EmaState)
+        new_params, inner = self.optimizer.apply(grads, state.inner, params, donate=donate)
+        return new_params, EmaState(inner, self._averaged(state.average, new_params, donate))
+
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Ema | None:
+        inner = self.optimizer.unless(skip, params)
+        if inner is None:
+            return None
+        conditional = Ema(inner, self.decay)
+        object.__setattr__(conditional, "_skip", skip)
+        return conditional
+
+    def leaf_states(self, state: EmaState, params: Tree) -> LeafStates:
+        averages = leaves_like(flatten(params)[1], state.average, "the average")
+        inner = self.optimizer.leaf_states(state.inner, params)
+        return [LeafPart(part, average=average) for part, average in zip(inner, averages, strict=True)]
+
+    def counts(self, state: EmaState) -> Counts:
+        return self.optimizer.counts(state.inner)
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        self.optimizer.apply_leaves(grads, [part.inner for part in cast(list[LeafPart], states)], params, counts)
+        self._average_in_place([state["average"] for state in states], params)
+
+    def advance(self, state: EmaState) -> EmaState:
+        return EmaState(self.optimizer.advance(state.inner), state.average)
+
+    def _averaged(self, average: Tree, params: Tree, donate: bool) -> Tree:
+        leaves, spec = flatten(average)
+        others = leaves_like(spec, params, "params")
+        if donate and donated(others):
+            self._average_in_place(leaves, others)
+            return average
+        return spec.unflatten([self._next(old, new) for old, new in zip(leaves, others, strict=True)])
+
+    @torch.no_grad()
+    def _average_in_place(self, averages: list[Tensor], params: list[Tensor]) -> None:
+        if self._skip is None:
+            torch._foreach_lerp_(
+                averages, [p.to(a.dtype) for a, p in zip(averages, params, strict=True)], 1 - self.decay
+            )
+            return
+        for average, param in zip(averages, params, strict=True):
+            average.copy_(self._next(average, param))
+
+    def _next(self, average: Tensor, param: Tensor) -> Tensor:
+        moved = average.lerp(param.to(average.dtype), 1 - self.decay)
+        # Though the parameter hasn't moved, the average would move towards it.
+        return moved if self._skip is None else torch.where(self._skip.to(average.device), average, moved)
+
+    def __repr__(self) -> str:
+        return f"ema({self.optimizer!r}, {self.decay})"
+
+
+def ema(optimizer: Optimizer, decay: float) -> Optimizer:
+    """`optimizer`, with an exponential moving average of the parameters in its state.
+
+    After each update ``average <- decay * average + (1 - decay) * params``, beginning with the first parameters, as
+    torch's ``get_ema_multi_avg_fn`` does from its first call on. :func:`averaged` reads it; saved and loaded it is with
+    the state. Averages are in float32 at least: in 16 bits they would stand still. Nothing is communicated: where ranks
+    have the same parameters, they have the same averages. It overlaps where `optimizer` does.
+
+    >>> import torch
+    >>> from ltx.optim.from_torch import from_torch
+    >>> sgd = ema(from_torch(torch.optim.SGD, lr=1.0), 0.75)
+    >>> params = {"w": torch.zeros(1)}
+    >>> params, state = sgd.apply({"w": torch.tensor([-4.0])}, sgd.init(params), params)
+    >>> params, averaged(state)
+    ({'w': tensor([4.])}, {'w': tensor([1.])})
+
+    Args:
+        optimizer: all of it, clipping included: ``ema(chain(clip_by_global_norm(1.0), adamw), 0.999)``.
+        decay: from 0 (the last parameters) to 1 (the first ones).
+
+    Raises:
+        ltx.errors.OptimError: for arguments out of range. :class:`ltx.ZeroStrategy`, in which no rank has whole
+            parameters to average, refuses it.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise OptimError(f"ema expected an optimizer, got {brief(optimizer)}.")
+    return Ema(optimizer, decay)
+
+
+def averaged(state: Tree) -> Tree:
+    """The averaged parameters in an optimizer's state (``train_state.opt_state``) that :func:`ema` has made.
+
+    The state's own tensors, which the next donated step updates in place: ``ltx.to_module(module, averaged(...))``
+    copies them into a module. Averages of the groups of a :func:`ltx.optim.partition` come together as one tree, with
+    None for frozen parameters.
+
+    Raises:
+        ltx.errors.OptimError: there is no average in it, or none of some groups.
+    """
+    first, *others = [node.average for node in all_of(state, EmaState)] or [None]
+    if first is None:
+        raise OptimError("averaged: this state holds no average. Train with ltx.optim.ema(optimizer, decay).")
+    try:
+        whole = reduce(filled, others, first)
+    except ValueError as error:
+        raise OptimError(
+            f"averaged: this state holds {1 + len(others)} averages, which aren't of groups of one tree: {error} Give "
+            "the part of the state that holds the one that is wanted."
+        ) from None
+    if has_none(whole) and (without := _groups_without(state)):
+        raise OptimError(
+            f"averaged: the parameters of {' and '.join(map(repr, without))} have no average, while those of other "
+            "groups do. Train with ema(partition(...), decay), which averages all, or with ema in each group; "
+            "averaged(state[label]) is the average of one group, with None in the places of the others'."
+        )
+    return whole
+
+
+def _groups_without(state: Tree) -> list[str]:
+    """The labels of a partition's state that hold no average, while others do."""
+
+    def labels(node: Any) -> list[str]:
+        absent = [key for key, part in node.items() if not all_of(part, EmaState)] if type(node) is dict else []
+        return [] if not absent or len(absent) == len(node) else absent
+
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, EmaState | TorchState) or bool(labels(node))
+
+    nodes = optree.tree_leaves(state, is_leaf=is_leaf)
+    return [label for node in nodes for label in labels(node)]

@@ -1,0 +1,333 @@
+"""What an optimizer is: two pure functions, as in optax and TorchOpt.
+
+``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``; the new parameters are
+``params + updates``. A gradient transformation (clipping, scaling) is the same pair, with updates that are gradients.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+from torch._C import _functorch
+
+from ltx.core.base.arguments import brief, checked, shown
+from ltx.core.base.errors import OptimError
+from ltx.core.base.tree import check_tensors, describe, flatten, leaf_paths, register_node, unflatten
+from ltx.core.gradients.planning import in_step
+from ltx.typing import Tree
+
+#: Each leaf's own part of an optimizer's state.
+LeafStates = list[dict[str, Tensor]]
+T = TypeVar("T")
+Counts = Any  #: how many updates a state has had: a number, or what an optimizer around others has of each of them
+
+
+class Optimizer(ABC):
+    """An immutable value with two pure methods; compares, hashes, pickles and prints by what it was made of.
+
+    Make one with :func:`from_torch`, :func:`chain`, :func:`clip_by_global_norm` or :func:`from_functions`, or subclass
+    (a frozen dataclass, so that it compares by value) and write :meth:`init` and :meth:`update`.
+
+    Every tree in these methods has the structure of `params`, with ``None`` allowed in `grads` for a parameter that got
+    no gradient. ``donate=True`` lets a method overwrite the tensors of `state` (:meth:`apply`: of `params` too) and
+    return them, as JAX's buffer donation does. `grads` are never written to: ``torch.func.grad`` may return one tensor
+    for two parameters, and scaling it in place would scale it twice.
+    """
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of an update depends on that element's gradient and state alone."""
+        return False
+
+    @property
+    def leafwise(self) -> bool:
+        """Whether each leaf is updated from that leaf alone, so that :meth:`apply_leaves` serves any subset of them.
+
+        A transformation of gradients then has :meth:`transform_leaves`, which a chain calls.
+        """
+        return False
+
+    @property
+    def moves_params(self) -> bool | None:
+        """Whether its updates are differences of parameters, which no transformation of gradients may follow.
+
+        False: they are gradients, and added to parameters would move these uphill. None: it doesn't say.
+        """
+        return None
+
+    @property
+    def strategy(self) -> str | None:
+        """The class of strategies that this optimizer is a part of, by name; None where any will do."""
+        return None
+
+    @abstractmethod
+    def init(self, params: Tree) -> Tree:
+        """The state before the first update: new tensors, of the structure that every later state has."""
+
+    @abstractmethod
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        """``(updates, new_state)``: what to add to `params`. `params` are left as they are, donated or not."""
+
+    def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        """``(new_params, new_state)``: :meth:`update`, then the sum, in one go."""
+        updates, state = self.update(grads, state, params, donate=donate)
+        return apply_updates(params, updates, donate=donate), state
+
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Optimizer | None:
+        """This optimizer for one update, of some of `params`, which changes no tensor if `skip`, a 0-dim bool, is true.
+
+        For accelerators, where `skip` is there when the update runs, and the host doesn't wait for it. None: it can't
+        be told so. Those that say ``moves_params`` have to know a way of their own; others run as they are beside their
+        state (:class:`Unless`).
+        """
+        return None if self.moves_params else Unless(self, skip)
+
+    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
+        """Each leaf's own part of `state`, in the order of the leaves of `params`. Only if :attr:`leafwise`."""
+        raise OptimError(_NOT_LEAFWISE.format(self))
+
+    def counts(self, state: Tree) -> Counts:
+        """How many updates `state` has had, for :meth:`apply_leaves`; None where that doesn't matter."""
+        return None
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        """Update some leaves in place, given :meth:`leaf_states`, :meth:`counts`; :meth:`advance` follows the last."""
+        updates = self.transform_leaves(grads, states, params, counts)
+        with torch.no_grad():
+            for param, update in zip(params, updates, strict=True):
+                param.add_(update)
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
+    ) -> list[Tensor]:
+        """The gradients of some leaves as :meth:`update` gives them. Only if :attr:`leafwise` and no optimizer."""
+        raise OptimError(_NOT_LEAFWISE.format(self))
+
+    def advance(self, state: Tree) -> Tree:
+        """`state` with one more update counted, its tensors as they are. Only if :attr:`leafwise`."""
+        raise OptimError(_NOT_LEAFWISE.format(self))
+
+
+_NOT_LEAFWISE = (
+    "{} can't be applied leaf by leaf: an update of one leaf may depend on the others. Use apply(grads, state, params) "
+    "on the whole tree."
+)
+
+
+@dataclass(frozen=True)
+class Unless(Optimizer):
+    """An optimizer for one update, which changes no tensor if `skip` is true; made by :meth:`Optimizer.unless`.
+
+    For one that can't be told so itself: it runs beside the old values, and the device chooses. :meth:`update` chooses
+    the state alone. What it makes of gradients that aren't used is all the same.
+    """
+
+    optimizer: Optimizer
+    skip: Tensor = field(compare=False)
+
+    @property
+    def elementwise(self) -> bool:
+        return self.optimizer.elementwise
+
+    @property
+    def leafwise(self) -> bool:
+        return self.optimizer.leafwise
+
+    @property
+    def moves_params(self) -> bool | None:
+        return self.optimizer.moves_params
+
+    @property
+    def strategy(self) -> str | None:
+        return self.optimizer.strategy
+
+    def init(self, params: Tree) -> Tree:
+        return self.optimizer.init(params)
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        updates, after = self.optimizer.update(grads, state, params)
+        return updates, chosen(self.skip.logical_not(), after, state)
+
+    def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        return chosen(self.skip.logical_not(), self.optimizer.apply(grads, state, params), (params, state))
+
+    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
+        return self.optimizer.leaf_states(state, params)
+
+    def counts(self, state: Tree) -> Counts:
+        return self.optimizer.counts(state)
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        with self._kept([*params, *(x for state in states for x in state.values())]):
+            self.optimizer.apply_leaves(grads, states, params, counts)
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
+    ) -> list[Tensor]:
+        with self._kept([x for state in states for x in state.values()]):
+            return self.optimizer.transform_leaves(grads, states, params, counts)
+
+    def advance(self, state: Tree) -> Tree:
+        return self.optimizer.advance(state)
+
+    @contextmanager
+    def _kept(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """What the block writes into `tensors` doesn't last if `skip` is true."""
+        before = [x.clone() for x in tensors]
+        yield
+        with torch.no_grad():
+            for x, kept in zip(tensors, chosen(self.skip.logical_not(), list(tensors), before), strict=True):
+                x.copy_(kept)
+
+
+def all_unless(optimizers: Iterable[Optimizer], skip: Tensor, params: Sequence[Tensor]) -> list[Optimizer] | None:
+    """:meth:`Optimizer.unless` of each; None if one of them can't be told."""
+    found = [optimizer.unless(skip, params) for optimizer in optimizers]
+    able = [optimizer for optimizer in found if optimizer is not None]
+    return able if len(able) == len(found) else None
+
+
+def chosen(finite: bool | Tensor | None, new: T, old: T) -> T:
+    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
+    if not isinstance(finite, Tensor):
+        return old if finite is False else new
+    (leaves, spec), others = flatten(new), flatten(old)[0]
+    pairs = list(zip(leaves, others, strict=True))
+    # Once for each device: to bring it to the host, where some optimizers count steps, is to wait for the device.
+    on = {device: finite.to(device) for device in {x.device for x, y in pairs if x is not y}}
+    picked: T = unflatten(spec, [x if x is y else torch.where(on[x.device], x, y) for x, y in pairs])
+    return picked
+
+
+@checked("donate")
+def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
+    """``params + updates``, leaf by leaf, in the dtype of the parameters.
+
+    A ``None`` in `updates` leaves its parameter as it is. ``donate=True`` adds in place and returns `params` itself.
+
+    >>> import torch
+    >>> apply_updates({"w": torch.zeros(2)}, {"w": torch.ones(2)})
+    {'w': tensor([1., 1.])}
+
+    Raises:
+        ltx.errors.OptimError: if `updates` hasn't the structure of `params`.
+    """
+    check_tensors(params, "params")
+    leaves, spec = flatten(params)
+    pairs = list(zip(leaves, leaves_like(spec, updates, "updates"), strict=True))
+    for index, (p, u) in enumerate(pairs):
+        if u is not None and not (isinstance(u, Tensor) and u.shape == p.shape and u.device == p.device):
+            got = f"{describe(u)} on {u.device}" if isinstance(u, Tensor) else shown(u)
+            raise OptimError(
+                f"the update of {leaf_name(params, index)} must be a tensor like the parameter, {describe(p)} on "
+                f"{p.device}, or None; got {got}."
+            )
+    if not (donate and donated(leaves, [u for _, u in pairs if u is not None])):
+        return spec.unflatten([p.clone() if u is None else (p + u).to(p.dtype) for p, u in pairs])
+    with torch.no_grad():
+        for p, u in pairs:
+            if u is not None:
+                p.add_(u)
+    return params
+
+
+def leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> list[Any]:
+    """The subtrees of `tree` at the leaves of `spec`, which is the structure of the parameters."""
+    try:
+        return spec.flatten_up_to(tree)
+    except RecursionError:
+        flatten(tree)  # says so if it is the tree's fault
+        raise
+    except (ValueError, TypeError) as error:
+        raise OptimError(f"{what} must have the tree structure of params: {error}") from None
+
+
+def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: Tree = None) -> None:
+    """Refuse, by name and before anything is written, gradients that don't fit their parameters."""
+    for index, (grad, param) in enumerate(zip(grads, params, strict=True)):
+        if not isinstance(param, Tensor):
+            raise OptimError(f"params: {leaf_name(tree, index)} must be a tensor, got {brief(param)}.")
+        if grad is None:
+            continue
+        if not isinstance(grad, Tensor):
+            raise OptimError(f"the gradient of {leaf_name(tree, index)} must be a tensor or None, got {brief(grad)}.")
+        if grad.shape != param.shape or grad.dtype != param.dtype:
+            raise OptimError(
+                f"the gradient of {leaf_name(tree, index)} is {describe(grad)}, but the parameter is "
+                f"{describe(param)}: cast or reshape the gradient first."
+            )
+
+
+def is_transforming() -> bool:
+    """Whether a ``torch.func`` transform is running, or forward-mode differentiation."""
+    return _functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def differentiated(*lists: Iterable[Tensor]) -> bool:
+    """Whether somebody may differentiate what is made of these tensors: then nothing is written in place.
+
+    Transforms aren't all: below one of them a data-parallel step runs on plain autograd, which says so by the tensors.
+    """
+    if is_transforming():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for xs in lists for x in xs)
+
+
+def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
+    """Whether an update that may overwrite `params`, made of other tensors, does: nobody differentiates it.
+
+    Outside of a step, leaves that require gradients are what is trained, as for ``torch.optim``.
+    """
+    return not differentiated(params if in_step.get() else (x for x in params if not x.is_leaf), *lists)
+
+
+def check_state(optimizer: Optimizer, state: Any, kind: type) -> None:
+    """Refuse what isn't a state of `kind`, which `optimizer` makes."""
+    if not isinstance(state, kind):
+        raise OptimError(f"{optimizer} expected the state that its init(params) made, got {brief(state)}.")
+
+
+def leaf_name(tree: Tree, index: int) -> str:
+    """How errors speak of a leaf: by path where the tree is known, else by its place in the list."""
+    return f"leaf {index} of the list" if tree is None else f"leaf {leaf_paths(tree)[index]!r}"
+
+
+@dataclass(frozen=True)
+class TorchState:
+    """State of :func:`from_torch`'s optimizers: a pytree node for optree and for ``torch.func`` alike.
+
+    Attributes:
+        per_param: the tree of the parameters with, in place of each, a dict of that parameter's own state tensors under
+            torch's names (``exp_avg``, ``exp_avg_sq``, ``step``, ...). Its structure is the same before and after
+            every update.
+        count: the number of updates done. A Python integer that belongs to the tree's structure, not to its leaves, so
+            that a schedule can read it under every transformation.
+    """
+
+    per_param: Tree
+    count: int = 0
+
+
+register_node(
+    TorchState,
+    lambda state: ((state.per_param,), state.count),
+    lambda children, count: TorchState(children[0], count),
+    ("per_param",),
+)
+
+
+def all_of(state: Tree, *kinds: type) -> list[Any]:
+    """The outermost nodes of some classes in an optimizer's state; not within a TorchState, which may hold hundreds."""
+    try:
+        nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, (*kinds, TorchState)))
+    except RecursionError:
+        flatten(state)  # says so if it is the tree's fault
+        raise
+    return [node for node in nodes if isinstance(node, kinds)]

@@ -1,0 +1,218 @@
+"""Optimizers made of others: transformations in sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from ltx.core.base.arguments import brief
+from ltx.core.base.errors import OptimError
+from ltx.core.base.tree import flatten
+from ltx.core.optim.base import Counts, LeafStates, Optimizer, all_unless
+from ltx.typing import Tree
+
+
+class LeafPart(dict[str, Tensor]):
+    """A leaf's part of the state of an optimizer around others, from which their own parts can be had again.
+
+    Attributes:
+        parts: those that the optimizers inside have made, with the same tensors.
+        label: which optimizer the only one is of, where there are several.
+        place: the leaf's place in the tree, for what depends on it.
+    """
+
+    def __init__(self, *parts: dict[str, Tensor], label: str = "", place: int = 0, **own: Tensor) -> None:
+        super().__init__({name: x for part in parts for name, x in part.items()}, **own)
+        self.parts, self.label, self.place = parts, label, place
+
+    @property
+    def inner(self) -> dict[str, Tensor]:
+        """The part of the only optimizer inside."""
+        (part,) = self.parts
+        return part
+
+
+@dataclass(frozen=True, repr=False)
+class Identity(Optimizer):
+    """Passes gradients on; made by :func:`identity`."""
+
+    elementwise: ClassVar[bool] = True
+    leafwise: ClassVar[bool] = True
+    moves_params: ClassVar[bool] = False
+
+    def init(self, params: Tree) -> Tree:
+        return ()
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        return grads, state
+
+    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
+        return [{} for _ in flatten(params)[0]]
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
+    ) -> list[Tensor]:
+        return grads
+
+    def advance(self, state: Tree) -> Tree:
+        return state
+
+    def __repr__(self) -> str:
+        return "identity()"
+
+
+def identity() -> Optimizer:
+    """The transformation that passes gradients on unchanged: the unit of :func:`chain`.
+
+    >>> identity()
+    identity()
+    """
+    return Identity()
+
+
+@dataclass(frozen=True, repr=False)
+class Chain(Optimizer):
+    """Two or more transformations in sequence; made by :func:`chain`. Its state is the tuple of theirs."""
+
+    members: tuple[Optimizer, ...]
+
+    @property
+    def elementwise(self) -> bool:
+        return all(member.elementwise for member in self.members)
+
+    @property
+    def leafwise(self) -> bool:
+        return all(member.leafwise for member in self.members)
+
+    @property
+    def moves_params(self) -> bool | None:
+        return self.members[-1].moves_params
+
+    @property
+    def strategy(self) -> str | None:
+        return next((name for member in self.members if (name := member.strategy) is not None), None)
+
+    def init(self, params: Tree) -> tuple[Tree, ...]:
+        return tuple(member.init(params) for member in self.members)
+
+    def update(
+        self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, tuple[Tree, ...]]:
+        return self._run("update", grads, state, params, donate)
+
+    def apply(
+        self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, tuple[Tree, ...]]:
+        return self._run("apply", grads, state, params, donate)
+
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Chain | None:
+        members = all_unless(self.members, skip, params)
+        return None if members is None else Chain(tuple(members))
+
+    def leaf_states(self, state: tuple[Tree, ...], params: Tree) -> LeafStates:
+        self._check(state)
+        each = [member.leaf_states(own, params) for member, own in zip(self.members, state, strict=True)]
+        return [LeafPart(*parts) for parts in zip(*each, strict=True)]
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        *front, last = self._members_of(states, counts)
+        for member, own, count in front:
+            grads = member.transform_leaves(grads, own, params, count)
+        last[0].apply_leaves(grads, last[1], params, last[2])
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
+    ) -> list[Tensor]:
+        for member, own, count in self._members_of(states, counts):
+            grads = member.transform_leaves(grads, own, params, count)
+        return grads
+
+    def advance(self, state: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        return tuple(member.advance(own) for member, own in zip(self.members, state, strict=True))
+
+    def counts(self, state: tuple[Tree, ...]) -> Counts:
+        self._check(state)
+        return [member.counts(own) for member, own in zip(self.members, state, strict=True)]
+
+    def _members_of(self, states: LeafStates, counts: Counts) -> list[tuple[Optimizer, LeafStates, Counts]]:
+        """Each member with its own parts of the states of some leaves, and its own counts."""
+        parts = cast(list[LeafPart], states)
+        return [(member, [part.parts[i] for part in parts], counts[i]) for i, member in enumerate(self.members)]
+
+    def _check(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) != len(self.members):
+            raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {brief(state)}.")
+
+    def _run(
+        self, method: str, grads: Tree, state: tuple[Tree, ...], params: Tree, donate: bool
+    ) -> tuple[Tree, tuple[Tree, ...]]:
+        """`method` of the last member, for gradients as those before it give them."""
+        self._check(state)
+        front = []
+        for member, own in zip(self.members[:-1], state, strict=False):
+            grads, own = member.update(grads, own, params, donate=donate)
+            front.append(own)
+        result, last = getattr(self.members[-1], method)(grads, state[-1], params, donate=donate)
+        return result, (*front, last)
+
+    def __repr__(self) -> str:
+        return f"chain({', '.join(map(repr, self.members))})"
+
+
+def chain(*transforms: Optimizer) -> Optimizer:
+    """`transforms` one after the other: each gets the gradients that the one before it returned.
+
+    Chains are flattened and identities dropped, so ``chain(a, chain(b, c)) == chain(a, b, c)``,
+    ``chain(a, identity()) == a`` and ``chain() == identity()``. ``apply`` updates in place when donated if the last
+    member does. If all members work leaf by leaf, as ``overlap="update"`` needs it, so does their chain. The
+    counterpart of ``optax.chain`` and ``torchopt.chain``.
+
+    >>> import torch
+    >>> from ltx.core.optim.grad_transforms import clip_by_global_norm
+    >>> from ltx.optim.from_torch import from_torch
+    >>> optimizer = chain(clip_by_global_norm(1.0), from_torch(torch.optim.SGD, lr=0.5))
+    >>> optimizer
+    chain(clip_by_global_norm(1.0), from_torch(torch.optim.SGD, lr=0.5))
+    >>> params = {"w": torch.zeros(2)}
+    >>> params, state = optimizer.apply({"w": torch.tensor([3.0, 4.0])}, optimizer.init(params), params)
+    >>> params, state[0].norm
+    ({'w': tensor([-0.3000, -0.4000])}, tensor(5.))
+
+    Raises:
+        ltx.errors.OptimError: if an argument isn't an optimizer or transformation, or one that moves parameters
+            (:func:`from_torch`) isn't the last: its updates are differences of parameters, not gradients.
+    """
+    members: list[Optimizer] = []
+    for position, transform in enumerate(transforms):
+        if not isinstance(transform, Optimizer):
+            raise OptimError(
+                f"chain expected optimizers, but argument {position} is {brief(transform)}.{_hint(transform)}"
+            )
+        members += transform.members if isinstance(transform, Chain) else (transform,)
+    members = [member for member in members if not isinstance(member, Identity)]
+    for member in members[:-1]:
+        if member.moves_params:
+            raise OptimError(
+                f"{member} must come last in a chain, before it only transformations of gradients: it updates the "
+                f"parameters, so {members[-1]} after it would not get gradients."
+            )
+    return Identity() if not members else members[0] if len(members) == 1 else Chain(tuple(members))
+
+
+def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """What a chain is made of; of another optimizer itself."""
+    return optimizer.members if isinstance(optimizer, Chain) else (optimizer,)
+
+
+def with_members(optimizer: Optimizer, members: Sequence[Optimizer]) -> Optimizer:
+    """`optimizer` made of `members`, one for each of :func:`members_of`."""
+    return replace(optimizer, members=tuple(members)) if isinstance(optimizer, Chain) else members[0]
+
+
+def _hint(transform: Any) -> str:
+    cls = transform if isinstance(transform, type) else type(transform)
+    return f" Wrap the class: from_torch({cls.__name__}, ...)." if issubclass(cls, torch.optim.Optimizer) else ""

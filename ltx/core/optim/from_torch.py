@@ -1,0 +1,285 @@
+"""Every ``torch.optim`` class as a pair of pure functions, bit for bit what the class does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import optree
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.autograd.graph import increment_version
+
+from ltx.core.base import traced
+from ltx.core.base.arguments import checked
+from ltx.core.base.errors import OptimError, UnsupportedError
+from ltx.core.base.tree import check_tensors, flatten
+from ltx.core.gradients.planning import any_derivative
+from ltx.core.optim.base import (
+    Counts,
+    LeafStates,
+    Optimizer,
+    TorchState,
+    check_grads,
+    check_state,
+    donated,
+    is_transforming,
+    leaves_like,
+)
+from ltx.core.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned
+from ltx.core.optim.opaque import OpaqueOptimizer
+from ltx.core.optim.torch_class import ClassOptimizer, check_grad_layouts, check_params, run_pure, scheduled_lr
+from ltx.typing import Tree
+
+_ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+#: Those whose updates are proportional to the learning rate.
+_PROPORTIONAL = _ELEMENTWISE - {torch.optim.ASGD, torch.optim.Rprop} | {torch.optim.Muon, torch.optim.SparseAdam}
+#: Those whose fused kernels can be told on the device to change nothing.
+_SKIPPING = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TorchOptimizer(ClassOptimizer):
+    """A ``torch.optim`` class with its hyperparameters; made by :func:`from_torch`."""
+
+    leafwise: ClassVar[bool] = True
+
+    kernel: Kernel = field(init=False)
+    _skip: Tensor | None = field(default=None, init=False)  # of one update: see `unless`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fixed_lr = {} if self.lr is None or callable(self.lr) else {"lr": self.lr}
+        object.__setattr__(self, "kernel", build(self.cls, fixed_lr | dict(self.kwargs)))
+
+    @property
+    def elementwise(self) -> bool:
+        return self.cls in _ELEMENTWISE
+
+    def init(self, params: Tree) -> TorchState:
+        check_tensors(params, "params")
+        leaves, spec = flatten(params)
+        fused = self._fused(leaves)
+        check_params(self.cls, params, fused if self.kwargs.get("fused") else None)
+        lr = self._lr(0)
+        self._traced(lr, 0)  # may be refused
+        if is_transforming():  # a state starts alike for every example: only shapes count, and no wrapper is needed
+            leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+        states = [self.kernel.materialise(*leaf, lr=lr) for leaf in zip(leaves, fused, strict=True)]
+        return TorchState(spec.unflatten(states))
+
+    @checked("donate")
+    def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
+        leaves, spec = flatten(params)
+        grad_leaves = leaves_like(spec, grads, "grads")
+        states = self._per_param(state, spec)
+        check_grads(grad_leaves, leaves, params)
+        check_grad_layouts(self.cls, grad_leaves, params)
+        has_grad = [index for index, grad in enumerate(grad_leaves) if grad is not None]
+        grad_leaves = [grad_leaves[index] for index in has_grad]
+        picked = [states[index] for index in has_grad], [leaves[index] for index in has_grad]
+        lr = self._lr(state.count)
+        rate = self._traced(lr, state.count)
+        rule = partial(self._run, count=state.count, lr=lr if rate is None else 1.0)
+        if donate and rate is None and donated(picked[1], grad_leaves, *map(dict.values, picked[0])):
+            increment_version(picked[1])  # before anything is written; fused kernels don't
+            rule(grad_leaves, *picked)
+            return params, self.advance(state)
+        pure = self._in_graph if traced.recording() else partial(run_pure, rule)
+        updated = zip(*pure(grad_leaves, *picked), strict=True)
+        by_index = dict(zip(has_grad, updated, strict=True))
+        pairs = [
+            by_index[index] if index in by_index else (leaf.clone(), {key: t.clone() for key, t in own.items()})
+            for index, (leaf, own) in enumerate(zip(leaves, states, strict=True))
+        ]
+        if rate is not None:
+            pairs = [
+                ((old + rate.to(old.device) * (new - old)).to(old.dtype), own)
+                for old, (new, own) in zip(leaves, pairs, strict=True)
+            ]
+        if not any(own for _, own in pairs):  # Dynamo takes empty dicts for constants, and can't put those in a tree
+            return spec.unflatten([leaf for leaf, _ in pairs]), self.advance(state)
+        new_state = TorchState(spec.unflatten([own for _, own in pairs]), state.count + 1)
+        return spec.unflatten([leaf for leaf, _ in pairs]), new_state
+
+    def _in_graph(
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor]
+    ) -> tuple[list[Tensor], LeafStates]:
+        """The update as nodes of a compiled graph."""
+        names = tuple(tuple(state) for state in states)
+        flat = [t for state in states for t in state.values()]
+        rest = iter(apply_in_graph(_prepare_trace(self), names, *grads, *params, *flat))
+        return [next(rest) for _ in params], [{name: next(rest) for name in held} for held in names]
+
+    def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
+        return self._per_param(state, flatten(params)[1])
+
+    def counts(self, state: TorchState) -> int:
+        check_state(self, state, TorchState)
+        return state.count
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        check_grads(grads, params)
+        check_grad_layouts(self.cls, grads)
+        lr = self._lr(counts)
+        if isinstance(lr, Tensor) and lr.requires_grad:
+            raise OptimError(
+                f"{self}: the learning rate of step {counts} requires grad, and this update is in place, which has no "
+                'derivative. Use overlap="backward", or detach the rate.'
+            )
+        self._run(grads, states, params, count=counts, lr=lr)
+
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
+        if self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):
+            return None
+        conditional = copy(self)
+        object.__setattr__(conditional, "_skip", skip)
+        return conditional
+
+    def advance(self, state: TorchState) -> TorchState:
+        return replace(state, count=state.count + 1)
+
+    def _run(
+        self,
+        grads: list[Tensor],
+        states: LeafStates,
+        params: list[Tensor],
+        differentiable: bool = False,
+        *,
+        count: int,
+        lr: float | Tensor,
+    ) -> None:
+        """One update in place, each leaf through the fastest kernel that it admits."""
+        run = partial(self.kernel.run, lr=lr, skip=self._skip)
+        if differentiable:
+            run(grads, states, params, fused=False, differentiable=True)
+            return
+        fused = [can and not grad.is_sparse for can, grad in zip(self._fused(params), grads, strict=True)]
+        for choice in (True, False):
+            if fused.count(choice) == len(fused):
+                lists = (grads, states, params)
+            else:
+                picked = [index for index, is_fused in enumerate(fused) if is_fused is choice]
+                lists = ([grads[i] for i in picked], [states[i] for i in picked], [params[i] for i in picked])
+            if lists[0] and choice:
+                run_aligned(partial(run, fused=True), *lists)
+            elif lists[0]:
+                run(*lists, fused=False)
+
+    def _fused(self, params: Sequence[Tensor]) -> list[bool]:
+        options = self.kernel.group
+        wanted = options.get("fused", False) is not False and not options.get("foreach")
+        return fusable(self.cls, params) if wanted and not options.get("differentiable") else [False] * len(params)
+
+    def _per_param(self, state: TorchState, spec: optree.PyTreeSpec) -> LeafStates:
+        check_state(self, state, TorchState)
+        return leaves_like(spec, state.per_param, "the optimizer's state")
+
+    def _traced(self, lr: float | Tensor, count: int) -> Tensor | None:
+        """The learning rate, if somebody differentiates or batches it: torch's classes take most rates for numbers."""
+        if not isinstance(lr, Tensor) or traced.recording():
+            return None
+        if not (any_derivative([lr]) or _functorch.is_functorch_wrapped_tensor(lr)):
+            return None
+        if self.cls not in _PROPORTIONAL:
+            raise OptimError(
+                f"{self}: the learning rate of step {count} is differentiated or batched, and an update of "
+                f"{self.cls.__name__} isn't proportional to its rate. Detach it, or use another class, such as Adam."
+            )
+        return lr
+
+    def _lr(self, count: int) -> float | Tensor:
+        return scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
+
+
+def from_torch(
+    cls: type[torch.optim.Optimizer], *, lr: float | Callable[[int], float] | None = None, **kwargs: Any
+) -> Optimizer:
+    """Any ``torch.optim`` class as an optimizer on explicit state, bit-equal to the class after any number of steps.
+
+    >>> import torch
+    >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+    >>> params = {"w": torch.ones(2)}
+    >>> state = optimizer.init(params)
+    >>> params, state = optimizer.apply({"w": torch.tensor([1.0, 2.0])}, state, params)
+    >>> params, state.count
+    ({'w': tensor([0.5000, 0.0000])}, 1)
+    >>> optimizer
+    from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+
+    Nothing is communicated: ranks that hold the same parameters and state and get the same gradients stay alike to the
+    bit. The state (:class:`TorchState`) is complete from the start, so its structure never changes. ``apply`` is what
+    ``cls.step()`` computes; ``update`` gives the difference, which added to the parameters may round in the last bit.
+
+    Where torch has fused kernels for a parameter's dtype and device they are used (on CPU about 4 times faster than
+    ``foreach``), unless ``fused=False``, ``foreach=True`` or ``differentiable=True`` is given. With ``donate=True``
+    parameters and state are updated in place. Under ``vmap`` every example gets bit for bit what it would get alone.
+
+    The update is differentiated wherever what it is made of is (torch's ``differentiable`` path, equal up to rounding):
+    under ``grad`` and ``jvp``, and by plain autograd, where gradients, parameters, state or the schedule's rate require
+    grad and gradients are enabled. Donation is off then; parameters that are leaves don't count for it. So a loop of
+    training that wants no derivative detaches what it updates, or runs under ``torch.no_grad()``.
+
+    Args:
+        cls: the class, not an instance. SparseAdam needs sparse gradients, Muon 2-D parameters, as in torch; LBFGS is
+            refused, since it calls the loss. A class of another author that doesn't gather its tensors in
+            ``_init_group`` (timm's, transformers' Adafactor, a ten-line Lion) is run as it is, on all parameters
+            of its :func:`partition` together: eagerly, with neither a derivative nor ``overlap="update"`` nor ZeRO.
+        lr: a number, or a function from the number of updates done so far (0 first) to a number or 0-dim tensor, as
+            optax's schedules; None is torch's default. (ASGD and Rprop keep a rate in their state; it starts as that of
+            step 0.)
+        kwargs: the hyperparameters of `cls`, by torch's names.
+
+    Raises:
+        ltx.errors.OptimError: if torch refuses the hyperparameters, one is unknown, or `cls` can't run on explicit
+            state. Its methods raise it, naming the leaf, for parameters or gradients that `cls` doesn't take, before
+            anything is written to.
+    """
+    try:
+        return TorchOptimizer(cls, lr, kwargs)
+    except NotGatheredError:
+        return OpaqueOptimizer(cls, lr, kwargs)
+
+
+@traced.at_trace_time
+def _prepare_trace(optimizer: TorchOptimizer) -> str:
+    """The key of `optimizer` in a graph."""
+    if callable(optimizer.lr):
+        raise UnsupportedError(
+            f"{optimizer!r}: a compiled step can't ask for the learning rate of each step, as Python doesn't run "
+            "there. Give a fixed lr, or compile the loss alone: ltx.data_parallel(torch.compile(loss), strategy)."
+        )
+    if not optimizer.kernel.traceable:
+        raise UnsupportedError(
+            f"{optimizer!r} reads numbers off its state, which a compiled step can't do. Compile the loss alone: "
+            "ltx.data_parallel(torch.compile(loss), strategy)."
+        )
+    return traced.keep(f"{optimizer!r} {id(optimizer)}", optimizer)
+
+
+@traced.node
+def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """New parameters and states of ``*gradients, *parameters, *states``."""
+    optimizer, count = traced.kept(key), len(names)
+    rest = iter(tensors[2 * count :])
+    states = [{name: next(rest) for name in held} for held in names]
+    params = [x.clone() for x in tensors[count : 2 * count]]
+    # Powers of the decays are taken of the count of steps, in its dtype here and in float64 in torch's other paths.
+    news = [{name: x.double() if name == "step" else x.clone() for name, x in state.items()} for state in states]
+    # Compilers make one kernel of an operation on lists, and take less time for it. Transforms have no rules for them.
+    traced_in_lists = traced.recording() and not torch._C._are_functorch_transforms_active()
+    with torch.no_grad():
+        # Neither path reads a number off a tensor.
+        run = partial(optimizer.kernel.run, list(tensors[:count]), news, params, lr=optimizer._lr(0), fused=False)
+        run(traced=True) if traced_in_lists else run(differentiable=True)
+    return (
+        *params,
+        *(new[name].to(x.dtype) for state, new in zip(states, news, strict=True) for name, x in state.items()),
+    )

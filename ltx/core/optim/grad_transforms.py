@@ -1,0 +1,313 @@
+"""Transformations of gradients: clipping by the common norm or number by number, that norm measured, noise.
+
+g ← g · min(1, max_norm / (‖g‖ + eps)), where ‖g‖ is the Euclidean norm of all leaves together.
+
+Pascanu, Mikolov, Bengio: On the difficulty of training recurrent neural networks (2013), section 3.2, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ltx.core.base import traced
+from ltx.core.base.arguments import brief, check_fields
+from ltx.core.base.errors import OptimError, UnsupportedError
+from ltx.core.base.noise import key_of, normal
+from ltx.core.base.tree import check_tensors, flatten, places_with_none
+from ltx.core.optim.base import (
+    Counts,
+    LeafStates,
+    Optimizer,
+    TorchState,
+    all_of,
+    check_state,
+    differentiated,
+    leaf_name,
+)
+from ltx.core.optim.combine import LeafPart
+from ltx.typing import Tree
+
+
+class ClipState(NamedTuple):
+    """State of :func:`clip_by_global_norm` and :func:`measure_global_norm`.
+
+    Attributes:
+        norm: 0-dim tensor on the first leaf's device: the norm of the last gradients before clipping, 0 at the start.
+    """
+
+    norm: Tensor
+
+
+def global_norm(leaves: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of all `leaves` as one vector: a 0-dim tensor on the first leaf's device; 0 for no leaves."""
+    if not leaves:
+        return torch.tensor(0.0)
+    if not differentiated(leaves):
+        return torch.nn.utils.get_total_norm(leaves)  # one foreach pass, without derivative
+    norms = [torch.linalg.vector_norm(leaf).to(leaves[0].device) for leaf in leaves]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+@dataclass(frozen=True, repr=False)
+class ClipByGlobalNorm(Optimizer):
+    """Made by :func:`clip_by_global_norm`, and by :func:`measure_global_norm`, where `max_norm` is infinite."""
+
+    moves_params: ClassVar[bool] = False
+
+    max_norm: float
+    eps: float = 1e-6
+    #: Of all gradients; another function where each rank holds a part of them.
+    norm: Callable[[Sequence[Tensor]], Tensor] = global_norm
+
+    def __post_init__(self) -> None:
+        check_fields(self, OptimError, "max_norm", "eps")
+        if not self.max_norm > 0:
+            raise OptimError(f"clip_by_global_norm: max_norm must be > 0, got {brief(self.max_norm)}.")
+        if not self.eps >= 0:
+            raise OptimError(f"clip_by_global_norm: eps must be >= 0, got {brief(self.eps)}.")
+
+    def init(self, params: Tree) -> ClipState:
+        leaves, _ = flatten(params)
+        dtypes = [leaf.dtype.to_real() for leaf in leaves]
+        dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+        return ClipState(torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None))
+
+    def update(self, grads: Tree, state: ClipState, params: Tree, *, donate: bool = False) -> tuple[Tree, ClipState]:
+        check_tensors(grads, "grads")
+        leaves, spec = flatten(grads)
+        norm = self.norm(leaves)
+        if self.max_norm == math.inf:
+            return grads, ClipState(norm)
+        factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)
+        factors = {device: factor.to(device) for device in {leaf.device for leaf in leaves}}
+        if len(factors) == 1 and not differentiated(leaves):
+            scaled: Sequence[Tensor] = torch._foreach_mul(leaves, factor)
+        else:  # foreach has no batching rules, and no derivative for the factor
+            scaled = [leaf * factors[leaf.device] for leaf in leaves]
+        # A 0-dim factor doesn't change the dtype of a gradient with dimensions, but may that of a 0-dim one.
+        return spec.unflatten([new.to(old.dtype) for new, old in zip(scaled, leaves, strict=True)]), ClipState(norm)
+
+    def __repr__(self) -> str:
+        if self.max_norm == math.inf:
+            return "measure_global_norm()"
+        return f"clip_by_global_norm({self.max_norm}{'' if self.eps == 1e-6 else f', eps={self.eps}'})"
+
+
+def clip_by_global_norm(max_norm: float, *, eps: float = 1e-6) -> Optimizer:
+    """Scale gradients down so that their common norm is at most `max_norm`, exactly as ``clip_grad_norm_`` does.
+
+    >>> import torch
+    >>> clip = clip_by_global_norm(1.0)
+    >>> params = {"w": torch.zeros(2)}
+    >>> grads, state = clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(params), params)
+    >>> grads, state.norm
+    ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
+
+    Gradients keep their dtypes and devices; leaves of ``None`` stay. A NaN norm makes every gradient NaN and an
+    infinite one makes them 0 and NaN, as in torch: whether to skip such a step is the guard's decision. The norm of
+    float32 gradients of 1e20 is infinite, as their squares are: they become 0. Differentiable. Nothing is communicated:
+    a train step's gradients are reduced by then, so that every rank's norm is the one of all.
+
+    Args:
+        max_norm: a number > 0.
+        eps: added to the norm before dividing by it.
+
+    Raises:
+        ltx.errors.OptimError: for a `max_norm` or `eps` out of range.
+    """
+    return ClipByGlobalNorm(max_norm, eps)
+
+
+def measure_global_norm() -> Optimizer:
+    """Measure the gradients' common norm, and pass them on as they are: :func:`clip_by_global_norm` without a limit.
+
+    In a train step's chain it gives ``metrics.grad_norm``: the Euclidean norm of all gradients as the optimizer gets
+    them, reduced and without the loss scale; one norm for all ranks, also where each holds a part of them
+    (:class:`ltx.ZeroStrategy`). Where a strategy leaves gradients local it is each rank's own. It costs one pass over
+    the gradients. As all of them are needed, ``overlap="update"`` refuses it.
+
+    >>> import torch, ltx
+    >>> optimizer = ltx.optim.chain(measure_global_norm(), ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+    >>> train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum()), optimizer)
+    >>> state, metrics = train(train.init({"w": torch.zeros(2)}), torch.tensor([3.0, 4.0]))
+    >>> metrics.grad_norm, state.params["w"]
+    (tensor(5.), tensor([-1.5000, -2.0000]))
+
+    A NaN or infinite norm is measured as such. Differentiable.
+    """
+    return ClipByGlobalNorm(math.inf)
+
+
+@dataclass(frozen=True, repr=False)
+class ClipByValue(Optimizer):
+    """Made by :func:`clip_by_value`."""
+
+    elementwise: ClassVar[bool] = True
+    leafwise: ClassVar[bool] = True
+    moves_params: ClassVar[bool] = False
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, OptimError, "limit")
+        if not self.limit > 0:
+            raise OptimError(f"clip_by_value: limit must be > 0, got {brief(self.limit)}.")
+
+    def init(self, params: Tree) -> Tree:
+        return ()
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        check_tensors(grads, "grads")
+        leaves, spec = flatten(grads)
+        return spec.unflatten(self._clipped(leaves, grads)), state
+
+    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
+        return [{} for _ in flatten(params)[0]]
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
+    ) -> list[Tensor]:
+        return self._clipped(grads, None)
+
+    def advance(self, state: Tree) -> Tree:
+        return state
+
+    def _clipped(self, leaves: list[Tensor], tree: Tree) -> list[Tensor]:
+        for index, leaf in enumerate(leaves):
+            if leaf.is_complex():
+                raise OptimError(
+                    f"clip_by_value: the gradient of {leaf_name(tree, index)} is complex, and complex numbers have no "
+                    "order. Use clip_by_global_norm."
+                )
+        return [leaf.clamp(-float(self.limit), float(self.limit)) for leaf in leaves]
+
+    def __repr__(self) -> str:
+        return f"clip_by_value({self.limit})"
+
+
+def clip_by_value(limit: float) -> Optimizer:
+    """Every number of the gradients between ``-limit`` and ``limit``, as ``clip_grad_value_`` does. NaN stays NaN.
+
+    >>> import torch
+    >>> clip = clip_by_value(1.0)
+    >>> clip.update({"w": torch.tensor([-3.0, 0.5])}, (), {"w": torch.zeros(2)})[0]
+    {'w': tensor([-1.0000,  0.5000])}
+
+    Raises:
+        ltx.errors.OptimError: `limit` isn't a number > 0; and for complex gradients.
+    """
+    return ClipByValue(limit)
+
+
+def grad_norm(state: Tree) -> Tensor | None:
+    """The gradient norm that a chain's clipping, or :func:`measure_global_norm`, has measured, if there is one in it.
+
+    Where each group of a :func:`ltx.optim.partition` has measured its own, that of all together; None where only some
+    have.
+
+    >>> import torch
+    >>> grad_norm((ClipState(torch.tensor(5.0)), ()))
+    tensor(5.)
+    >>> grad_norm({"matrices": ClipState(torch.tensor(3.0)), "rest": (ClipState(torch.tensor(4.0)), ())})
+    tensor(5.)
+    """
+    if not all_of(state, ClipState):
+        return None
+    first, *_ = (node for node in all_of(state, ClipState, dict) if all_of(node, ClipState))
+    if isinstance(first, ClipState):
+        return first.norm
+    norms = [grad_norm(group) for group in first.values()]
+    return None if any(norm is None for norm in norms) else global_norm([norm for norm in norms if norm is not None])
+
+
+@dataclass(frozen=True, repr=False)
+class AddNoise(Optimizer):
+    """Made by :func:`add_noise`. Its state counts the updates."""
+
+    leafwise: ClassVar[bool] = True
+    moves_params: ClassVar[bool] = False
+
+    std: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, OptimError, "std", "seed")
+        if not self.std >= 0:
+            raise OptimError(f"add_noise: std must be >= 0, got {brief(self.std)}.")
+
+    def init(self, params: Tree) -> TorchState:
+        return TorchState(())
+
+    def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
+        check_tensors(grads, "grads")
+        check_state(self, state, TorchState)
+        if traced.recording():
+            raise UnsupportedError("add_noise can't be traced: compile the loss instead of the whole training step.")
+        leaves, spec = flatten(grads)
+        noisy = [
+            leaf + self._noise(leaf, state.count, place)
+            for leaf, place in zip(leaves, places_with_none(grads), strict=True)
+        ]
+        return spec.unflatten(noisy), TorchState((), state.count + 1)
+
+    def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
+        check_state(self, state, TorchState)
+        return [LeafPart(place=place) for place in places_with_none(params)]
+
+    def counts(self, state: TorchState) -> Counts:
+        return state.count
+
+    def transform_leaves(
+        self,
+        grads: list[torch.Tensor],
+        states: LeafStates,
+        params: list[torch.Tensor],
+        counts: Counts,
+    ) -> list[torch.Tensor]:
+        parts = cast(list[LeafPart], states)
+        return [grad + self._noise(grad, counts, part.place) for grad, part in zip(grads, parts, strict=True)]
+
+    def advance(self, state: TorchState) -> TorchState:
+        return replace(state, count=state.count + 1)
+
+    def _noise(self, like: torch.Tensor, count: int, place: int) -> torch.Tensor:
+        key = key_of(self.seed, count, place, device=like.device)
+        dtype = torch.float64 if like.dtype.to_real() is torch.float64 else torch.float32
+        if like.is_complex():
+            parts = normal(key, 2 * like.numel(), dtype) * (float(self.std) / math.sqrt(2.0))
+            return torch.view_as_complex(parts.view(-1, 2)).view(like.shape).to(like.dtype)
+        return (normal(key, like.numel(), dtype) * float(self.std)).view(like.shape).to(like.dtype)
+
+    def __repr__(self) -> str:
+        return f"add_noise({self.std}, {self.seed})"
+
+
+def add_noise(std: float, seed: int) -> Optimizer:
+    """Gaussian noise of standard deviation `std` on every number of the gradients: the same on all ranks.
+
+    It is a function of the seed, the number of updates and the leaf's place, so that ranks with equal gradients stay
+    equal, and a run that goes on from a checkpoint draws what it would have drawn. Places of None count, so the groups
+    of a :func:`partition` draw different noise from one seed. Neelakantan et al.: Adding gradient
+    noise improves learning for very deep networks (2015); Abadi et al.: Deep learning with differential privacy (2016),
+    where the seed has to be secret and gradients of samples are clipped before.
+
+    >>> import torch
+    >>> noisy = add_noise(0.1, seed=0)
+    >>> grads = {"w": torch.zeros(1000)}
+    >>> first, state = noisy.update(grads, noisy.init(grads), grads)
+    >>> round(first["w"].std().item(), 1), state.count
+    (0.1, 1)
+
+    Raises:
+        ltx.errors.OptimError: `std` isn't a number >= 0, or `seed` no whole number.
+        ltx.errors.UnsupportedError: in a compiled training step.
+    """
+    return AddNoise(std, seed)

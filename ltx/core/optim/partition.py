@@ -1,0 +1,262 @@
+"""Another optimizer for each group of parameters, as optax's ``multi_transform`` and ``masked``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import optree
+from torch import Tensor
+
+from ltx.core.base import traced
+from ltx.core.base.arguments import brief, name_of
+from ltx.core.base.errors import OptimError
+from ltx.core.base.tree import flatten, leaf_paths, plain_paths, wanted
+from ltx.core.optim.base import Counts, LeafStates, Optimizer, all_unless, leaves_like
+from ltx.core.optim.combine import LeafPart, identity
+from ltx.typing import Tree
+
+Labels = Callable[[str], str] | tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Partition(Optimizer):
+    """Optimizers by label, and the label of each leaf; made by :func:`partition`. Its state is a dict of theirs."""
+
+    members: tuple[tuple[str, Optimizer], ...]
+    labels: Labels
+
+    @property
+    def elementwise(self) -> bool:
+        return all(member.elementwise for _, member in self.members)
+
+    @property
+    def leafwise(self) -> bool:
+        return all(member.leafwise for _, member in self.members)
+
+    @property
+    def moves_params(self) -> bool | None:
+        each = {member.moves_params for _, member in self.members}
+        return True if True in each else None if None in each else False
+
+    def init(self, params: Tree) -> dict[str, Tree]:
+        (leaves, spec), places = flatten(params), self._places(params)
+        return {label: member.init(_only(spec, leaves, places[label])) for label, member in self.members}
+
+    def update(
+        self, grads: Tree, state: dict[str, Tree], params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, dict[str, Tree]]:
+        return self._each("update", grads, state, params, donate)
+
+    def apply(
+        self, grads: Tree, state: dict[str, Tree], params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, dict[str, Tree]]:
+        return self._each("apply", grads, state, params, donate)
+
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Partition | None:
+        members = all_unless([member for _, member in self.members], skip, params)
+        if members is None:
+            return None
+        return Partition(
+            tuple((label, own) for (label, _), own in zip(self.members, members, strict=True)), self.labels
+        )
+
+    def leaf_states(self, state: dict[str, Tree], params: Tree) -> LeafStates:
+        (leaves, spec), places = flatten(params), self._places(params)
+        parts: dict[int, dict[str, Tensor]] = {}
+        for label, member in self.members:
+            own = member.leaf_states(state[label], _only(spec, leaves, places[label]))
+            parts.update((place, LeafPart(part, label=label)) for place, part in zip(places[label], own, strict=True))
+        return [parts[place] for place in range(len(leaves))]
+
+    def counts(self, state: dict[str, Tree]) -> Counts:
+        return {label: member.counts(state[label]) for label, member in self.members}
+
+    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+        for member, at, own, count in self._members_of(states, counts):
+            member.apply_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
+
+    def transform_leaves(
+        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
+    ) -> list[Tensor]:
+        found = list(grads)
+        for member, at, own, count in self._members_of(states, counts):
+            news = member.transform_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
+            for i, new in zip(at, news, strict=True):
+                found[i] = new
+        return found
+
+    def _members_of(
+        self, states: LeafStates, counts: Counts
+    ) -> Iterator[tuple[Optimizer, list[int], LeafStates, Counts]]:
+        """Each member of some leaves, with the places of its own among them, their states, and its counts."""
+        parts = cast(list[LeafPart], states)
+        for label, member in self.members:
+            if at := [i for i, part in enumerate(parts) if part.label == label]:
+                yield member, at, [parts[i].inner for i in at], counts[label]
+
+    def advance(self, state: dict[str, Tree]) -> dict[str, Tree]:
+        return {label: member.advance(state[label]) for label, member in self.members}
+
+    def _each(
+        self, method: str, grads: Tree, state: dict[str, Tree], params: Tree, donate: bool
+    ) -> tuple[Tree, dict[str, Tree]]:
+        if not isinstance(state, dict) or set(state) != {label for label, _ in self.members}:
+            raise OptimError(
+                f"{self} expected a state with the parts {[label for label, _ in self.members]}, got {brief(state)}."
+            )
+        (leaves, spec), places = flatten(params), self._places(params)
+        results: list[Any] = [None] * len(leaves)
+        given, after = leaves_like(spec, grads, "grads"), {}
+        for label, member in self.members:
+            own = _only(spec, leaves, places[label])
+            result, after[label] = getattr(member, method)(
+                _only(spec, given, places[label]), state[label], own, donate=donate
+            )
+            for place, leaf in zip(places[label], leaves_like(flatten(own)[1], result, "updates"), strict=True):
+                results[place] = leaf
+        # A member that may overwrite its parameters needn't.
+        in_place = all(new is old for new, old in zip(results, leaves, strict=True))
+        return params if in_place else spec.unflatten(results), after
+
+    def _places(self, params: Tree) -> dict[str, list[int]]:
+        """The places of each label's leaves among those of `params`."""
+        if traced.recording():
+            return _places_of(self, tuple(plain_paths(params)), tuple(plain_paths(params, with_none=True)))
+        return _remembered(self, flatten(params)[1])
+
+    def __repr__(self) -> str:
+        members = ", ".join(f"{label!r}: {member!r}" for label, member in self.members)
+        labels = repr(dict(self.labels)) if isinstance(self.labels, tuple) else name_of(self.labels)
+        return f"partition({{{members}}}, {labels})"
+
+
+def _only(spec: optree.PyTreeSpec, leaves: list[Any], places: list[int]) -> Tree:
+    """The tree of some leaves, with None in the places of the others."""
+    kept: list[Any] = [None] * len(leaves)
+    for place in places:
+        kept[place] = leaves[place]
+    return spec.unflatten(kept)
+
+
+@traced.at_trace_time
+def _places_of(partition: Partition, paths: tuple[str, ...], with_none: tuple[str, ...]) -> dict[str, list[int]]:
+    """The places by label among `paths`; `with_none` are also those that hold None, such as frozen parameters'."""
+    known = [label for label, _ in partition.members]
+    if isinstance(partition.labels, tuple):
+        found: dict[str, Any] = {}
+        for pattern, label in partition.labels:
+            for path in wanted(pattern, paths, OptimError, "partition: labels: ", with_none):
+                found.setdefault(path, label)
+        if missing := [path for path in paths if path not in found]:
+            raise OptimError(
+                f"partition: no pattern of labels fits {', '.join(missing[:6])}{', ...' if len(missing) > 6 else ''}. "
+                'Give the rest a label: {..., "*": "the rest"}.'
+            )
+        labels = [found[path] for path in paths]
+    else:
+        labels = [partition.labels(path) for path in paths]
+    for path, label in zip(paths, labels, strict=True):
+        if not isinstance(label, str) or label not in known:
+            raise OptimError(
+                f"partition: the label of {path!r} is {brief(label)}, and there are optimizers for {known}."
+            )
+    return {label: [place for place, other in enumerate(labels) if other == label] for label in known}
+
+
+@lru_cache(maxsize=64)
+def _remembered(partition: Partition, spec: optree.PyTreeSpec) -> dict[str, list[int]]:
+    """By structure: to write all paths takes longer than some updates."""
+    numbered = spec.unflatten(range(spec.num_leaves))
+    return _places_of(partition, tuple(leaf_paths(numbered)), tuple(leaf_paths(numbered, with_none=True)))
+
+
+def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | Callable[[str], str]) -> Optimizer:
+    """An optimizer for each group of parameters: no weight decay on norms, Muon for matrices and AdamW for the rest.
+
+    >>> import torch
+    >>> from ltx.optim.from_torch import from_torch
+    >>> sgd = partition(
+    ...     {"slow": from_torch(torch.optim.SGD, lr=0.1), "fast": from_torch(torch.optim.SGD, lr=1.0)},
+    ...     {"*bias": "slow", "*": "fast"},
+    ... )
+    >>> params = {"weight": torch.zeros(1), "bias": torch.zeros(1)}
+    >>> params, state = sgd.apply({"weight": torch.ones(1), "bias": torch.ones(1)}, sgd.init(params), params)
+    >>> params, list(state)
+    ({'weight': tensor([-1.]), 'bias': tensor([-0.1000])}, ['slow', 'fast'])
+
+    Every member sees the tree of parameters with None in the places of the others', so clipping inside a member takes
+    the norm of its own group; before the partition, ``chain(clip_by_global_norm(1.0), partition(...))``, that of all.
+    Overlap and :class:`ltx.ZeroStrategy` work where they do with every member.
+
+    Args:
+        optimizers: by label, a string.
+        labels: patterns of paths (as in :mod:`fnmatch`, such as ``"*.norm.*"``) with the label of what fits, of which
+            the first that fits counts; or a function from a path to a label, of a module if the optimizer is to be
+            pickled. What they fit may be frozen, and then has no optimizer. Paths are those of errors and of
+            ``module.named_parameters()``. Shapes aren't given, as a rank may hold parts of parameters: ``{name:
+            "matrix" if p.dim() == 2 else "rest" for name, p in ...}``.
+
+    Raises:
+        ltx.errors.OptimError: an argument isn't of these types, or a transformation of gradients stands beside an
+            optimizer, as for parameters to be left alone; and with the first parameters, a pattern fits none of them
+            and no frozen one, one has no label, or one that has no optimizer.
+    """
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise OptimError(f"partition expected optimizers by label, got {brief(optimizers)}.")
+    for label, member in optimizers.items():
+        if not isinstance(label, str):
+            raise OptimError(f"partition: labels must be strings, got {brief(label)}.")
+        if not isinstance(member, Optimizer):
+            raise OptimError(f"partition expected optimizers, but that of {label!r} is {brief(member)}.")
+        if member.strategy is not None:
+            raise OptimError(f"partition: {member} is a part of {member.strategy}, and updates all parameters.")
+        # Without an optimizer the partition may be a transformation itself, in a chain before one.
+        if member.moves_params is False and any(other.moves_params for other in optimizers.values()):
+            raise OptimError(
+                f"partition: {member}, for {label!r}, gives gradients where others give updates, so the parameters of "
+                "its group would move along their gradients, uphill. To leave them as they are: "
+                f"ltx.train_step(..., trainable=). To train them: chain({member}, optimizer)."
+            )
+    if isinstance(labels, Mapping) and all(isinstance(each, str) for pair in labels.items() for each in pair):
+        return Partition(tuple(optimizers.items()), tuple(labels.items()))
+    if isinstance(labels, Mapping) or not callable(labels):
+        raise OptimError(
+            f"partition: labels must be patterns of paths with their labels, or a function of a path, got "
+            f"{brief(labels)}."
+        )
+    return Partition(tuple(optimizers.items()), labels)
+
+
+def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
+    """`transform` for the gradients of some parameters; those of the others pass unchanged.
+
+    >>> import torch
+    >>> from ltx.core.optim.grad_transforms import clip_by_global_norm
+    >>> clip = masked(clip_by_global_norm(1.0), "head.*")
+    >>> grads = {"head": {"w": torch.tensor([3.0, 4.0])}, "body": torch.tensor([3.0, 4.0])}
+    >>> clip.update(grads, clip.init(grads), grads)[0]
+    {'head': {'w': tensor([0.6000, 0.8000])}, 'body': tensor([3., 4.])}
+
+    Args:
+        transform: a transformation of gradients. Not an optimizer, for which the others' gradients would be updates:
+            ``ltx.train_step(trainable=)`` leaves parameters alone, and :func:`partition` gives them another optimizer.
+        where: a pattern of paths, or several of them, as in :func:`partition`.
+
+    Raises:
+        ltx.errors.OptimError: `transform` updates parameters, or is none; and with the first parameters, a pattern fits
+            none of them.
+    """
+    if not isinstance(transform, Optimizer) or transform.moves_params:
+        raise OptimError(
+            f"masked expected a transformation of gradients, got {brief(transform)}. To train only some parameters: "
+            "ltx.train_step(..., trainable=); to give others another optimizer: ltx.optim.partition."
+        )
+    patterns = (where,) if isinstance(where, str) else where
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptimError(f"masked: where must be a pattern of paths or a list of them, got {brief(where)}.")
+    labels = dict.fromkeys(patterns, "masked") | ({} if "*" in patterns else {"*": "others"})
+    members = {"masked": transform} | ({} if "*" in patterns else {"others": identity()})
+    return partition(members, labels)

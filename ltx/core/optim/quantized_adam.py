@@ -1,0 +1,177 @@
+"""qadam: Adam at first, then Adam's step along a momentum that ranks have averaged, its second moment frozen.
+
+    steps s = 1 .. w:   m = b1 m + (1 - b1) g,      v = b2 v + (1 - b2) g^2,      g with L2 decay
+    steps s > w:        m = what the strategy has made of every rank's momentum,  v as it was after step w
+    at each:            x = x - lr / (1 - b1^s) * m / (sqrt(v) / sqrt(1 - b2^s) + eps)
+
+Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", ICML 2021,
+algorithm 1, in the form of Bagua's QAdamOptimizer, whose bias corrections keep moving while v is frozen. What happens
+between the ranks is :class:`ltx.strategies.qadam.QAdam`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ltx.core.base.arguments import checked, whole
+from ltx.core.base.errors import OptimError
+from ltx.core.base.tree import describe, flatten
+from ltx.core.gradients.packing import prefers_few_calls
+from ltx.core.optim.base import LeafStates, TorchState, leaf_name
+from ltx.core.optim.from_torch import TorchOptimizer
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QAdamOptimizer(TorchOptimizer):
+    """Adam with a second phase; made by :func:`qadam`. Its state is Adam's, with the mean momentum as ``exp_avg``."""
+
+    strategy: ClassVar[str | None] = "QAdam"
+
+    warmup_steps: int
+    bagua_exact: bool = False
+
+    def __post_init__(self) -> None:
+        # Bagua's second moment is 0 until the first step is over.
+        least, what = (2, "qadam with bagua_exact") if self.bagua_exact else (1, "qadam")
+        object.__setattr__(self, "warmup_steps", whole(f"{what}: warmup_steps", self.warmup_steps, least, OptimError))
+        super().__post_init__()
+
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        return *super()._given, self.warmup_steps, self.bagua_exact
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """The decay rates of the moments."""
+        betas: tuple[float, float] = self._kwargs["betas"]
+        return betas
+
+    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> None:
+        return None  # the second phase is no kernel of torch's, which alone can be told
+
+    def init(self, params: Tree) -> TorchState:
+        state = super().init(params)
+        for index, leaf in enumerate(flatten(params)[0]):
+            if leaf.is_complex():
+                raise OptimError(
+                    f"qadam: {leaf_name(params, index)} is {describe(leaf)}: momenta travel in 8 bits, for which "
+                    "parameters must be real. Keep real and imaginary parts apart (torch.view_as_real)."
+                )
+        return state
+
+    def _run(
+        self,
+        grads: list[Tensor],
+        states: LeafStates,
+        params: list[Tensor],
+        differentiable: bool = False,
+        *,
+        count: int,
+        lr: float | Tensor,
+    ) -> None:
+        if count < self.warmup_steps - self.bagua_exact:
+            super()._run(grads, states, params, differentiable, count=count, lr=lr)
+            return
+        step, (beta1, beta2) = count + 1, self.betas
+        settled = (1 - beta2**step) ** 0.5
+        rate = lr * settled / (1 - beta1**step)
+        if params and not differentiable and not isinstance(rate, Tensor) and prefers_few_calls(params[0]):
+            self._run_on_lists(grads, states, params, rate, settled, moves=count >= self.warmup_steps)
+            return
+        with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
+            # Leaf by leaf, each while it is in the cache.
+            for momentum, state, param in zip(grads, states, params, strict=True):
+                m, v = state["exp_avg"], state["exp_avg_sq"]
+                state["step"].add_(1)
+                # Else Bagua's step s = w: what ranks have averaged isn't looked at.
+                if count >= self.warmup_steps and m is not momentum:
+                    m.copy_(momentum)
+                # m / (sqrt(v) / settled + eps), both multiplied by what is settled of v
+                root, least = v.sqrt(), self._kwargs["eps"] * settled
+                scale = root + least if torch.is_grad_enabled() else root.add_(least)
+                if isinstance(rate, Tensor):  # that may be differentiated
+                    param.sub_((m / scale).mul_(rate))
+                else:
+                    param.addcdiv_(m, scale, value=-rate)
+
+    @torch.no_grad()
+    def _run_on_lists(
+        self,
+        grads: list[Tensor],
+        states: LeafStates,
+        params: list[Tensor],
+        rate: float,
+        settled: float,
+        moves: bool,
+    ) -> None:
+        """The second phase in few kernels."""
+        moments, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        torch._foreach_add_(steps, 1)
+        apart = [(m, g) for m, g in zip(moments, grads, strict=True) if moves and m is not g]
+        if apart:
+            torch._foreach_copy_([m for m, _ in apart], [g for _, g in apart])
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, self._kwargs["eps"] * settled)
+        torch._foreach_addcdiv_(params, moments, roots, value=-rate)
+
+    def __repr__(self) -> str:
+        named = {"lr": self.lr, "warmup_steps": self.warmup_steps, **self.kwargs}
+        named |= {"bagua_exact": True} if self.bagua_exact else {}
+        written = (f"{name}={getattr(value, '__qualname__', repr(value))}" for name, value in named.items())
+        return f"qadam({', '.join(written)})"
+
+
+@checked("betas", "bagua_exact")
+def qadam(
+    lr: float | Callable[[int], float] = 1e-3,
+    *,
+    warmup_steps: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bagua_exact: bool = False,
+) -> QAdamOptimizer:
+    """The optimizer of Bagua's QAdam: Adam for `warmup_steps` steps, then a step along the ranks' mean momentum.
+
+    Up to the end of the warm-up it is ``from_torch(torch.optim.Adam)``, to the bit. From then on the "gradients" that
+    it is given are the next momentum itself, as the QAdam strategy averages it over ranks in 8 bits; the second moment
+    stays as it is, and there is no weight decay. So it is for that strategy alone: others refuse it.
+
+    It relies on a second moment that has settled; the authors warm up for a fifth of training.
+
+    Args:
+        lr: a number, or a function from the number of updates done so far (0 first).
+        warmup_steps: the number of steps before the second moment is frozen, at least 1.
+        betas, eps, weight_decay: Adam's; the decay is L2, added to the gradients.
+        bagua_exact: repeat what Bagua does at the last step of the warm-up: it ignores the gradients there, and steps
+            along the momentum of the step before. `warmup_steps` is then at least 2.
+
+    Returns:
+        An :class:`ltx.optim.Optimizer` with Adam's state (:class:`ltx.optim.TorchState`).
+
+    Raises:
+        ltx.errors.OptimError: `warmup_steps` isn't a positive number, or torch's Adam refuses the others; from its
+            methods, for parameters that aren't real and dense.
+
+    Source: Tang et al., "1-bit Adam", ICML 2021; see the head of this file.
+
+    Example:
+        >>> import torch, ltx
+        >>> optimizer = ltx.optim.qadam(0.1, warmup_steps=1)
+        >>> params = {"w": torch.ones(2)}
+        >>> state = optimizer.init(params)
+        >>> params, state = optimizer.apply({"w": torch.tensor([1.0, -2.0])}, state, params)
+        >>> params
+        {'w': tensor([0.9000, 1.1000])}
+        >>> params, state = optimizer.apply({"w": torch.zeros(2)}, state, params)  # a momentum of 0: no step
+        >>> params
+        {'w': tensor([0.9000, 1.1000])}
+    """
+    kwargs = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return QAdamOptimizer(torch.optim.Adam, lr, kwargs, warmup_steps, bagua_exact)

@@ -1,0 +1,65 @@
+"""An optimizer's part of a step, as a value: what strategies do something before or after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from ltx.core.base import tree
+from ltx.core.optim.base import Optimizer, TorchState, chosen
+from ltx.typing import Tree
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer's part of a step, before it is done.
+
+    Attributes:
+        optimizer: the step's.
+        params, opt_state: those before the update.
+        grads: the reduced gradients; one for each parameter.
+        donate: whether :meth:`apply` overwrites `params` and `opt_state`.
+        finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
+            tensor under transforms); else None.
+        may_overwrite: whether the strategy may write into the old state, once nothing can fail any more.
+        on_overwriting: called before :meth:`apply` overwrites `params` and `opt_state`.
+    """
+
+    optimizer: Optimizer
+    params: Tree
+    grads: Tree
+    opt_state: Tree
+    donate: bool = False
+    finite: bool | torch.Tensor | None = None
+    may_overwrite: bool = False
+    on_overwriting: Callable[[], None] | None = None
+
+    def apply(self) -> tuple[Tree, Tree]:
+        """(new parameters, new optimizer state); the old ones where gradients aren't finite.
+
+        A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
+        """
+        if self.finite is False:
+            return self.params, tree.map(_one_more, self.opt_state, is_leaf=lambda node: isinstance(node, TorchState))
+        optimizer, donate = self.optimizer, self.donate
+        if donate and isinstance(self.finite, torch.Tensor):  # on the device, which the host doesn't wait for
+            conditional = optimizer.unless(self.finite.logical_not(), tree.flatten(self.params)[0])
+            donate = conditional is not None
+            optimizer = optimizer if conditional is None else conditional
+        if donate and self.on_overwriting is not None:
+            self.on_overwriting()
+        updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
+        return updated if donate else self.if_finite(updated, (self.params, self.opt_state))
+
+    def if_finite(self, new: T, old: T) -> T:
+        """`new`, or `old` where gradients aren't finite."""
+        return chosen(self.finite, new, old)
+
+
+def _one_more(node: Any) -> Any:
+    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node

@@ -1,0 +1,1 @@
+"""What the ranks of an axis are: processes, simulated ranks, one."""

@@ -1,0 +1,361 @@
+"""Named axes: the dimensions of ranks that collectives reduce over, and which of them are in scope.
+
+An axis is backed by a process group, by a level of ``torch.vmap`` (:func:`ltx.vmap`), by threads that take turns
+(:func:`ltx.simulate`), or by nothing (size 1). Code that uses an axis can't tell which. What is in scope is the one
+piece of ambient state that ltx has: the axes of the world, set by ``ltx.init``, and inside them those that
+:func:`ltx.vmap` and :func:`ltx.simulate` open in a thread while their function runs.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._C import _functorch
+from torch._guards import TracingContext
+
+from ltx.core.base.arguments import brief, check_fields
+from ltx.core.base.errors import AxisError
+from ltx.core.base.traced import at_trace_time
+from ltx.core.ranks.backings import GroupBacking, MetaBacking, Part, ThreadBacking, VmapBacking, mesh_part
+
+DEFAULT_NAME = "data"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named dimension of ranks.
+
+    Attributes:
+        name: what collectives call it.
+        size: the number of ranks on it; where it stands for groups of unequal sizes on simulated ranks, the largest.
+        backing: how its ranks are realised; None for an axis of size 1 that needs no communication.
+    """
+
+    name: str
+    size: int
+    backing: GroupBacking | ThreadBacking | VmapBacking | MetaBacking | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, AxisError)
+        if self.size < 1:
+            raise AxisError(f"axis {self.name!r}: an axis has at least one rank, got size={self.size}.")
+
+    def index(self) -> torch.Tensor:
+        """This rank's position on the axis, a 0-dim int64 tensor on every backing."""
+        match self.backing:
+            case GroupBacking(rank=rank) | ThreadBacking(rank=rank) | MetaBacking(rank=rank):
+                return torch.tensor(rank)
+            case VmapBacking(part=part) as backing:
+                places = torch.arange(self.size) if part is None else part.by_rank(map(range, part.sizes))
+                return backing.batched(places)
+            case None:
+                return torch.tensor(0)
+
+    @property
+    def rank(self) -> int | torch.Tensor:
+        """This rank's position: an int where there is one rank a process, else as :meth:`index` has it."""
+        backing = self.backing
+        return self.index() if isinstance(backing, VmapBacking) else backing.rank if backing is not None else 0
+
+    @property
+    def comm(self) -> Any:
+        """The :class:`ltx.core.comm.AxisComm` of an axis whose ranks are processes; None for any other axis."""
+        return self.backing.comm if isinstance(self.backing, GroupBacking) else None
+
+    @property
+    def threads(self) -> Any:
+        """The :class:`ltx.core.comm.ThreadComm` of an axis whose ranks are threads here; None for others."""
+        return self.backing.comm if isinstance(self.backing, ThreadBacking) else None
+
+    @property
+    def simulated(self) -> VmapBacking | None:
+        """The vmap level whose entries are the ranks; None for an axis that no :func:`ltx.vmap` simulates."""
+        return self.backing if isinstance(self.backing, VmapBacking) else None
+
+    @property
+    def meta(self) -> MetaBacking | None:
+        """What answers for the network where tensors have shapes and no values; None elsewhere."""
+        return self.backing if isinstance(self.backing, MetaBacking) else None
+
+
+def inner(axis: Axis, size: int) -> Axis:
+    """The axis of the `size` ranks of this rank's node, of which `axis` has several, one after the other.
+
+    Between processes all ranks of `axis` must call this together the first time.
+
+    Raises:
+        AxisError: `axis` doesn't divide into nodes of that size.
+
+    Example:
+        >>> import torch, ltx
+        >>> from ltx.core.ranks.axis import find, inner
+        >>> ltx.vmap(lambda x: ltx.psum(x, inner(find("data"), 2)))(torch.tensor([1, 2, 3, 4]))
+        tensor([3, 3, 7, 7])
+    """
+    return _part(axis, size, across=False)
+
+
+def outer(axis: Axis, size: int) -> Axis:
+    """The axis of the ranks that have this rank's place in their nodes of `size` ranks each; see :func:`inner`.
+
+    Example:
+        >>> import torch, ltx
+        >>> from ltx.core.ranks.axis import find, outer
+        >>> ltx.vmap(lambda x: ltx.psum(x, outer(find("data"), 2)))(torch.tensor([1, 2, 3, 4]))
+        tensor([4, 6, 4, 6])
+    """
+    return _part(axis, size, across=True)
+
+
+def _part(axis: Axis, size: int, across: bool) -> Axis:
+    if size < 1 or axis.size % size:
+        raise AxisError(
+            f"axis {axis.name!r} has {axis.size} ranks, which don't divide into nodes of {size}. Give a divisor."
+        )
+    if size == (1 if across else axis.size):
+        return axis
+    name = f"{axis.name} {'across' if across else 'within'} nodes of {size}"
+    return in_groups(axis, mesh_part((axis.size // size, size), (0,) if across else (1,)), name)
+
+
+def in_groups(axis: Axis, part: Part, name: str) -> Axis:
+    """The axis called `name` of the ranks that `part` puts together with this one.
+
+    Between processes all ranks of a group must call this together the first time.
+    """
+    backing = axis.backing
+    size = max(part.sizes) if backing is None or isinstance(backing, VmapBacking) else len(part.members(backing.rank))
+    if size == 1:
+        return Axis(name, 1)
+    match backing:
+        case GroupBacking(comm=axis_comm) | ThreadBacking(comm=axis_comm):
+            opened: Axis = axis_comm.part(name, part)
+            return opened
+        case VmapBacking(part=whole):
+            return Axis(name, size, replace(backing, part=part if whole is None else part.within(whole)))
+        case MetaBacking(rank=rank):
+            members = tuple(backing.part[i] if backing.part else i for i in part.members(rank))
+            return Axis(name, size, replace(backing, rank=part.place(rank), part=members))
+    return Axis(name, size)
+
+
+# What raises where this process isn't alone, though it has no axes; empty once it is known to be, or has had a world.
+_alone: list[Callable[[], None]] = []
+_world_axes: tuple[Axis, ...] = ()
+_whole_world: list[Axis] = []  # all ranks of a world that has several axes
+#: In place of a thread: what all threads find that have opened no axis themselves.
+OTHERS = 0
+# By the thread that opened them: threads simulate ranks without each other. With the trace of Dynamo's, if one did.
+_opened_axes: dict[int, list[tuple[Axis, TracingContext | None]]] = {}
+
+
+def check_open(axis: Axis) -> Axis:
+    """`axis`, if its ranks are there: that of a :func:`vmap` that has ended has none."""
+    if isinstance(axis.backing, VmapBacking) and axis.backing.level > (_functorch.maybe_current_level() or 0):
+        raise AxisError(f"axis {axis.name!r} is closed: the ltx.vmap that opened it has ended.")
+    if axis.threads is not None and axis.threads.closed:
+        raise AxisError(f"axis {axis.name!r} is closed: the ltx.simulate that opened it has ended.")
+    if axis.comm is not None and axis.comm.closed:
+        raise AxisError(f"axis {axis.name!r} is closed: by its close(), the end of its `with`, or of its world.")
+    if axis.backing is None and axis.size > 1:
+        raise AxisError(
+            f"axis {axis.name!r} has {axis.size} ranks and none that it stands for. Open one with ltx.vmap, "
+            "ltx.simulate, ltx.init(mesh=...) or ltx.axis_from_group."
+        )
+    return axis
+
+
+def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
+    """Make `axes`, outermost first, the ones that are in scope everywhere; ``()`` clears them.
+
+    `whole`: the axis of all ranks, where there are several axes.
+    """
+    global _world_axes
+    _world_axes = axes
+    if axes:
+        _alone.clear()
+    _whole_world[:] = [] if whole is None else [whole]
+
+
+def ask_if_alone(check: Callable[[], None]) -> None:
+    """Call `check`, which raises if it isn't, before this process is taken to be alone for the first time."""
+    _alone.append(check)
+
+
+def world_axes() -> tuple[Axis, ...]:
+    """The axes of the world that is up, that of all its ranks included."""
+    return (*_world_axes, *_whole_world)
+
+
+def axes_in_scope() -> tuple[Axis, ...]:
+    """All axes in scope, innermost last."""
+    return (*_world_axes, *_opened(_there()))
+
+
+def _opened(there: tuple[tuple[int, int], ...]) -> tuple[Axis, ...]:
+    # One of another thread's may have ended meanwhile.
+    return tuple(axis for thread, at in there for axis, _ in _opened_axes.get(thread, [])[at : at + 1])
+
+
+def find(name: str | None) -> Axis:
+    """The axis called `name`, the innermost one first; None is the one that is in scope.
+
+    Of several axes None is none: to reduce over one of them would let the others drift apart. That holds for axes of
+    size 1 too, so that a program means the same on one node and on several. Two cases are no choice: nested simulated
+    axes of one name, of which the innermost hides the others; and simulated axes inside a world of one process, whose
+    axes have nobody else on them.
+
+    Without any axis in scope the default axis has size 1, unless a launcher has started this process as one of several
+    (:class:`ltx.errors.WorldError`). Raises :class:`ltx.errors.AxisError` for other names.
+    """
+    scope = _choice() if name is None else axes_in_scope()
+    for candidate in reversed(scope):
+        if name is None or candidate.name == name:
+            return candidate
+    if name is None or name == DEFAULT_NAME:
+        for check in _alone:
+            check()
+        _alone.clear()
+        return Axis(DEFAULT_NAME, 1)
+    known = ", ".join(repr(a.name) for a in scope) or "none (ltx.init hasn't made any)"
+    raise AxisError(
+        f"no axis called {name!r} is in scope; in scope: {known}. Open it with ltx.vmap(f, axis_name={name!r}) "
+        f"or name it in ltx.init(mesh={{{name!r}: ...}})."
+    )
+
+
+def _choice() -> tuple[Axis, ...]:
+    """The axes in scope of which None is the innermost; raises where they are several."""
+    there, world = _there(), math.prod(axis.size for axis in _world_axes)
+    opened = _opened(tuple(at for at in there if at[0] != OTHERS) or there)
+    scope = opened if opened and world == 1 else (*_world_axes, *opened)
+    names = list(dict.fromkeys(axis.name for axis in scope))
+    if len(names) > 1:
+        listed = ", ".join(f"{axis.name!r} ({axis.size})" for axis in scope)
+        both = "" if opened and world > 1 else f" for one of them, or axis=({', '.join(map(repr, names))}) for all"
+        raise AxisError(
+            f"axis=None names no axis where several are in scope: {listed}, outermost first. To reduce over one alone "
+            f"would let the others drift apart. Write axis={names[-1]!r}{both}."
+        )
+    return scope
+
+
+def joined(names: tuple[Any, ...]) -> Axis:
+    """The axis of all ranks of several: the first is the outermost. Between processes, all of its ranks call this.
+
+    Example:
+        >>> import torch, ltx
+        >>> f = ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, ("a", "b")), axis_name="b"), axis_name="a")
+        >>> f(torch.tensor([[1, 2], [3, 4]]))
+        tensor([[10, 10],
+                [10, 10]])
+    """
+    said = f"axis={brief(names)}"
+    if not all(isinstance(name, str) for name in names):
+        raise AxisError(f"{said}: a tuple of axes holds names, such as ('node', 'data').")
+    if not names:
+        return Axis("()", 1)
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise AxisError(f"{said}: {twice[0]!r} occurs more than once. Name each axis once.")
+    axes = [find(name) for name in names]
+    if len(axes) == 1:
+        return axes[0]
+    title, size = f"({', '.join(names)})", math.prod(axis.size for axis in axes)
+    real = [axis for axis in axes if axis.backing is not None and (axis.simulated or axis.size > 1)]
+    kinds = {type(axis.backing) for axis in real}
+    if not real:
+        return Axis(title, size)
+    if len(real) == 1:
+        return real[0]
+    if kinds == {VmapBacking}:
+        dims = tuple((_level_of(axis), axis.size) for axis in real)
+        return Axis(title, size, VmapBacking(max(level for level, _ in dims), None, dims))
+    if kinds == {GroupBacking}:
+        return _of_groups(said, title, real)
+    raise AxisError(
+        f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). psum, pmean, pmax, pmin and "
+        "axis_size take these, without axis_index_groups; reduce over one after the other elsewhere."
+    )
+
+
+def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
+    if not _whole_world or any(axis not in _world_axes for axis in axes):
+        raise AxisError(f"{said}: only axes that ltx.init(mesh=...) has made can be joined.")
+    whole = _whole_world[0]
+    assert isinstance(whole.backing, GroupBacking)
+    part = mesh_part(tuple(axis.size for axis in _world_axes), tuple(_world_axes.index(axis) for axis in axes))
+    if part.groups == (tuple(range(whole.size)),):
+        return whole
+    return in_groups(whole, part, title)
+
+
+# Dynamo doesn't trace into these: the level is functorch's own, which exists at trace time and is the same at run time.
+@at_trace_time
+def open_simulated(name: str, size: int) -> int:
+    """Open an axis of simulated ranks at the current level of torch.func, which it gives."""
+    level: int = _functorch.current_level()
+    opened = _opened_axes.setdefault(threading.get_ident(), [])
+    while opened and _level_of(opened[-1][0]) >= level:  # left behind by a trace that failed
+        opened.pop()
+    opened.append((Axis(name, size, VmapBacking(level)), TracingContext.try_get()))
+    return level
+
+
+def open_alone(axis: Axis, thread: int | None = None) -> Callable[[], None]:
+    """Make `axis` the only opened one of this thread, or of :data:`OTHERS`; what comes back undoes it."""
+    undo = set_opened_aside(thread)
+    _opened_axes[threading.get_ident() if thread is None else thread] = [(axis, None)]
+    return undo
+
+
+def set_opened_aside(thread: int | None = None) -> Callable[[], None]:
+    """Close this thread's opened axes for a while, or those of :data:`OTHERS`; what comes back undoes it."""
+    thread = threading.get_ident() if thread is None else thread
+    kept = _opened_axes.pop(thread, None)
+
+    def undo() -> None:
+        _opened_axes.pop(thread, None)
+        if kept:
+            _opened_axes[thread] = kept
+
+    return undo
+
+
+@at_trace_time
+def _there() -> tuple[tuple[int, int], ...]:
+    """The (thread, place) of the opened axes that are still there: a trace that failed leaves its own behind.
+
+    A thread finds its own, and that of OTHERS, unless it is one of the ranks which that stands for. Autograd's thread
+    of a device, which may do a forward pass again, finds its caller's.
+    """
+    if not _opened_axes:
+        return ()
+    depth, trace, thread = _functorch.maybe_current_level() or 0, TracingContext.try_get(), threading.get_ident()
+    own = _opened_axes.get(thread, [])
+    openers = [thread] if any(axis.threads for axis, _ in own) else [OTHERS, thread]
+    if not own and torch._C._current_graph_task_id() != -1:
+        openers = list(_opened_axes)
+    return tuple(
+        (opener, place)
+        for opener in openers
+        for place, (axis, opened_by) in enumerate(_opened_axes.get(opener, []))
+        if _level_of(axis) <= depth and opened_by in (None, trace)
+    )
+
+
+def _level_of(axis: Axis) -> int:
+    return axis.backing.level if isinstance(axis.backing, VmapBacking) else 0
+
+
+@at_trace_time
+def close_simulated() -> None:
+    """Close the axis that this thread opened last."""
+    thread = threading.get_ident()
+    _opened_axes[thread].pop()
+    if not _opened_axes[thread]:
+        del _opened_axes[thread]

@@ -1,0 +1,315 @@
+"""vmap: simulated ranks, each an entry of a batch dimension of ``torch.vmap``. See also :func:`ltx.simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import optree
+import torch
+from torch._C import _functorch
+
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import brief, checked, is_whole, shown
+from ltx.core.base.containers import of_array
+from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
+from ltx.core.ranks.axis import DEFAULT_NAME, close_simulated, open_simulated
+from ltx.typing import Tree
+
+
+@checked("f", "axis_name", "axis_size", "randomness")
+def vmap(
+    f: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    *,
+    axis_name: str = DEFAULT_NAME,
+    axis_size: int | None = None,
+    randomness: Literal["error", "different", "same"] = "different",
+    chunk_size: None = None,
+) -> Callable[..., Any]:
+    """Run `f` on simulated ranks: every rank is one entry of a batch dimension of ``torch.vmap``.
+
+    Inside `f` the collectives of ltx, and everything built on them, work over the axis `axis_name` as they do between
+    processes. It composes with ``torch.func`` inside and outside, and with itself for nested axes. What ``torch.vmap``
+    can't run (``.item()``, boolean masks, writes in place) runs under :func:`ltx.simulate`. What ``psum`` and its like
+    give is one tensor for all ranks, without a rank dimension: ``psum(x) + y`` works, ``psum(x).add_(y)`` would write
+    the values of all ranks into it, and raises.
+
+    Args:
+        f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on as
+            they are.
+        in_dims: an int or None for all positional arguments, or a tuple with one entry for each (an int, None, or a
+            tree of them that is a prefix of the argument). None: every rank sees the same value. Tensors in keyword
+            arguments are mapped over dimension 0, as in JAX.
+        out_dims: where the outputs' rank dimension goes: an int or None for all of them, or a tree of these that is a
+            prefix of the output. None: the output is one value without a rank dimension, which has to be the same on
+            all ranks, such as what ``psum`` gives, gradients of a data-parallel step, or parameters.
+        axis_name: what collectives call the axis.
+        axis_size: the number of ranks; needed only if no input is mapped.
+        randomness: as in ``torch.vmap``; ranks draw different random numbers, also after the same seed, unless it is
+            "same".
+        chunk_size: None. ``torch.vmap`` would run ranks in turns with a number, and then they couldn't communicate.
+
+    Returns:
+        A function with `f`'s arguments, each mapped tensor or NumPy array with an additional dimension of size
+        `axis_size`.
+
+    Raises:
+        AxisError: the mapped inputs disagree on the axis' size, or there are none and `axis_size` isn't given; or an
+            output of ``out_dims=None`` differs between ranks.
+        TreeError: an object among the mapped arguments or the outputs holds tensors where ltx can't look inside.
+        UnsupportedError: a `chunk_size`; or `f` does what ``torch.vmap`` can't run. It says what to write instead.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.psum(x) + ltx.axis_index())(torch.tensor([1.0, 2.0]))
+        tensor([3., 4.])
+        >>> ltx.vmap(lambda x: (x, ltx.psum(x)), out_dims=(0, None))(torch.tensor([1.0, 2.0]))
+        (tensor([1., 2.]), tensor(3.))
+    """
+    if chunk_size is not None:
+        raise UnsupportedError(
+            "ltx.vmap: chunk_size runs some ranks after others, and ranks of one axis wait for each other. Leave it "
+            "out."
+        )
+
+    def mapped(*args: Any, **named: Any) -> Any:
+        # Dynamo can't flatten a dict without keys.
+        leaves, spec, dims = mapped_arguments(axis_name, in_dims, args, (*args, named) if named else args)
+        size = mapped_size(axis_name, axis_size, leaves, dims)
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        known: list[Any] = []
+
+        def one_rank(_rank: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            level = open_simulated(axis_name, size)
+            try:
+                filled = list(leaves)
+                for position, tensor in zip(positions, tensors, strict=True):
+                    filled[position] = tensor
+                own = tree.unflatten(spec, filled)
+                output = f(*own[:-1], **own[-1]) if named else f(*own)
+            finally:
+                close_simulated()
+            outputs, structure = tree.flatten(output)
+            tree.check_open(outputs, output, f"axis {axis_name!r}: the output", "stacked by rank", tensors_only=True)
+            is_tensor = [isinstance(out, torch.Tensor) for out in outputs]
+            rest = [None if ok else out for ok, out in zip(is_tensor, outputs, strict=True)]
+            placed = _placed(out_dims, output, outputs, level)
+            known.append((structure, is_tensor, rest, placed))
+            return tuple(out for ok, out in zip(is_tensor, outputs, strict=True) if ok)
+
+        # The rank's number is mapped too, so that torch.vmap has a batch even if no input of the user's is mapped.
+        tensor_dims = (0, *(dims[i] if isinstance(leaves[i], torch.Tensor) else None for i in positions))
+        try:
+            stacked = torch.vmap(one_rank, in_dims=tensor_dims, randomness=randomness)(
+                torch.arange(size), *(leaves[i] for i in positions)
+            )
+        except RuntimeError as error:
+            advice = next((text for part, text in _ADVICE if part in str(error)), None)
+            if advice is None or isinstance(error, LtxError):
+                raise
+            raise UnsupportedError(f"ltx.vmap, axis {axis_name!r}: {advice} torch says: {error}") from error
+        structure, is_tensor, rest, placed = known[0]
+        results = iter(stacked)
+        filled = [next(results) if ok else other for ok, other in zip(is_tensor, rest, strict=True)]
+        for i, (dim, differs) in enumerate(placed):
+            if is_tensor[i]:
+                if dim is None and differs:
+                    _check_equal(filled[i], structure, i)
+                filled[i] = _place(filled[i], dim)
+        return tree.unflatten(structure, filled)
+
+    return mapped
+
+
+#: What torch says of what its vmap can't run, and what to do instead.
+_READS = (
+    "the function reads values, which simulated ranks don't have one by one (.item(), an `if`, a boolean "
+    "mask). Run it under ltx.simulate, or choose by torch.where(condition, a, b)."
+)
+_WRITES = (
+    "a write in place needs a tensor that holds the result. What all ranks share, such as what psum gives, has no rank "
+    "dimension: write psum(x) + y for psum(x).add_(y), or run the function under ltx.simulate."
+)
+_FORMATS = (
+    "torch counts the rank dimension in memory formats. Call .to(memory_format=...) before ltx.vmap, or run the "
+    "function under ltx.simulate."
+)
+_ADVICE = (
+    ("calling .item() on a Tensor", _READS),
+    ("data-dependent control flow", _READS),
+    ("dynamic shape", _READS),
+    ("Cannot access data pointer of Tensor", _READS),
+    ("aten::equal", _READS),
+    (
+        "randomness on an unbatched tensor",
+        "the function draws random numbers in place, as a module does that is made in it. Make the module before and "
+        "pass its parameters (in_dims=None), or run the function under ltx.simulate.",
+    ),
+    ("doesn't match the broadcast shape", _WRITES),
+    ("but `self` not being vmapped over", _WRITES),
+    (
+        "running_mean or running_var",
+        "batch norm writes its statistics in place. Run the function under ltx.simulate, or use "
+        "ltx.nn.sync_batch_norm.",
+    ),
+    (
+        "Tensor.requires_grad_()",
+        "differentiate by ltx.grad or torch.func.grad, or run the function under ltx.simulate.",
+    ),
+    ("to use channels_last", _FORMATS),
+    ("vmap for memory_format", _FORMATS),
+    ("only supported with memory_format", _FORMATS),
+)
+
+
+def _check_equal(result: torch.Tensor, structure: Any, place: int) -> None:
+    """Raise unless all entries of leaf `place` of an output, stacked by rank, are equal to the last bit."""
+    if result.is_meta:
+        return
+    first = result[:1]
+    same = (result == first) | ((result != result) & (first != first))  # NaN is NaN
+    while _functorch.is_functorch_wrapped_tensor(same):  # by a transform outside: all of its entries
+        same = _functorch.get_unwrapped(same)
+    if torch.compiler.is_compiling() or not bool(same.all()):
+        path = tree.leaf_paths(tree.unflatten(structure, list(range(structure.num_leaves))))[place]
+        raise AxisError(
+            f"out_dims=None: the output {path!r} differs between ranks{' or may' * torch.compiler.is_compiling()}. "
+            "Give it a dimension, or return what is the same on all of them, such as its ltx.pmean."
+        )
+
+
+def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[tuple[int | None, bool]]:
+    """One entry of `out_dims` for each leaf of `output`, as one rank returned it at this level of torch.func.
+
+    And, where that is None, whether it has a value for each rank.
+    """
+    if out_dims is None or is_whole(out_dims):
+        dims: list[int | None] = [out_dims] * len(leaves)
+    else:
+        dims = _entries("out_dims", out_dims, output)
+    for dim in dims:
+        if dim is not None and not is_whole(dim):
+            raise AxisError(f"out_dims must be an int, None or a tree of them, got {shown(dim)}.")
+    return [  # with out_dims a number nobody asks, and Dynamo couldn't
+        (dim, dim is None and isinstance(leaf, torch.Tensor) and _of_ranks(leaf, level))
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+
+
+def _of_ranks(tensor: torch.Tensor, level: int) -> bool:
+    """Whether a tensor has a value for each rank of the axis at `level`."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor) and _functorch.maybe_get_level(tensor) == level:
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
+    # Not torch.vmap's out_dims, which in torch 2.13 is wrong for an output that is the same on all ranks.
+    if out_dim is None:
+        return result[0]
+    if not -result.ndim <= out_dim < result.ndim:
+        raise AxisError(
+            f"out_dims={out_dim} is out of range for an output of {result.ndim} dimensions, ranks included."
+        )
+    return result if out_dim == 0 else result.movedim(0, out_dim)
+
+
+def mapped_arguments(
+    axis_name: str, in_dims: Any, args: tuple[Any, ...], given: tuple[Any, ...], opaque: Any = ()
+) -> tuple[list[Any], Any, list[int | None]]:
+    """The leaves of what a call is `given`, their structure, and the ranks' dimension of each.
+
+    `given`: `args`, and after them a dict of keyword arguments. Leaves of the types `opaque` may be mapped though they
+    aren't tensors.
+    """
+    leaves, spec = tree.flatten(given)
+    dims = _broadcast_dims(in_dims, args)
+    dims += [0] * (len(leaves) - len(dims))  # keyword arguments'
+    if not torch.compiler.is_compiling():
+        leaves = [x if dim is None else of_array(x) for x, dim in zip(leaves, dims, strict=True)]
+    tree.check_open(
+        [None if dim is None or isinstance(x, opaque) else x for x, dim in zip(leaves, dims, strict=True)],
+        given,
+        f"axis {axis_name!r}: mapped arguments",
+        "mapped (in_dims=None gives every rank the whole)",
+    )
+    return leaves, spec, dims
+
+
+def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
+    """One entry of `in_dims` for each leaf of `args`."""
+    if not isinstance(in_dims, tuple | list):
+        in_dims = (in_dims,) * len(args)
+    if len(in_dims) != len(args):
+        raise AxisError(f"in_dims has {len(in_dims)} entries for {len(args)} arguments.")
+    dims: list[int | None] = []
+    for dim, arg in zip(in_dims, args, strict=True):
+        if dim is None or is_whole(dim):
+            dims.extend([dim] * len(tree.flatten(arg)[0]))
+        elif isinstance(dim, bool | float | str | torch.Tensor):
+            hint = f" A name is axis_name={dim!r}." if isinstance(dim, str) else ""
+            raise AxisError(f"in_dims must be an int, None or a tree of them, got {shown(dim)}.{hint}")
+        else:
+            dims.extend(_entries("in_dims", dim, arg))
+    return dims
+
+
+def _entries(what: str, prefix: Any, whole: Tree) -> list[Any]:
+    """The leaves of `prefix`, which is a prefix of the tree `whole`, each as often as there are leaves under it."""
+    dims: list[Any] = []
+    tree.flatten(prefix)
+    try:
+        optree.tree_map_(
+            lambda dim, sub: dims.extend([dim] * len(tree.flatten(sub)[0])),
+            prefix,
+            whole,
+            none_is_leaf=True,
+            namespace=tree.NAMESPACE,
+        )
+    except ValueError:
+        of = "argument" if what == "in_dims" else "output"
+        said = tree.map(lambda x: _Shape(tree.describe(x) if isinstance(x, torch.Tensor) else type(x).__name__), whole)
+        raise AxisError(f"{what}: {brief(prefix)} isn't a prefix of its {of}, which is {brief(said)}.") from None
+    return dims
+
+
+class _Shape(str):
+    """A leaf's shape in the place of the leaf, which prints without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def mapped_size(
+    name: str, given: int | None, leaves: list[Any], dims: list[int | None], argument: str = "axis_size"
+) -> int:
+    """The size of an axis: that of the mapped tensors among `leaves`, and `given` as the `argument` of that name."""
+    mapped = [
+        (leaf, dim)
+        for leaf, dim in zip(leaves, dims, strict=True)
+        if dim is not None and isinstance(leaf, torch.Tensor)
+    ]
+    if not traced.recording():
+        traced.refuse_script()  # in which sizes are tensors
+        tree.check_dense([leaf for leaf, _ in mapped], [leaf for leaf, _ in mapped], f"axis {name!r}: mapped arguments")
+    for leaf, dim in mapped:
+        if not is_whole(dim):
+            raise AxisError(f"axis {name!r}: in_dims must hold ints and None, got {shown(dim)}.")
+        if leaf.ndim == 0:
+            raise AxisError(
+                f"axis {name!r}: a 0-dim tensor has no dimension to map over; use in_dims=None for it, or stack one "
+                "value for each rank."
+            )
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise AxisError(f"axis {name!r}: in_dims={dim} is out of range for a tensor of shape {list(leaf.shape)}.")
+    sizes = {leaf.shape[dim] for leaf, dim in mapped}
+    if given is not None:
+        sizes.add(given)
+    if len(sizes) != 1:
+        got = f"sizes {sorted(sizes)}" if sizes else "no mapped tensor"
+        raise AxisError(f"axis {name!r} needs one size, got {got}. Stack one entry for each rank, or give {argument}.")
+    return sizes.pop()

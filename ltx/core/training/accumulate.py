@@ -1,0 +1,355 @@
+"""accumulate: the mean over micro-batches, with one synchronisation and the memory of one micro-batch's graph.
+
+    f(p, [b_1 ... b_k]) = (f(p, b_1) + ... + f(p, b_k)) / k          grad f = (grad f_1 + ... + grad f_k) / k
+
+Sums are taken in float32 at least: in bfloat16 a thousand equal gradients would add up to 256 of them.
+
+The first k - 1 micro-batches are one autograd Function that computes its gradients G in its forward pass and keeps only
+them; the last one is plain graph, so that the reduction overlaps with its backward pass. Since G is an output of the
+Function, with a derivative of its own (computed again when asked for), second derivatives are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, overload
+
+import torch
+
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import checked, whole
+from ltx.core.base.errors import StepError, UnsupportedError
+from ltx.core.collectives import batches
+from ltx.core.collectives.linear import Function
+from ltx.core.gradients.functions import ACCUMULATE_PRIORITY, raise_priority
+from ltx.core.gradients.planning import tracked
+from ltx.core.training.outputs import as_loss, loss_in
+from ltx.core.training.random_states import drawn_again, torch_states
+from ltx.core.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
+from ltx.core.transforms.data_parallel import DataParallel
+from ltx.core.transforms.plain_autograd import gradients
+from ltx.core.transforms.recompute import checkpoints_allowed
+from ltx.core.transforms.run import Weighted
+from ltx.typing import Step, Tree
+
+
+class _Part(NamedTuple):
+    """The sum over some micro-batches. `rest` is what the step returned besides, one entry a micro-batch."""
+
+    total: torch.Tensor
+    weight: torch.Tensor | None
+    rest: list[Any]
+    carry: Any
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """A step over micro-batches: what :func:`accumulate` makes of a plain step."""
+
+    fn: Step
+    steps: int
+    argnums: int | tuple[int, ...] = 0
+    carry: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = _Call(self, args, kwargs)
+        leaves = call.leaves
+        if traced.recording():
+            return call.finish(call.run(leaves, range(self.steps)))
+        inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
+        # Tangents of what the step closes over would be lost in a Function; the plain graph keeps them.
+        forward_mode = torch.autograd.forward_ad._current_level >= 0
+        if not inputs or self.steps == 1 or forward_mode:
+            return call.finish(call.run(leaves, range(self.steps)))
+        first = call.first_micro_batches(inputs)
+        last = call.run(leaves, range(self.steps - 1, self.steps), first.carry)
+        return call.finish(_add(first, last))
+
+    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tree, list[bool], int | None, bool]:
+        """(arguments by position and by keyword, which leaves are split, the batch's length, has it records)"""
+        whole = {n % len(args) for n in ((self.argnums,) if isinstance(self.argnums, int) else self.argnums)}
+        if self.carry is not None:
+            if not -len(args) <= self.carry < len(args):
+                raise StepError(f"accumulate: carry={self.carry}, and the step was called with {len(args)} arguments.")
+            whole.add(self.carry % len(args))
+        batch = {f"argument {n}": arg for n, arg in enumerate(args) if n not in whole} | kwargs
+        parts, length = batches.opened(batch, "accumulate") if batch else (batch, None)  # Dynamo can't flatten that
+        given = tuple(arg if n in whole else parts[f"argument {n}"] for n, arg in enumerate(args))
+        named = tuple(parts[name] for name in kwargs)
+        split: list[bool] = []
+        for n, arg in enumerate((*given, *named)):
+            for cell in (tree.flatten if n in whole or parts is batch else batches.cells)(arg)[0]:
+                cuts = n not in whole and isinstance(cell, torch.Tensor) and cell.ndim > 0
+                split += [cuts] * (len(tree.flatten(cell)[0]) if batches.is_records(cell) else 1)
+        return (given, named), split, length, parts is not batch
+
+    def chunks_of(self, leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.tensor_split(leaf, self.steps)
+
+
+class _Call:
+    """One call of an accumulated step. Leaves of the batch are given by their chunks, all others are whole.
+
+    Called with tensors in the places of its own, it gives the sums over all micro-batches but the last.
+    """
+
+    def __init__(self, step: Accumulated, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.step, self.names = step, tuple(kwargs)
+        arguments, split, self.length, self.has_records = step.opened(args, kwargs)
+        self.leaves, self.spec = tree.flatten(arguments)
+        pairs = zip(self.leaves, split, strict=True)
+        self.chunks = [step.chunks_of(leaf) if splits else None for leaf, splits in pairs]
+        self._structure: tuple[Any, list[Any]] = (None, [])
+        self._positions: list[int] = []  # of tensors among the leaves
+        self.wanted: tuple[int, ...] = ()  # those of the tensors that are differentiated
+        self.drawn: dict[str, Any] = {}  # of what random numbers were drawn
+        self._dtype = torch.float32  # of the losses
+
+    def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
+        """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves.
+
+        Chunks that were made outside a Function may belong to a transform that isn't run inside it.
+        """
+        parts = []
+        # What several micro-batches share gets its gradients in float32: those of copies, which are rounded back.
+        shared = [
+            _widened(x) if chunk is None and len(which) > 1 else x for x, chunk in zip(leaves, self.chunks, strict=True)
+        ]
+        for k in which:
+            filled = [
+                (x if x is leaf else x.to(leaf.dtype))
+                if chunk is None
+                else (chunk[k] if leaves is self.leaves else self.step.chunks_of(leaf)[k])
+                for leaf, x, chunk in zip(leaves, shared, self.chunks, strict=True)
+            ]
+            arguments = tree.unflatten(self.spec, filled)
+            given, named = batches.cut(arguments, self.step.steps, k) if self.has_records else arguments
+            args, kwargs = list(given), dict(zip(self.names, named, strict=True))
+            if self.step.carry is not None and carry is not None:
+                args[self.step.carry] = tree.detached(carry)
+            part = self._one(self.step.fn(*args, **kwargs))
+            carry = part.carry
+            parts.append(part)
+        total = parts[0]
+        for part in parts[1:]:
+            total = _add(total, part)
+        return total
+
+    def _one(self, output: Any) -> _Part:
+        first, rest = (
+            (output, ()) if isinstance(output, Weighted) or not isinstance(output, tuple) else (output[0], output[1:])
+        )
+        carry = None
+        if self.step.carry is not None:
+            if not rest:
+                raise StepError("accumulate(carry=...): the step must return (loss, next carry, ...).")
+            carry, rest = rest[0], rest[1:]
+        if isinstance(first, Weighted):
+            total, weight = first.checked()
+            return _Part(total, weight, [rest], carry)
+        if not isinstance(first, torch.Tensor) or first.ndim != 0:
+            got = f"a tensor of shape {list(first.shape)}" if isinstance(first, torch.Tensor) else type(first).__name__
+            hint = "" if loss_in(first) is None else " It holds one as `loss`: return that."
+            raise StepError(
+                f"accumulate needs a step that returns a 0-dim loss (or ltx.Weighted), alone or first in a tuple; "
+                f"got {got}.{hint}"
+            )
+        if self.length is not None and self.length % self.step.steps:
+            raise StepError(
+                f"accumulate: a batch of {self.length} samples can't be split into {self.step.steps} equal "
+                "micro-batches, and a mean of unequal means isn't the mean. Return ltx.Weighted(total, weight) from "
+                "the step, or choose a batch size that divides."
+            )
+        self._dtype = first.dtype if first.is_floating_point() else _wide(first)
+        return _Part(first.to(_wide(first)), None, [rest], carry)
+
+    def finish(self, part: _Part) -> Any:
+        """The output of the whole: a mean (or Weighted sums), then what the step returned besides, stacked."""
+        if part.weight is None:
+            first: Any = (part.total / self.step.steps).to(self._dtype)
+        else:
+            first = Weighted(part.total, part.weight)
+        rest = tuple(_stack(values) for values in zip(*part.rest, strict=True))
+        carried = () if self.step.carry is None else (part.carry,)
+        return (first, *carried, *rest) if carried or rest else first
+
+    def first_micro_batches(self, inputs: list[int]) -> _Part:
+        """All but the last micro-batch, holding one graph at a time."""
+        # All tensors are arguments of the Function, since it unwraps what it is given and nothing else.
+        self._positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        self.wanted = tuple(self._positions.index(i) for i in inputs)
+        self.drawn = torch_states()
+        outs = MicroBatches.apply(self, *(self.leaves[i] for i in self._positions))
+        raise_priority(outs[0], ACCUMULATE_PRIORITY)
+        spec, others = self._structure
+        extras = iter(outs[1 + len(inputs) :])
+        filled = [next(extras) if isinstance(x, torch.Tensor) else x for x in others]
+        return _Part(outs[0], *tree.unflatten(spec, filled))
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """(sum of losses, *sums of gradients with respect to the wanted tensors, *everything else)."""
+        part: _Part | None = None
+        grads: list[torch.Tensor] = []
+        for k in range(self.step.steps - 1):
+            found, one = self._gradient(tensors, k, part.carry if part is not None else None)
+            part = one if part is None else _add(part, one)
+            grads = [g.to(_wide(g)) if part is one else grads[i] + g for i, g in enumerate(found)]
+        assert part is not None
+        extras, spec = tree.flatten((part.weight, part.rest, part.carry))
+        self._structure = (spec, [torch.empty(0) if isinstance(x, torch.Tensor) else x for x in extras])
+        return (part.total, *grads, *(x.detach() for x in extras if isinstance(x, torch.Tensor)))
+
+    def _gradient(self, tensors: Sequence[torch.Tensor], k: int, carry: Any) -> tuple[list[torch.Tensor], _Part]:
+        parts: list[_Part] = []
+
+        def total(*wanted: torch.Tensor) -> torch.Tensor:
+            leaves = list(self.leaves)
+            for i, tensor in zip(self._positions, tensors, strict=True):
+                leaves[i] = tensor
+            for i, tensor in zip(self.wanted, wanted, strict=True):
+                leaves[self._positions[i]] = tensor
+            parts.append(self.run(leaves, range(k, k + 1), carry))
+            return parts[-1].total
+
+        at = [tensors[i].to(self.leaves[self._positions[i]].dtype) for i in self.wanted]  # which may be in float32
+        if torch._C._are_functorch_transforms_active():
+            found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
+            return list(found), parts[-1]._replace(total=value)
+        leaves = [x.detach().requires_grad_() for x in at]
+        try:
+            with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn):
+                value = total(*leaves)
+        except TracedValueError:
+            raise UnsupportedError(
+                "accumulate: the step uses a value from a surrounding torch.func transform that isn't one of its "
+                "arguments, which would have no derivative here. Pass it as an argument (a 0-dim tensor goes to every "
+                "micro-batch)."
+            ) from None
+        refuse_captured(self.step.fn, value, [*leaves, *tensors])
+        with checkpoints_allowed():
+            grads = gradients(value, leaves)
+        return grads, tree.detached(parts[-1])
+
+
+class MicroBatches(Function):
+    """``MicroBatches.apply(call, *tensors)``: what `call` gives for the tensors, with its derivatives.
+
+    The cotangent of each wanted tensor is ct(total) * G, for G the gradients that the forward pass has made. G's own
+    derivative is the Hessian, taken through the steps again, only when somebody asks for it.
+    """
+
+    @staticmethod
+    def forward(call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return call(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.call, *tensors = inputs
+        count = len(ctx.call.wanted)
+        ctx.inputs = len(tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1 + count :])
+        ctx.save_for_backward(*tensors, *output[1 : 1 + count])
+
+    @staticmethod
+    def backward(ctx: Any, total: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:
+        call: _Call = ctx.call
+        tensors, grads = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        found: list[torch.Tensor | None] = [None if total is None else total * g for g in grads]
+        if any(ct is not None for ct in others[: len(grads)]):
+            cotangents = [torch.zeros_like(g) if ct is None else ct for ct, g in zip(others, grads, strict=False)]
+
+            def gradient(*wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                here = list(tensors)
+                for i, tensor in zip(call.wanted, wanted, strict=True):
+                    here[i] = tensor
+                return call(here)[1 : 1 + len(wanted)]
+
+            with drawn_again(call.drawn):
+                pull = torch.func.vjp(gradient, *(tensors[i].to(_wide(tensors[i])) for i in call.wanted))[1]
+            again = pull(tuple(cotangents))
+            found = [h if g is None else g + h for g, h in zip(found, again, strict=True)]
+        rounded = [None if g is None else g.to(tensors[i].dtype) for i, g in zip(call.wanted, found, strict=True)]
+        by_position = dict(zip(call.wanted, rounded, strict=True))
+        return (None, *(by_position.get(i) for i in range(ctx.inputs)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: torch.Tensor) -> tuple[Any, Any]:
+        # The differentiable path: levels below this one see plain operations.
+        outs = torch.vmap(lambda *mine: call(mine), in_dims=in_dims[1:], randomness=info.randomness)(*tensors)
+        return outs, (0,) * len(outs)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _widened(leaf: Any) -> Any:
+    """`leaf`, or a copy of it if it is differentiated and narrower than float32."""
+    floats = isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return leaf.to(_wide(leaf)) if floats and (traced.recording() or tracked(leaf)) else leaf
+
+
+def _add(a: _Part, b: _Part) -> _Part:
+    if (a.weight is None) != (b.weight is None):
+        raise StepError("accumulate: the step returned ltx.Weighted for one micro-batch and a plain loss for another.")
+    weight = a.weight + b.weight if a.weight is not None and b.weight is not None else None
+    return _Part(a.total + b.total, weight, a.rest + b.rest, b.carry)
+
+
+def _stack(values: Sequence[Tree]) -> Tree:
+    return tree.map(lambda *xs: torch.stack(xs) if isinstance(xs[0], torch.Tensor) else list(xs), *values)
+
+
+@overload
+def accumulate(  # type: ignore[overload-overlap]
+    step: DataParallel, steps: int, *, carry: int | None = None
+) -> DataParallel: ...
+
+
+@overload
+def accumulate(step: Step, steps: int, *, carry: int | None = None) -> Accumulated: ...
+
+
+@checked("step", "carry")
+def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParallel | Accumulated:
+    """The same step over a batch `steps` times as large, with the memory of one micro-batch's graph.
+
+    Args:
+        step: what :func:`ltx.data_parallel` returned (then all micro-batches take part in one synchronisation), or a
+            plain step to be wrapped later; both ways are the same. It returns a 0-dim loss or :class:`ltx.Weighted`,
+            alone or first in a tuple. Of ``ltx.data_parallel(f, returns="grads")``, whose f returns ``(grads, loss)``,
+            it makes a step that returns the loss, with the mean of those gradients (DP-SGD in micro-batches).
+        steps: the number of micro-batches, at least 1. The batch is all other arguments, given by position or by
+            keyword. Its tensors have one length and are split along dim 0 into that many chunks, equal ones unless the
+            step is Weighted; 0-dim tensors and other leaves go to each as they are. Lists of records are split between
+            them, as by :func:`ltx.shard`. :mod:`ltx.tree` says which containers are looked into.
+        carry: the position of an argument that is threaded through the micro-batches (batch norm's buffers): the
+            second output of each is what the next one is given there, as a constant. The last one's is returned.
+
+    Returns:
+        A step with the same arguments: the mean over the micro-batches (or the Weighted sums), then the other outputs,
+        each stacked along a new dimension 0 of size `steps`.
+
+    Gradient:
+        Of the mean over micro-batches, to any order, with sums in float32 at least; what is carried from one to the
+        next has none. Second derivatives compute the micro-batches again. In forward mode (jvp, hessian), inside a
+        compiled graph and under vmap within an outer grad all graphs are held.
+
+    Raises:
+        StepError: the batch doesn't split evenly, or the step returns no loss.
+        TreeError: as :func:`ltx.shard`: tensors of unequal lengths, records or fields, what can't be split.
+        UnsupportedError: the step closes over a value that a surrounding transform differentiates.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.accumulate(ltx.data_parallel(lambda w, x: (w * x).mean()), steps=2)
+        >>> torch.func.grad(step)(torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        tensor(2.5000)
+    """
+    steps = whole("accumulate: steps", steps, 1, StepError)
+    if not isinstance(step, DataParallel):
+        return Accumulated(step, steps, 0, carry)
+    step = as_loss(step)
+    return replace(step, fn=Accumulated(step.fn, steps, step.argnums, carry))

@@ -1,0 +1,275 @@
+"""What a training step does about gradients that aren't finite: the guard, the loss scale, and the next state.
+
+Every hook delivers NaN and infinity as such to every rank, so ranks that share gradients all see them without asking.
+Which rank caused them is asked only then: each rank takes its own gradients again, and they compare through the store.
+"""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base import traced, tree
+from ltx.core.base.errors import NotFiniteError, StepError
+from ltx.core.gradients.plain import EXACT
+from ltx.core.optim import grad_norm
+from ltx.core.optim.base import chosen
+from ltx.core.training.metrics import Metrics
+from ltx.core.training.outputs import Batch, arguments_of, outputs_of
+from ltx.core.training.placed_state import on_any_rank
+from ltx.core.training.random_states import drawn_again
+from ltx.core.training.settings import TrainSettings
+from ltx.core.training.train_state import TrainState
+from ltx.core.transforms.compare import with_ranks
+from ltx.core.transforms.plain_autograd import gradients
+from ltx.core.transforms.run import CallOptions, Weighted
+from ltx.core.transforms.strategy_update import StepInfo, Updated
+from ltx.core.transforms.sync_state import SyncState, plain_values
+from ltx.typing import Tree
+
+if TYPE_CHECKING:
+    from ltx.core.training.mixed_precision import DynamicLossScale, Precision
+
+_SHOWN = 4
+
+
+def probes(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Sums over all: one isn't finite if an element isn't, and hardly ever otherwise. One pass over memory."""
+    return [g.sum(dtype=torch.float32) if g.dtype.itemsize < 4 else g.sum() for g in _runs(grads)]
+
+
+def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`grads`, with those that lie side by side in a bucket as one tensor, because each call has a cost."""
+    runs: list[tuple[torch.Tensor, int, tuple[Any, ...]]] = []  # first tensor, elements, where the next one would be
+    for g in grads:
+        storage, start, count = g.untyped_storage().data_ptr(), g.storage_offset(), g.numel()
+        following = (g.dtype, storage, start + count) if g.is_contiguous() else ()
+        if runs and following and runs[-1][2] == (g.dtype, storage, start):
+            first, so_far, _ = runs.pop()
+            runs.append((first, so_far + count, following))
+        else:
+            runs.append((g, count, following))
+    return [first if first.numel() == count else first.as_strided((count,), (1,)) for first, count, _ in runs]
+
+
+def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
+    """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: their :func:`probes`, if at hand."""
+    sums = probes(grads) if sums is None else sums
+    numbers = [x for x in sums if isinstance(x, float) or x.device.type == "cpu"]
+    tensors = [x.isfinite() for x in sums if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
+    suspicious = not all(cmath.isfinite(x) for x in numbers) or (tensors and not bool(torch.stack(tensors).all()))
+    # Sums of finite numbers overflow, too.
+    return any_not_finite(grads) if suspicious else torch.tensor(False, device=grads[0].device if grads else None)
+
+
+def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether any element isn't finite: a 0-dim bool tensor."""
+    grads = [g for g in grads if g.numel()]
+    if not grads:
+        return torch.tensor(False)
+    found = [g.isfinite().all().logical_not().to(grads[0].device) for g in grads]
+    return torch.stack(found).any()
+
+
+def not_finite_on_device(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`not_finite` for an accelerator: exact, in few kernels, and nothing is read."""
+    largest = [torch.linalg.vector_norm(run, float("inf")) for run in _runs([g for g in grads if g.numel()])]
+    if not largest:
+        return torch.zeros((), dtype=torch.bool)
+    return torch.stack([x.double() for x in largest]).isfinite().all().logical_not()
+
+
+def not_finite_error(
+    train: TrainSettings,
+    state: TrainState,
+    batch: Batch,
+    info: StepInfo,
+    reduced: Sequence[torch.Tensor],
+    states: dict[str, Any],
+    factor: Any,
+) -> NotFiniteError:
+    """The error of a step whose `reduced` gradients aren't finite; the same on every rank. All ranks call this.
+
+    `states`: the generators' before the step; `factor`: the loss scale.
+    """
+    paths = tree.leaf_paths(state.trained)
+    with drawn_again(states):
+        own = _own_gradients(train, state, batch, info, factor)
+    axis_comm, threads, simulated = info.axis.comm, info.axis.threads, info.axis.simulated
+    if axis_comm or threads:
+        signature = comm.Signature("whose gradients aren't finite", ())
+        mine = [_described(paths, own), _described(paths, reduced)]
+        told = threads.exchange(signature, mine) if threads else axis_comm.negotiation.exchange_values(signature, mine)
+        by_rank = [texts for texts, _ in told]
+        together = sorted({text for _, texts in told for text in texts})
+    elif simulated:
+        split = [with_ranks(g, simulated) for g in own]
+        by_rank = [
+            _described(paths, [g if dim is None else g.select(dim, rank) for g, dim in split])
+            for rank in range(info.axis.size)
+        ]
+        together = _described(paths, reduced)
+    else:
+        by_rank, together = [_described(paths, own)], []
+    found = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
+    if not found and not together and train.step.placements is not None:
+        found = ["parts of the parameters (DTensors) that other ranks of their mesh hold have the ones that aren't"]
+    elif not found:
+        found = [f"each rank's own are finite when taken again, what came of them together isn't: {_listed(together)}"]
+    return NotFiniteError(
+        f"train_step: gradients of step {info.step} aren't finite. {'; '.join(found)}. The state is as it was before "
+        'the step, and may be used again. guard="skip" leaves such steps out; torch.autograd.detect_anomaly() finds '
+        "the operation."
+    )
+
+
+def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: StepInfo, factor: Any) -> list[Any]:
+    """This rank's gradients, before anything is reduced; zeros for those it doesn't use."""
+    local = replace(train.step, blocked=True)
+
+    def loss(params: Tree) -> torch.Tensor:
+        arguments = arguments_of(params, state.buffers, batch)
+        run = local.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
+        found = outputs_of(run, state.buffers, train.has_aux).loss
+        total = found.total if isinstance(found, Weighted) else found
+        return total if factor is None else total * factor
+
+    leaves, spec = tree.flatten(state.trained)
+    if torch._C._are_functorch_transforms_active():
+        grads: list[Any] = torch.func.grad(lambda leaves: loss(tree.unflatten(spec, leaves)))(leaves)
+        return grads
+    with torch.enable_grad():  # as the step itself does, whatever torch.func may think of the user's function
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        total = loss(tree.unflatten(spec, leaves))
+    return gradients(total, leaves)
+
+
+def _described(paths: Sequence[str], grads: Sequence[torch.Tensor]) -> list[str]:
+    """Each leaf that isn't finite, and how."""
+    found = []
+    for path, grad in zip(paths, grads, strict=True):
+        values = plain_values(grad)
+        bad = int(values.isfinite().logical_not().sum())
+        if bad:
+            what = "NaN" if bool(values.isnan().any()) else "infinite"
+            found.append(f"leaf {path!r} ({what}, {bad} of {values.numel()} elements)")
+    return found
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more
+
+
+def scaling(train: TrainSettings) -> DynamicLossScale | None:
+    """The step's dynamic loss scaling, if it has any."""
+    precision: Precision | None = train.step.precision
+    return None if precision is None else precision.dynamic
+
+
+def checks_finite(train: TrainSettings) -> bool:
+    """Whether steps check that gradients are finite."""
+    return scaling(train) is not None or train.guard != "off"
+
+
+def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
+    """Whether ranks have to ask each other if gradients are finite, because they don't share them."""
+    return checks_finite(train) and info.axis.size > 1 and not train.step.strategy.shares_gradients(info.step)
+
+
+def runs_ahead(info: StepInfo) -> bool:
+    """Whether the host runs ahead of this rank's device, so that it shouldn't read what that computes."""
+    axis_comm = info.axis.comm
+    return axis_comm is not None and axis_comm.stream_of(axis_comm.device) is not None
+
+
+def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | float | None:
+    """The factor of the loss; None for 1."""
+    if scaling(train) is None:
+        return None if train.step.precision is None else train.step.precision.fixed_scale
+    if isinstance(state.loss_scale, tuple):
+        raise StepError(
+            "train_step: this state has no loss scale, so it was made by another train step. Make it with this "
+            "one's init, or add it: dataclasses.replace(state, loss_scale=ltx.DynamicLossScale(...).start())."
+        )
+    scale: torch.Tensor = state.loss_scale.scale
+    return scale
+
+
+def all_finite(
+    train: TrainSettings,
+    grads: Sequence[torch.Tensor],
+    info: StepInfo,
+    sums: Sequence[torch.Tensor | float] | None = None,
+) -> bool | torch.Tensor:
+    """Whether all gradients of all ranks are finite, on all ranks alike; for steps that :func:`checks_finite`."""
+    pure = traced.recording() or torch._C._are_functorch_transforms_active()
+    ahead = not pure and runs_ahead(info)  # the host doesn't wait for what is found
+    bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
+    if must_sync_finite(train, info):
+        bad = on_any(train, bad, info)
+    if train.step.placements is not None:
+        bad = on_any_rank(bad, train.step.placements)
+    return bad.logical_not() if pure or ahead else not bad
+
+
+def on_any(train: TrainSettings, bad: torch.Tensor, info: StepInfo) -> torch.Tensor:
+    """Whether `bad` is true on any rank, which all ranks ask together: a 0-dim bool tensor."""
+    shared = train.step.strategy.exchange(EXACT, [bad.float().reshape(1)], ["whether gradients are finite"], info)
+    return shared.wait()[0][0].reshape(()) > 0
+
+
+def should_raise(train: TrainSettings, state: TrainState) -> bool:
+    """Whether gradients that aren't finite raise: with dynamic loss scaling, only once the scale isn't the cause."""
+    return train.guard == "raise" and (
+        scaling(train) is None or bool((plain_values(state.loss_scale.scale) <= 1).all())
+    )
+
+
+def kept_if_skipped(
+    train: TrainSettings, finite: bool | torch.Tensor | None, state: TrainState, states: Tree, buffers: Tree
+) -> tuple[Tree, Tree]:
+    """The next communication state, before the strategy's part, and buffers; the old ones of a skipped step."""
+    if states:  # Dynamo can't flatten an empty dict
+        states = chosen(finite, states, state.sync_state.leaves)
+    if train.guard == "skip" and buffers is not None:
+        buffers = chosen(finite, buffers, state.buffers)
+    return states, buffers
+
+
+def next_state(
+    train: TrainSettings,
+    state: TrainState,
+    updated: Updated,
+    buffers: Tree,
+    sync: SyncState,
+    metrics: Metrics,
+    finite: bool | torch.Tensor | None,
+) -> tuple[TrainState, Metrics]:
+    """The next state, and the metrics that can be read off it."""
+    norm = grad_norm(updated.opt_state)  # in a tensor that the next step may write into
+    metrics = replace(metrics, grad_norm=None if norm is None else norm.clone())
+    loss_scale: Any = state.held("loss_scale")
+    if finite is not None and checks_finite(train):
+        skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))
+        metrics = replace(metrics, skipped=skipped)
+        if (dynamic := scaling(train)) is not None:
+            metrics = replace(metrics, loss_scale=loss_scale.scale)
+            loss_scale = dynamic.after(loss_scale, finite)
+    following = TrainState(
+        updated.params,
+        buffers,
+        updated.opt_state,
+        sync,
+        state.step + 1,
+        replace(train.step.strategy.layout, strategy=state.layout.strategy),
+        loss_scale,
+        updated.pending,
+        state.frozen,
+    )
+    return following, metrics

@@ -1,0 +1,282 @@
+"""mixed_precision: a step that computes in one dtype, with parameters, gradients and optimizer in another.
+
+    f16(p, batch) = output(f(compute(p), compute(batch)))          parameters p, gradients and optimizer in p's dtype
+    dynamic scaling:    g = grad(s f16) / s
+                        all of g finite on all ranks:   update; s <- growth s after growth_interval such steps in a row
+                        else:                           no update; s <- backoff s
+
+Micikevicius et al., "Mixed precision training", ICLR 2018: sections 3.1 (master weights) and 3.2 (loss scaling). The
+dynamic scale is that of torch.amp.GradScaler.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import ShortRepr, brief, check_whole, is_whole, number
+from ltx.core.base.errors import StepError, StrategyError
+from ltx.core.training.accumulate import Accumulated
+from ltx.core.transforms.data_parallel import DataParallel
+from ltx.typing import Step
+
+_COMPUTE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_REDUCE = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class LossScale:
+    """The state of dynamic loss scaling, the same on every rank.
+
+    Attributes:
+        scale: 0-dim float32: what the next loss is multiplied by.
+        good_steps: 0-dim int32: steps with finite gradients since the scale changed last.
+    """
+
+    scale: torch.Tensor
+    good_steps: torch.Tensor
+
+
+tree.register_node(
+    LossScale,
+    lambda state: ((state.scale, state.good_steps), None),
+    lambda children, _: LossScale(*children),
+    names=("scale", "good_steps"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicLossScale:
+    """A loss scale that shrinks where gradients overflow, and grows while they don't: GradScaler's rule.
+
+    Args:
+        init: the first scale.
+        growth: it is multiplied by this after `growth_interval` steps in a row with finite gradients.
+        backoff: it is multiplied by this after a step with others.
+        growth_interval: see `growth`.
+
+    Raises:
+        StrategyError: (a ValueError) a field's value isn't allowed.
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("init", 0.0, float("inf")), ("growth", 1.0, float("inf")), ("backoff", 0.0, 1.0)):
+            what = f"DynamicLossScale.{name}"
+            value = number(what, getattr(self, name), low, StrategyError, more=True, below=high)
+            object.__setattr__(self, name, value)
+        check_whole(self, 1, "growth_interval")
+
+    def start(self) -> LossScale:
+        """The state before the first step."""
+        return LossScale(torch.tensor(float(self.init)), torch.tensor(0, dtype=torch.int32))
+
+    def after(self, state: LossScale, finite: torch.Tensor | bool) -> LossScale:
+        """The state after a step whose gradients were `finite` on all ranks, or weren't."""
+        finite = torch.as_tensor(finite, device=state.scale.device)
+        full, grown = state.good_steps + 1 >= self.growth_interval, state.scale * self.growth
+        after_good = torch.where(full & grown.isfinite(), grown, state.scale)
+        scale = torch.where(finite, after_good, state.scale * self.backoff)
+        return LossScale(scale, torch.where(finite & ~full, state.good_steps + 1, torch.zeros_like(state.good_steps)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision(ShortRepr):
+    """Dtypes of a step, for :func:`ltx.mixed_precision`.
+
+    Args:
+        compute: what floating parameters and floating tensors of the batch are cast to inside the step.
+        reduce: torch.float16 or torch.bfloat16: gradients travel between ranks in it (:func:`ltx.hooks.cast`). None: as
+            the strategy sends them, in the parameters' own dtype.
+        output: what floating outputs in `compute` are cast to. Those that the step itself has made in another dtype
+            stay as they are. None: all do.
+        loss_scale: in :func:`ltx.train_step` the loss is multiplied by it before the backward pass, and gradients are
+            divided by it before the optimizer. None: 1; a number: that; a :class:`ltx.DynamicLossScale` skips the
+            update, on all ranks alike, where any gradient of any rank isn't finite. A fixed scale skips nothing.
+        keep_params: paths of parameters that aren't cast, as patterns of :mod:`fnmatch` (``("*norm*", "*.bn?.*")``) or
+            a function from a path to a bool. Norms' weights and biases want float32 where the rest is in half
+            precision: torch's batch norm takes half precision inputs with float32 parameters and statistics.
+        keep: positions of arguments whose tensors aren't cast. ``keep=(1,)`` for the buffers of a train step, such as
+            running means, which would lose what half precision can't hold.
+
+    Raises:
+        StrategyError: (a ValueError) a field's value isn't allowed.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=1024.0))
+        Precision(compute=torch.float16, loss_scale=DynamicLossScale(init=1024.0, growth=2.0, backoff=0.5, \
+growth_interval=2000))
+    """
+
+    compute: torch.dtype = torch.bfloat16
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = torch.float32
+    loss_scale: float | DynamicLossScale | None = None
+    keep: tuple[int, ...] = ()
+    keep_params: tuple[str, ...] | Callable[[str], bool] = ()
+
+    def __post_init__(self) -> None:
+        if self.compute not in _COMPUTE:
+            raise StrategyError(f"Precision.compute must be one of {_named(_COMPUTE)}, got {brief(self.compute)}.")
+        if self.reduce is not None and self.reduce not in _REDUCE:
+            raise StrategyError(
+                f"Precision.reduce must be None (the parameters' own dtype, which gradients have) or one of "
+                f"{_named(_REDUCE)}, got {brief(self.reduce)}."
+            )
+        if self.output is not None and self.output not in _COMPUTE:
+            raise StrategyError(
+                f"Precision.output must be None or one of {_named(_COMPUTE)}, got {brief(self.output)}."
+            )
+        scale = self.loss_scale
+        if not (scale is None or isinstance(scale, DynamicLossScale)):
+            others = "None, an ltx.DynamicLossScale or "
+            scale = number("Precision.loss_scale", scale, 0, StrategyError, more=True, besides=others)
+            object.__setattr__(self, "loss_scale", float(scale))
+        if not isinstance(self.keep, tuple) or any(not is_whole(n) or n < 0 for n in self.keep):
+            raise StrategyError(
+                f"Precision.keep must be a tuple of positions of arguments, such as (1,), got {brief(self.keep)}."
+            )
+
+        patterns = self.keep_params
+        if not callable(patterns) and not (
+            isinstance(patterns, tuple) and all(isinstance(pattern, str) for pattern in patterns)
+        ):
+            raise StrategyError(
+                "Precision.keep_params must be a tuple of patterns of parameters' paths, such as ('*norm*',), or a "
+                f"function from a path to a bool, got {brief(patterns)}."
+            )
+
+    def keeps(self, path: str) -> bool:
+        """Whether the parameter at `path` isn't cast."""
+        patterns = self.keep_params
+        return bool(patterns(path)) if callable(patterns) else _matches(patterns, path)
+
+    @property
+    def dynamic(self) -> DynamicLossScale | None:
+        """The rule of a scale that changes."""
+        return self.loss_scale if isinstance(self.loss_scale, DynamicLossScale) else None
+
+    @property
+    def fixed_scale(self) -> float | None:
+        """A scale that doesn't."""
+        return None if isinstance(self.loss_scale, DynamicLossScale) else self.loss_scale
+
+
+@traced.at_trace_time
+def _matches(patterns: tuple[str, ...], path: str) -> bool:
+    """Whether a path fits one of `patterns`."""
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def _named(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
+@dataclass(frozen=True)
+class Casted:
+    """A step between two casts: what :func:`mixed_precision` makes of a plain one."""
+
+    fn: Step
+    precision: Precision
+    argnums: int | tuple[int, ...] = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keep, compute, output = self.precision.keep, self.precision.compute, self.precision.output
+
+        def given(x: Any) -> Any:
+            return x.to(compute) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+        def answered(x: Any) -> Any:
+            return x.to(output) if isinstance(x, torch.Tensor) and x.dtype == compute else x
+
+        def inside(arg: Any) -> Any:
+            leaves, spec = tree.flatten(arg)
+            tree.check_open(leaves, arg, "mixed_precision", "cast")
+            return tree.unflatten(spec, [given(leaf) for leaf in leaves])
+
+        def params(arg: Any) -> Any:
+            leaves, spec = tree.flatten(arg)
+            paths = tree.plain_paths(arg) if traced.recording() else tree.leaf_paths(arg)
+            pairs = zip(paths, leaves, strict=True)
+            return tree.unflatten(spec, [leaf if self.precision.keeps(path) else given(leaf) for path, leaf in pairs])
+
+        numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        some = {n % len(args) for n in numbers} if self.precision.keep_params and args else set()
+        cast_args = [
+            arg if place in keep else params(arg) if place in some else inside(arg) for place, arg in enumerate(args)
+        ]
+        value = self.fn(*cast_args, **{name: inside(arg) for name, arg in kwargs.items()})
+        return value if output is None else tree.map(answered, value)
+
+
+def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
+    """The same step, computed in ``precision.compute``; parameters and their gradients keep their own dtype.
+
+    Inside the step floating parameters and floating tensors of the batch are in ``precision.compute``; what the
+    optimizer updates are the master weights that came in, and gradients have their dtype too: each micro-batch's is
+    cast before it is added up, and ranks sum them in that dtype unless ``precision.reduce`` says otherwise. Complex
+    and integer tensors pass as they are, and so do parameters whose paths ``precision.keep_params`` names.
+    ``torch.autocast`` inside the step works as anywhere.
+
+    Args:
+        step: what :func:`ltx.data_parallel` returned, of any strategy; accumulated before or afterwards, which is the
+            same.
+        precision: an :class:`ltx.Precision`.
+
+    Returns:
+        A step with the same arguments, which composes as the one given does: with torch.func, torch.compile,
+        :func:`ltx.accumulate` and :func:`ltx.train_step`. Loss scaling is the train step's; a program that
+        takes gradients of the step itself scales them itself.
+
+    With a loss scale, hooks and strategies see gradients multiplied by it. What overflows in a reduction arrives as
+    inf or NaN on every rank. A hook's residual (error feedback) is in units of the scaled gradient, also after the
+    scale has changed. :func:`ltx.train_step` refuses a scale where gradients are added to what isn't multiplied:
+    QAdam's momenta, Horovod's sums over several passes.
+
+    Raises:
+        StepError: `step` isn't data parallel, is of mixed precision already, or returns gradients.
+        StrategyError: the strategy's hook has no sums that could travel in ``precision.reduce``.
+
+    Source: Micikevicius et al., "Mixed precision training", ICLR 2018.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.data_parallel(lambda w, x: (w * x).sum())
+        >>> half = ltx.mixed_precision(step, ltx.Precision(compute=torch.bfloat16))
+        >>> torch.func.grad_and_value(half)(torch.tensor(1.0), torch.tensor([1.0, 1.001]))
+        (tensor(2.), tensor(2.))
+    """
+    if not isinstance(step, DataParallel):
+        raise StepError(
+            f"mixed_precision takes a step made by ltx.data_parallel, got {type(step).__name__}. Wrap it first: "
+            "ltx.mixed_precision(ltx.data_parallel(step), ltx.Precision())."
+        )
+    if not isinstance(precision, Precision):
+        raise StepError(f"mixed_precision: precision must be an ltx.Precision, got {brief(precision)}.")
+    if step.precision is not None:
+        raise StepError(f"mixed_precision: this step has {step.precision!r} already.")
+    if step.returns != "value":
+        raise StepError(
+            'mixed_precision: a step with returns="grads" takes its gradients inside the cast, where they have the '
+            "dtype of the computation. Wrap the loss instead."
+        )
+    # Inside an accumulation, so that gradients of micro-batches add up in the parameters' dtype.
+    if isinstance(step.fn, Accumulated):
+        fn: Step = replace(step.fn, fn=Casted(step.fn.fn, precision, step.argnums))
+    else:
+        fn = Casted(step.fn, precision, step.argnums)
+    casted = replace(step, fn=fn, precision=precision)
+    for at in step.strategy.steps_ahead:
+        for training in (False, True):
+            casted.hook(at, training)  # raises for one that can't be cast
+    return casted

@@ -1,0 +1,216 @@
+"""The arguments and the result of the user's step inside a train step.
+
+A step that returns gradients counts as one that returns the loss of which those are the gradients (:func:`as_loss`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import brief, outcome
+from ltx.core.base.errors import StepError
+from ltx.core.transforms.closure_check import nodes_made, refuse_captured
+from ltx.core.transforms.data_parallel import DataParallel
+from ltx.core.transforms.run import Run, Weighted
+from ltx.typing import Step, Tree
+
+
+class Batch(NamedTuple):
+    """The arguments of a train step after the state: by position and by keyword."""
+
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+class Outputs(NamedTuple):
+    """The parts of what a step returned.
+
+    Attributes:
+        loss: part of the graph.
+        buffers: the next ones, or None if there are none.
+        aux: everything else; None without `has_aux`.
+    """
+
+    loss: torch.Tensor | Weighted
+    buffers: Tree
+    aux: Any
+
+
+def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
+    """The positional arguments of the user's step."""
+    return (params, *batch.args) if buffers is None else (params, buffers, *batch.args)
+
+
+def check_call(fn: Step, buffers: Tree, batch: Batch) -> None:
+    """Raise if the user's step can't be called so, and could be with buffers, or without them."""
+    step = getattr(fn, "fn", fn)  # that of given gradients
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a built-in without a signature
+        return
+
+    def fits(*before: Any) -> bool:
+        try:
+            signature.bind(*before, *batch.args, **batch.named)
+        except TypeError:
+            return False
+        return True
+
+    with_buffers, without = fits(None, None), fits(None)
+    if buffers is None and with_buffers and not without:
+        raise StepError(
+            f"train_step: the step takes {signature}, one argument more than parameters and batch, and the state has "
+            "no buffers. If these are what it takes: train.init(params, dict(module.named_buffers()))."
+        )
+    if buffers is not None and without and not with_buffers:
+        raise StepError(
+            f"train_step: the step takes {signature}, and is called with parameters, buffers and batch, as the state "
+            "has buffers. Take them and return the next ones, (params, buffers, x) -> (loss, buffers), or leave them "
+            "out of train.init."
+        )
+
+
+def loss_in(output: Any) -> Any:
+    """The entry `loss` of a mapping or dataclass that a step returned, such as a ModelOutput; None if there is none."""
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return getattr(output, "loss", None) if dataclasses.is_dataclass(output) else None
+
+
+def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) -> Outputs:
+    """The parts of what `run` returned, which was given `buffers`.
+
+    A mapping or dataclass with an entry `loss` counts as that loss, and with `has_aux` as aux too. Buffers and aux are
+    means over ranks with ``data_parallel(outputs="mean")``; without derivative, if they are to be `detached`.
+    """
+    output = run.output
+    wanted = 1 + (buffers is not None) + has_aux
+    if wanted == 1:
+        parts: tuple[Any, ...] = (output,)
+    elif isinstance(output, tuple) and not isinstance(output, Weighted) and len(output) == wanted:
+        parts = output
+    elif has_aux and buffers is None and loss_in(output) is not None:
+        parts = (output, output)
+    else:
+        names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if has_aux else [])]
+        raise StepError(f"train_step: the step must return ({', '.join(names)}), got {outcome(output)}.")
+    within = loss_in(parts[0])
+    loss = parts[0] if within is None else within
+    if not isinstance(loss, Weighted) and not (
+        isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
+    ):
+        raise StepError(
+            f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {outcome(loss)}. Take its "
+            "mean or sum; a step that returns (loss, aux) wants has_aux=True. A mapping holds it as `loss`."
+        )
+    rest = run.averaged(tree.detached(parts[1:]) if detached else parts[1:])
+    return Outputs(loss, None if buffers is None else rest[0], rest[-1] if has_aux else None)
+
+
+def unshared(values: Tree, others: Tree) -> Tree:
+    """`values`, with copies of the tensors that share memory with one of `others`."""
+    if not any(isinstance(x, torch.Tensor) for x in tree.flatten(values)[0]):
+        return values
+    owned = {x.untyped_storage().data_ptr() for x in tree.flatten(others)[0]}
+
+    def apart(x: Any) -> Any:
+        shares = isinstance(x, torch.Tensor) and x.layout is torch.strided and x.untyped_storage().data_ptr() in owned
+        return x.clone() if shares else x
+
+    return tree.map(apart, values)
+
+
+class ZeroWithGradients(torch.autograd.Function):
+    """``apply(n, *params, *grads)`` is 0, with those gradients; a sum of products took twice as long as the update.
+
+    In float64, so that the loss's cotangent arrives as it is, whatever the dtypes of parameters.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *params_and_grads: Tensor) -> Tensor:
+        return params_and_grads[0].new_zeros((), dtype=torch.float64)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.count = inputs[0]
+        ctx.save_for_backward(*inputs[1 + inputs[0] :])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        grads = [(g * cotangent).to(g.dtype) for g in ctx.saved_tensors]
+        return None, *grads, *[None] * ctx.count
+
+
+@dataclass(frozen=True)
+class GivenGradients:
+    """``(params, *batch) -> loss, *rest`` of a step that returns ``(grads, loss, *rest)``.
+
+    To the loss is added a zero whose gradient is the given one. So whatever a train step does with a loss it does with
+    gradients, in one way.
+    """
+
+    fn: Step
+
+    def __call__(self, params: Tree, *args: Any, **named: Any) -> Any:
+        apart = tree.detached(params)  # the step differentiates itself
+        before = 0 if traced.recording() else nodes_made()
+        returned = self.fn(apart, *args, **named)
+        if not isinstance(returned, tuple) or isinstance(returned, Weighted) or len(returned) < 2:
+            raise StepError(
+                'train_step: a step with returns="grads" returns (grads, loss), as ltx.grad_and_value and '
+                f"torch.func.grad_and_value do, and buffers and aux after them; got {brief(returned)}."
+            )
+        grads, loss, *rest = returned
+        if not traced.recording():  # a module's own parameters would stay as they are
+            refuse_captured(self.fn, loss, (apart, args, named), nodes_made() - before)
+        loss = self._plus(loss, self._zero(params, grads))
+        return (loss, *rest) if rest else loss
+
+    def _plus(self, loss: Any, zero: Tensor) -> Any:
+        if isinstance(loss, Weighted):
+            total, weight = loss.checked()
+            return Weighted(total.detach() + zero.to(total.dtype), weight)
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise StepError(
+                'train_step: a step with returns="grads" returns (grads, loss) with a 0-dim tensor or ltx.Weighted as '
+                f"its loss, got {tree.describe(loss) if isinstance(loss, Tensor) else brief(loss)}."
+            )
+        return loss.detach() + zero.to(loss.dtype)
+
+    def _zero(self, params: Tree, grads: Tree) -> Tensor:
+        """A 0 with these gradients, where there are some."""
+        leaves, spec = tree.flatten(params)
+        try:
+            given = spec.flatten_up_to(grads)
+        except (ValueError, TypeError) as error:
+            raise StepError(
+                'train_step: a step with returns="grads" returns (grads, loss), with gradients in the structure of its '
+                "parameters and None for those that have none, such as {name: grads.get(name) for name in params}; got "
+                f"another structure: {brief(error, str)}"
+            ) from None
+        for index, (x, g) in enumerate(zip(leaves, given, strict=True)):
+            if g is not None and not (isinstance(g, Tensor) and g.shape == x.shape and g.dtype == x.dtype):
+                path = tree.leaf_paths(params)[index]
+                got = tree.describe(g) if isinstance(g, Tensor) else brief(g)
+                raise StepError(f"train_step: the gradient of {path!r} must be {tree.describe(x)}, got {got}.")
+        pairs = [(x, g.detach()) for x, g in zip(leaves, given, strict=True) if g is not None]
+        if not pairs:
+            raise StepError('train_step: a step with returns="grads" returned no gradient at all.')
+        tensors = (*(x for x, _ in pairs), *(g for _, g in pairs))
+        zero: Tensor = ZeroWithGradients.apply(len(pairs), *tensors)  # type: ignore[no-untyped-call]
+        return zero
+
+
+def as_loss(step: DataParallel) -> DataParallel:
+    """`step`, or if it returns gradients, the step whose loss has them."""
+    return step if step.returns == "value" else replace(step, fn=GivenGradients(step.fn), returns="value")

@@ -1,0 +1,225 @@
+"""The parameters of a train step: which are trained, taken from a tree or a module, and given back to a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ltx.core import collectives
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief
+from ltx.core.base.errors import StepError, TreeError
+from ltx.core.ranks.axis import Axis
+from ltx.core.training.donated import give_away
+from ltx.core.training.train_state import TrainState
+from ltx.core.transforms.compare import tensors_by_path
+from ltx.typing import Tree
+
+#: Which leaves are trained: patterns of paths (as in :mod:`fnmatch`), or a function of a path.
+Trainable = str | Sequence[str] | Callable[[str], bool] | None
+
+# A module's parameters are broadcast so many bytes at a time, since both copies exist while that goes on.
+_PIECE_BYTES = 64 << 20
+
+
+def check_trainable(trainable: Any) -> None:
+    """Raise unless `trainable` is of the type :data:`Trainable`."""
+    patterns = [trainable] if isinstance(trainable, str) else trainable
+    if trainable is None or callable(trainable):
+        return
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise StepError(
+            "train_step: trainable must be a pattern of paths, a list of patterns, a function of a path, or None, got "
+            f'{brief(trainable)}. Such as trainable=["*.lora_*", "head.*"].'
+        )
+
+
+def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
+    """(trained, frozen) parameters: each with None in the places of the other; None for `frozen` if there are none.
+
+    A leaf is frozen if it doesn't require gradients while others do, or is a parameter of a module that doesn't; and if
+    `trainable` leaves it out. Where no leaf requires gradients and none is a module's parameter, all are trained.
+    """
+    leaves, spec = tree.flatten(params)
+    paths = tree.leaf_paths(params)
+    says = any(x.requires_grad or isinstance(x, torch.nn.Parameter) for x in leaves)
+    frozen = [says and not x.requires_grad for x in leaves]
+    if trainable is not None:
+        if callable(trainable):
+            wanted = {path for path in paths if trainable(path)}
+        else:
+            wanted = tree.wanted(trainable, paths, StepError, "train_step: trainable=")
+        frozen = [f or path not in wanted for f, path in zip(frozen, paths, strict=True)]
+    _check(leaves, paths, frozen)
+    if not any(frozen):
+        return params, None
+    if all(frozen):
+        raise StepError(
+            "train_step: every parameter is frozen, so there is nothing to train. Frozen are those whose requires_grad "
+            "is False while others' isn't, and those that trainable= leaves out."
+        )
+    halves = [(None, x) if f else (x, None) for x, f in zip(leaves, frozen, strict=True)]
+    return tree.unflatten(spec, [x for x, _ in halves]), tree.unflatten(spec, [x for _, x in halves])
+
+
+def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequence[bool]) -> None:
+    """Refuse what can't be trained, and two names for one tensor, which would go apart."""
+    known: dict[Any, str] = {}
+    for x, path, is_frozen in zip(leaves, paths, frozen, strict=True):
+        if not is_frozen and not (x.is_floating_point() or x.is_complex()):
+            raise TreeError(
+                f"params: leaf {path!r} is {tree.describe(x)}, and only floating or complex tensors can be "
+                "trained. Pass it in the buffers, or close over it."
+            )
+        if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None):
+            raise TreeError(
+                f"params: leaf {path!r} has hooks (register_hook), and steps, which differentiate with respect to "
+                "tensors of the state, wouldn't call them. Remove them (handle.remove()), or pass x.detach(); do what "
+                "they do to gradients in the optimizer, ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
+            )
+        if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_meta or not x.numel():
+            continue
+        place = (x.data_ptr(), x.shape, x.stride(), x.dtype)
+        if place in known:
+            raise TreeError(
+                f"params: leaves {known[place]!r} and {path!r} are one tensor (tied weights), and would be trained "
+                "apart. Pass each once: dict(model.named_parameters()) has one name for both, and "
+                "ltx.functional_call(model, params, ...) puts it in both places."
+            )
+        known[place] = path
+
+
+def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tuple[Tree, Tree]:
+    """(trained, frozen) parameters of `module`, in its own memory, with rank 0's values on every rank.
+
+    The module's trained parameters can't be used any more, and say so.
+    """
+    parameters = dict(module.named_parameters())
+    if axis.comm is not None:
+        tree.check_values(list(parameters.values()), parameters, "train.init(module)")
+    trained, frozen = split(parameters, trainable)
+    with torch.no_grad():
+        for piece in _pieces(list(parameters.values())) if axis.size > 1 else ():
+            given = collectives.broadcast([parameter.detach() for parameter in piece], axis=axis)
+            for parameter, value in zip(piece, given, strict=True):
+                parameter.data = value
+    held: tuple[Tree, Tree] = tree.map(torch.Tensor.detach, (trained, frozen))
+    give_away(
+        tree.flatten(trained)[0],
+        f"this parameter of a {type(module).__name__} was taken over by train.init(module): the train state has it. "
+        "Call the module with ltx.functional_call(module, state.params, (inputs,)), or give it the state's values back "
+        "with ltx.to_module(module, state). train.init(dict(module.named_parameters())) copies instead.",
+    )
+    return held
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    pieces: list[list[torch.Tensor]] = []
+    room = 0
+    for x in tensors:
+        room -= x.nbytes
+        if room < 0:
+            pieces.append([])
+            room = _PIECE_BYTES - x.nbytes
+        pieces[-1].append(x)
+    return pieces
+
+
+# Where a parameter or buffer is: a dict of a module, and the key in it.
+_Slot = tuple[dict[str, Any], str]
+
+
+def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Module:
+    """`module` with the parameters and buffers of a train state, as copies: for evaluation, ``generate``, saving.
+
+    Args:
+        module: the one whose ``named_parameters()`` the state was made of, or another one of the same names and shapes.
+            It is changed, and returned.
+        state: a :class:`ltx.TrainState`, or a dict of tensors by name. Names that the module has and `state` hasn't
+            stay as they are. Tied parameters have one name in a state and stay tied; a dict may have all of their
+            names, as ``module.state_dict()`` does.
+
+    Raises:
+        TreeError: a name or a shape of the state isn't the module's; or two names of one parameter have values that
+            differ.
+        DonatedStateError: the state was donated.
+
+    Each rank sees its own state, so it calls this alone. Not differentiable: the copies are new leaves. What holds the
+    old parameters, such as an optimizer of torch or DDP, has to be made after it.
+
+    Example:
+        >>> import torch, ltx
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> def loss(params, x):
+        ...     return torch.func.functional_call(model, params, (x,)).sum()
+        >>> train = ltx.train_step(ltx.data_parallel(loss), ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+        >>> state = train.init({"weight": torch.zeros(1, 2)})
+        >>> state, _ = train(state, torch.ones(1, 2))
+        >>> ltx.to_module(model, state)(torch.ones(1, 2))
+        tensor([[-2.]], grad_fn=<MmBackward0>)
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TreeError(f"to_module: the first argument is a torch.nn.Module, got {brief(module)}.")
+    if not isinstance(state, dict | TrainState):
+        raise TreeError(
+            f"to_module: the second argument is an ltx.TrainState or a dict of tensors, got {brief(state)}."
+        )
+    values: dict[str, torch.Tensor] = {}
+    for part in (state,) if isinstance(state, dict) else (state.params, state.buffers):
+        tree.check_tensors(part, "to_module: the state")
+        values |= tensors_by_path(part)
+    slots = _slots(module)
+    trainable = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name, value in values.items():
+        if name not in slots:
+            raise TreeError(
+                f"to_module: the state has {name!r}, and {type(module).__name__} has no parameter or buffer of that "
+                "name. Give the module that the state was made of."
+            )
+        table, key = slots[name]
+        if table[key].shape != value.shape:
+            raise TreeError(
+                f"to_module: {name!r} has shape {list(value.shape)} in the state, and {list(table[key].shape)} in the "
+                f"{type(module).__name__}. Give the module that the state was made of."
+            )
+    together: dict[int, dict[str, _Slot]] = {}  # by tensor, which is tied where it has several names
+    for name, (table, key) in slots.items():
+        together.setdefault(id(table[key]), {})[name] = table, key
+    with torch.inference_mode(False):  # what is copied in it could never be trained again
+        for tied in together.values():
+            given = [name for name in tied if name in values]
+            if not given:
+                continue
+            _check_equal(given, values)
+            table, key = tied[given[0]]
+            old, new = table[key], values[given[0]].detach().clone()
+            if given[0] in trainable:
+                new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+            for table, key in tied.values():
+                table[key] = new
+    return module
+
+
+def _check_equal(names: list[str], values: dict[str, torch.Tensor]) -> None:
+    """Raise unless the names of one parameter have one value."""
+    first = values[names[0]]
+    for name in names[1:]:
+        other = values[name]
+        if not bool(((other == first) | (other.isnan() & first.isnan())).all()):
+            raise TreeError(
+                f"to_module: {names[0]!r} and {name!r} are one parameter of the module (tied weights), and their "
+                "values differ in the state. Give one of them alone, or a module in which they aren't tied."
+            )
+
+
+def _slots(module: torch.nn.Module) -> dict[str, _Slot]:
+    """Where each parameter and buffer is, by all of its names."""
+    found = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for table in (owner._parameters, owner._buffers):
+            for key, value in table.items():
+                if value is not None:
+                    found[f"{prefix}.{key}" if prefix else key] = table, key
+    return found

@@ -1,0 +1,247 @@
+"""Train states of DTensors: a train step works on this rank's parts of them, and gives states of DTensors back.
+
+Parameters, optimizer state and what a strategy keeps are plain tensors in between: the parts that the ranks of the data
+axis have in common. What needs more than a part asks the ranks of the other dimensions of the mesh: the norm of
+clipping, and whether gradients are finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ltx.core import collectives, comm
+from ltx.core.base import tree
+from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.base.placements import Placements, dtensor_class, is_dtensor
+from ltx.core.optim import Optimizer
+from ltx.core.optim.averages import Ema
+from ltx.core.optim.combine import Chain
+from ltx.core.optim.grad_transforms import ClipByGlobalNorm, global_norm
+from ltx.core.training.donated import hand_over
+from ltx.core.training.settings import TrainSettings
+from ltx.core.training.train_state import TrainState
+from ltx.core.transforms.compare import check_leaves
+from ltx.core.transforms.placed import check_placements, local_parts
+from ltx.typing import Tree
+
+Train = TypeVar("Train", bound=TrainSettings)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+#: The parts of a state that may hold DTensors.
+_PARTS = ("params", "buffers", "opt_state", "frozen")
+
+
+@dataclass(frozen=True)
+class PlacedState:
+    """How the parts of a train state lie on meshes; None for a part without DTensors.
+
+    Attributes:
+        given: the parameters as the step is given them, trained and frozen ones together.
+        trained: those that are trained.
+        parts: by the names of the state's parts.
+    """
+
+    given: Placements
+    trained: Placements | None
+    parts: tuple[Placements | None, ...]
+
+    @staticmethod
+    def of(state: Any) -> PlacedState | None:
+        """That of `state`; None where its parameters are plain tensors."""
+        if dtensor_class() is None or not isinstance(state, TrainState):
+            return None
+        state.check_owned()
+        trained, frozen = state.held("params"), state.frozen
+        given = Placements.of(tree.flatten(trained if frozen is None else tree.filled(trained, frozen))[0])
+        if given is None:
+            return None
+        parts = tuple(Placements.of(tree.flatten(state.held(name))[0]) for name in _PARTS)
+        return PlacedState(given, parts[0], parts)
+
+    def local(self, state: TrainState) -> TrainState:
+        """`state` with this rank's parts in the places of DTensors, in the same memory; donated when `state` is."""
+        with torch.no_grad():
+            return _with_parts(state, [local_parts(state.held(name)) for name in _PARTS])
+
+    def placed(self, state: TrainState) -> TrainState:
+        """The inverse of :meth:`local`."""
+        pairs = zip((state.held(name) for name in _PARTS), self.parts, strict=True)
+        with torch.no_grad():
+            return _with_parts(state, [part if how is None else _placed(part, how) for part, how in pairs])
+
+    def train(self, train: Train) -> Train:
+        """`train` for :meth:`local` states."""
+        axis, strategy = comm.resolve(train.step.axis), train.step.strategy
+        if strategy.needs_whole and self.given.first_split is not None and axis.size > 1:
+            raise UnsupportedError(
+                f"train_step: {strategy!r} works on whole parameters, and ranks hold parts of some (DTensors), so that "
+                "its result would depend on how many these are. Use another strategy, such as ltx.DDPStrategy()."
+            )
+        optimizer = train.optimizer if self.trained is None else _on_parts(train.optimizer, self.trained)
+        return replace(train, step=replace(train.step, placements=self.given), optimizer=optimizer)
+
+
+def _with_parts(state: TrainState, parts: Sequence[Tree]) -> TrainState:
+    """`state` with other :data:`_PARTS`; donated when `state` is."""
+    held = {name: state.held(name) for name in ("sync_state", "loss_scale")}
+    return replace(state, **dict(zip(_PARTS, parts, strict=True)), **held).unseen()
+
+
+def _placed(part: Tree, placements: Placements) -> Tree:
+    leaves, spec = tree.flatten(part)
+    return tree.unflatten(spec, placements.placed(leaves))
+
+
+def on_parts(
+    method: Callable[Concatenate[Train, TrainState, Arguments], Result],
+) -> Callable[Concatenate[Train, TrainState, Arguments], Result]:
+    """A method of a train step that takes a state, and gives one or a tuple that begins with one, for DTensors too."""
+
+    @wraps(method)
+    def of_state(train: Train, state: TrainState, *args: Arguments.args, **named: Arguments.kwargs) -> Any:
+        how = PlacedState.of(state)
+        if how is None:
+            return method(train, state, *args, **named)
+        seen, parts = state.seen, how.local(state)
+        try:
+            result: Any = method(how.train(train), parts, *args, **named)
+        except BaseException:
+            if parts.step != state.step:  # an interrupt has kept the next state from the caller
+                state.become(how.placed(parts))
+            raise
+        following = result[0] if isinstance(result, tuple) else result
+        following = state if following is parts else how.placed(following)
+        if state.is_donated:
+            hand_over(state, following, seen)
+        return (following, *result[1:]) if isinstance(result, tuple) else following
+
+    return cast(Callable[Concatenate[Train, TrainState, Arguments], Result], of_state)
+
+
+def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
+    """``train.init(params, buffers)`` where parameters are DTensors; None where none is."""
+    if dtensor_class() is None:
+        return None
+    if isinstance(params, torch.nn.Module):
+        if any(map(is_dtensor, params.parameters())):
+            raise UnsupportedError(
+                f"train.init: parameters of this {type(params).__name__} are DTensors, which a state copies and never "
+                "takes over. Use train.init(dict(module.named_parameters()))."
+            )
+        return None
+    leaves, spec = tree.flatten(params)
+    given = Placements.of(leaves)
+    if given is None:
+        return None
+    axis = comm.resolve(train.step.axis)
+    check_placements(axis, given, train.step.strategy, 0, lambda: tree.leaf_paths(params), "train_step")
+    parts = tree.unflatten(spec, [_parameter_part(x) for x in leaves])
+    local = PlacedState(given, given, (None,) * len(_PARTS))
+    state = local.train(train).init(parts, local_parts(buffers))
+    trained, frozen = state.held("params"), state.frozen
+    _check_shared(given, trained if frozen is None else tree.filled(trained, frozen))
+    by_path = dict(zip(tree.leaf_paths(params), given.leaves, strict=True))
+    shapes = dict(zip(tree.leaf_paths(parts), (x.shape for x in tree.flatten(parts)[0]), strict=True))
+
+    def of(part: Tree) -> Placements | None:
+        """Those of parameters, or of what an optimizer keeps for them."""
+        pairs = zip(tree.leaf_paths(part), tree.flatten(part)[0], strict=True)
+        paths = [(_parameter_of(path, by_path), x) for path, x in pairs]
+        found = tuple(by_path[path] if path is not None and shapes[path] == x.shape else None for path, x in paths)
+        return Placements(found) if any(found) else None
+
+    found = (of(trained), Placements.of(tree.flatten(buffers)[0]), of(state.held("opt_state")), of(frozen))
+    return PlacedState(given, found[0], found).placed(state)
+
+
+_SHARED = (
+    "What isn't split over a dimension of the parameters' mesh is one value to all of its ranks. Fix: make it alike by "
+    "torch.manual_seed before the model is made; or, if ranks hold parts of it, make a DTensor of these "
+    "(DTensor.from_local)."
+)
+
+
+def _check_shared(given: Placements, parts: Tree) -> None:
+    """Raise unless ranks of the meshes have the same values of what isn't split between them.
+
+    Raises:
+        ReplicaDivergedError: on all ranks; names the leaves.
+    """
+    leaves = list(zip(given.leaves, tree.leaf_paths(parts), tree.flatten(parts)[0], strict=True))
+    for group in given.groups:
+        shared = [(path, x) for placement, path, x in leaves if placement is None or placement.is_whole_on(group)]
+        check_leaves(comm.resolve(group), shared, _SHARED)
+
+
+def _parameter_part(x: Tensor) -> Tensor:
+    """This rank's part of a parameter, which says as that does whether it is trained."""
+    if not is_dtensor(x):
+        return x
+    part = x.detach().to_local()  # type: ignore[attr-defined]
+    return torch.nn.Parameter(part, x.requires_grad) if isinstance(x, torch.nn.Parameter) else part
+
+
+def _parameter_of(path: str, params: Any) -> str | None:
+    """The path of the parameter that an optimizer keeps the leaf at `path` for: the longest that fits.
+
+    >>> _parameter_of("per_param.layer.weight.exp_avg", {"weight": 0, "layer.weight": 0})
+    'layer.weight'
+    """
+    if "<the tree itself>" in params:
+        return "<the tree itself>"
+    pieces = path.split(".")
+    ends = [pieces[start:end] for end in (len(pieces) - 1, len(pieces)) for start in range(end)]
+    longest: list[str] = max((end for end in ends if ".".join(end) in params), key=lambda end: len(end), default=[])
+    return ".".join(longest) if longest else None
+
+
+@dataclass(frozen=True)
+class NormOfParts:
+    """The norm of gradients that lie on meshes so, from this rank's parts: each number counts once."""
+
+    placements: Placements
+
+    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
+        together: dict[Any, list[Tensor]] = {}
+        for x, placement in zip(parts, self.placements.leaves, strict=True):
+            together.setdefault(() if placement is None else placement.split_over, []).append(x)
+        own = [(groups, global_norm(tensors)) for groups, tensors in together.items()]
+        total = torch.zeros((), dtype=torch.float64, device=own[0][1].device)
+        for groups, norm in own:
+            square = norm.double().square()
+            for group in groups:
+                square = collectives.psum(square, group)
+            total = total + square.to(total.device)
+        dtypes = [norm.dtype for _, norm in own]
+        return total.sqrt().to(dtypes[0] if len(set(dtypes)) == 1 else torch.float64)
+
+
+def on_any_rank(bad: Tensor, placements: Placements) -> Tensor:
+    """`bad`, or whether it is on another rank of the meshes."""
+    for group in placements.groups:
+        bad = collectives.psum(bad.float(), group) > 0
+    return bad
+
+
+def _on_parts(optimizer: Optimizer, placements: Placements) -> Optimizer:
+    """`optimizer` for parameters of which ranks hold parts."""
+    if optimizer.elementwise or placements.first_split is None:
+        return optimizer
+    if isinstance(optimizer, ClipByGlobalNorm):
+        return replace(optimizer, norm=NormOfParts(placements))
+    if isinstance(optimizer, Chain):
+        return replace(optimizer, members=tuple(_on_parts(member, placements) for member in optimizer.members))
+    if isinstance(optimizer, Ema):
+        return replace(optimizer, optimizer=_on_parts(optimizer.optimizer, placements))
+    raise StrategyError(
+        f"train_step: {optimizer!r} may need whole parameters, and ranks hold parts of some (DTensors). Use an "
+        "elementwise optimizer (SGD, Adam, AdamW, ...; from_functions(..., elementwise=True)), alone or in a chain "
+        "with clip_by_global_norm."
+    )

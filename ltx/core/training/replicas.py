@@ -1,0 +1,134 @@
+"""check_replicas: are the parts of a state that should be the same on every rank the same? sync_params: make them so.
+
+What makes ranks drift apart without a word: memory or links that flip bits, kernels that differ between machines,
+parameters changed by hand on one rank. Gradients are averaged all the same, so nothing shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import Any, TypeVar, cast
+
+import torch
+
+from ltx.core import collectives, comm
+from ltx.core.base import tree
+from ltx.core.base.arguments import checked
+from ltx.core.base.placements import Placements
+from ltx.core.training.train_state import TrainState, counted, updates_of
+from ltx.core.transforms.compare import check_leaves, digest, digests_by_rank, tensors_by_path, values
+from ltx.typing import Tree
+
+State = TypeVar("State")
+
+_REPAIR = (
+    "Take the values of a rank that has the right ones: ltx.sync_params(state, src={right}), or "
+    "train.broadcast(state, src={right}) for all of a training state, what is each rank's own included."
+)
+
+
+def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
+    """Raise unless all ranks have the same bits where they should. Every rank calls it.
+
+    Digests of all leaves are compared through the store: a few milliseconds, and nothing is sent that training waits
+    for. ``train_step(..., check_every=k)`` does so before every k-th step.
+
+    Args:
+        state: a training state, of which those parts are compared that its strategy keeps the same on all ranks
+            (``state.layout``), and with the parameters the counts of steps and of the optimizer's updates, which
+            schedules read; or a tree of tensors, all of them.
+        axis: as in :func:`ltx.psum`.
+
+    Raises:
+        ReplicaDivergedError: on every rank; names the leaves, and the ranks that differ from most others.
+
+    Example:
+        >>> import torch, ltx
+        >>> def on_a_rank(x):
+        ...     ltx.check_replicas({"w": x})
+        ...     return x
+        >>> ltx.vmap(on_a_rank)(torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 3.0]]))
+        Traceback (most recent call last):
+        ...
+        ltx.errors.ReplicaDivergedError: axis 'data': leaf 'w' (float32[2]) should be the same on every rank, ...
+    """
+    check_leaves(comm.resolve(axis), [*_replicated(state), *_counts(state)], _REPAIR)
+
+
+@checked("src")
+def sync_params(state: State, src: int | None = None, axis: Any = None) -> State:
+    """`state` with the same values on every rank where ranks should have the same: repairs what has drifted apart.
+
+    Args:
+        state: as for :func:`check_replicas`; the same structure, shapes and dtypes on every rank.
+        src: whose values are taken. None: those that most ranks have, in all leaves.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: `src`'s values, in tensors of its own; `state` itself where nothing differs and `src` is
+        None. What a strategy keeps for each rank alone stays as it is. Not part of a graph: no gradient flows back.
+
+    Raises:
+        ReplicaDivergedError: on every rank: `src` is None, and no value is that of more than half of the ranks.
+        RankMismatchError: ranks come with different structures, shapes or dtypes.
+        AxisError: `src` isn't on the axis.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.sync_params)(torch.tensor([1.0, 3.0, 1.0]))
+        tensor([1., 1., 1.])
+    """
+    found = comm.resolve(axis)
+    leaves, counts = _replicated(state), _counts(state)
+    if src is None:
+        by_rank = digests_by_rank(found, [*leaves, *counts])
+        if not any(len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)):
+            return state
+        most, count = Counter(map(tuple, by_rank)).most_common(1)[0]
+        if 2 * count <= found.size:
+            check_replicas(state, axis)
+        src = list(map(tuple, by_rank)).index(most)
+    tensors = [leaf for _, leaf in leaves]
+    placements = Placements.of(tensors)
+    same = collectives.broadcast(tensors if placements is None else placements.local(tensors), src, axis)
+    if placements is not None:
+        same = placements.placed(same)
+    by_path = {path: leaf.detach() for (path, _), leaf in zip(leaves, same, strict=True)}
+    everything, spec = tree.flatten(state)
+    filled = [by_path.get(path, x) for path, x in zip(tree.leaf_paths(state), everything, strict=True)]
+    synced = tree.unflatten(spec, filled)
+    if counts:
+        synced = counted(synced, *collectives.broadcast_object([int(count) for _, count in counts], src, axis))
+    return cast(State, synced)
+
+
+def fingerprint(state: TrainState) -> str:
+    """Equal on ranks whose replicated parts have the same bits. It doesn't communicate."""
+    leaves = [*_replicated(state), *_counts(state)]
+    digests = "".join(f"{path} {digest(values(leaf))}" for path, leaf in leaves)
+    return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+
+
+def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
+    """(path, tensor) of what should be the same on every rank."""
+    if not isinstance(state, TrainState):
+        return tensors_by_path(state)
+    state.check_owned()
+    parts = {
+        part for part in ("params", "buffers", "opt_state", "sync_state") if getattr(state.layout, part) == "replicated"
+    } | {"loss_scale", "frozen"}
+    return [(path, leaf) for path, leaf in tensors_by_path(state) if path.partition(".")[0] in parts]
+
+
+def _counts(state: Tree) -> list[tuple[str, torch.Tensor]]:
+    """The counts of a training state that should be the same on every rank.
+
+    None where ranks have parameters of their own, and may have taken their own numbers of steps; and on simulated
+    ranks, which share the structure that has them.
+    """
+    if not isinstance(state, TrainState) or state.layout.params != "replicated":
+        return []
+    if torch._C._are_functorch_transforms_active():
+        return []
+    return [("step", torch.tensor(state.step)), ("updates", torch.tensor(updates_of(state)))]

@@ -1,0 +1,197 @@
+"""The arguments of a train step, which of them fit together, and the errors for those that don't."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import brief, whole
+from ltx.core.base.errors import OptimError, StepError, StrategyError, UnsupportedError
+from ltx.core.optim import Optimizer
+from ltx.core.ranks.axis import Axis
+from ltx.core.training.accumulate import Accumulated
+from ltx.core.training.parameters import Trainable, check_trainable
+from ltx.core.transforms.compare import tensors_by_path
+from ltx.core.transforms.data_parallel import DataParallel
+from ltx.core.transforms.strategy import Strategy
+from ltx.typing import Tree
+
+if TYPE_CHECKING:
+    from ltx.core.training.mixed_precision import Precision
+
+
+def check_pieces(step: Any, optimizer: Any, guard: str) -> None:
+    """Raise unless these make a train step."""
+    if not isinstance(step, DataParallel):
+        raise StepError(
+            f"train_step takes a step made by ltx.data_parallel, got {type(step).__name__}. Wrap it: "
+            "ltx.train_step(ltx.data_parallel(loss_fn), optimizer)."
+        )
+    if step.blocked:
+        raise StepError("train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge.")
+    if step.argnums != 0:
+        raise StepError(f"train_step passes the parameters first: the step needs argnums=0, got {brief(step.argnums)}.")
+    if not isinstance(optimizer, Optimizer):
+        raise OptimError(
+            f"optimizer must be an ltx.optim.Optimizer, got {brief(optimizer)}. Use "
+            "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
+        )
+    if guard not in ("off", "skip", "raise"):
+        raise StrategyError(f'guard must be "off", "skip" or "raise", got {brief(guard)}.')
+    step.strategy.check_optimizer(optimizer)
+
+
+def check_devices(axis: Axis, value: Tree, what: str) -> None:
+    """Raise unless all of `value` is where this rank computes, if that is an accelerator.
+
+    Elsewhere collectives would go by another backend, step for step through the host.
+    """
+    if axis.comm is None or axis.comm.device.type == "cpu":
+        return
+    here = axis.comm.device
+    for path, leaf in tensors_by_path(value):
+        if leaf.device != here:
+            raise StepError(
+                f"train.init: rank {axis.comm.rank} computes on {here}, and {what} leaf {path!r} is on {leaf.device}. "
+                f"Move it there before: ltx.to_device({what}), or module.to(ltx.world().device). To train on the CPU, "
+                'ltx.init(backend="gloo").'
+            )
+
+
+def check_every(steps: Any, strategy: Strategy) -> None:
+    """Raise unless parameters of `strategy` can be compared every so many `steps`."""
+    if steps is None:
+        return
+    whole("train_step: check_every", steps, 1, StrategyError, besides="None or ")
+    if strategy.layout.params != "replicated":
+        raise StrategyError(
+            f"check_every compares parameters that should be the same on every rank, and those of {strategy!r} are "
+            "each rank's own. Leave it out."
+        )
+
+
+def check_loss_scale(step: DataParallel) -> None:
+    """Raise if gradients that a loss scale has multiplied would be added to what it hasn't."""
+    scale = None if step.precision is None else step.precision.loss_scale
+    if scale is None or scale == 1:
+        return
+    strategy = step.strategy
+    for at in strategy.steps_ahead:
+        hook = strategy.hook(at)
+        if hook is not None and not hook.gives_gradients:
+            raise UnsupportedError(
+                f"train_step: the loss is multiplied by loss_scale={scale!r} and gradients are divided by it once they "
+                f"are reduced, and {hook!r} of {type(strategy).__name__} adds them to what isn't multiplied. Compute "
+                "in bfloat16, which needs no loss scale, or use another strategy; for micro-batches, "
+                "ltx.accumulate(step, k)."
+            )
+
+
+def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
+    """Raise unless a step of these pieces can apply its buckets as `overlap` says."""
+    if overlap not in ("backward", "update"):
+        fix = ' "step", which was never faster than "update", is gone: use "update".' if overlap == "step" else ""
+        raise StrategyError(f'overlap must be "backward" or "update", got {brief(overlap)}.{fix}')
+    if overlap == "backward":
+        return
+    strategy, said = step.strategy, 'overlap="update" applies the optimizer bucket by bucket'
+    if not strategy.updates_in_buckets:
+        raise StrategyError(
+            f'{said}, and {type(strategy).__name__} does its part on all parameters together. Use overlap="backward".'
+        )
+    if not optimizer.leafwise:
+        raise StrategyError(
+            f'{said}, before other gradients are complete; {optimizer!r} needs all of them. Use overlap="backward".'
+        )
+    asks = None if step.precision is None else step.precision.dynamic
+    asked = f'guard="{guard}"' if guard != "off" else repr(asks) if asks is not None else ""
+    if asked:
+        raise StrategyError(
+            f'{said}, before it is known whether all gradients are finite, which {asked} asks. Use overlap="backward".'
+        )
+
+
+@traced.at_trace_time
+def check_layout(strategy: Strategy, step: int) -> None:
+    """Raise where ranks come to differ at `step` and the strategy hasn't said so.
+
+    A checkpoint would take a part of the state for the same on every rank, and give all ranks the values of one.
+    """
+    if type(strategy).layout is Strategy.layout and not strategy.shares_gradients(step):
+        name = type(strategy).__name__
+        raise StrategyError(
+            f"{name}: hook({step}) leaves gradients local, so that ranks may differ, and {name}.layout doesn't say in "
+            "what. Say which parts are each rank's own, so that checkpoints keep them: layout: ClassVar[StateLayout] = "
+            'StateLayout(params="per_rank", opt_state="per_rank"), with StateLayout of ltx.strategies.'
+        )
+
+
+@traced.at_trace_time
+def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str) -> None:
+    """Run by Dynamo at trace time, where the axis isn't known. `checks_finite`: the step checks its gradients."""
+    if guard == "raise":
+        raise UnsupportedError(
+            'guard="raise" looks at gradients, which a compiled graph can\'t do. Use guard="skip" and metrics.skipped, '
+            "or compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
+    if checks_finite and not strategy.shares_gradients(0):
+        raise UnsupportedError(
+            f"{strategy!r} leaves gradients local, so ranks would have to ask one another whether they are finite, "
+            "which a compiled graph can't hold. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
+    if strategy.communicates_besides or not strategy.updates_in_buckets:
+        raise UnsupportedError(
+            f"{strategy!r} does more in a training step than to reduce gradients, which a compiled graph can't hold. "
+            "Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
+        )
+
+
+def check_kept(buffers: Tree, step: DataParallel) -> None:
+    """Refuse buffers that steps would cut, as a part of the batch, or round."""
+    tree.check_tensors(buffers, "buffers")
+    precision: Precision | None = step.precision
+    if isinstance(step.fn, Accumulated) and step.fn.carry is None:
+        raise StepError(
+            "train_step: ltx.accumulate would cut the buffers into micro-batches, as it does with the batch. Say which "
+            f"argument they are: ltx.accumulate(step, {step.fn.steps}, carry=1); each micro-batch begins with those of "
+            "the one before."
+        )
+    if precision is None or 1 in precision.keep:
+        return
+    for path, leaf in tensors_by_path(buffers):
+        if leaf.is_floating_point() and leaf.dtype != precision.compute:
+            raise StepError(
+                f"train_step: the buffer {path!r} is {tree.describe(leaf)}, and would be rounded to "
+                f"{precision.compute} at every step. Keep the buffers as they are: ltx.Precision(..., keep=(1,))."
+            )
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The arguments of :func:`ltx.train_step`, each checked, and all of them together.
+
+    Attributes:
+        confirms: before the optimizer runs, the host waits until all ranks have all gradients. Else it runs ahead of
+            an accelerator, and hears of a lost peer when the memory of the state before is that of the next one. Set
+            by :func:`ltx.elastic`, which goes on from the state before.
+    """
+
+    step: DataParallel
+    optimizer: Optimizer
+    donate: bool = True
+    guard: Literal["off", "skip", "raise"] = "off"
+    overlap: Literal["backward", "update"] = "backward"
+    has_aux: bool = False
+    check_every: int | None = None
+    trainable: Trainable = None
+    confirms: bool = False
+
+    def __post_init__(self) -> None:
+        check_trainable(self.trainable)
+        if isinstance(self.trainable, list):
+            object.__setattr__(self, "trainable", tuple(self.trainable))
+        check_pieces(self.step, self.optimizer, self.guard)
+        check_every(self.check_every, self.step.strategy)
+        check_loss_scale(self.step)
+        check_overlap(self.overlap, self.step, self.optimizer, self.guard)

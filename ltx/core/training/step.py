@@ -1,0 +1,352 @@
+"""One eager training step on real ranks or alone: forward, backward, wait, apply, commit."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base import tree
+from ltx.core.base.errors import LtxError, WeightError
+from ltx.core.gradients.planning import differentiable
+from ltx.core.gradients.process_schedule import PassOptions, ProcessSchedule
+from ltx.core.optim.from_torch import TorchOptimizer
+from ltx.core.optim.update import Update
+from ltx.core.training.backward import Backward, BackwardResult, Forward, mean_at_once, unreached
+from ltx.core.training.completion import CollectGradients, Completion, UpdateBuckets, UpdateThenSend, scale_of
+from ltx.core.training.donated import hand_over
+from ltx.core.training.guard import (
+    all_finite,
+    checks_finite,
+    kept_if_skipped,
+    loss_scale_of,
+    next_state,
+    not_finite_error,
+    probes,
+    runs_ahead,
+    should_raise,
+)
+from ltx.core.training.metrics import Metrics
+from ltx.core.training.outputs import Batch, arguments_of, outputs_of, unshared
+from ltx.core.training.random_states import torch_states
+from ltx.core.training.settings import TrainSettings
+from ltx.core.training.train_state import TrainState
+from ltx.core.transforms.marking import marks_on_wire
+from ltx.core.transforms.run import CallOptions, Weighted
+from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, Updated, check_next, check_updated
+from ltx.core.transforms.sync_state import Synced
+
+
+@contextmanager
+def uninterrupted(wanted: bool) -> Iterator[None]:
+    """Delay signals to the end of the block, if `wanted`: their handlers may raise, as those of Ctrl-C, alarms do.
+
+    In the main thread, which handles them.
+    """
+    if not wanted or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: dict[int, FrameType | None] = {}
+    found = {number: _signals.getsignal(number) for number in _SIGNALS}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    with ExitStack() as stack:
+        for number, handler in handlers.items():
+            stack.callback(_handle_late, number, handler, came)
+            _signals.signal(number, came.__setitem__)
+        yield
+
+
+def _handle_late(
+    number: int, handler: Callable[[int, FrameType | None], Any], came: dict[int, FrameType | None]
+) -> None:
+    _signals.signal(number, handler)
+    if number in came:
+        handler(number, came[number])
+
+
+# Python's wrappers look for each handler among the members of an enumeration, which takes longer than all else here.
+_signals: Any = importlib.import_module("_signal")
+_SIGNALS = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a train step, after the strategy's `begin`.
+
+    Attributes:
+        train: the train step.
+        state, batch: its arguments.
+        seen: the parts of `state` whose tensors the user may hold.
+        info: when and where.
+        pending: what the strategy's `begin` gave.
+        late: ranks communicate after the optimizer.
+        post_update_hook: what they do with each bucket then, if buckets don't wait for each other.
+        commit: called when the step commits.
+    """
+
+    train: TrainSettings
+    state: TrainState
+    batch: Batch
+    seen: tuple[str, ...]
+    info: StepInfo
+    pending: Any
+    late: bool
+    post_update_hook: PostUpdateHook | None
+    commit: Callable[[], None]
+
+    def run(self) -> tuple[TrainState, Metrics]:
+        """The next state, and the metrics."""
+        drawn = torch_states() if self.train.guard == "raise" else {}
+        forward = self._forward()
+        work = self._second_half(forward)
+        if forward.schedule is None:
+            among, local = forward.run.within or self.info.axis, self.train.step.strategy.hook(self.info.step) is None
+            reduced = forward.run.schedule is not None
+            mean, divisor = mean_at_once(forward.total, forward.weight, among, local, reduced)
+            done = work.run_alone(forward.total, divisor)
+        else:
+            completion = self._backward(forward, forward.schedule, work)
+            done, mean = self._wait(forward, forward.schedule, work, completion)
+        return self._apply(forward, work, done, mean, drawn)
+
+    @cached_property
+    def _in_place(self) -> bool:
+        return self.train.donate and (self.post_update_hook is not None or not self.late)
+
+    @cached_property
+    def _params(self) -> tuple[list[torch.Tensor], Any]:
+        """The leaves of the parameters, and their structure."""
+        return tree.flatten(self.state.trained)
+
+    @property
+    def _versions(self) -> list[int]:
+        """How often each tensor that the optimizer writes into has been written to."""
+        counts_first = isinstance(self.train.optimizer, TorchOptimizer)  # on the parameters, before it writes anything
+        states = [] if counts_first else tree.flatten(self.state.held("opt_state"))[0]
+        return [x._version for x in (*self._params[0], *states)]
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        return differentiable(self._params[0])
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def _forward(self) -> Forward:
+        """Run the user's step on the marked parameters."""
+        train, strategy, sync = self.train, self.train.step.strategy, self.state.sync_state
+        leaves, spec = self._params
+        if train.donate and not self.late and sync.leaves:
+            # The optimizer writes into the parameters; the last step may have returned one tensor as both.
+            sync = replace(sync, leaves=unshared(sync.leaves, self.state.trained))
+        sync_leaves, sync_spec = tree.flatten(sync.leaves)
+        hook = self.post_update_hook
+        if hook is None and not marks_on_wire(train.step.hook_as_chosen(sync), self.info.step, training=True):
+            leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
+            sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
+        given = tree.unflatten(spec, leaves)
+        if sync_leaves or strategy.stateful:
+            given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
+        options = CallOptions(deferred=True, step=self.info.step, hook=hook, frozen=self.state.frozen)
+        with comm.span("forward"), torch.enable_grad():
+            arguments = arguments_of(given, self.state.buffers, self.batch)
+            run = train.step.run(arguments, self.batch.named, options)
+            loss, buffers, aux = outputs_of(run, self.state.buffers, train.has_aux)
+        if self._in_place:  # what the step returned mustn't change when the parameters do
+            buffers, aux = unshared((buffers, aux), leaves)
+        if isinstance(loss, Weighted):
+            strategy.check_weighted(self.info.step)
+        total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
+        return Forward(run, leaves, sync_leaves, sync_spec, total, weight, buffers, aux)
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _second_half(self, forward: Forward) -> Backward:
+        train, given = self.train, forward.run.inputs
+        loss_scale = loss_scale_of(train, self.state)
+        factor: float | torch.Tensor = 1.0 if loss_scale is None else loss_scale
+        if isinstance(factor, torch.Tensor) and not runs_ahead(self.info):
+            factor = float(factor)
+        leaves = [forward.leaves[i] for i in self._trained]
+        sync = forward.sync_leaves, forward.sync_spec
+        inputs = [*leaves, *forward.sync_leaves] if given is None else given
+        look = probes if checks_finite(train) and not runs_ahead(self.info) else None
+        unused: dict[int, str] = {}
+        if self.state.step == 0:
+            schedule = forward.run.schedule
+            missing = unreached(forward.total, leaves, None if schedule is None else schedule.plan)
+            if missing and (len(missing) < len(leaves) or self.info.axis.size == 1):  # a rank without data can't say
+                paths = tree.leaf_paths(self.state.trained)
+                unused = {member: paths[self._trained[member]] for member in missing}
+        work = train.optimizer, self.state, leaves, self._trained, *sync, inputs, self._in_place, factor, look, unused
+        return Backward(*work)
+
+    def _backward(self, forward: Forward, schedule: ProcessSchedule, work: Backward) -> Completion:
+        """Send the step summary, and run the backward pass, which launches the buckets' programs.
+
+        Returns what is done with them when they complete.
+        """
+        total, weight = forward.total, forward.weight
+        options = PassOptions(f"step {self.state.step}", checks_finite(self.train))
+        schedule.configure(options)
+        self._read_last_summary(schedule)
+        schedule.send_summary(total.detach(), 1.0 if weight is None else weight)
+        completion: Completion | None = None
+        try:
+            if self.post_update_hook is not None:
+                before = self.state.sync_state.leaves
+                completion = UpdateThenSend(self.post_update_hook, work, schedule, before, total, weight)
+                schedule.configure(replace(options, program=completion.program))
+            if (objective := work.objective(total)) is not None:
+                with comm.span("backward"):
+                    torch.autograd.backward(objective, inputs=work.inputs)
+            schedule.launch()
+            schedule.configure(PassOptions())  # all programs are made; `program` holds this step
+            if completion is None:
+                scale = scale_of(work, schedule, weighted=weight is not None)
+                of = UpdateBuckets if self.train.overlap == "update" else CollectGradients
+                completion = of(work, schedule, scale)
+            return completion
+        except BaseException as error:
+            self._abandon(error, schedule, work, completion)
+            raise
+
+    def _read_last_summary(self, schedule: ProcessSchedule) -> None:
+        """Where the host runs ahead of the device: check the last step, of which this one's state was made."""
+        try:
+            comm.read_last_summary(schedule.among)
+        except WeightError:  # that step has changed nothing
+            raise
+        except LtxError as error:
+            self.state.invalidate(
+                f"this TrainState (step {self.state.step}) is invalid: the device couldn't complete what it is made of "
+                f"({type(error).__name__}: {error}). Load a checkpoint."
+            )
+            raise
+
+    def _abandon(
+        self, error: BaseException, schedule: ProcessSchedule, work: Backward, completion: Completion | None
+    ) -> None:
+        schedule.abandon(error)
+        if completion is not None:
+            work.invalidated_by(error, completion.updated, schedule.plan)
+        schedule.configure(PassOptions())
+
+    # --- wait --------------------------------------------------------------------------------------------------------
+
+    def _wait(
+        self, forward: Forward, schedule: ProcessSchedule, work: Backward, completion: Completion
+    ) -> tuple[BackwardResult, torch.Tensor]:
+        """Wait for all buckets: what came of them, and the mean loss."""
+        try:
+            with torch.no_grad():  # views of results would be costly
+                for bucket, reduced in schedule.wait_buckets():
+                    completion.complete(bucket, reduced)
+            if self.train.confirms:
+                schedule.confirm()
+            summary = schedule.finish()
+            done = completion.result()
+        except BaseException as error:
+            self._abandon(error, schedule, work, completion)
+            raise
+        assert summary is not None
+        local = completion.mean if isinstance(completion, UpdateThenSend) else None
+        return done, summary.mean.to(forward.total.dtype) if local is None else local
+
+    # --- apply and commit --------------------------------------------------------------------------------------------
+
+    def _apply(
+        self,
+        forward: Forward,
+        work: Backward,
+        done: BackwardResult,
+        mean: torch.Tensor,
+        drawn: dict[str, Any],
+    ) -> tuple[TrainState, Metrics]:
+        """Check that gradients are finite, run the optimizer and the strategy's part, and commit."""
+        train, state, info = self.train, self.state, self.info
+        states, buffers = done.states, forward.buffers
+        finite: bool | torch.Tensor | None = None
+        if done.grads is not None:
+            if work.unused:
+                work.look(range(len(done.grads)), done.grads)
+            if checks_finite(train):
+                finite = all_finite(train, done.grads, info, done.sums)
+            if isinstance(finite, torch.Tensor) and train.guard == "raise":  # the host has to know
+                finite = bool(info.axis.comm.read(finite, "the guard"))
+            if done.skip is not None and finite is not False:
+                finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
+            if finite is False and should_raise(train, state):
+                by_place = dict(zip(self._trained, done.grads, strict=True))
+                reduced = [by_place.get(i, x) for i, x in enumerate(forward.leaves)]
+                raise not_finite_error(train, state, self.batch, info, reduced, drawn, loss_scale_of(train, state))
+            states, buffers = kept_if_skipped(train, finite, state, states, buffers)
+
+        # If a signal comes while tensors are updated in place, the step is finished first. If its handler raises, the
+        # caller doesn't get the result, so the state itself becomes the next one.
+        finished = None
+        before: list[int] = []
+
+        def about_to_write() -> None:
+            before.extend(self._versions)
+            state.begin_writing()
+
+        try:
+            work.warn_of_unused()
+            with uninterrupted(self._in_place):
+                updated = self._updated(done, states, finite, about_to_write)
+                next_sync = state.held("sync_state").advanced(updated.states)
+                metrics = Metrics(mean, forward.aux)
+                following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
+                with uninterrupted(updated.finish is not None):
+                    if updated.finish is not None:
+                        state.begin_writing()
+                        updated.finish()
+                    finished = following, metrics
+                    self.commit()
+                    if train.donate:
+                        hand_over(state, following.unseen(), self.seen)
+        except BaseException as error:
+            if finished is None and done.grads is None:
+                work.invalidated_by(error)
+            elif finished is None and before and before != self._versions:
+                state.invalidate(
+                    f"this TrainState (step {state.step}) is invalid: the optimizer had begun to update its tensors in "
+                    f"place when something failed ({type(error).__name__}: {error}). Load a checkpoint. With "
+                    "donate=False the tensors of a state are never written to."
+                )
+            elif finished is None and before:
+                state.undo_begin()
+            elif finished is not None and train.donate:
+                state.become(finished[0])
+            raise
+        return finished
+
+    def _updated(
+        self, done: BackwardResult, states: Any, finite: bool | torch.Tensor | None, on_overwriting: Callable[[], None]
+    ) -> Updated:
+        """Run the optimizer, unless it has run bucket by bucket, and the strategy's part."""
+        train, state, strategy = self.train, self.state, self.train.step.strategy
+        if done.grads is None:
+            got = strategy.after_update(done.params, states, self.info)
+            params, after = check_next(strategy, "after_update", got, done.params, states)
+            return Updated(params, done.opt_state, after, self.pending)
+        with comm.span("update"):
+            leaves, spec = self._params
+            reduced = dict(zip(self._trained, done.grads, strict=True))
+            done.grads.clear()  # so that the optimizer's are all that is left of them
+            filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]
+            del reduced
+            grads, later = tree.unflatten(spec, filled), self.late and train.donate
+            of_state = state.trained, grads, state.opt_state
+            update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting)
+            updated = strategy.update(update, states, self.info, self.pending)
+            return check_updated(strategy, updated, update, states)

@@ -1,0 +1,276 @@
+"""TrainState: everything that training changes, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ltx.core.base import traced, tree
+from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateError
+from ltx.core.base.placements import is_dtensor, local
+from ltx.core.optim import TorchState
+from ltx.core.transforms.strategy_update import StateLayout
+from ltx.typing import Tree
+
+# The parts that hold tensors. An instance has them under names with an underscore; properties read them.
+_PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
+
+# Those of them that steps write into.
+_WRITTEN = ("params", "opt_state", "sync_state")
+
+
+# Which step a state was donated to, or why it is invalid: one cell, which copies of the state share. A list, because a
+# compiled graph can't make objects.
+_Lease = list[int | str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainState:
+    """Parameters, buffers, optimizer state and communication state after `step` steps.
+
+    A pytree node (optree's and torch's) whose structure carries `step`; :mod:`ltx.checkpoint` saves it, and it is a
+    Stateful of ``torch.distributed.checkpoint``. Made by ``train.init(params)`` and by each step.
+
+    A step with ``donate=True`` updates the state's tensors in place, as JAX's donated buffers. Then the old state can't
+    be read, copied, printed or pickled any more, and neither can tensors that were read off it be used: both raise
+    DonatedStateError. Views that were taken of them before (``x.detach()``, ``x[0]``, ``x.numpy()``) share their memory
+    and change without a word. To keep values, copy them: ``copy.deepcopy(state)``, or ``{name: x.clone() for name, x in
+    state.params.items()}``.
+
+    Attributes:
+        params: tree of tensors: `trained` and `frozen` ones together, as the step is given them.
+        buffers: tree of tensors that steps pass on without differentiating them, or None.
+        opt_state: the optimizer's.
+        sync_state: the communication state, an :class:`ltx.SyncState`.
+        step: the number of steps done, a Python int.
+        layout: how each part relates across ranks.
+        loss_scale: the :class:`ltx.core.training.mixed_precision.LossScale` of dynamic loss scaling; else ().
+        pending: what the strategy has under way between two steps, None for most; not part of the tree, and not saved.
+        frozen: the parameters that aren't trained, with None in the places of the others; None if all are trained.
+    """
+
+    params: Tree
+    buffers: Tree
+    opt_state: Tree
+    sync_state: Any
+    step: int = 0
+    layout: StateLayout = field(default_factory=StateLayout)
+    loss_scale: Any = ()
+    pending: Any = field(default=None, repr=False)
+    frozen: Tree = field(default=None, repr=False)
+    _lease: _Lease = field(default_factory=lambda: [None], repr=False)
+
+    def __post_init__(self) -> None:
+        # The user who makes a state may hold its tensors; steps reset this for theirs.
+        object.__setattr__(self, "_seen", _PARTS)
+        if self.frozen is not None:
+            given = self.__dict__["_params"]
+            frozen = tree.masked(tree.filled(given, self.frozen), self.frozen)  # Dynamo can't flatten None alone
+            object.__setattr__(self, "_params", tree.masked(given, self.frozen, there=False))
+            object.__setattr__(self, "frozen", frozen)
+
+    @property
+    def trained(self) -> Tree:
+        """The parameters that are trained, with None in the places of frozen ones."""
+        self._look_at("params")
+        return self.__dict__["_params"]
+
+    def _look_at(self, part: str) -> None:
+        """A part is read: note that the user may hold its tensors."""
+        if traced.recording():
+            return
+        self.check_owned()
+        if part not in self.seen:
+            self.__dict__["_seen"] = (*self.seen, part)
+
+    def __getstate__(self) -> dict[str, Any]:
+        for part in _PARTS:
+            self._look_at(part)
+        return {**self.__dict__, "pending": None}  # what is pending belongs to this process
+
+    def check_owned(self) -> None:
+        """Raise if this state was donated or is invalid.
+
+        Raises:
+            DonatedStateError, InvalidStateError: it is.
+        """
+        if isinstance(self._lease[0], str):
+            raise InvalidStateError(self._lease[0])
+        if self._lease[0] is not None:
+            raise DonatedStateError(
+                f"this TrainState (step {self.step}) was donated to the step that made state {self._lease[0]}: "
+                "its tensors were updated in place and hold other values now. Use the state that the step returned; to "
+                "keep an old one, copy.deepcopy(state) before the step, or train_step(..., donate=False)."
+            )
+
+    def check_finished(self, what: str) -> None:
+        """Raise InputError if the strategy has something under way: it would be lost, or be added to other values."""
+        if getattr(self.pending, "mean", self.pending) is not None:
+            raise InputError(
+                f"{what}: {self.layout.strategy} has an exchange under way between two steps, which a file can't "
+                "hold. Finish it first, on all ranks: state = train.finish(state)."
+            )
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """The parts whose tensors the user may hold."""
+        seen: tuple[str, ...] = self.__dict__["_seen"]
+        return seen
+
+    def unseen(self) -> TrainState:
+        """This state, counted as one whose tensors only the steps hold."""
+        self.__dict__["_seen"] = ()
+        return self
+
+    def held(self, name: str) -> Tree:
+        """A part as it is kept, without counting it as one whose tensors the user may hold."""
+        return self.frozen if name == "frozen" else self.__dict__[f"_{name}"]
+
+    @property
+    def is_donated(self) -> bool:
+        """Whether a step has taken this state's tensors over."""
+        return isinstance(self._lease[0], int)
+
+    def parts(self, names: Sequence[str]) -> list[Tree]:
+        """Those of the parts `names` that steps write into."""
+        return [self.__dict__[f"_{name}"] for name in names if name in _WRITTEN]
+
+    def renew(self, made: Callable[[Tree], Tree]) -> None:
+        """Replace each part by what `made` makes of it; for a state that the user hasn't read yet."""
+        self.__dict__.update({f"_{name}": made(self.__dict__[f"_{name}"]) for name in _PARTS})
+
+    def donate(self) -> None:
+        """Mark this state as donated: from now on reading it raises."""
+        self._lease[0] = self.step + 1
+        for name in _PARTS:
+            self.__dict__.pop(f"_{name}", None)
+
+    def begin_writing(self) -> None:
+        """A step is about to write into this state's tensors: it is invalid until that is over, whatever happens."""
+        self._lease[0] = (
+            f"this TrainState (step {self.step}) is invalid: something failed while its tensors were updated in place. "
+            "Load a checkpoint. With donate=False the tensors of a state are never written to."
+        )
+
+    def undo_begin(self) -> None:
+        """Nothing was written after all."""
+        self._lease[0] = None
+
+    def invalidate(self, why: str) -> None:
+        """Mark this state as invalid, because only some tensors were updated in place: reading it raises with `why`."""
+        self._lease[0] = why
+        for name in _WRITTEN:
+            self.__dict__.pop(f"_{name}", None)
+
+    def become(self, following: TrainState) -> None:
+        """Take over `following`, the next state, which an interrupt has kept from the caller."""
+        self.__dict__.update(following.__dict__)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves.
+
+        Of tensors of one path that keeps one rank's. So paths of what is each rank's own name the rank, such as
+        ``params.rank_0_of_2.weight`` with local SGD, and as many ranks load them.
+        """
+        self.check_owned()
+        self.check_finished("state_dict")
+        tensors = tree.flatten(self)[0]
+        own = [part for part in ("params", "opt_state") if getattr(self.layout, part) == "per_rank"]
+        if self.layout.sync_state == "per_rank" or any(map(is_dtensor, tensors)):
+            own.append("sync_state.leaves")
+        kept = dict(map(partial(_of_this_rank, own), tree.leaf_paths(self), tensors))
+        return {**kept, "step": torch.tensor(self.step), "updates": torch.tensor(updates_of(self))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.
+
+        The one place where a state changes: the protocol of ``torch.distributed.checkpoint`` asks for it.
+
+        Raises:
+            InputError: (a ValueError) leaves or their shapes differ; nothing has changed then.
+        """
+        mine, fix = self.state_dict(), "Build the state as it was when it was saved."
+        if missing := sorted(mine.keys() ^ state_dict.keys()):
+            raise InputError(f"the checkpoint and this state differ in their leaves: {missing[:8]}. {fix}")
+        for path, tensor in mine.items():
+            if tensor.shape != state_dict[path].shape:  # which copying would repeat along a dimension of size 1
+                raise InputError(
+                    f"leaf {path!r} is {tree.describe(state_dict[path])} in the checkpoint, and "
+                    f"{tree.describe(tensor)} in this state. {fix}"
+                )
+        for path, tensor in mine.items():
+            if path not in ("step", "updates"):
+                tensor.copy_(state_dict[path])
+        now = counted(self, int(state_dict["step"]), int(state_dict["updates"]))
+        self.__dict__.update({name: getattr(now, name) for name in ("step", "_opt_state", "_sync_state")})
+
+
+def _of_this_rank(own: list[str], path: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Path and tensor; with the rank in it, and local, in one of the parts `own`, which each rank has of its own."""
+    part = next((part for part in own if f"{path}.".startswith(f"{part}.")), "")
+    if not part or not dist.is_initialized() or dist.get_world_size() == 1:
+        return path, x
+    return f"{part}.rank_{dist.get_rank()}_of_{dist.get_world_size()}{path.removeprefix(part)}", local(x)
+
+
+def _part(name: str) -> property:
+    """A part of a state as an attribute; reading it gives its tensors to the user."""
+    held = f"_{name}"
+
+    def read(state: TrainState) -> Any:
+        state._look_at(name)
+        value = getattr(state, held)
+        return value if name != "params" or state.frozen is None else tree.filled(value, state.frozen)
+
+    return property(read, lambda state, value: object.__setattr__(state, held, value))
+
+
+for _name in _PARTS:
+    setattr(TrainState, _name, _part(_name))
+
+
+def counted(state: TrainState, step: int, updates: int) -> TrainState:
+    """`state` with the counts of `step` steps and `updates` of the optimizer, its tensors as they are.
+
+    Steps are counted in the structure: here, by the optimizer and by the communication state, whose clock, which counts
+    those of compiled steps, begins anew.
+    """
+    opt_state = tree.map(
+        lambda node: replace(node, count=updates) if isinstance(node, TorchState) else node,
+        state.opt_state,
+        is_leaf=lambda node: isinstance(node, TorchState),
+    )
+    sync_state = replace(state.sync_state, step=step, clock=torch.zeros_like(state.sync_state.clock))
+    return replace(state, step=step, opt_state=opt_state, sync_state=sync_state)
+
+
+def updates_of(state: TrainState) -> int:
+    """How often the optimizer has run: not at every step, with a strategy that accumulates gradients of several."""
+    counts = [state.step]
+    tree.map(
+        lambda node: counts.append(node.count) if isinstance(node, TorchState) else None,
+        state.opt_state,
+        is_leaf=lambda node: isinstance(node, TorchState),
+    )
+    return counts[-1]
+
+
+def _children(state: TrainState) -> tuple[str, ...]:
+    """The names of its children as a tree."""
+    return _PARTS if state.frozen is None else (*_PARTS, "frozen")
+
+
+tree.register_node(
+    TrainState,
+    # Torch's trees take None for a leaf.
+    lambda s: ((s.trained, *(getattr(s, part) for part in _children(s)[1:])), (s.step, s.layout)),
+    lambda c, static: TrainState(
+        c[0], c[1], c[2], c[3], static[0], static[1], c[4], frozen=c[5] if len(c) > len(_PARTS) else None
+    ),
+    names=lambda s: _children(s),
+)

@@ -1,0 +1,319 @@
+"""train_step: a whole training step as a function from state to state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ltx.core import collectives, comm
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import checked
+from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StepError
+from ltx.core.gradients.planning import in_step
+from ltx.core.optim import Optimizer
+from ltx.core.optim.base import differentiated, is_transforming
+from ltx.core.ranks.axis import Axis
+from ltx.core.training.guard import must_sync_finite, scaling
+from ltx.core.training.metrics import Metrics
+from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
+from ltx.core.training.parameters import Trainable, split, taken_from
+from ltx.core.training.placed_state import init_on_parts, on_parts
+from ltx.core.training.pure_step import step_purely
+from ltx.core.training.replicas import check_replicas
+from ltx.core.training.settings import TrainSettings, check_devices, check_kept, check_layout
+from ltx.core.training.step import Step
+from ltx.core.training.train_state import TrainState
+from ltx.core.transforms.data_parallel import DataParallel
+from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, check_next
+from ltx.core.transforms.sync_state import SyncState
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True)
+class TrainStep(TrainSettings):
+    """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``.
+
+    Beside these two it has what else a train state needs the step, the optimizer and the strategy for.
+    """
+
+    def init(self, params: Tree | torch.nn.Module, buffers: Tree = None) -> TrainState:
+        """The state before the first step, with rank 0's values on every rank.
+
+        Args:
+            params: tree of floating or complex tensors, which are copied. Parameters of a module whose requires_grad is
+                False are frozen: neither differentiated nor sent, without optimizer state, and still given to the step;
+                so are those that the train step's `trainable` leaves out. Or a module, whose parameters the state takes
+                over, so that there is no second copy: they raise DonatedStateError from then on, and
+                ``ltx.to_module(module, state)`` gives the module the state's values.
+            buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
+                buffers)``, or ``(loss, buffers, aux)`` with `has_aux`; :func:`ltx.functional_call` with
+                ``return_buffers=True`` gives the next ones.
+
+        Raises:
+            TreeError: a leaf can't be trained; or two leaves are one tensor (tied weights).
+            StepError: nothing is left to be trained.
+        """
+        if buffers is not None:
+            check_kept(buffers, self.step)
+        strategy, axis = self.step.strategy, comm.resolve(self.step.axis)
+        strategy.check_axis(axis)
+        if (placed := init_on_parts(self, params, buffers)) is not None:
+            return placed
+        check_devices(
+            axis, dict(params.named_parameters()) if isinstance(params, torch.nn.Module) else params, "params"
+        )
+        check_devices(axis, buffers, "buffers")
+        if isinstance(params, torch.nn.Module):
+            params, frozen = taken_from(params, axis, self.trainable)
+        else:
+            tree.check_dense(tree.flatten(params)[0], params, "params")
+            trained, frozen = split(params, self.trainable)
+            params = collectives.broadcast(tree.map(self._begun, params), axis=axis)
+            if frozen is not None:
+                params, frozen = tree.masked(params, trained), tree.masked(params, frozen)
+        buffers = collectives.broadcast(tree.map(self._begun, buffers), axis=axis)
+        sync_state = self.step.init(params)
+        if not torch._C._are_functorch_transforms_active():
+            sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
+        opt_state = strategy.init_optimizer(self.optimizer, params, axis)
+        dynamic = scaling(self)
+        loss_scale: Any = () if dynamic is None else dynamic.start()
+        if axis.comm is not None:
+            loss_scale = tree.map(lambda x: x.to(axis.comm.device), loss_scale)
+        layout = replace(strategy.layout, strategy=repr(self.step.hook_as_chosen(sync_state).strategy))
+        state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
+        return state.unseen()
+
+    @on_parts
+    def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
+        """Rank `src`'s state on every rank, whatever theirs were: what was restored or made on one rank alone.
+
+        Parameters, buffers, optimizer state, communication state and the count of steps, their structures included; so
+        ranks may come with any state, such as that of :meth:`init`. Parts that are each rank's own (``state.layout``)
+        are the same on all of them afterwards: `src`'s, also in what ranks know of each other. Every rank calls it.
+
+        Source: Horovod's ``broadcast_parameters`` and ``broadcast_optimizer_state``.
+        """
+        state.check_owned()
+        axis = comm.resolve(self.step.axis)
+        sync: SyncState = state.sync_state
+        parts = (state.trained, state.frozen, state.buffers, state.opt_state, sync.leaves, state.loss_scale)
+        leaves, spec = tree.flatten(parts)
+        metas = [torch.empty_like(x, device="meta") for x in leaves]  # dense strides stay as they are
+        shapes = [(x.shape, x.stride(), x.dtype, leaf.device.type) for x, leaf in zip(metas, leaves, strict=True)]
+        empty = tree.unflatten(spec, metas)
+        told = (empty, shapes, state.step, sync.checked_step(), sync.choice, state.layout)
+        empty, shapes, step, sync_step, choice, layout = collectives.broadcast_object(told, src, axis)
+        if axis.rank != src or axis.size == 1:
+            made = [torch.empty_strided(shape, strides, dtype=dtype, device=at) for shape, strides, dtype, at in shapes]
+            parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
+        params, frozen, buffers, opt_state, entries, loss_scale = tree.map(
+            torch.Tensor.detach, collectives.broadcast(parts, src, axis)
+        )
+        if name := layout.copies_of:  # of peers, which have the same as this rank now
+            entries = {path: {copy: held[name].clone() for copy in held} for path, held in entries.items()}
+        sync = replace(SyncState.new(entries, choice), step=sync_step)
+        return TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen)
+
+    @on_parts
+    def finish(self, state: TrainState) -> TrainState:
+        """`state` after what its strategy has under way between two steps, as an asynchronous one has, is complete.
+
+        Every rank calls it, after its last step or before it looks at the parameters; other strategies give the state
+        back as it is. Training may go on afterwards.
+        """
+        state.check_owned()
+        info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
+        strategy = self.step.strategy
+        if not strategy.communicates_besides:
+            return state
+        params, states = state.trained, state.sync_state.leaves
+        got = strategy.finish(params, states, info, state.pending)
+        params, states = check_next(strategy, "finish", got, params, states)
+        return replace(state, params=params, sync_state=replace(state.sync_state, leaves=states), pending=None)
+
+    @on_parts
+    def gather(self, state: TrainState) -> TrainState:
+        """`state` with the whole optimizer state on every rank, where its strategy shards it; every rank calls this.
+
+        So it can be saved and used on another number of ranks: load into ``train.gather(train.init(params))`` there. A
+        step takes such a state and goes on with this rank's part. Other strategies give the state back as it is.
+        """
+        state.check_owned()
+        if state.layout.opt_state != "sharded":
+            return state
+        info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
+        opt_state = self.step.strategy.gather_optimizer(self.optimizer, state.trained, state.opt_state, info)
+        return replace(state, opt_state=opt_state, layout=replace(state.layout, opt_state="replicated"))
+
+    @traced.whole
+    @on_parts
+    def __call__(self, state: TrainState, *args: Any, **named: Any) -> tuple[TrainState, Metrics]:
+        batch = Batch(args, named)
+        if not isinstance(state, TrainState):
+            raise StepError(
+                f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
+            )
+        if traced.recording() or self._is_differentiated(state, batch):
+            return step_purely(self, state, batch)
+        state.check_owned()
+        axis, seen = comm.resolve(self.step.axis), state.seen  # before the comparison looks at the state
+        self._compare(state, axis)
+        params, sync = state.trained, state.sync_state
+        strategy, info = self.step.strategy, StepInfo(sync.checked_step(), axis)
+        strategy.check_axis(axis)
+        check_layout(strategy, info.step)
+        pending, buffers = state.pending, state.held("buffers")
+        late = axis.size > 1 and strategy.communicates_after_update(info.step)
+        hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
+        try:
+            with self._together(state, info, late) as commit, comm.span("step"):
+                if strategy.communicates_besides:
+                    pending = strategy.begin(params, sync.leaves, info, pending)
+                return Step(self, state, batch, seen, info, pending, late, hook, commit).run()
+        except BaseException as error:
+            if pending is not None and pending is not state.pending and axis.comm is not None:
+                axis.comm.recovery.abort(error)  # what this rank has begun won't go on
+            if isinstance(error, PeerLostError | CollectiveTimeoutError):
+                error.args = (f"{error} It was in step {state.step} of the training.",)
+            if isinstance(error, TypeError):
+                check_call(self.step.fn, buffers, batch)
+            raise
+
+    def _together(self, state: TrainState, info: StepInfo, late: bool) -> AbstractContextManager[Callable[[], None]]:
+        """Surrounds a step that this rank does together with others: what raises in it leaves it on all of them.
+
+        What it gives is to be called when the step commits.
+        """
+        axis = info.axis
+        hook = self.step.hook_as_chosen(state.sync_state).hook(info.step, training=True)
+        everyone = late or must_sync_finite(self, info)
+        if axis.size == 1 or (hook is None and not everyone):
+            return nullcontext(_nothing)
+        among = axis if everyone or hook is None else hook.within(axis) or axis
+        ranks = among.threads if among.comm is None else among.comm.recovery
+        return nullcontext(_nothing) if ranks is None else ranks.in_step(state.step)
+
+    def _begun(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, without its derivative if it says that it is trained, as modules' parameters do."""
+        return x.detach() if x.is_leaf and (self._may_donate or isinstance(x, torch.nn.Parameter)) else x
+
+    @property
+    def _may_donate(self) -> bool:
+        """Whether steps take their state's memory: what is differentiated or batched around them would need it."""
+        return self.donate and not is_transforming() and not in_step.get()
+
+    def _is_differentiated(self, state: TrainState, batch: Batch) -> bool:
+        """Whether somebody may differentiate the next state; not in a batch, if the step takes the state's memory."""
+        parts = (state.held("params"), state.held("buffers"), () if self._may_donate else (batch.args, batch.named))
+        return differentiated([x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor)])
+
+    def _compare(self, state: TrainState, axis: Axis) -> None:
+        """Compare what should be the same on all ranks: when it is due, and at the first step in a world.
+
+        Ranks that come from a checkpoint or from an interrupt may come from different steps.
+        """
+        axis_comm = axis.comm or axis.threads
+        layout = self.step.strategy.layout
+        first = (
+            axis_comm is not None
+            and not axis_comm.compared.has(TrainStep, None)
+            and "replicated" in (layout.params, layout.sync_state)
+        )
+        if first or (self.check_every is not None and state.step % self.check_every == 0):
+            check_replicas(state, axis)
+            if axis_comm is not None:
+                axis_comm.compared.add(TrainStep, None)
+
+    def post_update_hook(self, step: int) -> PostUpdateHook | None:
+        """What ranks do with each bucket of parameters after the optimizer, in the step after `step` others.
+
+        None where they do nothing then, or do it only when the optimizer has run on all parameters.
+        """
+        if self.overlap != "update" or not self.step.strategy.communicates_after_update(step):
+            return None
+        hook = self.step.strategy.post_update_hook(self.optimizer, step)
+        return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
+
+
+def _nothing() -> None:
+    pass
+
+
+@checked("donate", "has_aux")
+def train_step(
+    step: DataParallel,
+    optimizer: Optimizer,
+    *,
+    donate: bool = True,
+    guard: Literal["off", "skip", "raise"] = "off",
+    overlap: Literal["backward", "update"] = "backward",
+    has_aux: bool = False,
+    check_every: int | None = None,
+    trainable: Trainable = None,
+) -> TrainStep:
+    """A whole training step: gradients, their reduction, the optimizer, the strategy's work on parameters.
+
+    Args:
+        step: a data-parallel step that returns a 0-dim loss or :class:`ltx.Weighted`, or a mapping or dataclass that
+            holds it as `loss`; accumulated or not. Or one with ``returns="grads"``, which returns ``(grads, loss)``, as
+            :func:`ltx.grad_and_value` does, and what else a step returns after them: DP-SGD, evolution strategies.
+            With a Weighted loss its gradients are those of the total.
+        optimizer: from :mod:`ltx.optim`.
+        donate: update the state's tensors in place, as JAX's buffer donation does; the old state can't be used again.
+            Off where a step is differentiated: under transforms, inside of another step, or because its state requires
+            grad. With ``donate=False`` a batch that requires grad counts too, and derivatives pass through steps.
+        guard: what happens to a step whose gradients are NaN or infinite on any rank. "off": no check. "skip":
+            parameters, buffers, optimizer state and what hooks carry are as they were, on all ranks alike; the step is
+            counted, ``metrics.skipped`` says so, and what a strategy does to parameters besides (averages) it still
+            does. "raise": the same NotFiniteError on every rank, which names ranks and leaves; the state may be used
+            again. Ranks that share gradients see it without asking one another; others ask at every step. With
+            :class:`ltx.DynamicLossScale`, which skips such steps anyway, "raise" raises once the scale has come down
+            to 1, where it isn't to blame.
+        overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
+            complete. The step commits whole: if anything fails before that, the state is as it was. "update": the
+            optimizer runs on each bucket when it is complete, which is faster and not atomic: after a failure in the
+            middle a donated state is invalid, and using it raises InvalidStateError. For optimizers that update leaf by
+            leaf; refused for others (clipping). Where ranks communicate after the optimizer (ZeRO, Adasum, the
+            low-precision ring), it runs and they communicate bucket by bucket during the backward pass, so a failure of
+            that invalidates the state too.
+        has_aux: the step returns ``(loss, aux)``; aux comes back in ``metrics.aux``, where it is this rank's own. With
+            ``data_parallel(outputs="mean")`` floating tensors in it are means over ranks, at the price of a message;
+            or the step takes the mean of what it wants the mean of, ``return loss, {"accuracy": ltx.pmean(accuracy)}``.
+            A mapping or dataclass with an entry `loss`, as models of transformers return, stands for its loss; with
+            `has_aux` it is aux as well.
+        check_every: before every so many steps, the first included, compare what should be the same on all ranks
+            (:func:`ltx.check_replicas`). None: never. Compiled graphs never compare.
+        trainable: which parameters are trained, of those that :meth:`TrainStep.init` wouldn't freeze: a pattern of
+            their paths such as ``"head.*"``, a list of such patterns, or a function of a path. None: all.
+
+    Returns:
+        A :class:`TrainStep`: ``.init(params, buffers=None) -> TrainState`` copies, and broadcasts from rank 0;
+        ``(state, *batch) -> (state, Metrics)``. Every rank calls it with its own batch, by position or by keyword, as
+        the step takes it.
+
+    Raises:
+        DonatedStateError: the state was donated to an earlier step.
+        RankMismatchError: ranks differ in their parameters, or have issued different collectives; before the update.
+        WeightError: all weights of a Weighted step are 0; before the update.
+        ReplicaDivergedError: ranks have different parameters, with `check_every`; before the step.
+        NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``; before the update.
+        InvalidStateError: something failed while a step with overlap="update" was being applied.
+        StepError, StrategyError, OptimError: the pieces don't fit, at once.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.data_parallel(lambda p, x: ((p["w"] * x) ** 2).mean())
+        >>> train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        >>> state = train.init({"w": torch.tensor(1.0)})
+        >>> state, metrics = train(state, torch.tensor([1.0, 2.0]))
+        >>> metrics.loss, state.params["w"]
+        (tensor(2.5000), tensor(0.5000))
+    """
+    if isinstance(step, DataParallel):
+        step = as_loss(step)
+    return TrainStep(step, optimizer, donate, guard, overlap, has_aux, check_every, trainable)

@@ -1,0 +1,338 @@
+"""data_parallel: tie ∘ f ∘ mark, as a transformation of steps.
+
+Li et al., "PyTorch Distributed", VLDB 2020, for the buckets; ``jax.shard_map``'s replicated arguments for the rule: the
+gradient with respect to a replicated argument is reduced over the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base import traced, tree
+from ltx.core.base.errors import StepError, SyncStateError
+from ltx.core.base.placements import Placements, refuse_in_graph
+from ltx.core.gradients.planning import in_step
+from ltx.core.transforms import plain_autograd
+from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, nodes_made, refuse_captured
+from ltx.core.transforms.compare import check_in_debug, check_params_once
+from ltx.core.transforms.marking import mark, mark_in_graph
+from ltx.core.transforms.placed import check_placements, local_parts, placed, whole_scalars
+from ltx.core.transforms.run import PLAIN_CALL, CallOptions, Marked, Run, StepSettings, averaged, refuse_gradients
+from ltx.core.transforms.strategy import Strategy, default_strategy
+from ltx.core.transforms.sync_gradients import sync_gradients
+from ltx.core.transforms.sync_state import Synced, SyncState, check_state
+from ltx.typing import Step, Tree
+
+
+@dataclass(frozen=True)
+class DataParallel(StepSettings):
+    """A step with synchronised gradients: what :func:`data_parallel` returns.
+
+    An immutable value, called like the step. Its attributes are those of
+    :class:`ltx.core.transforms.run.StepSettings`.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.returns == "grads":
+            if not traced.recording():
+                self._check_given(args)
+            return self._reduce_returned(self.fn(*args, **kwargs))
+        if traced.recording():
+            return self.run(args, kwargs).value()
+        if torch._C._are_functorch_transforms_active() and self._runs_below(args, kwargs):
+            with suppress(TracedValueError):
+                return plain_autograd.call_below(self, args, kwargs)
+        with comm.span("forward"):
+            return self.run(args, kwargs).value()
+
+    def _runs_below(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if comm.resolve(self.axis).comm is None:
+            return False
+        params, state = self._params_of(args)
+        mine = {id(x) for x in tree.flatten((params, state))[0]}
+        others = [x for x in tree.flatten((args, kwargs))[0] if id(x) not in mine]
+        return plain_autograd.applies(tree.flatten((params, state))[0], others)
+
+    def init(self, params: Tree) -> SyncState:
+        """The communication state before the first step, for strategies that have one; without leaves for others.
+
+        With ``bucket_bytes="auto"`` or ``comm_hook="auto"`` the network is measured here, so every rank must call this.
+        """
+        tree.check_tensors(params, "params")
+        tree.check_paths(params, "params")
+        params = local_parts(params)
+        leaves, strategy, choice = tree.flatten(params)[0], self.strategy, ""
+        if strategy.auto_sizes or strategy.auto_hook:
+            choice = strategy.choose(self.axis, params, self.reduce_dtype)
+            strategy = strategy.with_choice(choice)
+        states = {
+            path: state
+            for path, leaf in zip(tree.leaf_paths(params), leaves, strict=True)
+            if leaf.is_floating_point() and (state := strategy.init(leaf, path))
+        }
+        return SyncState.new(states, choice)
+
+    def hook_as_chosen(self, state: SyncState | None) -> DataParallel:
+        """This step with the hook that `state` says was chosen, where its strategy leaves that to a choice."""
+        if state is None or not self.strategy.auto_hook or self.blocked:
+            return self
+        return replace(self, strategy=self.strategy.with_choice(state.choice))
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions = PLAIN_CALL,
+    ) -> Run:
+        """Call the step on marked parameters and tie its output."""
+        params, sync_state = self._params_of(args)
+        if self.strategy.auto_hook and sync_state is not None and not (self.blocked or traced.recording()):
+            return self.hook_as_chosen(sync_state).run(args, kwargs, options)
+        leaves, spec = tree.flatten(params)
+        step, placements = options.step, None
+        if traced.recording():
+            refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
+            counted = sync_state.step if sync_state is not None else 0
+            marked = mark_in_graph(self, params, leaves, sync_state, counted if step is None else step)
+            local, within = self.blocked, None
+        else:
+            tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
+            placements = self.placements or Placements.of(leaves)
+            if placements is not None:
+                leaves = placements.local(leaves)
+                params = tree.unflatten(spec, leaves)
+            counted = sync_state.checked_step() if sync_state is not None else 0
+            training, step = step is not None, counted if step is None else step
+            hook = self.hook(step, training)
+            if placements is not None:
+                whole = params if options.frozen is None else tree.filled(params, options.frozen)
+                axis, paths = comm.resolve(self.axis), partial(tree.leaf_paths, whole)
+                check_placements(axis, placements, self.strategy, step, paths, "data_parallel")
+            marked = mark(self, params, leaves, spec, sync_state, hook, step, options)
+            local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
+        given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
+        if options.frozen is not None:
+            given = tree.filled(given, options.frozen)
+        if placements is not None:
+            given = placed(placements, given)
+            leaves, spec = tree.flatten(given)
+        if traced.recording():
+            output = self.fn(*self._replaced(args, given), **kwargs)
+        else:
+            with marked.schedule.in_forward() if marked.schedule and options.step is None else nullcontext():
+                output = self._call(self._replaced(args, given), kwargs, marked, options.deferred)
+        refuse_gradients(output, leaves, spec)
+        tied = marked.tied(output)
+        mean = self.outputs == "mean" and not self.blocked
+        return Run(tied, self.axis, marked.schedule, mean, local, within, marked.inputs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, deferred: bool) -> Any:
+        """Call the user's step, and see to what it does besides returning something."""
+        token, before = in_step.set(True), nodes_made()
+        try:
+            with look_at_modules(self.fn):
+                output = whole_scalars(self.fn(*args, **kwargs))
+        finally:
+            in_step.reset(token)
+        if marked.schedule is not None and not torch._C._are_functorch_transforms_active():
+            refuse_captured(self.fn, output, (marked.leaves, args, kwargs), nodes_made() - before, deferred)
+        return output
+
+    def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
+        """The parameters among the arguments of a call, and the communication state that came with them."""
+        numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        missing = [n for n in numbers if not -len(args) <= n < len(args)]
+        if missing:
+            raise StepError(
+                f"argnums={self.argnums}: the step was called with {len(args)} positional arguments. Parameters are "
+                "passed by position."
+            )
+        if not isinstance(self.argnums, int):
+            return tuple(args[n] for n in self.argnums), None
+        params = args[self.argnums]
+        if not isinstance(params, Synced):
+            return params, None
+        check_state(params.sync_state)
+        return params.params, params.sync_state
+
+    def _params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
+        params, state = self.params_of(args)
+        bare = state is None and isinstance(self.argnums, int)
+        if bare and not self.blocked and not traced.recording() and self.strategy.stateful:
+            raise SyncStateError(
+                f"{self.strategy!r} has communication state, but the step was given bare parameters. Use "
+                "ltx.grad_and_value(step)(params, batch, sync_state=step.init(params)), ltx.train_step, or "
+                "ltx.Synced(params, state)."
+            )
+        return params, state
+
+    def _replaced(self, args: tuple[Any, ...], params: Tree) -> tuple[Any, ...]:
+        filled = list(args)
+        if isinstance(self.argnums, int):
+            filled[self.argnums] = params
+        else:
+            for n, value in zip(self.argnums, params, strict=True):
+                filled[n] = value
+        return tuple(filled)
+
+    def _check_given(self, args: tuple[Any, ...]) -> None:
+        if self.blocked or (hook := self.strategy.hook(0)) is None:
+            return
+        axis, params = comm.resolve(self.axis), self._params_of(args)[0]
+        check_in_debug(axis, params)
+        leaves, structure = tree.flatten(params)
+        key = structure, tuple((x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
+        check_params_once(hook.within(axis) or axis, params, self.fn, key, None)
+
+    def _reduce_returned(self, output: Any) -> Any:
+        if self.blocked:
+            return output
+        if isinstance(output, tuple) and not hasattr(output, "_fields") and output:
+            grads, _ = sync_gradients(output[0], self.strategy, axis=self.axis)
+            rest = output[1:]
+            return (grads, *(averaged(rest, self.axis) if self.outputs == "mean" else rest))
+        return sync_gradients(output, self.strategy, axis=self.axis)[0]
+
+
+@overload
+def data_parallel(
+    step_fn: Step,
+    strategy: Strategy | None = None,
+    *,
+    argnums: int | tuple[int, ...] = 0,
+    axis: Any = None,
+    outputs: Literal["local", "mean"] = "local",
+    returns: Literal["value", "grads"] = "value",
+) -> DataParallel: ...
+
+
+@overload
+def data_parallel(
+    step_fn: None = None,
+    strategy: Strategy | None = None,
+    *,
+    argnums: int | tuple[int, ...] = 0,
+    axis: Any = None,
+    outputs: Literal["local", "mean"] = "local",
+    returns: Literal["value", "grads"] = "value",
+) -> Callable[[Step], DataParallel]: ...
+
+
+def data_parallel(
+    step_fn: Step | None = None,
+    strategy: Strategy | None = None,
+    *,
+    argnums: int | tuple[int, ...] = 0,
+    axis: Any = None,
+    outputs: Literal["local", "mean"] = "local",
+    returns: Literal["value", "grads"] = "value",
+) -> DataParallel | Callable[[Step], DataParallel]:
+    """A step whose gradients are reduced over the ranks of an axis, overlapping the backward pass.
+
+    Args:
+        step_fn: ``(params, *batch) -> output``, pure in its parameters: a tree of tensors in, a scalar loss (or a tree
+            of tensors, or :class:`ltx.Weighted`) out. Each rank calls it on its own batch.
+        strategy: how gradients are reduced; :class:`ltx.DDPStrategy` if None.
+        argnums: the positional argument(s) that are the parameters, the same on every rank. Others, such as a rank's
+            own experts, have gradients by the collectives' rule: of the sum of all ranks' outputs, n times the mean's.
+        axis: as in :func:`ltx.psum`; the one in scope at the time of the call if None.
+        outputs: "local": each rank gets its own value, a train step's ``metrics.aux`` included; take ``ltx.pmean(x)``
+            in the step of what should be a mean. "mean": floating and complex tensors of all that the step returns, aux
+            and buffers included, are averaged over the ranks, and in forward mode so are their tangents.
+        returns: "grads" for a step that itself returns gradients (JAX's habit in ``pmap``): the returned tree, or the
+            first element of a returned tuple, is reduced; the rest is passed on, or averaged with ``outputs="mean"``.
+
+    Returns:
+        A :class:`DataParallel`: a function with `step_fn`'s signature and value, also usable as a decorator
+        (``@ltx.data_parallel``, ``@ltx.data_parallel(strategy=...)``).
+
+    Gradient:
+        With respect to `argnums`: the gradient of the mean over ranks of the output, as the strategy reduces it; the
+        same bits on every rank. It works through ``loss.backward()``, ``torch.autograd.grad``, every transform of
+        torch.func, ``torch.compile`` and inside :func:`ltx.vmap`. With respect to other arguments it is this rank's
+        own.
+        Every rank must differentiate its output, whichever parameters that reaches: unused ones contribute zeros.
+        ``vmap(grad(step))`` gives for sample j the mean over ranks of their samples j. Second derivatives are exact,
+        whatever the hook does to first ones.
+
+    Raises:
+        StepError: the output has the structure and shapes of the parameters and `returns` isn't "grads"; or the step
+            uses a parameter that isn't an argument, lets a module write to buffers of its own, or recomputes
+            (``torch.utils.checkpoint``) inside ``torch.func.functional_call``, for which :func:`ltx.functional_call`
+            is right.
+        TreeError: the parameters aren't a tree of tensors.
+        RankMismatchError: ranks' parameters differ in structure, shapes or dtypes; on all ranks, at the first call.
+        ReplicaDivergedError: ranks' parameters differ in their values; on all ranks, at the first differentiated call
+            with parameters of this structure. Compared by digests through the store, before anything is reduced.
+
+    Example:
+        >>> import torch, ltx
+        >>> @ltx.data_parallel
+        ... def step(w, x):
+        ...     return (w * x).mean()
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])  # two ranks with two samples each
+        >>> ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(torch.tensor(1.0), x)
+        tensor([2.5000, 2.5000])
+
+    Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.
+    """
+
+    def wrap(fn: Step) -> DataParallel:
+        return DataParallel(
+            fn, strategy if strategy is not None else default_strategy(), argnums, axis, outputs, returns
+        )
+
+    return wrap if step_fn is None else wrap(step_fn)
+
+
+@dataclass(frozen=True)
+class Blocked(DataParallel):
+    """A data-parallel step whose gradients stay local; as a context manager it yields itself and changes nothing."""
+
+    blocked: bool = True
+
+    def __enter__(self) -> Blocked:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+def block_backward_sync(step: DataParallel) -> Blocked:
+    """The same step with this rank's own gradients: nothing is reduced, nothing is sent.
+
+    Args:
+        step: what :func:`ltx.data_parallel` returned.
+
+    Returns:
+        A new step; `step` itself is as before. It is also a context manager that yields itself, for people used to
+        Lightning's ``block_backward_sync`` and DDP's ``no_sync``; other than there, only what is called through it is
+        affected, whether or not its forward pass lies inside the ``with``, and nothing reduces its gradients later: a
+        backward pass of `step` that would add to a ``.grad`` which one of the new step's wrote raises StepError. Take
+        :func:`ltx.accumulate`, or :func:`ltx.sync_gradients` of the sum. A communication state passes through it
+        unchanged. A :class:`ltx.Weighted` step gives its local mean.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.data_parallel(lambda w, x: (w * x).sum())
+        >>> w, x = torch.tensor(1.0), torch.tensor([2.0, 4.0])
+        >>> with ltx.block_backward_sync(step) as local:
+        ...     ltx.vmap(torch.func.grad(local), in_dims=(None, 0))(w, x)
+        tensor([2., 4.])
+
+    Raises:
+        StepError: `step` isn't data parallel.
+    """
+    if not isinstance(step, DataParallel):
+        raise StepError(
+            f"block_backward_sync takes a step made by ltx.data_parallel, got {type(step).__name__}. A step that isn't "
+            "data parallel has local gradients already."
+        )
+    return Blocked(**{f.name: getattr(step, f.name) for f in fields(DataParallel)} | {"blocked": True})

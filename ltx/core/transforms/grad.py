@@ -1,0 +1,243 @@
+"""grad and grad_and_value: torch.func's, threading the communication state.
+
+functorch takes some 30 us a parameter more for a step that is an autograd Function to it than for one that isn't. So
+where no transform is around the call, and nothing but the parameters is differentiated, gradients are taken by plain
+autograd up to the marker, and from there as reductions complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import checked, outcome
+from ltx.core.base.errors import StepError, UnsupportedError
+from ltx.core.base.placements import Placements
+from ltx.core.gradients.process_schedule import ProcessSchedule
+from ltx.core.gradients.reduction import LeafState
+from ltx.core.transforms.data_parallel import DataParallel
+from ltx.core.transforms.marking import marks_on_wire
+from ltx.core.transforms.plain_autograd import gradients
+from ltx.core.transforms.run import CallOptions
+from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
+from ltx.typing import Step, Tree
+
+
+@checked("step", "argnums", "has_aux")
+def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """``torch.func.grad_and_value`` with a keyword for the communication state of the step.
+
+    Args:
+        step: a step, data parallel or not, that returns a 0-dim tensor (or ``(0-dim tensor, aux)``).
+        argnums: the arguments to differentiate with respect to.
+        has_aux: the step returns ``(loss, aux)``.
+
+    Returns:
+        A function with the step's arguments and ``sync_state=None``. Without a state it gives ``(grads, value)``, and
+        with one ``((grads, next state), value)``; `value` is ``(value, aux)`` with `has_aux`.
+
+    Raises:
+        StepError: the step returned something else than a 0-dim tensor.
+        SyncStateError: the strategy has state and none was given, or one that was used before.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.data_parallel(lambda w, x: (w * x).sum())
+        >>> ltx.grad_and_value(step)(torch.tensor(2.0), torch.tensor([1.0, 3.0]))
+        (tensor(4.), tensor(8.))
+    """
+
+    def scalar(*args: Any, **kwargs: Any) -> Any:
+        return checked_output(step(*args, **kwargs))
+
+    def checked_output(output: Any) -> Any:
+        value = output[0] if has_aux and isinstance(output, tuple) and len(output) == 2 else output
+        if has_aux and value is output:
+            raise StepError(f"has_aux=True needs a step that returns (loss, aux), got {outcome(output)}.")
+        if not isinstance(value, torch.Tensor) or value.ndim != 0:
+            raise StepError(
+                f"a gradient needs a step that returns a 0-dim tensor, got {outcome(value)}. Take its mean or sum; a "
+                "step that returns (loss, aux) wants has_aux=True."
+            )
+        return output
+
+    def transformed(*args: Any, sync_state: SyncState | None = None, **kwargs: Any) -> Any:
+        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        if any(not -len(args) <= n < len(args) for n in numbers):
+            raise StepError(f"argnums={argnums}: the step was called with {len(args)} positional arguments.")
+        if not traced.recording():
+            for n in numbers:
+                _check_differentiable(args[n].params if isinstance(args[n], Synced) else args[n], n)
+        if sync_state is not None:
+            check_state(sync_state)
+        placements = None
+        if isinstance(argnums, int):
+            placements = Placements.of(tree.flatten(args[argnums])[0])
+            if placements is not None:  # whose first derivatives are all there is
+                args = (*args[:argnums], tree.map(torch.Tensor.detach, args[argnums]), *args[argnums:][1:])
+        if isinstance(argnums, int) and _is_plain(step, argnums, args, kwargs, sync_state):
+            return _by_plain_autograd(step, argnums, args, kwargs, sync_state, checked_output)
+        if placements is not None and isinstance(argnums, int):
+            if sync_state is not None:
+                raise UnsupportedError(
+                    "a step with communication state and parameters that are DTensors: no other argument may require "
+                    "gradients, and no transform of torch.func may be around. Use x.detach(), or ltx.train_step."
+                )
+            return _by_local_parts(scalar, argnums, args, kwargs, placements)
+        if sync_state is None:
+            return _by_torch_func(scalar, numbers, isinstance(argnums, int), has_aux, args, kwargs)
+        if not isinstance(argnums, int):
+            raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
+        sync_state.checked_step()  # raises for one that was used before
+        filled = list(args)
+        filled[argnums] = Synced(args[argnums], sync_state)
+        synced, value = _by_torch_func(scalar, numbers, True, has_aux, filled, kwargs)
+        state = synced.sync_state
+        if traced.recording():  # the clock has counted: a step in the structure would be compiled anew
+            return (synced.params, state), value
+        return (synced.params, state.clock_read()), value
+
+    return transformed
+
+
+@checked("step", "argnums", "has_aux")
+def grad(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """``torch.func.grad`` with a keyword for the communication state of the step.
+
+    As :func:`grad_and_value` without the value: gives ``grads``, ``(grads, next state)`` if given a `sync_state`, and
+    that together with aux as a pair with `has_aux`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.grad(ltx.data_parallel(lambda w, x: (w * x).sum()))(torch.tensor(2.0), torch.tensor([1.0, 3.0]))
+        tensor(4.)
+    """
+    both = grad_and_value(step, argnums, has_aux)
+
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        grads, value = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return transformed
+
+
+def _by_torch_func(
+    scalar: Callable[..., Any],
+    numbers: Sequence[int],
+    only: bool,
+    has_aux: bool,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``torch.func.grad_and_value``, for which None is an empty node, as it is for JAX, and not a leaf."""
+    flat = [tree.flatten(args[n]) for n in numbers]
+
+    def of_leaves(lists: list[list[torch.Tensor]]) -> Any:
+        filled = list(args)
+        for n, leaves, (_, spec) in zip(numbers, lists, flat, strict=True):
+            filled[n] = tree.unflatten(spec, leaves)
+        return scalar(*filled, **kwargs)
+
+    lists, value = torch.func.grad_and_value(of_leaves, has_aux=has_aux)([leaves for leaves, _ in flat])
+    grads = tuple(tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flat, strict=True))
+    return grads[0] if only else grads, value
+
+
+def _is_plain(
+    step: Step, argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], sync_state: SyncState | None
+) -> TypeGuard[DataParallel]:
+    """Whether plain autograd gives what torch.func would: no transform is around, nothing else is differentiated."""
+    if not isinstance(step, DataParallel) or not isinstance(step.argnums, int) or step.returns != "value":
+        return False
+    if argnum % len(args) != step.argnums % len(args) or isinstance(args[argnum], Synced):
+        return False
+    if traced.recording() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch.autograd.forward_ad._current_level >= 0 or torch.is_inference_mode_enabled():
+        return False
+    counted = 0 if sync_state is None else sync_state.checked_step()
+    if not tree.flatten(args[argnum])[0] or not marks_on_wire(step.hook_as_chosen(sync_state), counted, training=False):
+        return False
+    return not any(x.requires_grad for x in tree.flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
+
+
+def _by_plain_autograd(
+    step: DataParallel,
+    argnum: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sync_state: SyncState | None,
+    checked_output: Callable[[Any], Any],
+) -> Any:
+    """What :func:`grad_and_value`'s function gives, where :func:`_is_plain`."""
+    params, filled = args[argnum], list(args)
+    if sync_state is not None:
+        filled[argnum] = Synced(params, sync_state)
+    with comm.span("forward"), torch.enable_grad():
+        run = step.run(tuple(filled), kwargs, CallOptions(deferred=True))
+        output = checked_output(run.value())
+    schedule = run.schedule
+    assert isinstance(schedule, ProcessSchedule)
+    assert run.inputs is not None
+    leaves, spec = tree.flatten(params)
+    placements = Placements.of(leaves)
+    grads, states = [torch.empty(())] * len(leaves), dict[int, LeafState]()
+    try:
+        schedule.send_summary()
+        with comm.span("backward"):
+            loss = output[0] if isinstance(output, tuple) else output
+            if loss.requires_grad:  # where nothing ties it to the markers it may reach no parameter
+                torch.autograd.backward(loss, inputs=run.inputs)
+        with torch.no_grad():
+            for bucket, reduced in schedule.wait_buckets():
+                for member, grad in zip(bucket.members, schedule.unpack(bucket, reduced), strict=True):
+                    grads[member] = grad
+                states.update(schedule.plan.states_by_leaf(bucket, reduced[1]))
+        schedule.finish()
+    except BaseException as error:
+        schedule.abandon(error)
+        raise
+    value = tree.detached(output)
+    with torch.no_grad():
+        found = tree.unflatten(spec, grads if placements is None else placements.placed(grads))
+    if sync_state is None:
+        return found, value
+    after = states_after(schedule.plan, states, sync_state.leaves, params, range(len(leaves)))
+    return (found, sync_state.advanced(after)), value
+
+
+def _by_local_parts(
+    scalar: Callable[..., Any], argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], placements: Placements
+) -> Any:
+    """What :func:`grad_and_value`'s function gives for DTensors, into which torch.func can't look."""
+    leaves, spec = tree.flatten(args[argnum])
+    parts = [x.detach().requires_grad_() for x in placements.local(leaves)]
+    filled = list(args)
+    with torch.enable_grad():
+        filled[argnum] = tree.unflatten(spec, placements.placed(parts))
+        output = scalar(*filled, **kwargs)
+        total = output[0] if isinstance(output, tuple) else output
+    found = gradients(total, parts)
+    with torch.no_grad():
+        grads = placements.placed(found)
+    value = tree.detached(output)
+    return tree.unflatten(spec, grads), value
+
+
+def _check_differentiable(params: Tree, number: int) -> None:
+    """Raise unless argument `number` is a tree of tensors that have gradients."""
+    tree.check_tensors(params, f"argument {number} of the step")
+    for place, x in enumerate(tree.flatten(params)[0]):
+        if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS:
+            raise StepError(
+                f"argument {number} of the step: leaf {tree.leaf_paths(params)[place]!r} is {tree.describe(x)} "
+                f"({x.layout}), which has no gradient. Pass floating or complex tensors, and others as arguments of "
+                "their own."
+            )
+
+
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.jagged)

@@ -1,0 +1,296 @@
+"""Marking the parameters of a step, so that their gradients are reduced in the backward pass.
+
+An eager call gets a schedule. A compiled graph gets nodes, which make a schedule of functional collectives when they
+run. Without communication there is no mark.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ltx.core import comm
+from ltx.core.base import traced, tree
+from ltx.core.base.errors import StepError, SyncStateError, UnsupportedError
+from ltx.core.collectives.calls import refuse_threads
+from ltx.core.gradients import functions, marker
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.functions import reduce_gradients
+from ltx.core.gradients.marker import LeafHooks
+from ltx.core.gradients.plain import AllReduce
+from ltx.core.gradients.planning import Names, all_tracked, arrival_order, differentiable, make_plan, tracked
+from ltx.core.gradients.process_schedule import ProcessSchedule, schedule_for
+from ltx.core.gradients.schedule import GraphSchedule, ImmediateSchedule, Plan, Schedule
+from ltx.core.ranks.axis import Axis
+from ltx.core.ranks.backings import unwrapped
+from ltx.core.transforms.compare import check_in_debug, check_params_once
+from ltx.core.transforms.run import CallOptions, Marked, StepSettings
+from ltx.core.transforms.strategy import Strategy, in_dtype
+from ltx.core.transforms.strategy_update import PostUpdateHook
+from ltx.core.transforms.sync_state import SyncState, kept_beside, states_of_leaves
+from ltx.typing import Tree
+
+
+@traced.at_trace_time
+def prepare_trace(
+    strategy: Strategy,
+    axis: Any,
+    step: int,
+    with_state: bool,
+    blocked: bool = False,
+    dtype: torch.dtype | None = None,
+    choice: str = "",
+) -> tuple[str, tuple[str, ...]]:
+    """(the key of a step's settings in a graph, the names of a leaf's states); "" where gradients stay local.
+
+    `with_state`: the step was given its communication state. `dtype`: as in :func:`in_dtype`. `choice`: the state's.
+    """
+    refuse_threads(found := comm.resolve(axis))
+    if strategy.auto_hook and with_state and not blocked:
+        strategy = strategy.with_choice(choice)
+    hook = None if blocked else in_dtype(strategy.hook_in_graph(step), dtype)
+    if hook is None and with_state:
+        raise UnsupportedError(
+            "in a compiled graph a step whose gradients stay local takes bare parameters, not ltx.Synced."
+        )
+    if hook is None:
+        return "", ()
+    if (hook.stateful or strategy.auto_hook) and not with_state:
+        raise SyncStateError(
+            f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
+            "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
+        )
+    key = f"{strategy!r} at step {step} on {found!r} in {dtype}"
+    if found.comm is not None:
+        key += f" of {id(found.comm)}"
+    return traced.keep(key, (strategy, hook, found)), hook.state_names
+
+
+def _schedule_in_graph(
+    key: str,
+    operation: str,
+    tensors: Sequence[torch.Tensor],
+    arrival: tuple[int, ...],
+    names: Names,
+    step: int = 0,
+    clock: torch.Tensor | None = None,
+) -> Schedule:
+    strategy, hook, axis = traced.kept(key)
+    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, list, operation, None, compare=False)
+    # Reductions run below every level of torch.func.
+    return _in_graph(replace(plan, clock=None if clock is None else unwrapped(clock)))
+
+
+def _in_graph(plan: Plan) -> Schedule:
+    return GraphSchedule(plan) if plan.axis.comm is not None else ImmediateSchedule(plan)
+
+
+@traced.node
+def _mark_node(
+    key: str, arrival: tuple[int, ...], names: Names, step: int, clock: torch.Tensor | None, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(marked parameters, tokens) of ``*parameters, *states``, at the step `step` + `clock`."""
+    count = len(arrival)
+    schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, step, clock)
+    states = iter(tensors[count:])
+    marked, tokens = marker.mark(schedule, tensors[:count], [[next(states) for _ in leaf] for leaf in names])
+    return (*marked, *tokens)
+
+
+@traced.node
+def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Outputs tied, of ``*tokens, *kept, *successors, *outputs``."""
+    _, hook, axis = traced.kept(key)
+    return tuple(marker.Tie.apply(_in_graph(Plan(axis, hook, (), ())), tokens, kept, *tensors))
+
+
+@traced.node
+def reduce_in_graph(key: str, arrival: tuple[int, ...], *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Reduced gradients, by a hook without state."""
+    none: list[tuple[()]] = [() for _ in grads]
+    schedule = _schedule_in_graph(key, "sync_gradients", grads, arrival, tuple(none))
+    return tuple(reduce_gradients(schedule, grads, none)[0])
+
+
+def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:
+    """Whether an eager call will have a schedule of process groups; arguments as in :meth:`StepSettings.hook`."""
+    axis, hook = comm.resolve(step_fn.axis), step_fn.hook(step, training)
+    return axis.comm is not None and hook is not None and not _marks_nothing(step_fn, hook, axis)
+
+
+def _marks_nothing(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> bool:
+    return step_fn.blocked or hook is None or (axis.size == 1 and hook.exact and not hook.stateful)
+
+
+def mark(
+    step_fn: StepSettings,
+    params: Tree,
+    leaves: list[Any],
+    spec: Any,
+    sync_state: SyncState | None,
+    hook: CommHook | None,
+    step: int,
+    options: CallOptions,
+) -> Marked:
+    """The marked parameters of an eager call of `step_fn` at `step`, for which the strategy gives `hook`."""
+    axis, hook = comm.resolve(step_fn.axis), options.hook or hook
+    plain = () if torch._C._are_functorch_transforms_active() else [x for x in leaves if x.is_leaf and x.requires_grad]
+    if hook is None or _marks_nothing(step_fn, hook, axis):
+        unmarked = _mark_nothing(step_fn, leaves, sync_state, axis)
+        if hook is not None or not plain or axis.size == 1 or axis.simulated:
+            return unmarked
+        tie = unmarked.tie
+        return replace(unmarked, tie=lambda outs: _noted(outs if tie is None else tie(outs), plain))
+    if axis.simulated and axis.simulated.part is not None:
+        raise UnsupportedError(
+            f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
+            "others. Nest two ltx.vmap, one for nodes and one for the ranks of a node."
+        )
+    # A deferred caller takes the gradients from the schedule, so no graph has to lead to the parameters.
+    source = torch.zeros((), requires_grad=True) if options.deferred and axis.comm is not None else None
+    wanted = all_tracked(leaves) if source is None else differentiable(leaves)
+    if not wanted:
+        return Marked(leaves, as_given=True)
+    paths = functools.cache(lambda: tree.leaf_paths(params))
+    states = states_of_leaves(sync_state, paths, wanted, hook, returned=source is not None)
+    plan = make_plan(
+        step_fn.strategy,
+        hook,
+        axis,
+        [leaves[i] for i in wanted],
+        functools.partial(arrival_order, params, wanted),
+        tuple(tuple(state) for state in states),
+        step,
+        lambda: [paths()[i] for i in wanted],
+        "data_parallel",
+        spec,
+    )
+    # Ranks that share gradients start from the same parameters; ranks that communicate after the optimizer needn't.
+    if step_fn.strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
+        sharing = hook.within(axis) or axis
+        check_in_debug(sharing, params)
+        if options.step is None:  # a train step compares its whole state
+            agreed = plan.agreement
+            check_params_once(sharing, params, step_fn.fn, agreed, None if agreed is None else agreed.signature)
+    schedule = schedule_for(plan, options.deferred)
+    if plain and source is None:
+        schedule.check = functools.partial(_refuse_local, axis, leaves, paths)
+    if isinstance(schedule, ProcessSchedule) and source is not None and not functions.can_raise_priority():
+        hooks = LeafHooks(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
+        schedule.on_end = hooks.finish
+        return Marked(_filled(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)
+    marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
+    filled = _filled(leaves, wanted, marked)
+    if source is not None:
+        return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs), schedule, [source])
+    carried = {paths()[i] for i in wanted} if sync_state is not None else set()
+    kept = kept_beside(sync_state, carried, hook.state_names)
+    return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
+
+
+def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
+    if sync_state is None or not any(tracked(leaf) for leaf in leaves):
+        return Marked(leaves, as_given=True)
+    # Blocked, the state passes through unchanged; else this was a step, though without communication.
+    if step_fn.blocked:
+        kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
+    else:
+        kept = kept_beside(sync_state, set(), ())
+    nothing = ImmediateSchedule(Plan(replace(axis, backing=None), AllReduce(), (), ()))  # without buckets
+    return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
+
+
+# What a gradient of this rank alone has as an attribute: the version that a backward pass has left it in.
+_LOCAL = "_ltx_local"
+
+
+def _noted(outs: list[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`outs` of a step whose gradients stay local: a backward pass of theirs marks each ``.grad`` that it writes."""
+
+    def written() -> list[Any]:
+        return [(x.grad, None if x.grad is None else x.grad._version) for x in leaves]
+
+    def begun(_: torch.Tensor) -> None:
+        before = written()
+
+        def done() -> None:
+            for (old, version), (new, now) in zip(before, written(), strict=True):
+                if new is not None and (new is not old or now != version):
+                    setattr(new, _LOCAL, now)
+
+        torch.autograd.Variable._execution_engine.queue_callback(done)
+
+    for x in outs:
+        if x.requires_grad:
+            x.register_hook(begun)
+    return outs
+
+
+def _refuse_local(axis: Axis, leaves: Sequence[torch.Tensor], paths: Callable[[], list[str]]) -> None:
+    """Raise where this backward pass would add means over ranks to a ``.grad`` of this rank alone, other than 0."""
+    for place, x in enumerate(leaves):
+        grad = x.grad if x.is_leaf and x.requires_grad else None
+        if grad is not None and getattr(grad, _LOCAL, None) == grad._version and _accumulates(x) and grad.abs().sum():
+            raise StepError(
+                f"rank {axis.rank}: the .grad of leaf {paths()[place]!r} holds this rank's own gradients, of a step "
+                "under ltx.block_backward_sync, and this backward pass would add the mean over ranks. Nothing would "
+                "reduce the former, and the ranks would part. Expected: a .grad that is None, or reduced. Take "
+                "micro-batches by ltx.accumulate(step, n); or keep all passes local and reduce their sum by "
+                "ltx.sync_gradients(grads); or set .grad to None. (DDP's no_sync() reduces all of it.)"
+            )
+
+
+def _accumulates(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass under way adds to the ``.grad`` of `leaf`."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch.autograd.grad gives it to its caller
+        return False
+
+
+def mark_in_graph(
+    step_fn: StepSettings, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
+) -> Marked:
+    """:func:`mark` inside a compiled graph, at the `step` that it is compiled at."""
+    key, all_names = prepare_trace(
+        step_fn.strategy,
+        step_fn.axis,
+        step,
+        sync_state is not None,
+        step_fn.blocked,
+        step_fn.reduce_dtype,
+        "" if sync_state is None else sync_state.choice,
+    )
+    if key == "":
+        return Marked(leaves, as_given=True)
+    wanted = differentiable(leaves)
+    names: tuple[tuple[str, ...], ...] = tuple(() for _ in wanted)
+    states: list[torch.Tensor] = []
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if sync_state is not None:
+        paths = tree.plain_paths(params)
+        entries = [sync_state.leaves.get(paths[i], {}) for i in wanted]
+        names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
+        states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
+        kept = kept_beside(sync_state, {paths[i] for i in wanted}, all_names)
+    arrival = tuple(arrival_order(params, wanted))
+    clock = None if sync_state is None else sync_state.clock
+    outs = _mark_node(key, arrival, names, step, clock, *[leaves[i] for i in wanted], *states)
+    tokens = outs[len(wanted) :]
+    before, after = [x for x, _ in kept], [y for _, y in kept]
+
+    def tie(tied: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(_tie_node(key, len(tokens), len(kept), *tokens, *before, *after, *tied))
+
+    return Marked(_filled(leaves, wanted, outs[: len(wanted)]), tie)
+
+
+def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:
+    filled = list(leaves)
+    for i, value in zip(places, values, strict=True):
+        filled[i] = value
+    return filled

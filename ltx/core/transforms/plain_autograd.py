@@ -1,0 +1,164 @@
+"""First derivatives by torch.func at the speed of plain autograd.
+
+Under ``torch.func.grad`` every operation of a step passes functorch's interpreter, and the backward pass is recorded as
+if it were to be differentiated again: 1.08 times the time of ``loss.backward()`` and more memory. Where one level of
+``grad`` (or ``vjp``, ``jacrev``) is all there is, the step runs *below* it instead, on plain autograd, as one autograd
+Function of its parameters; the gradient, the overlap and the bits are those of ``loss.backward()``.
+
+Anything else takes the ordinary way, which composes without limit: several levels, tangents, other arguments that are
+differentiated, or a step that closes over a value that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C import _functorch
+
+from ltx.core import comm
+from ltx.core.base import tree
+from ltx.core.base.errors import StepError, UnsupportedError
+from ltx.core.collectives.linear import Function
+from ltx.core.gradients.planning import tracked
+from ltx.core.transforms.closure_check import is_wrapped, watch_for_traced_values
+from ltx.core.transforms.recompute import checkpoints_allowed
+
+
+def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of `total` with respect to `leaves`, by plain autograd; zeros where there are none."""
+    if not total.requires_grad:
+        return [torch.zeros_like(x) for x in leaves]
+    return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
+
+
+class Call:
+    """One call of a step below the transform: its plain graph, kept for the backward pass."""
+
+    def __init__(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.step = step
+        self.leaves, self.spec = tree.flatten((args, kwargs))
+        self.wrapped = [i for i, x in enumerate(self.leaves) if is_wrapped(x)]
+        self._wanted = [tracked(self.leaves[i]) for i in self.wrapped]
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self._result: tuple[list[Any], Any] = ([], None)
+        self._differentiable: list[int] = []
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the step on plain leaves; the outputs that have a gradient."""
+        self.inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, self._wanted, strict=True)]
+        filled = list(self.leaves)
+        for i, tensor in zip(self.wrapped, self.inputs, strict=True):
+            filled[i] = tensor
+        args, kwargs = tree.unflatten(self.spec, filled)
+        with comm.span("forward"), torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn):
+            outputs, spec = tree.flatten(self.step.run(args, kwargs).value())
+        self._differentiable = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+        self.outputs = [outputs[i] for i in self._differentiable]
+        self._result = ([None if i in self._differentiable else x for i, x in enumerate(outputs)], spec)
+        return tuple(x.detach() for x in self.outputs)
+
+    def result(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """What the step returned, with `outputs` in the places of those that have a gradient."""
+        values, spec = self._result
+        filled = list(values)
+        for i, x in zip(self._differentiable, outputs, strict=True):
+            filled[i] = x
+        return tree.unflatten(spec, filled)
+
+    def pull(self, cotangents: Sequence[torch.Tensor], batched: bool) -> tuple[torch.Tensor | None, ...]:
+        """The backward pass, on plain autograd. It may be run again (jacrev in chunks)."""
+        wanted = [x for x in self.inputs if x.requires_grad]
+
+        def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with comm.nested_run():
+                options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+                return torch.autograd.grad(self.outputs, wanted, one, **options)
+
+        with comm.span("backward"), checkpoints_allowed():
+            grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
+        return tuple(next(grads) if x.requires_grad else None for x in self.inputs)
+
+
+class Below(Function):
+    """``Below.apply(call, *wrapped arguments)``: the step's differentiable outputs."""
+
+    @staticmethod
+    def forward(call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return call.forward(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        return (None, *Pull.apply(ctx.call, False, *cotangents))
+
+
+class Pull(Function):
+    """``Pull.apply(call, batched, *cotangents)``: the backward pass of a :class:`Call`, below the transform."""
+
+    @staticmethod
+    def forward(call: Call, batched: bool, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        return call.pull(cotangents, batched)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        raise _once_only()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        raise _once_only()
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: Call, batched: bool, *cotangents: torch.Tensor
+    ) -> tuple[Any, Any]:
+        stacked = [
+            ct.expand(info.batch_size, *ct.shape) if dim is None else ct.movedim(dim, 0)
+            for ct, dim in zip(cotangents, in_dims[2:], strict=True)
+        ]
+        if not batched:
+            outs = Pull.apply(call, True, *stacked)
+        else:  # one level of batches is what autograd takes
+            rows = [Pull.apply(call, True, *(ct[i] for ct in stacked)) for i in range(info.batch_size)]
+            outs = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+        return outs, (0,) * len(outs)
+
+
+def _once_only() -> UnsupportedError:
+    return UnsupportedError(
+        "the function that torch.func.vjp returned for a data-parallel step was differentiated again. Take both "
+        "derivatives in one go, such as torch.func.jvp(torch.func.grad(step), ...) or torch.func.hessian(step)."
+    )
+
+
+def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether a step of `params` and other arguments can run below the one transform around it."""
+    stack = _functorch.get_interpreter_stack()
+    if stack is None or len(stack) != 1 or stack[0].key() != _functorch.TransformType.Grad:
+        return False
+    if torch.autograd.forward_ad._current_level >= 0:
+        return False
+    tensors = [x for x in (*params, *others) if isinstance(x, torch.Tensor)]
+    return (
+        any(tracked(x) for x in params)
+        and not any(tracked(x) for x in others if isinstance(x, torch.Tensor))
+        and not any((_functorch.get_unwrapped(x) if is_wrapped(x) else x).requires_grad for x in tensors)
+    )
+
+
+def call_below(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The value of `step`, its derivative on plain autograd. Raises TracedValueError where that isn't exact."""
+    call = Call(step, args, kwargs)
+    outputs = Below.apply(call, *(call.leaves[i] for i in call.wrapped))
+    if not call.outputs:
+        raise StepError("the step returned no floating or complex tensor that depends on its parameters.")
+    return call.result(outputs)

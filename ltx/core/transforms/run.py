@@ -1,0 +1,300 @@
+"""One call of a step: its settings, its marked parameters, its tied output, and the value that the caller gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ltx.core import collectives, comm
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import brief, check_fields, is_number
+from ltx.core.base.errors import StepError, StrategyError, WeightError
+from ltx.core.base.placements import Placements
+from ltx.core.comm import to_device
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.planning import differentiable
+from ltx.core.gradients.schedule import Schedule
+from ltx.core.ranks.axis import Axis
+from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype
+from ltx.core.transforms.sync_state import plain_values
+from ltx.typing import Step, Tree
+
+
+class Weighted(NamedTuple):
+    """What a step returns instead of a mean: a sum over its samples or tokens, and their count.
+
+    The value and gradient of the wrapped step are then the sum of the totals divided by the sum of the weights, over
+    ranks and micro-batches, exactly; ranks may have unequal batches, and a rank without data contributes weight 0.
+    Sums, and so the value, are in float32 at least.
+
+    Attributes:
+        total: 0-dim floating tensor: the sum of the losses.
+        weight: 0-dim tensor or number: how many there were. It counts as a constant: no gradient flows through it.
+
+    Raises:
+        StrategyError: (from a train step) the strategy averages parameters or updates of ranks that take steps of their
+            own (local SGD, DiLoCo, gossip, asynchronous averaging, Adasum): every rank counts alike there.
+        WeightError: (from the step) the weights of all ranks add up to 0. In a compiled graph, where values can't be
+            looked at, the result is NaN.
+
+    Example:
+        >>> import torch, ltx
+        >>> @ltx.data_parallel
+        ... def step(w, x, keep):
+        ...     return ltx.Weighted(((w * x) * keep).sum(), keep.sum())
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> keep = torch.tensor([[1.0, 1.0], [1.0, 0.0]])  # the second rank has one sample
+        >>> ltx.vmap(torch.func.grad(step), in_dims=(None, 0, 0))(torch.tensor(1.0), x, keep)
+        tensor([2., 2.])
+    """
+
+    total: torch.Tensor
+    weight: torch.Tensor | float
+
+    def checked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Total and weight as 0-dim tensors of one dtype and device; the weight without gradient.
+
+        In float32 at least: half precision holds few counts exactly, float16 none above 65504.
+        """
+        total = self.total
+        if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
+            got = f"shape {list(total.shape)}, {total.dtype}" if isinstance(total, torch.Tensor) else brief(total)
+            raise StepError(f"Weighted.total must be a 0-dim floating tensor, got {got}. Sum it.")
+        if not isinstance(self.weight, torch.Tensor) and not is_number(self.weight):
+            raise StepError(f"Weighted.weight must be a 0-dim tensor or a number, got {brief(self.weight)}.")
+        if isinstance(self.weight, torch.Tensor) and self.weight.is_meta and not total.is_meta:
+            raise StepError("Weighted.weight is a tensor on the meta device, which holds no value.")
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        if isinstance(self.weight, torch.Tensor):
+            weight = to_device(self.weight, total.device)
+        else:
+            weight = torch.full((), float(self.weight), dtype=dtype, device=total.device)
+        if weight.ndim != 0:
+            raise StepError(f"Weighted.weight must be 0-dim, got shape {list(weight.shape)}. Sum it.")
+        return total.to(dtype), weight.to(dtype).detach()
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The arguments of :func:`ltx.data_parallel`, each checked, and what became of them.
+
+    Attributes:
+        fn: the user's step.
+        strategy: how gradients are reduced.
+        argnums, axis, outputs, returns: as in :func:`ltx.data_parallel`.
+        blocked: gradients stay local (:func:`ltx.block_backward_sync`).
+        precision: the :class:`ltx.Precision` of :func:`ltx.mixed_precision`, or None.
+        placements: how all parameters lie on meshes, for a caller that gives the step their local parts; None: the
+            parameters themselves say.
+    """
+
+    fn: Step
+    strategy: Strategy = field(default_factory=default_strategy)
+    argnums: int | tuple[int, ...] = 0
+    axis: Any = None
+    outputs: Literal["local", "mean"] = "local"
+    returns: Literal["value", "grads"] = "value"
+    blocked: bool = False
+    precision: Any = None
+    placements: Placements | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self, StepError, "argnums")
+        if not callable(self.fn):
+            raise StepError(f"data_parallel wraps a function, got {type(self.fn).__name__}.")
+        if isinstance(self.fn, StepSettings):
+            raise StepError(
+                "this step is already data parallel, and would be averaged twice. Use dataclasses.replace(step, "
+                "strategy=...) for another strategy."
+            )
+        if not isinstance(self.strategy, Strategy):
+            raise StrategyError(
+                f"strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got {brief(self.strategy)}."
+            )
+        inside = getattr(self.fn, "argnums", self.argnums)  # of ltx.accumulate around a plain step
+        if self.argnums not in (inside, (inside,)):
+            raise StepError(
+                f"data_parallel: the step takes argument {brief(inside)} for its parameters, and argnums="
+                f"{brief(self.argnums)}, so it would split the parameters and leave the batch whole. Wrap the plain "
+                f"step first: ltx.accumulate(ltx.data_parallel(step, argnums={brief(self.argnums)}), steps)."
+            )
+        if self.outputs not in ("local", "mean"):
+            raise StrategyError(f'outputs must be "local" or "mean", got {brief(self.outputs)}.')
+        if self.returns not in ("value", "grads"):
+            raise StrategyError(f'returns must be "value" or "grads", got {brief(self.returns)}.')
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            if hasattr(self.fn, name):
+                object.__setattr__(self, name, getattr(self.fn, name))
+        object.__setattr__(self, "__wrapped__", self.fn)
+
+    def hook(self, step: int, training: bool = False) -> CommHook | None:
+        """The reduction of the gradients of synchronised step `step`; `training`: in a whole training step."""
+        if self.blocked:
+            return None
+        hook = self.strategy.hook_in_training(step) if training else self.strategy.hook(step)
+        return in_dtype(hook, self.reduce_dtype)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        reduce: torch.dtype | None = None if self.precision is None else self.precision.reduce
+        return reduce
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How the marker of one call works. A plain call of a step has none of these.
+
+    Attributes:
+        deferred: the backward pass doesn't wait for its reductions: the caller does. The caller then differentiates
+            with respect to :attr:`Run.inputs`, and parameters needn't require gradients.
+        step: the number of steps so far, for a caller that counts them; None: the communication state counts.
+        hook: what ranks share in place of gradients; None: what the strategy says.
+        frozen: parameters that take the places of None among those of the step.
+    """
+
+    deferred: bool = False
+    step: int | None = None
+    hook: CommHook | None = None
+    frozen: Tree = None
+
+
+PLAIN_CALL = CallOptions()
+
+
+@dataclass(frozen=True)
+class Marked:
+    """What a step is given, and what will be done to what it returns.
+
+    Attributes:
+        leaves: the parameters, marked or as they are.
+        tie: ties floating tensors to the markers; None if there are none.
+        schedule: the schedule of the backward pass on an axis, if there will be one; None inside a compiled graph.
+        inputs: what to differentiate with respect to, where the schedule has all that comes of it.
+        as_given: `leaves` are those that the step was called with. (A list's identity can't be asked in a graph.)
+    """
+
+    leaves: list[Any]
+    tie: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
+    schedule: Schedule | None = None
+    inputs: list[torch.Tensor] | None = None
+    as_given: bool = False
+
+    def tied(self, output: Any) -> Any:
+        """`output` with its floating and complex tensors tied."""
+        if self.tie is None:
+            return output
+        leaves, spec = tree.flatten(output)
+        ties = _floating(leaves)
+        if not (traced.recording() or torch._C._are_functorch_transforms_active()):
+            # What is detached stays so. Where all is, the rank's loss reaches no parameter, and counts all the same.
+            ties = [i for i in ties if leaves[i].requires_grad] or ties
+        if ties:
+            given = [leaves[i] for i in ties]
+            placements = Placements.of(given)
+            tied = self.tie(given if placements is None else placements.local(given))
+            for i, x in zip(ties, tied if placements is None else placements.placed(tied), strict=True):
+                leaves[i] = x
+        elif self.schedule is not None:
+            raise StepError("the step returned no floating or complex tensor, so its parameters have no gradient.")
+        return tree.unflatten(spec, leaves)
+
+
+def _floating(leaves: list[Any]) -> list[int]:
+    """The places of floating and complex tensors."""
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    return [tensors[i] for i in differentiable([leaves[i] for i in tensors])]
+
+
+def averaged(values: Tree, axis: Any) -> Tree:
+    """`values` with the mean over ranks of floating and complex tensors."""
+    leaves, spec = tree.flatten(values)
+    floating = _floating(leaves)
+    if floating:
+        for i, x in zip(floating, collectives.pmean([leaves[i] for i in floating], axis), strict=True):
+            leaves[i] = x
+    return tree.unflatten(spec, leaves)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of a step, before its value is made.
+
+    Attributes:
+        output: what the user's function returned, tied to the markers.
+        axis: the step's.
+        schedule, inputs: as in :class:`Marked`.
+        mean: values are means over ranks.
+        local: ranks don't share gradients in this step, so a :class:`Weighted`'s mean is this rank's own too.
+        within: the part of the axis whose ranks share them, if it isn't all.
+    """
+
+    output: Any
+    axis: Any
+    schedule: Schedule | None
+    mean: bool
+    local: bool
+    within: Axis | None
+    inputs: list[torch.Tensor] | None
+
+    def value(self) -> Any:
+        """What the caller of the step gets."""
+        output = self.output
+        if isinstance(output, Weighted):
+            return self._weighted_mean(output)
+        if isinstance(output, tuple) and output and isinstance(output[0], Weighted):
+            return (self._weighted_mean(output[0]), *self.averaged(output[1:]))
+        return self.averaged(output)
+
+    def averaged(self, values: Tree) -> Tree:
+        """`values` with the mean over ranks of floating and complex tensors, if outputs are means."""
+        return averaged(values, self.axis) if self.mean else values
+
+    def _weighted_mean(self, output: Weighted) -> torch.Tensor:
+        total, weight = output.checked()
+        if not self.local:
+            total, weight = collectives.psum((total, weight), self.within or self.axis)
+        if not traced.recording() and self._is_zero(weight):
+            of = "" if self.within is None else f" of {self.within.name!r}"
+            whose = "this rank's weight is 0" if self.local else f"the weights of all ranks{of} add up to 0"
+            raise WeightError(
+                f"Weighted: {whose}, so there is no mean. Give at least one rank a sample, or skip the step on all of "
+                "them."
+            )
+        return total / weight
+
+    def _is_zero(self, weight: torch.Tensor) -> bool:
+        axis_comm: comm.AxisComm | None = comm.resolve(self.axis).comm
+        with torch._C._DisableFuncTorch():
+            empty = (plain_values(weight) == 0).any()
+            return bool(empty if axis_comm is None else axis_comm.read(empty, "the sum of the weights"))
+
+
+def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:
+    """Raise if `output` looks like the parameters (`leaves` and `spec`).
+
+    A gradient or new parameters made inside the step would be local, without a word.
+    """
+    if isinstance(output, torch.Tensor) and output.ndim == 0:
+        return  # a loss, whatever else it may be
+    if len(leaves) == 1 and leaves[0].ndim == 0:
+        return  # looks like a loss
+    candidates = [output]
+    if isinstance(output, tuple) and not hasattr(output, "_fields") and output:
+        candidates.append(output[0])
+    for candidate in candidates:
+        outs, out_spec = tree.flatten(candidate)
+        if out_spec == spec and all(
+            isinstance(out, torch.Tensor) and out.shape == leaf.shape for out, leaf in zip(outs, leaves, strict=True)
+        ):
+            params = tree.unflatten(spec, leaves)
+            path = tree.leaf_paths(params)[0] if not traced.recording() else "..."
+            raise StepError(
+                "the step returned a tree with the structure and shapes of its parameters "
+                f"(first leaf {path!r}, shape {list(leaves[0].shape)}). Gradients taken inside a data-parallel step, "
+                "and parameters updated with them, are local to the rank. Either return the loss and differentiate the "
+                'wrapped step; or wrap with returns="grads", which reduces the returned gradients; or call '
+                "ltx.sync_gradients inside; or, if this is no gradient, return it inside a dict or a one-element list."
+            )

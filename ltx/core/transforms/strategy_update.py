@@ -1,0 +1,292 @@
+"""A strategy's part of a step: what it gets and returns, how the state is laid out, and hooks after the optimizer:
+
+    x_r = update_r(w_r, g_r)         of every parameter, on each rank
+    w_r = finish(w_r, reduce(x))     by a hook among ranks, bucket by bucket
+
+Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
+buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket has its part of both as soon as its
+gradients are there (:class:`ltx.core.training.completion.UpdateThenSend`), so messages travel during the backward
+pass.
+
+Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
+doesn't run in place on them. What remains after that, such as adding the differences that have arrived, can't fail: it
+may be done in the old state's memory, if the step allows it (:attr:`ltx.core.optim.update.Update.may_overwrite`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief, outcome
+from ltx.core.base.errors import StrategyError
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.packing import is_plain
+from ltx.core.gradients.pending import Exchange
+from ltx.core.gradients.reduction import LeafState, Reduced
+from ltx.core.optim.update import Update
+from ltx.core.ranks.axis import Axis
+from ltx.typing import Tree
+
+#: Communication state by parameter path.
+States = dict[str, LeafState]
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """When and where a strategy acts.
+
+    Attributes:
+        step: the number of steps before this one, a Python int that is the same on every rank.
+        axis: the ranks.
+    """
+
+    step: int
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The result of :meth:`Strategy.update`: everything that a step changes, and what stays pending.
+
+    Attributes:
+        finish: writes into tensors of the old state that the new one takes over, when everything is complete (see
+            :attr:`ltx.core.optim.update.Update.may_overwrite`). It can't fail, and nothing comes between it and the
+            step's end, not even an interrupt.
+    """
+
+    params: Tree
+    opt_state: Tree
+    states: States
+    pending: Any = None
+    finish: Callable[[], None] | None = None
+
+
+#: How a leaf's values relate across ranks.
+LeafLayout = Literal["replicated", "per_rank", "sharded"]
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """For each part of a train state: is it the same on every rank, each rank's own, or a shard of one value?
+
+    Checkpoints, replica checks and changes of the number of ranks read this.
+
+    Attributes:
+        strategy: the strategy that this layout is of, for errors; "" if unknown.
+        copies_of: the communication state of which all others of a parameter are copies, those of peers; "" if none is.
+    """
+
+    params: LeafLayout = "replicated"
+    buffers: LeafLayout = "per_rank"
+    opt_state: LeafLayout = "replicated"
+    sync_state: LeafLayout = "per_rank"
+    strategy: str = ""
+    copies_of: str = ""
+
+
+#: :meth:`ltx.core.transforms.strategy.Strategy.exchange`.
+Exchanging = Callable[..., Exchange]
+
+
+@dataclass(frozen=True)
+class Old:
+    """The parameters and communication states that a step began with.
+
+    Attributes:
+        axis_size: the number of ranks.
+        may_overwrite: whether :meth:`PostUpdateHook.written` may be overwritten once nothing can fail any more.
+    """
+
+    params: Sequence[torch.Tensor]
+    states: Sequence[LeafState]
+    axis_size: int
+    may_overwrite: bool = False
+
+    def of(self, bucket: Bucket) -> Old:
+        """The part of a bucket."""
+        members = bucket.members
+        return replace(self, params=[self.params[m] for m in members], states=[self.states[m] for m in members])
+
+
+@dataclass(frozen=True)
+class PostUpdateResult:
+    """A bucket's next parameters and communication states, each by leaf.
+
+    Attributes:
+        finish: what remains to be done in the memory of the old ones, which may be that of the new ones. It can't fail.
+    """
+
+    params: Sequence[torch.Tensor]
+    states: Sequence[LeafState]
+    finish: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class PostUpdateHook(CommHook):
+    """A hook on parameters that the optimizer has updated."""
+
+    #: Whether the optimizer runs on gradients that a first collective of :meth:`reduce` gives, by ``inputs.update``;
+    #: else on this rank's own, and what is reduced are its new parameters.
+    shares_gradients: ClassVar[bool] = False
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Itself: ``Precision.reduce`` is for gradients."""
+        return self
+
+    def part(self, param: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """The part of a parameter that this rank's optimizer updates."""
+        return param
+
+    def own(self, opt_state: Tree, axis: Axis) -> Tree:
+        """This rank's optimizer state, as the optimizer knows it, out of a train state's."""
+        return opt_state
+
+    def held(self, opt_state: Tree, axis: Axis) -> Tree:
+        """Inverse of :meth:`own`."""
+        return opt_state
+
+    def begun(self, old: Old) -> Sequence[LeafState]:
+        """The state of each parameter that :meth:`reduce` gets."""
+        return old.states
+
+    def written(self, old: Old) -> Sequence[torch.Tensor]:
+        """What :meth:`finish_bucket` writes to where it may: the parameters."""
+        return old.params
+
+    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
+        """The result for a bucket, of its part of `old` and what :meth:`reduce` returned."""
+        raise NotImplementedError(f"{type(self).__name__} must define finish_bucket(bucket, reduced, old)")
+
+
+def communicate_after_update(
+    exchange: Exchanging,
+    hook: PostUpdateHook,
+    update: Update,
+    given: Tree,
+    opt_state: Tree,
+    states: States,
+    info: StepInfo,
+) -> Updated:
+    """The end of a step whose optimizer has made `given` (new parameters, or whatever `hook` reduces)."""
+    starts, spec = tree.flatten(update.params)
+    paths = tree.leaf_paths(update.params)
+    old = Old(starts, [states.get(path, {}) for path in paths], info.axis.size)
+    pending = exchange(hook, tree.flatten(given)[0], paths, info, hook.begun(old), like=update.params)
+    old = with_overwriting(hook, old, update.may_overwrite, opt_state)
+    params, found = list(starts), dict[int, LeafState]()
+    remaining = [take_updated(hook, *done, old, params, found) for done in pending.wait_buckets()]
+    left = [do for do in remaining if do is not None]
+    after = {**states, **{paths[member]: state for member, state in found.items() if state}}
+
+    def finish() -> None:
+        for do in left:
+            do()
+
+    return Updated(tree.unflatten(spec, params), opt_state, after, finish=finish if left else None)
+
+
+def with_overwriting(hook: PostUpdateHook, old: Old, may_overwrite: bool, opt_state: Tree) -> Old:
+    """`old`, which may be overwritten if `may_overwrite` and all that `hook` writes to is safe to write to."""
+    return replace(old, may_overwrite=may_overwrite and may_be_written_to(hook.written(old), opt_state))
+
+
+def take_updated(
+    hook: PostUpdateHook,
+    bucket: Bucket,
+    reduced: Reduced,
+    old: Old,
+    params: list[torch.Tensor],
+    states: dict[int, LeafState],
+) -> Callable[[], None] | None:
+    """Put the next parameters and communication states of a completed bucket into `params` and `states`.
+
+    What comes back remains to be done.
+    """
+    done = hook.finish_bucket(bucket, reduced, old.of(bucket))
+    for member, param, state in zip(bucket.members, done.params, done.states, strict=True):
+        params[member], states[member] = param, state
+    return done.finish
+
+
+def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
+    """Whether `tensors` are eager CPU tensors, contiguous, and share no start of memory with each other or `others`.
+
+    A user's optimizer may keep the parameters that it was given in its state.
+    """
+    mine = [x for x in tensors if x.numel()]
+    if not all(is_plain(x) and x.is_contiguous() for x in mine):
+        return False
+    places = {x.data_ptr() for x in mine}
+    return len(places) == len(mine) and not any(x.data_ptr() in places for x in tree.flatten(others)[0] if x.numel())
+
+
+# --- what a strategy's methods return ---------------------------------------------------------------------------------
+
+
+def check_updated(strategy: Any, got: Any, update: Update, states: States) -> Updated:
+    """`got`, if it is what ``strategy.update`` should have returned, which was given `update` and `states`.
+
+    Raises:
+        StrategyError: it isn't.
+    """
+    if not isinstance(got, Updated):
+        raise _other(strategy, "update", got, "an ltx.strategies.Updated(params, opt_state, states)")
+    if not strategy.updates_in_buckets:  # else it is the plain one, and after_update's result was looked at
+        check_next(strategy, "update", (got.params, got.states), update.params, states)
+    return got
+
+
+def check_next(strategy: Any, method: str, got: Any, params: Tree, states: States) -> tuple[Tree, States]:
+    """`got`, if it is what a strategy's `method` should have returned, which was given `params` and `states`.
+
+    Raises:
+        StrategyError: it isn't.
+    """
+    if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
+        raise _other(strategy, method, got, "(params, states), states a dict by path")
+    found, after = got
+    if after is not states:
+        _check_states(strategy, method, after, params, states)
+    if found is params:
+        return found, after
+    before, now = tree.flatten(params)[0], tree.flatten(found)[0]
+    if len(before) != len(now) or tree.leaf_paths(params) != tree.leaf_paths(found):
+        raise StrategyError(
+            f"{type(strategy).__name__}.{method} returned parameters with the leaves {brief(tree.leaf_paths(found))}, "
+            f"and was given {brief(tree.leaf_paths(params))}. Return the tree that it was given, with other tensors."
+        )
+    for place, (x, y) in enumerate(zip(before, now, strict=True)):
+        if not isinstance(y, torch.Tensor) or x.shape != y.shape or x.dtype != y.dtype:
+            raise StrategyError(
+                f"{type(strategy).__name__}.{method} returned {tree.describe(y)} for parameter "
+                f"{tree.leaf_paths(params)[place]!r}, which is {tree.describe(x)}. Return its shape and dtype."
+            )
+    return found, after
+
+
+def _check_states(strategy: Any, method: str, after: States, params: Tree, states: States) -> None:
+    """Raise if states are missing with which training begins. Others may come and go."""
+    lost = [path for path, state in states.items() if state and not state.keys() <= after.get(path, {}).keys()]
+    if not lost:
+        return
+    leaves = dict(zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True))
+    for path in lost:
+        names = strategy.init(leaves[path], path).keys() - after.get(path, {}).keys() if path in leaves else ()
+        if names:
+            raise StrategyError(
+                f"{type(strategy).__name__}.{method} returned no {' and no '.join(map(repr, sorted(names)))} in the "
+                f"states of parameter {path!r}, which init made. Return all states, also those that haven't changed: "
+                "{**states, path: {...}}."
+            )
+
+
+def _other(strategy: Any, method: str, got: Any, expected: str) -> StrategyError:
+    pair = isinstance(got, tuple) and len(got) == 2
+    what = f"({outcome(got[0])}, {outcome(got[1])})" if pair else outcome(got)
+    return StrategyError(f"{type(strategy).__name__}.{method} must return {expected}, got {what}.")

@@ -1,0 +1,168 @@
+"""Communication state as a value: what a stateful hook carries from one step to the next.
+
+The gradient with respect to the state is its next value, so that every transform of torch.func threads it. Two hidden
+leaves guard this plumbing: `uses`, whose cotangent is 1 a use, tells a state that went into two calls of one loss (or
+whose gradient was accumulated); `clock`, whose cotangent is itself plus 1, counts steps where the structure can't.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import shown
+from ltx.core.base.errors import SyncStateError
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.planning import tracked
+from ltx.core.gradients.reduction import LeafState
+from ltx.core.gradients.schedule import Plan
+from ltx.core.ranks.backings import unwrapped
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True, eq=False)
+class SyncState:
+    """The state of a strategy's communication: a pytree node that the caller holds.
+
+    Attributes:
+        leaves: floating tensors by parameter path and name; so the state may be saved, restored and re-bucketed.
+        uses: hidden guard, 0-dim; 1 in a state that may be used.
+        clock: hidden count of steps since `step` was set, 0-dim: what changes in a compiled graph.
+        step: synchronised steps so far, a Python int and part of the structure.
+        choice: with ``comm_hook="auto"`` the name of what was chosen, part of the structure too; else "".
+    """
+
+    leaves: dict[str, LeafState]
+    uses: torch.Tensor
+    clock: torch.Tensor
+    step: int = 0
+    choice: str = ""
+
+    @staticmethod
+    def new(leaves: dict[str, LeafState], choice: str = "") -> SyncState:
+        """A state that nobody has used. Its guards stay on the CPU, where every step reads them."""
+        clock = torch.zeros((), dtype=torch.float64)  # which counts to 2^53
+        return SyncState(leaves, torch.ones(()), clock, choice=choice)
+
+    def checked_step(self) -> int:
+        """The number of synchronised steps so far; raises unless the state was used exactly once."""
+        if traced.recording():
+            return operator.index(self.step)  # a constant: Dynamo takes what has been another number for a variable
+        uses, clock = _numbers(self.uses), _numbers(self.clock)
+        if any(count != 1 for count in uses):
+            raise SyncStateError(
+                f"this communication state was used {max(uses):g} times in one loss, or its gradients were "
+                "accumulated. Its next value is its gradient, so it must go through exactly one call of the step; for "
+                "several backward passes take the state that each one gives (ltx.grad_and_value), or set .grad to "
+                "None between them."
+            )
+        return self.step + int(max(clock))
+
+    def clock_read(self) -> SyncState:
+        """This state with its steps counted in the structure."""
+        steps = self.step + int(max(_numbers(self.clock)))
+        return replace(self, step=steps, clock=torch.zeros_like(self.clock))
+
+    def advanced(self, leaves: dict[str, LeafState] | None = None) -> SyncState:
+        """The state after one more step, its steps counted in the structure; with other `leaves`, if given."""
+        leaves, step = self.leaves if leaves is None else leaves, self.checked_step() + 1
+        return replace(self, leaves=leaves, step=step, clock=torch.zeros_like(self.clock))
+
+
+def check_state(state: Any) -> None:
+    """Raise unless `state` is a communication state."""
+    if not isinstance(state, SyncState):
+        raise SyncStateError(
+            f"sync_state must be what step.init(params) or the last step gave, a SyncState, got {shown(state)}."
+        )
+
+
+def plain_values(x: torch.Tensor) -> torch.Tensor:
+    """`x` without the wrappers of torch.func's levels: what the values are."""
+    return unwrapped(x).detach()
+
+
+def _numbers(x: torch.Tensor) -> list[float]:
+    values = plain_values(x)
+    return [values.item()] if values.ndim == 0 else values.flatten().tolist()
+
+
+tree.register_node(
+    SyncState,
+    # Dynamo can't trace how optree flattens an empty dict.
+    lambda s: ((s.leaves or (), s.uses, s.clock), (s.step, s.choice)),
+    lambda parts, static: SyncState({} if isinstance(parts[0], tuple) else parts[0], parts[1], parts[2], *static),
+    names=("leaves", "uses", "clock"),
+)
+
+
+class Synced(NamedTuple):
+    """Parameters together with the communication state, which a step takes in place of its parameters.
+
+    ``torch.func.grad(step)(ltx.Synced(params, state), batch)`` gives ``Synced(gradients, next state)``. Most code uses
+    :func:`ltx.grad_and_value` or :func:`ltx.train_step`, which do this inside.
+
+    Attributes:
+        params: the parameters.
+        sync_state: from ``step.init(params)`` or from the step before.
+    """
+
+    params: Tree
+    sync_state: Any
+
+
+def states_of_leaves(
+    state: SyncState | None, paths: Callable[[], list[str]], wanted: list[int], hook: CommHook, returned: bool
+) -> list[LeafState]:
+    """The hook's part of each wanted leaf's state. `returned`: the next one comes otherwise than as a cotangent."""
+    if not hook.state_names:
+        return [{} for _ in wanted]
+    assert state is not None
+    found: list[LeafState] = []
+    for i in wanted:
+        found.append(hook.states_of(state.leaves.get(paths()[i], {})))
+        lost = [name for name, tensor in found[-1].items() if not (returned or tracked(tensor))]
+        if lost:
+            raise SyncStateError(
+                f"leaf {paths()[i]!r}: its communication state {lost[0]!r} isn't differentiated, so its next value "
+                "would be lost. Differentiate with respect to ltx.Synced(params, state) as a whole, or use "
+                "ltx.grad_and_value(step)(params, batch, sync_state=state)."
+            )
+    return found
+
+
+def kept_beside(
+    state: SyncState | None, wanted: set[str], names: tuple[str, ...]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The state's tensors that no bucket carries (they carry `names` of `wanted` paths), and their next values."""
+    if state is None:
+        return []
+    rest = [
+        (tensor, tensor.detach())
+        for path, entries in state.leaves.items()
+        for name, tensor in entries.items()
+        if path not in wanted or name not in names
+    ]
+    return [(state.uses, torch.ones_like(state.uses)), (state.clock, state.clock.detach() + 1), *rest]
+
+
+def states_after(
+    plan: Plan, states: dict[int, LeafState], before: dict[str, LeafState], params: Tree, places: Sequence[int]
+) -> dict[str, LeafState]:
+    """Communication state by path: that of `states`, by leaf of `plan`, the rest as it was `before`.
+
+    `places`: of the plan's leaves among the parameters.
+    """
+    entries = {path: dict(entry) for path, entry in before.items()}
+    if any(plan.state_names):
+        paths = tree.leaf_paths(params)
+        for member, state in states.items():
+            if state:
+                entries[paths[places[member]]].update(state)
+    after: dict[str, LeafState] = tree.detached(entries)
+    return after

@@ -1,0 +1,1 @@
+"""Worlds: init, launchers' environments, process groups."""

@@ -1,0 +1,288 @@
+"""The process groups and axes of a world: made, adopted, and let go of.
+
+Each function that makes something pushes what undoes it on a stack, so that a failure halfway undoes what was done.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+import torch.distributed.nn.functional  # has the world's group of its import as default arguments: none is up by now
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ltx.core.base.errors import WorldError
+from ltx.core.comm import close_axis, open_axis
+from ltx.core.comm.backends import HOST_BLOCKING
+from ltx.core.comm.process_groups import connect_limit, set_error_handling
+from ltx.core.comm.store_exchange import StoreExchange, poll_until
+from ltx.core.ranks.axis import Axis
+from ltx.core.world.launchers import UNSURE
+from ltx.core.world.loopback import LOOPBACK, is_loopback, loopback_listener
+from ltx.core.world.placement import Placement
+from ltx.core.world.world import World, process, world_of
+
+#: The sizes of a world's axes by name, outermost first.
+Mesh = tuple[tuple[str, int], ...]
+
+
+def adopted_world(placement: Placement, backend: str | None) -> World:
+    """The world of a process group that the user has initialised; raises unless what ``ltx.init`` was told agrees."""
+    rank, size, used = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
+    if used == "undefined":  # several, by device
+        used = str(dist.get_backend_config())
+    if backend is not None and backend != used:
+        raise WorldError(
+            f"rank {rank}: torch.distributed is initialised already with backend={used!r}, and ltx.init was asked for "
+            f"backend={backend!r}. Leave backend out to use what is there, or destroy that process group first."
+        )
+    if (placement.rank, placement.size) != (rank, size):
+        raise WorldError(
+            f"rank {rank}: torch.distributed is initialised already with {size} ranks, and ltx.init was asked for "
+            f"rank={placement.rank}, size={placement.size}. Leave these out to use what is there, or destroy that "
+            "process group first."
+        )
+    return world_of(replace(placement, launcher="user"), backend=used)
+
+
+def make_group(placement: Placement, world: World, timeout: timedelta, undo: ExitStack) -> PrefixStore:
+    """Initialise torch.distributed. Returns the store through which the ranks met."""
+    assert placement.master is not None
+    address, port = placement.master
+    process.worlds += 1
+    try:
+        store = process.stores.get(placement)
+        if store is None:
+            _check_known(address)
+            store = _open_store(address, port, world, timeout)
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
+                store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            process.stores[placement] = store
+        undo.callback(id, store)  # keeps it: torch's C++ code alone doesn't keep what is Python's of one
+        store.set_timeout(timeout)
+        world_store = PrefixStore(f"ltx/{process.worlds}", store)
+        if is_loopback(address) and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # so that no other machine can connect
+            undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
+        if not placement.agreed:  # else the store itself looks for those that won't come
+            _gather(world_store, world, timeout)
+        _refuse_shared_devices(world_store, world)
+        set_error_handling()
+        limit = connect_limit(store, world.backend, timeout)
+        dist.init_process_group(
+            world.backend,
+            store=world_store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=limit,
+        )
+        if limit < timeout:
+            c10d._set_pg_timeout(timeout, dist.group.WORLD)
+    except WorldError:
+        raise
+    except Exception as error:
+        raise WorldError(
+            f"rank {world.rank} of {world.size} couldn't set up torch.distributed ({world.backend}) at "
+            f"{address}:{port} within {timeout.total_seconds():g} s: {type(error).__name__}: {error}\n"
+            f"Check that all {world.size} ranks were started, that they have the same MASTER_ADDR and MASTER_PORT and "
+            "call ltx.init equally often, and that no other program uses that port."
+        ) from error
+    undo.callback(_destroy, dist.group.WORLD)
+    return world_store
+
+
+def _refuse_shared_devices(store: Store, world: World) -> None:
+    """Raise, on all ranks, if two ranks compute on one accelerator: NCCL refuses that in words of its own, later.
+
+    NCCL 2.30 takes them where it is told to, which is for tests: their kernels wait for one another on one device.
+    """
+    if world.device.type == "cpu" or world.backend in HOST_BLOCKING:
+        return
+    told = "nccl" in world.backend and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if told and torch.cuda.nccl.version() >= (2, 30):
+        return
+    found = torch.get_device_module(world.device.type).get_device_properties(world.device)
+    store.set(f"device/{world.rank}", f"{socket.gethostname()} {getattr(found, 'uuid', world.device)}")
+    first: dict[bytes, int] = {}
+    for rank in range(world.size):
+        other = first.setdefault(store.get(f"device/{rank}"), rank)
+        if other != rank:
+            raise WorldError(
+                f"rank {world.rank}: ranks {other} and {rank} are both on one device, and {world.backend} takes one "
+                "rank a device. Start fewer ranks on that node, show each its own device (CUDA_VISIBLE_DEVICES), or "
+                'pass backend="gloo".'
+            )
+
+
+def _check_known(address: str) -> None:
+    """Raise if the host `address` can't be resolved: torch would try until the timeout."""
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        raise WorldError(
+            f"the ranks are to meet at {address!r}, a host that isn't known here: {error}. Check MASTER_ADDR, or the "
+            "master that ltx.init was given: the name or address of rank 0's machine."
+        ) from error
+
+
+def _open_store(address: str, port: int, world: World, timeout: timedelta) -> Store:
+    """The store at which the ranks meet; rank 0 holds it, unless their launcher does."""
+    holds = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listening: dict[str, Any] = {}
+    if holds and is_loopback(address):
+        with suppress(OSError):  # this process holds one there already; or another does, and torch says so
+            listening["master_listen_fd"] = loopback_listener(address, port).detach()
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=True, **listening
+    )
+    return store
+
+
+def loopback_store(port: int) -> Any:
+    """A new store that this process holds at `port`, or at a free one if that is 0, for this machine alone.
+
+    Its port is bound at once, so no other process can take it in between.
+    """
+    listener = loopback_listener(LOOPBACK, port)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _exchange(store: Any, world: World, timeout: timedelta) -> StoreExchange:
+    """Of all ranks, before there is an axis: nothing is known of their processes yet."""
+    return StoreExchange(store, world.rank, world.size, timeout.total_seconds(), list)
+
+
+def _gather(store: Store, world: World, timeout: timedelta) -> None:
+    """Wait until all ranks are here. Raises WorldError if they don't agree on their number, or don't come."""
+    exchange, here = _exchange(store, world, timeout), dict[int, int]()
+    exchange.append("here", [world.rank, world.size])
+
+    def all_are_here() -> bool:
+        here.update(exchange.entries("here"))
+        if len(set(here.values())) > 1:
+            told = "; ".join(f"rank {rank} says {size}" for rank, size in sorted(here.items()))
+            raise WorldError(
+                f"rank {world.rank}: the ranks disagree about how many they are: {told}. Start all of them with the "
+                "same WORLD_SIZE, or size= of ltx.init."
+            )
+        return len(here) >= world.size
+
+    if not poll_until(all_are_here, timeout.total_seconds()):
+        absent = ", ".join(str(rank) for rank in range(world.size) if rank not in here)
+        raise TimeoutError(f"rank {absent} hasn't come")
+
+
+def finish_setup(store: PrefixStore, world: World, placement: Placement, timeout: timedelta) -> None:
+    """Rank 0 hosts the store, so it waits here for all ranks: its process may end next, and they still need the store.
+
+    Where ranks can't be sure of their nodes they compare them first.
+    """
+    wrong = ""
+    if placement.launcher in UNSURE and not placement.agreed:
+        own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
+        wrong = _misfit(_exchange(store, world, timeout).exchange("place", own, "ltx.init, comparing nodes"))
+    store.set(f"ready/{world.rank}", "")
+    if world.rank == 0:  # in the store's own wait: an elastic run's says why a peer won't come (WatchedStore)
+        store.wait([f"ready/{rank}" for rank in range(world.size)])
+    if wrong:
+        raise WorldError(f"rank {world.rank} of {world.size} (launcher {world.launcher}): {wrong}")
+
+
+def _misfit(places: Sequence[Sequence[int]]) -> str:
+    """What is wrong with the (node, number of nodes, local rank, local size) of all ranks; "" if nothing is."""
+    taken: dict[tuple[int, int], int] = {}
+    on_node = Counter(place[0] for place in places)
+    for rank, (node, num_nodes, local_rank, local_size) in enumerate(places):
+        other = taken.setdefault((node, local_rank), rank)
+        if other == rank and (num_nodes, local_size) == (len(on_node), on_node[node]):
+            continue
+        found = f"rank {other} is there too" if other != rank else f"{len(on_node)} with {on_node[node]} on this one"
+        return (
+            f"rank {rank} takes itself for local rank {local_rank} of {local_size} on node {node} of {num_nodes}, but "
+            f"all together found {found}. Where nodes have unequal numbers of ranks, which node it is doesn't follow "
+            "from what mpirun or arguments say. Under mpirun, set GROUP_RANK to the index of the node and "
+            "GROUP_WORLD_SIZE to the number of nodes; instead of arguments, set torchrun's environment variables."
+        )
+    return ""
+
+
+def check_mesh(mesh: Mesh, world: World) -> None:
+    for name, size in mesh:
+        if not isinstance(name, str) or not name or not isinstance(size, int) or size < 1:
+            raise WorldError(
+                f"mesh={dict(mesh)!r}: expected axis names with sizes of at least 1, got {name!r}: {size!r}."
+            )
+    product = math.prod(size for _, size in mesh)
+    if not mesh or product != world.size:
+        sizes = " * ".join(str(size) for _, size in mesh) or "no axes"
+        raise WorldError(
+            f"mesh={dict(mesh)!r} is for {sizes} = {product} ranks, but the world has {world.size} (launcher "
+            f"{world.launcher!r}). Start {product} ranks, or choose sizes whose product is {world.size}."
+        )
+
+
+def open_axes(
+    mesh: Mesh, world: World, timeout: timedelta, heartbeat: timedelta, undo: ExitStack
+) -> tuple[tuple[Axis, ...], Axis | None]:
+    """One axis for each entry of `mesh`, over the ranks that differ from this one in that coordinate alone.
+
+    The second value is the axis of all ranks, if `mesh` has several entries.
+    """
+    axes = []
+    ranks = torch.arange(world.size).reshape([size for _, size in mesh])
+    for dim, (name, size) in enumerate(mesh):
+        group = dist.group.WORLD
+        if size < world.size:
+            # new_group is collective over the world: every rank makes all of them, in the same order.
+            for members in ranks.movedim(dim, -1).reshape(-1, size).tolist():
+                made = dist.new_group(members, timeout=timeout)
+                if world.rank in members:
+                    group = made
+                    undo.callback(_destroy_subgroup, made)
+        assert group is not None
+        axes.append(open_axis(name, group, timeout, heartbeat.total_seconds()))
+        undo.callback(close_ended, axes[-1], dist.group.WORLD)
+    whole = next((axis for axis in axes if axis.size == world.size), None)
+    if whole is None and dist.group.WORLD is not None:
+        name = f"({', '.join(name for name, _ in mesh)})"
+        whole = open_axis(name, dist.group.WORLD, timeout, heartbeat.total_seconds())
+        undo.callback(close_ended, whole, dist.group.WORLD)
+    return tuple(axes), whole if len(axes) > 1 else None
+
+
+def _destroy(group: Any) -> None:
+    if dist.is_initialized() and dist.group.WORLD is group:  # else the user has destroyed it
+        dist.destroy_process_group()
+
+
+def close_ended(axis: Axis, world_group: Any) -> None:
+    """Close an axis whose process groups may have been destroyed."""
+    try:
+        close_axis(axis)
+    except ValueError:  # its process groups are gone: right if the user has destroyed them all
+        if dist.is_initialized() and dist.group.WORLD is world_group:
+            raise
+
+
+def _destroy_subgroup(group: dist.ProcessGroup) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(group)

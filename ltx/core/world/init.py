@@ -1,0 +1,320 @@
+"""``ltx.init``: set up process groups and axes once, and take them down again whatever happens.
+
+A process has at most one world at a time. What is set up is recorded as teardown steps on a stack while it is set up,
+so that a failure halfway, an exception in a ``with`` block, ``shutdown()`` and the end of the process all undo exactly
+what was done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ltx.core import comm
+from ltx.core.base import tree as trees
+from ltx.core.base.arguments import brief, checked, seconds, shown
+from ltx.core.base.errors import TreeError, WorldError
+from ltx.core.ranks.axis import DEFAULT_NAME, Axis, set_world_axes
+from ltx.core.transforms.strategy import Strategy
+from ltx.core.world.failures import note_uncaught
+from ltx.core.world.groups import (
+    adopted_world,
+    check_mesh,
+    close_ended,
+    finish_setup,
+    make_group,
+    open_axes,
+)
+from ltx.core.world.launchers import (
+    JOIN_VARIABLE,
+    placement_beside_group,
+    placement_from_arguments,
+    placement_from_env,
+)
+from ltx.core.world.placement import Placement
+from ltx.core.world.world import (
+    RANK_VARIABLE,
+    Session,
+    World,
+    abandon,
+    forget,
+    process,
+    settings_of_world,
+    shutdown,
+    tell_children,
+    world,
+    world_of,
+    world_of_parent,
+)
+from ltx.typing import Tree
+
+DEFAULT_TIMEOUT = timedelta(seconds=1800)
+DEFAULT_HEARTBEAT = timedelta(seconds=comm.DEFAULT_HEARTBEAT_S)
+
+
+@checked("backend")
+def init(
+    strategy: Strategy | None = None,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    mesh: Mapping[str, int] | None = None,
+    heartbeat_timeout: timedelta | float = DEFAULT_HEARTBEAT,
+    rank: int | None = None,
+    size: int | None = None,
+    master: str | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+) -> World:
+    """Set up this process' part of the world that its launcher describes, and put the world's axes in scope.
+
+    Launchers are torchrun, srun of SLURM, mpirun of Open MPI, MPICH, Intel MPI and MVAPICH2, and :class:`ltx.Pool`;
+    ``ltx doctor`` tells which was found. Without one it is a world of one and no process group is made. A process group
+    that torch.distributed has already is adopted, and left alone at the end. Call it on every rank, equally often.
+
+    As a context manager it takes everything down at the end of the block, also after an exception. As a plain call it
+    lasts until :func:`shutdown` or the end of the process. A second call gives the same world; an inner
+    ``with ltx.init()`` then doesn't end what an outer call began.
+
+    Args:
+        strategy: a strategy whose fields ``process_group_backend`` and ``timeout`` are used where the arguments below
+            are left out.
+        backend: the backend of torch.distributed; by default NCCL on CUDA and gloo on the CPU.
+        timeout: how long setting up and each operation on a process group may take: a timedelta, or a number of
+            seconds, as all durations.
+        mesh: the sizes of the world's axes by name, outermost first, ``{"node": 2, "data": 4}`` for example. Rank
+            ``r`` is at ``divmod(r, 4)`` then. Their product must be the world's size. By default there is one axis,
+            ``{"data": size}``. With several, calls name theirs: ``axis="data"`` for one, ``axis=("node", "data")`` for
+            the ranks of both; ``axis=None`` raises.
+        heartbeat_timeout: a rank that waits for a peer without a sign of life for so long (its process was stopped, its
+            machine or the link to it is down) raises :class:`ltx.errors.PeerLostError`. `timeout` is for peers that
+            live and don't come.
+        rank: with `size` and `master`, which rank this is, whatever a launcher says: for processes that were started
+            by hand. ``rank=0, size=1`` is a process alone. With ``LTX_JOIN`` set the process has no rank until
+            :func:`ltx.elastic` has it taken in, and these arguments don't count.
+        size: the number of ranks.
+        master: where they meet, ``"host:port"``: the name or address of rank 0's node and a free port there.
+        local_rank: this rank's index among those of its node.
+        local_size: their number, the same on each node; by default all ranks are on one node.
+
+    Returns:
+        The world, which is a context manager too.
+
+    Raises:
+        WorldError: `strategy` isn't one, the environment is malformed, the ranks can't meet, the mesh doesn't fit, a
+            world with other arguments is up already, or this process is a fork of a rank's.
+
+    Example:
+        >>> import torch, ltx
+        >>> with ltx.init() as world:
+        ...     world.size, ltx.psum(torch.tensor(3.0))
+        (1, tensor(3.))
+    """
+    asked = _asked_settings(strategy, backend, timeout, mesh, heartbeat_timeout)
+    told = placement_from_arguments(rank, size, master, local_rank, local_size)
+    if told is not None and told.master is not None and JOIN_VARIABLE in os.environ:
+        told = None  # a newcomer runs the program of the ranks that are there, and has no rank yet
+    if told is not None:
+        asked["placement"] = told
+    session = process.session
+    if session is not None and session.pid != os.getpid():
+        if dist.is_initialized():
+            raise WorldError(
+                f"rank {session.world.rank}: this process ({os.getpid()}) is a fork of the rank's own "
+                f"({session.pid}), whose world isn't its own. Start processes that are to be ranks with ltx.launch, or "
+                "before ltx.init."
+            )
+        session = None
+        forget()
+    if session is None:
+        session = process.session = _start(asked)
+        process.replaced = None
+        note_uncaught(abandon)
+        atexit.unregister(shutdown)  # once, and before anything registered earlier
+        atexit.register(shutdown)
+    else:
+        _check_same(asked, session.settings, session.world.rank)
+        session.holds += 1
+    return session.world
+
+
+def renew(count: int) -> None:
+    """Make a new world with the same settings, in place of one in which an exception was raised.
+
+    Args:
+        count: which world of this process it is, a number above all before, equal on all ranks. They may have counted
+            differently.
+    """
+    settings = settings_of_world()
+    settings.pop("placement", None)  # as the environment says
+    shutdown()
+    if dist.is_initialized():  # the user's own, which failed too
+        dist.destroy_process_group()
+    process.worlds = count - 1
+    process.session = _start(settings)
+
+
+def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
+    """A world of other ranks in place of the one that is up, or of one that couldn't be set up.
+
+    Args:
+        asked: the :func:`settings` of the world before.
+        count: as in :func:`renew`.
+        placement: where this process is in the new one.
+    """
+    old = process.replaced = process.session or process.replaced
+    shutdown()
+    process.worlds = count - 1
+    mesh = ((asked["mesh"][0][0], placement.size),)
+    process.session = session = _start({**asked, "placement": placement, "mesh": mesh})
+    if old is not None:
+        session.before, session.holds = (*old.before, old.world), old.holds
+    process.replaced = None
+    return session.world
+
+
+def to_device(tree: Tree) -> Tree:
+    """`tree` with every leaf that has a ``.to(device)`` method moved to this rank's device; other leaves as they are.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.to_device({"x": torch.ones(2), "name": "a"})
+        {'x': tensor([1., 1.]), 'name': 'a'}
+    """
+    device = world().device
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta and device.type != "meta":
+            raise TreeError(f"to_device: a leaf is {trees.describe(leaf)} on the meta device, which holds no values.")
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) or callable(getattr(leaf, "to", None)) else leaf
+
+    leaves, spec = trees.flatten(tree)
+    trees.check_open(
+        [None if hasattr(leaf, "to") else leaf for leaf in leaves], tree, "to_device", "moved", tensors_only=True
+    )
+    return trees.unflatten(spec, [moved(leaf) for leaf in leaves])
+
+
+def _start(asked: Mapping[str, Any]) -> Session:
+    with ExitStack() as undo:
+        timeout = asked.get("timeout", DEFAULT_TIMEOUT)
+        heartbeat = asked.get("heartbeat_timeout", DEFAULT_HEARTBEAT)
+        placement = asked.get("placement") or (
+            placement_beside_group(os.environ, dist.get_rank(), dist.get_world_size())
+            if dist.is_initialized()
+            else placement_from_env(os.environ)
+        )
+        _refuse_worker(placement)
+        if dist.is_initialized():
+            world = adopted_world(placement, asked.get("backend"))
+        else:
+            world = world_of(placement, backend=asked.get("backend"))
+        mesh = asked.get("mesh", ((DEFAULT_NAME, world.size),))
+        check_mesh(mesh, world)
+        if world.device.index is not None:
+            torch.accelerator.set_device_index(world.device.index)
+        held: list[Any] = []
+        undo.callback(comm.let_go, held)  # what is pushed first is undone last
+        store = None
+        if not dist.is_initialized() and placement.master is not None:
+            store = make_group(placement, world, timeout, undo)
+        if dist.is_initialized():
+            axes, whole = open_axes(mesh, world, timeout, heartbeat, undo)
+        else:
+            axes, whole = tuple(Axis(name, size) for name, size in mesh), None
+        if world.size > 1:
+            undo.callback(os.environ.pop, RANK_VARIABLE, None)
+            tell_children(world)
+        undo.callback(set_world_axes, ())
+        set_world_axes(axes, whole)
+        undo.callback(_close_others, axes if whole is None else (*axes, whole), held)
+        if store is not None:
+            finish_setup(store, world, placement, timeout)
+        settings = {
+            "backend": world.backend,
+            "timeout": timeout,
+            "heartbeat_timeout": heartbeat,
+            "mesh": mesh,
+            "placement": placement,
+        }
+        return Session(world, settings, undo.pop_all())
+
+
+def _refuse_worker(placement: Placement) -> None:
+    """Raise if this process is a worker that a rank has started, and would take the rank's own place."""
+    mine = world_of_parent()
+    if mine is not None and (mine.rank, mine.size) == (placement.rank, placement.size):
+        raise WorldError(
+            f"rank {mine.rank}: this process ({os.getpid()}) is a worker of rank {mine.rank} of {mine.size}, whose own "
+            "process has the place in the world. ltx.world() tells rank and size here; to compute alone, "
+            "write `with ltx.init(rank=0, size=1):`."
+        )
+
+
+def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
+    """Note what of every open axis has a process group in `held`, and close those axes that aren't among `axes`.
+
+    Collectives that are given a process group or a DeviceMesh open an axis for it.
+    """
+    everything = comm.open_axes()
+    held.extend(comm.holders_of_groups(everything))
+    for axis in everything:
+        if all(axis is not other for other in axes):
+            close_ended(axis, dist.group.WORLD if dist.is_initialized() else None)
+
+
+def _asked_settings(
+    strategy: Strategy | None,
+    backend: str | None,
+    timeout: timedelta | float,
+    mesh: Mapping[str, int] | None,
+    heartbeat: timedelta | float,
+) -> dict[str, Any]:
+    """The settings that the caller asked for; what was left out is absent, and agrees with anything."""
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise WorldError(
+            f"ltx.init: strategy must be an ltx.Strategy or None, got {shown(strategy)}. Name other arguments: "
+            'backend="gloo", mesh={"node": 2, "data": 4}, timeout=60.'
+        )
+    if timeout is DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
+        timeout = getattr(strategy, "timeout", None) or DEFAULT_TIMEOUT
+    if mesh is not None and not isinstance(mesh, Mapping):
+        raise WorldError(
+            f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
+        )
+    asked = {
+        "backend": backend or getattr(strategy, "process_group_backend", None),
+        "timeout": None if timeout is DEFAULT_TIMEOUT else _duration("timeout", timeout),
+        "heartbeat_timeout": None if heartbeat is DEFAULT_HEARTBEAT else _duration("heartbeat_timeout", heartbeat),
+        "mesh": None if mesh is None else tuple(mesh.items()),
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _duration(name: str, value: timedelta | float) -> timedelta:
+    return timedelta(seconds=seconds(f"ltx.init: {name}", value, WorldError))
+
+
+def _check_same(asked: Mapping[str, Any], settings: Mapping[str, Any], rank: int) -> None:
+    """Raise :class:`ltx.errors.WorldError` unless what is `asked` for are the `settings` of the world that is up."""
+    for name, new in asked.items():
+        old = settings[name]
+        if name == "placement":
+            name, old, new = "(rank, size, master)", _place(old), _place(new)
+        if new != old:
+            old, new = (dict(value) if name == "mesh" else value for value in (old, new))
+            raise WorldError(
+                f"rank {rank}: ltx.init was called before with {name}={old!r} and now with "
+                f"{name}={new!r}. Call ltx.shutdown() on every rank first, or use the same {name}."
+            )
+
+
+def _place(placement: Placement) -> tuple[Any, ...]:
+    return placement.rank, placement.size, placement.master and f"{placement.master[0]}:{placement.master[1]}"

@@ -1,0 +1,243 @@
+"""Who started this process: the table of launchers, and arguments that go before it.
+
+Everything here is a pure function of the environment variables it is given. A new launcher is one row in
+:data:`LAUNCHERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ltx.core.base.arguments import brief, is_whole
+from ltx.core.base.errors import WorldError
+from ltx.core.world.mpi import mpi_placement
+from ltx.core.world.placement import Placement, Variables, node_of
+from ltx.core.world.slurm import is_slurm_task, slurm_placement
+
+#: Set in the workers of an :class:`ltx.Pool`, beside the variables that torchrun would set.
+POOL_VARIABLE = "LTX_POOL"
+#: Where the store is of a run that a process asks to be taken into.
+JOIN_VARIABLE = "LTX_JOIN"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One row of :data:`LAUNCHERS`: how to see that a launcher started this process, and what it says.
+
+    Attributes:
+        name: as in :attr:`ltx.World.launcher`.
+        marks: the variables by which it is recognised.
+        started_this: whether it started the process with this environment.
+        placement: what it says.
+        start: how one starts processes with it, for error messages.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    started_this: Callable[[Mapping[str, str]], bool]
+    placement: Callable[[Variables], Placement]
+    start: str
+
+
+def placement_from_env(environ: Mapping[str, str]) -> Placement:
+    """What the first launcher of :data:`LAUNCHERS` that knows `environ` says; alone if none does."""
+    launcher = launcher_of(environ)
+    if launcher is None:
+        return Placement("none")
+    placement = launcher.placement(Variables(environ, launcher.name, launcher.marks, launcher.start))
+    if placement.own_devices is None and placement.local_size > 1 and _shows_one_device(environ):
+        return replace(placement, own_devices=1)
+    return placement
+
+
+def check_alone(environ: Mapping[str, str]) -> None:
+    """Raise :class:`WorldError` if `environ` says that this process, which has no world, is one of several.
+
+    Where they meet isn't asked: who forgets :func:`ltx.init` may have forgotten that too.
+    """
+    launcher, found = launcher_of(environ), Placement("none")
+    with suppress(WorldError):
+        found = placement_from_env({"MASTER_ADDR": "?", "MASTER_PORT": "1", **environ})
+    if launcher is not None and found.size > 1:
+        marks = ", ".join(f"{name}={environ[name]}" for name in launcher.marks if name in environ)
+        raise WorldError(
+            f"rank {found.rank}: by its environment ({marks}) this process is rank {found.rank} of {found.size}, but "
+            "no world is open in it: each rank would compute alone. Write `with ltx.init():` around the program. If it "
+            "is to compute alone, write `with ltx.init(rank=0, size=1):`."
+        )
+
+
+def _shows_one_device(environ: Mapping[str, str]) -> bool:
+    """Whether somebody has given this process a device of its own, as jobs of Kubernetes and some launchers do."""
+    shown = next((environ[name] for name in _VISIBLE if name in environ), "")
+    return "," not in shown and shown.strip() not in ("", "-1")
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> Placement:
+    """Where a process is whose process group exists: what `environ` adds to its `rank` and `size`.
+
+    Launchers of other libraries set some of torchrun's variables: Lightning Fabric's all but RANK, and NODE_RANK for
+    GROUP_RANK. What they leave out the group knows. One that contradicts the group isn't of it: ranks may have been
+    numbered anew. LOCAL_RANK alone says which device is whose.
+    """
+    known = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    if "NODE_RANK" in environ:
+        known |= {"GROUP_RANK": environ["NODE_RANK"]}
+    for said in (environ, {**environ, **known}):
+        with suppress(WorldError):
+            found = placement_from_env(said)
+            if (found.rank, found.size) == (rank, size):
+                return found
+    local_rank = environ.get("LOCAL_RANK", "")
+    local = int(local_rank) if local_rank.isdecimal() and int(local_rank) <= rank else rank
+    return Placement("user", rank, size, local_rank=local, local_size=size)
+
+
+def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
+    """The first launcher of :data:`LAUNCHERS` that knows `environ`."""
+    return next((launcher for launcher in LAUNCHERS if launcher.started_this(environ)), None)
+
+
+def placement_from_arguments(
+    rank: int | None, size: int | None, master: str | None, local_rank: int | None, local_size: int | None
+) -> Placement | None:
+    """The placement that the arguments of :func:`ltx.init` describe; None if none of them was given.
+
+    Without local_size, all ranks are on one node.
+    """
+    given = {"rank": rank, "size": size, "master": master, "local_rank": local_rank, "local_size": local_size}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    said = ", ".join(f"{name}={brief(value)}" for name, value in given.items())
+
+    def read(name: str, low: int, high: int | None, default: int | None = None) -> int:
+        value = given.get(name, default)
+        if not is_whole(value) or value < low or (high is not None and value > high):
+            allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise WorldError(
+                f"ltx.init({said}): expected {name} to be an integer {allowed}, got {brief(value)}. Give rank=, size= "
+                'and master="host:port" on every rank, or none of them to read what the launcher says.'
+            )
+        return int(value)
+
+    total = read("size", 1, None)
+    index = read("rank", 0, total - 1)
+    on_node = read("local_size", 1, total, total)
+    local = read("local_rank", 0, min(on_node - 1, index), index % on_node)
+    node = node_of(index, total, local, on_node)
+    if node is None:
+        raise WorldError(
+            f"ltx.init({said}): expected nodes with equal numbers of ranks, dealt out by slot or by node; rank {index} "
+            f"of {total} can't be the local rank {local} of {on_node} then. For other layouts set torchrun's "
+            "environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT."
+        )
+    where = None
+    if master is not None or total > 1:
+        where = _host_and_port(master)
+        if where is None:
+            raise WorldError(
+                f'ltx.init({said}): expected master to be "host:port", the name or address of rank 0\'s node and a '
+                f'free port there, as in "10.0.0.1:29500" or "[fd00::1]:29500", got {brief(master)}.'
+            )
+    return Placement("arguments", index, total, local, on_node, *node, where)
+
+
+def _host_and_port(text: str | None) -> tuple[str, int] | None:
+    """Those in ``"host:port"``; an IPv6 address stands in brackets. None if it isn't that."""
+    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    valid = host and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
+    return (host, int(port)) if valid else None
+
+
+def _torchrun_placement(variables: Variables) -> Placement:
+    """The variables of torchrun. Those that people leave out when they set them by hand mean: all on one node."""
+    size = variables.number("WORLD_SIZE", 1, None, "the number of processes")
+    rank = variables.number("RANK", 0, size - 1, f"below WORLD_SIZE={size}")
+    local_size = variables.number("LOCAL_WORLD_SIZE", 1, size, f"at most WORLD_SIZE={size}", size)
+    below_size = f"below LOCAL_WORLD_SIZE={local_size}"
+    local_rank = variables.number("LOCAL_RANK", 0, local_size - 1, below_size, rank % local_size)
+    num_nodes = variables.number("GROUP_WORLD_SIZE", 1, size, f"at most WORLD_SIZE={size}", -(-size // local_size))
+    below_nodes, by_slot = f"below the number of nodes, {num_nodes}", rank // local_size
+    default = by_slot if by_slot < num_nodes else None
+    node_rank = variables.number("GROUP_RANK", 0, num_nodes - 1, below_nodes, default)
+    address = variables.environ.get("MASTER_ADDR")
+    if not address:
+        raise WorldError(
+            f"environment variable MASTER_ADDR={address!r} (launcher {variables.launcher}): expected the name or "
+            "address of rank 0's node, 127.0.0.1 for example, since RANK and WORLD_SIZE are set. torchrun sets it."
+        )
+    port = variables.number("MASTER_PORT", 1, 65535, "a port at MASTER_ADDR where the ranks meet")
+    return Placement(variables.launcher, rank, size, local_rank, local_size, node_rank, num_nodes, (address, port))
+
+
+def _joining_placement(variables: Variables) -> Placement:
+    """A process that is alone until :func:`ltx.elastic` has it taken into a run."""
+    said = variables.environ[JOIN_VARIABLE]
+    joins = _host_and_port(said)
+    if joins is None:
+        raise WorldError(
+            f'environment variable {JOIN_VARIABLE}={said!r}: expected "host:port", the MASTER_ADDR and MASTER_PORT of '
+            'the ranks that train, as in "10.0.0.1:29500". Unset it to run as a world of one.'
+        )
+    local_rank = variables.number("LOCAL_RANK", 0, None, "the index of this process' device", 0)
+    return Placement(variables.launcher, local_rank=local_rank, joins=joins)
+
+
+_BY_TORCHRUN = "Start the processes with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+_BY_SRUN, _BY_MPIRUN = "Start the processes with srun", "Start the processes with mpirun"
+_pmi = mpi_placement(
+    "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+)
+
+
+def _mpirun(name: str, prefix: str, *job: str) -> Launcher:
+    """An mpirun whose variables are ``{prefix}_RANK`` and the like; `job`: those that may hold the job's id."""
+    rank, size = f"{prefix}_RANK", f"{prefix}_SIZE"
+    placement = mpi_placement(rank, size, (f"{prefix}_LOCAL_RANK",), (f"{prefix}_LOCAL_SIZE",), job)
+    return Launcher(name, (rank, size), lambda env: rank in env, placement, _BY_MPIRUN)
+
+
+#: Those whose ranks don't know for sure which node they are on, and compare what they found when they meet.
+UNSURE = ("arguments", "openmpi", "mvapich2", "pmi")
+
+#: Who may have started this process. The first row that recognises the environment is believed, so what starts
+#: processes of something else stands above that: mpirun starts its own on other nodes by srun, and both are seen then.
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(
+        "pool",
+        (POOL_VARIABLE, "RANK"),
+        lambda env: POOL_VARIABLE in env and "RANK" in env,
+        _torchrun_placement,
+        _BY_TORCHRUN,
+    ),
+    Launcher(
+        "join",
+        (JOIN_VARIABLE,),
+        lambda env: JOIN_VARIABLE in env,
+        _joining_placement,
+        f"Set {JOIN_VARIABLE} to the MASTER_ADDR:MASTER_PORT of ranks that run ltx.elastic",
+    ),
+    Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "RANK" in env, _torchrun_placement, _BY_TORCHRUN),
+    _mpirun("openmpi", "OMPI_COMM_WORLD", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    _mpirun("mvapich2", "MV2_COMM_WORLD"),
+    # Of MPICH's and Intel MPI's hydra; srun sets only the first two of these.
+    Launcher(
+        "pmi",
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        lambda env: "PMI_RANK" in env and "MPI_LOCALRANKID" in env,
+        _pmi,
+        _BY_MPIRUN,
+    ),
+    Launcher("slurm", ("SLURM_STEP_ID", "SLURM_PROCID"), is_slurm_task, slurm_placement, _BY_SRUN),
+    Launcher("pmi", ("PMI_RANK", "PMI_SIZE"), lambda env: "PMI_RANK" in env, _pmi, _BY_MPIRUN),
+    # Job scripts set this one for what srun starts, so it alone says least.
+    Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "WORLD_SIZE" in env, _torchrun_placement, _BY_TORCHRUN),
+)

@@ -1,0 +1,310 @@
+"""Which process this is among how many, and what it computes on; the world that is up in it, and how that ends.
+
+What :func:`world_from_env` gives is a function of the environment variables alone, plus the number of accelerators. Who
+may have set them is in :mod:`ltx.core.world.launchers`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from ltx.core import comm
+from ltx.core.base.errors import PeerLostError, WorldError, message_of
+from ltx.core.comm.backends import default_backend
+from ltx.core.ranks import axis as axes
+from ltx.core.world.failures import note_failure
+from ltx.core.world.launchers import check_alone, placement_from_env
+from ltx.core.world.placement import Placement
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that run together, seen from one of them.
+
+    ``ltx.init()`` makes it and :func:`ltx.world` returns it. As a context manager it ends what ``ltx.init()`` began.
+
+    Attributes:
+        rank: this process' index among all, 0 to ``size - 1``.
+        size: the number of processes, on all nodes together.
+        local_rank: this process' index among those of its node.
+        node_rank: the index of its node.
+        num_nodes: the number of nodes.
+        device: the device that this rank computes on.
+        backend: the backends of torch.distributed that its process groups use, ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``
+            for example.
+        launcher: who started the processes: ``"pool"``, ``"torchrun"``, ``"slurm"`` (srun), ``"openmpi"``, ``"pmi"``
+            (MPICH, Intel MPI), ``"mvapich2"``; ``"join"`` for one that :func:`ltx.elastic` takes into a run of others;
+            ``"arguments"`` if :func:`ltx.init` was told by its caller, ``"user"`` for a process group that was
+            initialised before ltx, ``"none"`` for a process that nobody started as a
+            rank.
+        local_size: the number of processes on this node.
+
+    Example:
+        >>> from ltx.core.world.world import world_from_env
+        >>> env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+        ...        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+        >>> world = world_from_env(env, cuda_devices=0)
+        >>> world.rank, world.size, world.node_rank, world.num_nodes, world.backend
+        (3, 4, 1, 2, 'gloo')
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str
+    launcher: str
+    local_size: int = 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0 of all nodes together: the one that prints and saves."""
+        return self.rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.size > 1
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device, under the name that Lightning's strategies give it."""
+        return self.device
+
+    def __enter__(self) -> World:
+        """This world. Raises :class:`ltx.errors.WorldError` if it isn't the one that is initialised now."""
+        if process.session is None or process.session.world is not self:  # this was pickled, or has ended
+            raise WorldError(
+                f"rank {self.rank}: this World isn't the one that is initialised now, so it can't be entered. "
+                "Write `with ltx.init(...) as world:`."
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        try:
+            _release(self, error)
+        except Exception:
+            if error is None:  # else what ended the block is the news, and peers lost along the way are not
+                raise
+
+
+@dataclass
+class Session:
+    """What one ``init`` set up: its world and settings, how to undo it, and how many ``init()`` calls share it."""
+
+    world: World
+    settings: dict[str, Any]
+    teardown: ExitStack
+    holds: int = 1
+    before: tuple[World, ...] = ()  # the worlds that this one replaced: a `with` block on one of them holds this one
+    pid: int = field(default_factory=os.getpid)
+
+
+@dataclass
+class _Process:
+    """What is up in this process: process-wide, because process groups and axes are.
+
+    Attributes:
+        session: of the world that is up.
+        replaced: one whose successor couldn't be set up.
+        worlds: how many worlds this process has been in: equal on all ranks of one. It names the keys of a world in
+            the store, so that one made after ``shutdown()`` doesn't read its predecessor's addresses, and ranks with
+            different numbers don't find one another.
+        stores: those through which the ranks of worlds met. They are kept: were rank 0's dropped and bound again, a
+            peer could still reach the old one.
+    """
+
+    session: Session | None = None
+    replaced: Session | None = None
+    worlds: int = 0
+    stores: dict[Placement, Store] = field(default_factory=dict)
+
+
+process = _Process()
+
+
+def settings_of_world() -> dict[str, Any]:
+    """What the world that is up was set up with; empty if none is."""
+    return dict(process.session.settings) if process.session is not None else {}
+
+
+def world() -> World:
+    """The world that :func:`init` set up; a world of one if it hasn't.
+
+    In what a rank starts by ``multiprocessing``, such as the workers of a DataLoader, forked or spawned, it is the
+    rank's own world. They can't communicate.
+
+    Example:
+        >>> import ltx
+        >>> ltx.world().rank
+        0
+    """
+    return process.session.world if process.session else world_of_parent() or world_of(Placement("none"))
+
+
+#: In a rank that has peers: its process' id and its world. Processes that it starts find them there.
+RANK_VARIABLE = "LTX_RANK"
+
+
+def tell_children(of: World) -> None:
+    """Let processes that this one starts know which rank it is."""
+    os.environ[RANK_VARIABLE] = json.dumps([os.getpid(), {**asdict(of), "device": str(of.device)}])
+
+
+def world_of_parent() -> World | None:
+    """The world of the rank that has started this process by ``multiprocessing``; None for any other process."""
+    parent, said = multiprocessing.parent_process(), os.environ.get(RANK_VARIABLE)
+    pid, fields = json.loads(said) if parent is not None and said is not None else (None, {})
+    return World(**fields | {"device": torch.device(fields["device"])}) if parent and pid == parent.pid else None
+
+
+def _check_alone() -> None:
+    """Raise if this process, which has had no world, is one of several."""
+    if (mine := world_of_parent()) is not None:
+        raise WorldError(
+            f"rank {mine.rank}: this process ({os.getpid()}) is a worker of rank {mine.rank} of {mine.size}, and can't "
+            "communicate: its peers know the rank's own process. Call collectives and steps there. If the worker is to "
+            "compute alone, write `with ltx.init(rank=0, size=1):`."
+        )
+    check_alone(os.environ)
+
+
+axes.ask_if_alone(_check_alone)
+
+
+def shutdown() -> None:
+    """Take down what :func:`init` set up: axes, and the process group unless it was adopted. Does nothing otherwise.
+
+    It runs by itself when a process ends, since one that ends without it is aborted by gloo. :func:`init` works again
+    afterwards.
+    """
+    session, process.session = process.session, None
+    if session is not None and session.pid == os.getpid():  # a fork has none of the groups' threads
+        session.teardown.close()
+
+
+def abandon(error: BaseException) -> None:
+    """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
+    for axis in comm.open_axes():
+        if axis.comm is not None:
+            why, lost = f"{type(error).__name__}: {message_of(error)}", isinstance(error, PeerLostError)
+            axis.comm.recovery.abandon(why, lost)
+
+
+def forget() -> None:
+    """In a fork: the world that is up is the parent's."""
+    process.session = process.replaced = None
+    os.environ.pop(RANK_VARIABLE, None)
+
+
+def _release(left: World, error: BaseException | None) -> None:
+    """The end of a ``with`` block on `left`, by `error` or not: take the world down unless another call holds it."""
+    session = process.session
+    if session is None or all(known is not left for known in (session.world, *session.before)):
+        return
+    session.holds -= 1
+    if session.holds:
+        return
+    if error is not None:
+        note_failure(error)
+        abandon(error)
+    elif session.settings["placement"].joins is not None:
+        warnings.warn(
+            "LTX_JOIN is set, and ltx.elastic, which would have this process taken into the run there, wasn't "
+            "called: what was done here was done alone. Train with ltx.elastic, or unset LTX_JOIN.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    shutdown()
+
+
+def world_from_env(environ: Mapping[str, str], *, backend: str | None = None, cuda_devices: int | None = None) -> World:
+    """The world that the environment variables `environ` describe; a world of one if they describe none.
+
+    Launchers that it knows, the first of which that fits is believed: a worker of an ``ltx.Pool``; torchrun, or its
+    variables set by hand; mpirun of Open MPI, MVAPICH2, MPICH and Intel MPI; srun. A job script of SLURM, the shell of
+    ``salloc`` and ``srun --pty`` are one process each, whatever the size of the allocation.
+
+    The ranks meet at MASTER_ADDR and MASTER_PORT. Where these aren't set: with srun at the step's first node, at a port
+    from 15000 to 24999 that follows from the ids of job and step; with mpirun on a single node at 127.0.0.1, at such a
+    port too, of Open MPI's job, or at 29500. mpirun on several nodes needs MASTER_ADDR.
+
+    The device is the accelerator (a CUDA device, or another one that torch knows) numbered like the local rank where
+    there are any, else the CPU; the first one where each rank sees devices of its own (srun's tasks, or one entry in
+    CUDA_VISIBLE_DEVICES). The backends are torch's for that device, NCCL on CUDA, and gloo on the CPU. Local ranks
+    beyond the number of devices are an error, except over gloo, where they compute on the CPU.
+
+    Args:
+        environ: the environment, ``os.environ`` for example.
+        backend: use this backend of torch.distributed.
+        cuda_devices: the number of CUDA devices to reckon with; None asks torch which accelerators there are.
+
+    Raises:
+        WorldError: variables that are malformed or contradict each other; the message names variable, value and
+            what is allowed.
+
+    Example:
+        >>> world_from_env({}, cuda_devices=0).size
+        1
+        >>> world_from_env({"RANK": "x", "WORLD_SIZE": "2"})
+        Traceback (most recent call last):
+        ltx.errors.WorldError: environment variable RANK='x' (launcher torchrun): expected an integer from 0 to 1, \
+below WORLD_SIZE=2. Launchers set it; unset it and the launcher's other variables to run as a world of one.
+    """
+    return world_of(placement_from_env(environ), backend=backend, cuda_devices=cuda_devices)
+
+
+def cores() -> int:
+    """The number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def accelerators() -> tuple[str, int]:
+    """The type of this machine's accelerators, and how many there are; 0 without any.
+
+    It asks the driver's library and starts nothing: a fork of a process that has CUDA going can't use it.
+    """
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return "cuda", 0
+    return found.type, int(torch.get_device_module(found.type).device_count())
+
+
+def world_of(placement: Placement, *, backend: str | None = None, cuda_devices: int | None = None) -> World:
+    """The world of a process at `placement`; arguments and errors as for :func:`world_from_env`."""
+    local_rank = placement.local_rank
+    kind, count = accelerators() if cuda_devices is None else ("cuda", cuda_devices)
+    index = 0 if count == placement.own_devices else local_rank
+    if 0 < count <= index and backend != "gloo":
+        raise WorldError(
+            f"rank {placement.rank} has local rank {local_rank}, but its node has {count} {kind.upper()} "
+            f"device{'s' * (count > 1)}: expected a local rank from 0 to {count - 1}. Start at most "
+            f'{count} ranks on this node, or pass backend="gloo" to run those beyond on the CPU.'
+        )
+    device = torch.device(kind, index) if index < count else torch.device("cpu")
+    return World(
+        rank=placement.rank,
+        size=placement.size,
+        local_rank=local_rank,
+        node_rank=placement.node_rank,
+        num_nodes=placement.num_nodes,
+        device=device,
+        backend=backend or default_backend(device),
+        launcher=placement.launcher,
+        local_size=placement.local_size,
+    )

@@ -1,0 +1,327 @@
+"""The data of a run: DataPosition, how far it is, and uneven, for ranks that have different numbers of batches.
+
+With a DataPosition a step takes the next ``batch_size`` samples of the epoch's order, and the ranks share these out. So
+what a step takes doesn't depend on how many ranks there are, and their number may change between any two steps.
+
+Horovod's ``join()`` and torch's ``Join`` have a rank without data answer its peers' collectives from behind. With
+uneven it goes on calling the step itself, on placeholders that weigh nothing: the step has one path, whatever it
+communicates.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+
+from ltx.core import collectives, comm
+from ltx.core.base import tree
+from ltx.core.base.arguments import brief, check_fields, whole
+from ltx.core.collectives.uneven import told
+from ltx.core.ranks.axis import Axis
+from ltx.errors import ArgumentError, AxisError, DataError, InputError, UnsupportedError
+from ltx.typing import Tree
+
+# What the seed of a torch.Generator may be, twice over: that of an epoch is the sum of two of these.
+_LARGEST = (1 << 62) - 1
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Which samples come next: a value, that steps don't change but follow up.
+
+    In an epoch every sample comes exactly once, whatever becomes of the number of ranks. The order of epoch ``e`` is
+    ``torch.randperm`` with the seed ``seed + e``, as in torch's DistributedSampler; unlike that one, nothing is padded,
+    so nothing comes twice. The last step of an epoch takes what is left.
+
+    Attributes:
+        length: the number of samples in the data.
+        batch_size: how many of them a step takes, on all ranks together.
+        seed: what the orders are drawn from; the same on every rank.
+        epoch: the number of epochs done.
+        done: the number of this epoch's samples that are done.
+        shuffle: False: every epoch goes through the samples in their own order.
+        weighted: whether ranks may get unequal numbers of samples, or none: then the step has to return an
+            :class:`ltx.Weighted`, whose mean over samples is exact. Otherwise such a division is refused, for a mean of
+            the ranks' means would be another one.
+
+    Raises:
+        InputError: (a ValueError) a field is out of its range.
+
+    Source: Horovod's ``ElasticSampler``, which counts the samples done likewise, and pads.
+
+    Example:
+        >>> import ltx
+        >>> position = ltx.DataPosition(length=6, batch_size=4, shuffle=False)
+        >>> [position.indices(rank, 2).tolist() for rank in range(2)]
+        [[0, 2], [1, 3]]
+        >>> position = position.after_step()  # two samples are left
+        >>> [position.indices(rank, 2).tolist() for rank in range(2)]
+        [[4], [5]]
+        >>> position.after_step()
+        DataPosition(length=6, batch_size=4, seed=0, epoch=1, done=0, shuffle=False, weighted=False)
+    """
+
+    length: int
+    batch_size: int
+    seed: int = 0
+    epoch: int = 0
+    done: int = 0
+    shuffle: bool = True
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, InputError)
+        for name, low in {"length": 1, "batch_size": 1, "seed": 0, "epoch": 0, "done": 0}.items():
+            most = self.length - 1 if name == "done" else _LARGEST
+            value = whole(f"DataPosition.{name}", getattr(self, name), low, most=most)
+            object.__setattr__(self, name, value)
+
+    @property
+    def step_size(self) -> int:
+        """How many samples the next step takes, on all ranks together."""
+        return min(self.batch_size, self.length - self.done)
+
+    def indices(self, rank: int = 0, size: int = 1) -> torch.Tensor:
+        """The samples that `rank` of `size` takes in the next step: int64, 1-dim; unequal numbers differ by one.
+
+        Raises:
+            InputError: (a ValueError) they can't be shared out equally, and the position isn't `weighted`.
+        """
+        if not 0 <= rank < size:
+            raise InputError(f"DataPosition.indices: expected a rank from 0 to {size - 1}, got {rank}.")
+        self._check_divides(self.step_size, size)
+        together = _order(self.length, self.seed + self.epoch, self.shuffle)[self.done : self.done + self.step_size]
+        return together[rank::size].clone()
+
+    def after_step(self) -> DataPosition:
+        """The position once a step has taken its samples; after the last of an epoch, at the start of the next."""
+        done = self.done + self.step_size
+        return replace(self, epoch=self.epoch + 1, done=0) if done == self.length else replace(self, done=done)
+
+    def check_sizes(self, fewest: int, most: int) -> None:
+        """Raise InputError unless all steps of an epoch can be shared out among each number of ranks in that range."""
+        for size in range(fewest, most + 1):
+            for taken in self._step_sizes:
+                self._check_divides(taken, size)
+
+    def fits(self, size: int) -> bool:
+        """Whether all steps of an epoch can be shared out among `size` ranks."""
+        return self.weighted or not any(taken % size for taken in self._step_sizes)
+
+    @property
+    def _step_sizes(self) -> tuple[int, int]:
+        """What the steps of an epoch take: all but the last, and that one; 0 if it takes as much."""
+        return min(self.batch_size, self.length), self.length % self.batch_size
+
+    def _check_divides(self, taken: int, size: int) -> None:
+        if not self.weighted and taken % size:
+            raise InputError(
+                f"DataPosition: a step takes {taken} samples (batch_size={self.batch_size}, length={self.length}), "
+                f"which {size} ranks can't share out equally, and the mean of their means isn't the mean over samples. "
+                "Let the step return ltx.Weighted(total, count) and say so with weighted=True, or choose a batch_size "
+                f"and a length (drop the last samples) that are multiples of {size}."
+            )
+
+
+@lru_cache(maxsize=2)
+def _order(length: int, seed: int, shuffle: bool) -> torch.Tensor:
+    """The order of an epoch. It is cached, so callers don't write to it."""
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(length)
+
+
+# What a rank tells its peers at each step.
+_DONE, _HAS_DATA, _FAILED = 0, 1, 2
+
+
+def uneven(
+    iterable: Iterable[Any],
+    axis: Any = None,
+    *,
+    divisor: Literal["data", "all"] = "data",
+    stop: Literal["last", "first"] = "last",
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Every rank's batches, on all ranks for as long as any rank has one.
+
+    Every rank iterates over its own iterable and takes the same number of turns: that of the longest one. A rank that
+    has run out gets placeholders. Each turn costs one all_gather of an integer, and waits for the slowest rank's data.
+
+    Args:
+        iterable: this rank's batches, trees of any structure; ranks may differ. It may be empty.
+        axis: as in :func:`ltx.psum`, at the time of this call.
+        divisor: what `weight` makes of the loss ``l_r`` of a batch, with a of n ranks having data at that step:
+
+            ================================================  =================  ================
+            what the data-parallel step returns               ``"data"``         ``"all"``
+            ================================================  =================  ================
+            ``weight * loss``                                 ``sum l_r / a``    ``sum l_r / n``
+            ``ltx.Weighted(weight * loss, weight)``           ``sum l_r / a``    ``sum l_r / a``
+            ``ltx.Weighted(weight * loss, 1.0)``              ``sum l_r / a``    ``sum l_r / n``
+            ================================================  =================  ================
+
+            The sums go over the ranks with data; they are values (with ``outputs="mean"``, where the step isn't
+            Weighted) and gradients alike. "all" is how Horovod's ``join`` and torch's ``Join`` divide; there the
+            last batches count less. For the mean over samples return
+            ``ltx.Weighted(sum of losses * (weight > 0), len(batch) * (weight > 0))`` with either.
+        stop: "last" goes on until the last rank has run out. "first" stops all ranks as soon as one has run out: there
+            are no placeholders and all weights are 1. The other ranks have taken one more batch from their iterables
+            by then, which is dropped.
+
+    Yields:
+        ``(batch, weight)``. `weight` is a 0-dim float32 tensor on the CPU: for a batch n / a or 1, by `divisor`; for a
+        placeholder 0. A placeholder has the structure, shapes, dtypes and devices of this rank's last batch, or of the
+        first batch of another rank if it never had one, with zeros for values; leaves that aren't tensors are those of
+        that batch. In a world of one all weights are 1.
+
+        A loss on zeros may be NaN, and so is 0 * NaN, which reaches every rank. Where that can be, either don't call
+        the loss (``ltx.Weighted(loss, 1) if weight > 0 else ltx.Weighted(torch.zeros(()), 0)``, if the step has no
+        collectives of its own), or give it harmless inputs: ``x = torch.where(weight > 0, x, 1.0)``.
+        ``torch.where(weight > 0, loss, 0.0)`` saves the value, but not the gradient of a loss that has none there;
+        :func:`ltx.weighted_mean` does the same for metrics. A placeholder's samples count in what the step itself
+        communicates, such as the statistics of ``ltx.nn.sync_batch_norm``: leave them out there, with
+        ``x = x[: len(x) * int(weight > 0)]``.
+
+    Gradient:
+        Batches and weights are constants.
+
+    Raises:
+        DataError: on every rank, when the iterable of one raised something; that rank's error is the cause there. In a
+            world of one its error comes through as it is.
+        TypeError: on every rank, if a rank has no batch at all and the leaves of the batch that it takes the structure
+            from can't be pickled.
+        AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
+        InputError: `divisor` or `stop` is something else.
+
+    Example:
+        >>> import torch, ltx
+        >>> for batch, weight in ltx.uneven([torch.tensor([1.0, 2.0]), torch.tensor([3.0])]):  # a world of one
+        ...     print(batch, weight)
+        tensor([1., 2.]) tensor(1.)
+        tensor([3.]) tensor(1.)
+
+    A loop that may leave early must do so on every rank at the same step.
+
+    Source: Horovod's ``hvd.join``; torch.distributed.algorithms.Join, whose ``divide_by_initial_world_size`` is
+    `divisor` and whose ``throw_on_early_termination`` is ``stop="first"``, without the exception.
+    """
+    if stop not in ("last", "first"):
+        raise InputError(f'uneven: stop must be "last" or "first", got {brief(stop)}.')
+    if divisor not in ("data", "all"):
+        raise InputError(f'uneven: divisor must be "data" or "all", got {brief(divisor)}.')
+    found = comm.resolve(axis)
+    if found.simulated:
+        raise AxisError(
+            f"uneven has no form under ltx.vmap: the ranks of axis {found.name!r} share all iterables. Pad the ranks' "
+            "batches to one number outside, stack them, and pass the ranks' weights, 0 for padding, as one more mapped "
+            "tensor; or give each rank its own with ltx.simulate."
+        )
+    return _turns(iterable, found, divisor, stop) if found.size > 1 else _alone(iterable)
+
+
+def _alone(iterable: Iterable[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    try:
+        batches = iter(iterable)
+    except TypeError:
+        raise ArgumentError(f"uneven: iterable must be Iterable[Any], got {brief(iterable)}.") from None
+    for batch in batches:
+        yield batch, _weight(1.0)
+
+
+def _weight(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iterator[tuple[Any, torch.Tensor]]:
+    source = _Source(iterable)
+    first = True
+    while True:
+        batch, state = source.next()
+        states = [states for (states,) in told("uneven", [state], axis)]
+        if _FAILED in states:
+            _raise_everywhere(states, source.error, axis)
+        if _HAS_DATA not in states or (stop == "first" and _DONE in states):
+            return
+        if first and _DONE in states:
+            like = collectives.broadcast_object(source.last, states.index(_HAS_DATA), axis)
+            if state == _DONE:
+                source.last = tree.map(lambda x: x.anywhere() if isinstance(x, _Blank) else x, like)
+        first = False
+        share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0
+        if state == _HAS_DATA:
+            yield batch, _weight(share)
+        else:
+            yield source.placeholder(), _weight(0.0)
+        del batch  # not kept while the next one is made
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """What is left of a tensor in a batch that has gone by."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+
+    @staticmethod
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.is_nested:
+            raise UnsupportedError("uneven: nested tensors have no placeholder. Pad them, or pass a list of tensors.")
+        return _Blank(leaf.shape, leaf.dtype, leaf.device, leaf.layout)
+
+    def anywhere(self) -> _Blank:
+        """The same on the device of this kind that another process uses."""
+        return _Blank(self.shape, self.dtype, torch.device(self.device.type), self.layout)
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device, layout=self.layout)
+
+
+class _Source:
+    """This rank's batches: an iterator that remembers how the last one looked, and what went wrong."""
+
+    def __init__(self, iterable: Iterable[Any]):
+        self._iterable = iterable
+        self._iterator: Iterator[Any] | None = None
+        self._done = False
+        self.last: Tree = None
+        self.error: Exception | None = None
+
+    def next(self) -> tuple[Any, int]:
+        """(the next batch, what to tell the others)"""
+        if self._done:
+            return None, _DONE
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._iterable)
+            batch = next(self._iterator)
+            tree.check_open(
+                tree.flatten(batch)[0], batch, "uneven", "replaced by zeros in a placeholder", tensors_only=True
+            )
+            self.last = tree.map(_Blank.of, batch)
+            return batch, _HAS_DATA
+        except StopIteration:
+            self._done = True
+            return None, _DONE
+        except Exception as error:  # whatever it is, the others are waiting for this rank
+            self._done, self.error = True, error
+            return None, _FAILED
+
+    def placeholder(self) -> Tree:
+        return tree.map(lambda x: x.zeros() if isinstance(x, _Blank) else x, self.last)
+
+
+def _raise_everywhere(states: list[int], error: Exception | None, axis: Axis) -> None:
+    failed = [rank for rank, state in enumerate(states) if state == _FAILED]
+    text = "".join(traceback.format_exception_only(error)).strip() if error is not None else ""
+    text = collectives.broadcast_object(text, failed[0], axis)
+    others = f" Those of ranks {failed[1:]} failed at the same step." if failed[1:] else ""
+    raise DataError(
+        f"uneven: the iterable of rank {failed[0]} on axis {axis.name!r} raised {text}.{others} All ranks stop here."
+    ) from error
