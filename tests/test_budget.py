@@ -25,26 +25,26 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(772, 7),
-    "all": Size(42156, 219),
+    "all": Size(42141, 219),
     "checkpoint": Size(1799, 10),
     "core": Size(1, 1),
     "core/base": Size(1637, 8),
-    "core/collectives": Size(3813, 17),
+    "core/collectives": Size(3812, 17),
     "core/comm": Size(5984, 33),
     "core/gradients": Size(2396, 12),
     "core/optim": Size(2931, 14),
     "core/ranks": Size(863, 4),
-    "core/training": Size(3674, 18),
+    "core/training": Size(3666, 18),
     "core/transforms": Size(3668, 16),
     "core/world": Size(1608, 10),
     "demo": Size(747, 5),
     "estimate": Size(584, 4),
-    "hooks": Size(2487, 13),
-    "nn": Size(485, 3),
+    "hooks": Size(2486, 13),
+    "nn": Size(483, 3),
     "notebook": Size(334, 4),
     "profile": Size(1103, 6),
     "runtime": Size(4362, 20),
-    "strategies": Size(2908, 14),
+    "strategies": Size(2905, 14),
 }
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -56,12 +56,7 @@ class FromFunctions(LossyHook):
                 values, start = from_message(row, start, part.numel(), part.dtype)
                 found.append(values.reshape(part.shape))
             total = total + self._decompressed(tuple(found) if isinstance(given, tuple) else found[0], inputs.flat)
-
-        def own() -> Tensor:
-            assert mine is not None
-            return mine
-
-        return CompressionResult(total, own, inputs.states)
+        return CompressionResult(total, lambda: cast(Tensor, mine), inputs.states)
 
     def _compressed(self, flat: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
         """What compress gives, and as a tuple."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 
@@ -242,14 +242,12 @@ class CompressedAllReduce(LossyHook):
                 rows = rows + (torch.arange(n, device=rest.device) == rank)[:, None] * rest
             return rows.view(-1)[:numel]
 
-        def own() -> torch.Tensor:
-            assert mine is not None
-            return with_rest(mine, -rest)
-
         def remainder(corrected: torch.Tensor) -> torch.Tensor:
             return with_rest(rows if mine is None else rows - mine, rest)
 
-        return CompressionResult(total[:numel], own, inputs.states, remainder)
+        return CompressionResult(
+            total[:numel], lambda: with_rest(cast(torch.Tensor, mine), -rest), inputs.states, remainder
+        )
 
     @property
     def _fills_with_zeros(self) -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ltx.core.base.arguments import is_number, is_whole, shown
+from ltx.core.collectives.reduce import wide
 from ltx.errors import InputError, TreeError, UnsupportedError
 from ltx.nn.sync_batch_norm import sync_batch_norm
 
@@ -65,7 +66,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.num_batches_tracked.add_(1)
             if momentum is None:
                 # Of the statistics' precision: an integer tensor alone would give 1 / n in torch's default dtype.
-                momentum = 1 / self.num_batches_tracked.to(torch.promote_types(self.running_mean.dtype, torch.float32))
+                momentum = 1 / self.num_batches_tracked.to(wide(self.running_mean.dtype))
         y, mean, var = sync_batch_norm(
             x,
             self.running_mean,

@@ -20,6 +20,7 @@ from torch import nn
 from ltx.core import collectives
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, checked, is_number
+from ltx.core.collectives.reduce import wide
 from ltx.core.gradients.packing import prefers_few_calls
 from ltx.core.ranks.backings import unwrapped
 from ltx.errors import InputError, UnsupportedError
@@ -95,7 +96,7 @@ def sync_batch_norm(
         moved_mean, moved_var = _copy(running_mean), _copy(running_var)
         y = nn.functional.batch_norm(x, moved_mean, moved_var, weight, bias, True, momentum, eps)
         return y, moved_mean, moved_var
-    count, mean, var = _statistics(x.to(_wide(x)), axis)
+    count, mean, var = _statistics(x.to(wide(x.dtype)), axis)
     unbiased = var * (count / (count - 1).clamp(min=1))
     return (
         _normalised(x, mean, var, weight, bias, eps),
@@ -104,14 +105,10 @@ def sync_batch_norm(
     )
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _kernels_take(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
     """Whether torch's own kernels know these dtypes together."""
     dtypes = {t.dtype for t in others}
-    return len(dtypes) < 2 and dtypes <= {x.dtype, _wide(x)}
+    return len(dtypes) < 2 and dtypes <= {x.dtype, wide(x.dtype)}
 
 
 def _alone(axis: Any) -> bool:
@@ -190,11 +187,11 @@ def _normalised_by_formula(
     eps: float,
 ) -> torch.Tensor:
     channels = (1, -1, *[1] * (x.ndim - 2))
-    wide = _wide(x)
-    scale = (var.to(wide) + eps).rsqrt()
+    dtype = wide(x.dtype)
+    scale = (var.to(dtype) + eps).rsqrt()
     if weight is not None:
         scale = scale * weight
-    y = (x.to(wide) - mean.to(wide).reshape(channels)) * scale.reshape(channels)
+    y = (x.to(dtype) - mean.to(dtype).reshape(channels)) * scale.reshape(channels)
     if bias is not None:
         y = y + bias.reshape(channels)
     return y.to(x.dtype)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from ltx import hooks
+from ltx.core.collectives.reduce import wide
 from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.comm_hook import around
 from ltx.core.gradients.packing import plus, unpack
@@ -65,7 +66,7 @@ class Scaled(hooks.CommHook):
         return (*self.hook.state_names, PASSES) if self.passes else self.hook.state_names
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        passes = {PASSES: torch.zeros_like(param, dtype=_wide(param.dtype))} if self.passes else {}
+        passes = {PASSES: torch.zeros_like(param, dtype=wide(param.dtype))} if self.passes else {}
         return {**self.hook.init(param, path), **passes}
 
     def at(self, step: int) -> hooks.CommHook:
@@ -86,7 +87,7 @@ class Scaled(hooks.CommHook):
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         narrow = self.hook.wire_dtype(dtype)
         # Passes are added before anything is rounded.
-        return _wide(dtype) if self.passes else narrow
+        return wide(dtype) if self.passes else narrow
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         dtype, states, flat = inputs.bucket.dtype, inputs.states, inputs.flat
@@ -101,10 +102,6 @@ class Scaled(hooks.CommHook):
         if self.predivide is not None:
             total = total.to(dtype) * (self.predivide / inputs.axis_size)
         return total, after
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _times(lr: Callable[[int], Any], factor: int, count: int) -> Any:

@@ -31,7 +31,7 @@ class Wire:
 def _send(digests: list[int], losses: list[float]) -> list[PendingSummary]:
     wire: Any = Wire(len(digests))
     return [
-        send_summary(wire, torch.tensor(loss), torch.tensor(1), Said(digest), torch.device("cpu"))
+        PendingSummary(send_summary(wire, torch.tensor(loss), torch.tensor(1), Said(digest), torch.device("cpu")), wire)
         for digest, loss in zip(digests, losses, strict=True)
     ]
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ltx.core.comm import StoreExchange, poll_until, store_exchange
+from ltx.core.comm import StoreExchange, store_exchange
+from ltx.core.comm.store_exchange import poll_until
 from ltx.errors import CollectiveTimeoutError, PeerLostError
 
 SIZE = 3

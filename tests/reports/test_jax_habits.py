@@ -22,6 +22,11 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], str, Callable[[Tensor], Any]]] =
         r"all_gather: axis=0 is given twice.*JAX's axis= is dim= here\. Write all_gather\(value, axis, dim=, ",
         lambda x: ltx.all_gather(x, "data", dim=0),
     ),
+    "all_gather axis alone": (
+        lambda x: ltx.all_gather(x, axis=0),
+        r"an axis is a name, .* got 0\. A dimension of tensors is dim= here\.",
+        lambda x: ltx.all_gather(x, dim=0),
+    ),
     "psum_scatter": (
         lambda x: ltx.psum_scatter(x, "data", scatter_dimension=0, tiled=True),
         r"scatter_dimension= is dim= here",

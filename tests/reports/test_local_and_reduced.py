@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import ltx
 from ltx.core.base import tree
-from ltx.errors import LtxError, StepError
+from ltx.errors import LtxError, RankMismatchError, ReplicaDivergedError
+from tests.meshes import mesh_of
 
 Ranks = Callable[[int], Any]
 N = 2
@@ -53,36 +54,93 @@ def everywhere(ranks: Ranks, real: bool, fn: Callable[..., Any], *args: Any) -> 
     return ranks(N).run(fn, *args) if real else ltx.simulate(fn, in_dims=None, ranks=N)(*args)
 
 
-def mixed(seed: int) -> list[str]:
+def clipped(w: dict[str, Tensor]) -> None:
+    torch.nn.utils.clip_grad_norm_(w.values(), 0.1)
+
+
+def unscaled(w: dict[str, Tensor]) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(torch.optim.SGD(w.values(), lr=0.1))
+
+
+def anew(w: dict[str, Tensor]) -> None:
+    for v in w.values():
+        v.grad = v.grad / 2  # type: ignore[operator]
+
+
+# What is done to local gradients, and leaves them local.
+CHANGED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "nothing": lambda w: None,
+    "clip_grad_norm_": clipped,
+    "clip_grad_value_": lambda w: torch.nn.utils.clip_grad_value_(w.values(), 1e-3),
+    "mul_": lambda w: [v.grad.mul_(0.5) for v in w.values()],  # type: ignore[union-attr]
+    "div_ of data": lambda w: [v.grad.data.div_(3) for v in w.values()],  # type: ignore[union-attr]
+    "foreach": lambda w: torch._foreach_mul_([v.grad for v in w.values()], 0.5),  # type: ignore[arg-type]
+    "GradScaler": unscaled,
+    "out of place": anew,
+    "another backward pass": lambda w: loss(w, torch.ones(4)).backward(create_graph=True),
+}
+
+
+def mixed(seed: int, name: str) -> str:
     w, xs, means = problem(seed)
     LOCAL(w, xs[0]).backward()
     LOCAL(w, xs[1]).backward()
-    with pytest.raises(StepError) as caught:
-        STEP(w, xs[2]).backward()
-    said = [str(caught.value)]
+    CHANGED[name](w)
+    before = copy.deepcopy({k: v.detach() for k, v in of(w).items()})
+    for _ in range(2):
+        with pytest.raises(RankMismatchError) as caught:
+            STEP(w, xs[2]).backward()
+        torch.testing.assert_close(of(w), before, rtol=0, atol=0)
     for v in w.values():
         v.grad = None
     STEP(w, xs[2]).backward()  # and goes on
     torch.testing.assert_close(of(w), means[2])
-    return said
+    return str(caught.value)
 
 
-def test_a_reduced_pass_refuses_what_a_blocked_one_has_left(ranks: Ranks, seed: int) -> None:
-    for rank, (text,) in enumerate(ranks(N).run(mixed, seed)):
-        assert text.startswith(f"rank {rank}: the .grad of leaf 'a'")
-        assert "ltx.accumulate(" in text
-        assert "ltx.sync_gradients(" in text
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_reduced_pass_refuses_what_a_blocked_one_has_left(ranks: Ranks, seed: int, name: str) -> None:
+    first, second = ranks(N).run(mixed, seed, name)
+    assert first == second
+    assert "rank 1: 'a.grad' and 1 more (digest" in first
+    for text in ("block_backward_sync", "ltx.accumulate(", "ltx.sync_gradients(", "set .grad to None"):
+        assert text in first
 
 
-def both() -> None:
-    w = {k: torch.ones(4, requires_grad=True) for k in "ab"}
-    LOCAL(w, torch.ones(4)).backward()
-    STEP(w, torch.ones(4)).backward()
+def both(seed: int) -> None:
+    w, xs, _ = problem(seed)
+    LOCAL(w, xs[0]).backward()
+    CHANGED["mul_"](w)
+    STEP(w, xs[1]).backward()
 
 
-def test_threads_refuse_it() -> None:
-    with pytest.raises(StepError, match=r"rank \d: the \.grad of leaf 'a'"):
-        ltx.simulate(both, ranks=N)()
+def test_threads_refuse_it(seed: int) -> None:
+    with pytest.raises(RankMismatchError, match=r"adds to 'a\.grad' and 1 more .*ltx\.accumulate\("):
+        ltx.simulate(both, in_dims=None, ranks=N)(seed)
+
+
+def test_simulated_ranks_refuse_it_where_each_has_its_own(seed: int) -> None:
+    """What all of them share gets the sum of their gradients in both passes, which is no other on any rank."""
+    w, xs = problem(seed)[0], torch.randn(N, 4)
+
+    def backward(step: Any, w: dict[str, Tensor], in_dim: int | None) -> None:
+        ltx.vmap(step, in_dims=(in_dim, 0))(w, xs).sum().backward()
+
+    backward(LOCAL, w, None)
+    backward(STEP, w, None)
+    expected = {k: v.detach().clone().requires_grad_() for k, v in w.items()}
+    (2 * sum(loss(expected, x) for x in xs)).backward()  # type: ignore[union-attr]
+    torch.testing.assert_close(of(w), of(expected))
+    stacked = {k: v.detach().expand(N, 4).clone().requires_grad_() for k, v in w.items()}
+    backward(LOCAL, stacked, 0)
+    CHANGED["mul_"](stacked)
+    with pytest.raises(ReplicaDivergedError, match=r"leaf 'a\.grad' .* differs on rank 1 .*ltx\.accumulate\("):
+        backward(STEP, stacked, 0)
+    for v in stacked.values():
+        v.grad.copy_(v.grad.mean(0).expand(N, 4))  # type: ignore[union-attr]
+    backward(STEP, stacked, 0)
 
 
 def one_rank_alone(seed: int) -> str:
@@ -109,16 +167,23 @@ def zero(w: dict[str, Tensor], set_to_none: bool) -> None:
     torch.optim.SGD(w.values(), lr=0.1).zero_grad(set_to_none=set_to_none)
 
 
-def by_hand(w: dict[str, Tensor], xs: Tensor, in_place: bool) -> None:
+def by_hand(w: dict[str, Tensor], xs: Tensor, in_place: bool, data: bool = False) -> None:
     LOCAL(w, xs[0]).backward()
     LOCAL(w, xs[1]).backward()
     means, _ = ltx.sync_gradients(of(w))
     for k, v in w.items():
         if in_place:
-            v.grad.copy_(means[k])  # type: ignore[union-attr]
+            (v.grad.data if data else v.grad).copy_(means[k])  # type: ignore[union-attr]
         else:
             v.grad = means[k]
     STEP(w, xs[2]).backward()
+
+
+def averaged(w: dict[str, Tensor], xs: Tensor) -> None:
+    LOCAL(w, xs[0]).backward()
+    for v in w.values():
+        v.grad.copy_(ltx.pmean(v.grad)).mul_(2.0).div_(2.0)  # type: ignore[union-attr]
+    STEP(w, xs[1]).backward()
 
 
 def after_zeros(w: dict[str, Tensor], xs: Tensor, set_to_none: bool) -> None:
@@ -163,6 +228,8 @@ ALLOWED: dict[str, tuple[Callable[[dict[str, Tensor], Tensor], None], list[int]]
     "reduced, then reduced": (reduced_twice, [0, 1]),
     "local, local, sync_gradients in new tensors, reduced": (lambda w, xs: by_hand(w, xs, False), [0, 1, 2]),
     "local, local, sync_gradients in place, reduced": (lambda w, xs: by_hand(w, xs, True), [0, 1, 2]),
+    "local, local, sync_gradients in place of data, reduced": (lambda w, xs: by_hand(w, xs, True, True), [0, 1, 2]),
+    "local, pmean in place, scaled twice, reduced": (averaged, [0, 1]),
     "local, None, reduced": (lambda w, xs: after_zeros(w, xs, True), [1]),
     "local, zeros, reduced": (lambda w, xs: after_zeros(w, xs, False), [1]),
     "local, zeros by .data, reduced": (after_zeros_of_data, [1]),
@@ -196,11 +263,12 @@ def test_nor_is_anything_refused_alone(name: str, seed: int) -> None:
 def with_state(seed: int) -> None:
     """Of parameters with communication state, which is differentiated with them."""
     torch.manual_seed(seed)
+    rank = int(ltx.axis_index())
     step = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=ltx.hooks.TopK(0.5)))
     w = {k: torch.randn(4, requires_grad=True) for k in "ab"}
     synced = ltx.Synced(w, tree.map(lambda x: x.requires_grad_(x.is_floating_point()), step.init(w)))
-    ltx.block_backward_sync(step)(synced, torch.randn(4)).backward()
-    with pytest.raises(StepError, match="leaf 'a'"):
+    ltx.block_backward_sync(step)(synced, torch.randn(2, 4)[rank]).backward()
+    with pytest.raises(RankMismatchError, match=r"'a\.grad'"):
         step(synced, torch.randn(4)).backward()
 
 
@@ -213,12 +281,12 @@ def module_and_views(seed: int) -> None:
     torch.manual_seed(seed)
     net = nn.Linear(4, 2)
     step = ltx.data_parallel(lambda w, x: (ltx.functional_call(net, w, (x,)).sum(), {"aux": x}))
-    params, x = dict(net.named_parameters()), torch.randn(3, 4)
+    params, x = dict(net.named_parameters()), torch.randn(2, 3, 4)[int(ltx.axis_index())]
     for create_graph in (False, True):
         step(params, x)[0].backward()
         with ltx.block_backward_sync(step) as local:
             local(params, x)[0].backward(create_graph=create_graph)
-        with pytest.raises(StepError, match="leaf 'bias'"):
+        with pytest.raises(RankMismatchError, match=r"'bias\.grad' and 1 more"):
             step(params, x)[0].backward()
         net.zero_grad()
         step(params, x)[0].backward()
@@ -227,3 +295,29 @@ def module_and_views(seed: int) -> None:
 
 def test_modules(ranks: Ranks, seed: int) -> None:
     ranks(N).run(module_and_views, seed)
+
+
+def of_placed(seed: int) -> None:
+    """Of DTensors, whose .grad are DTensors."""
+    torch.manual_seed(seed)
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with mesh_of(N, 1) as mesh:
+        whole, xs = torch.randn(4), torch.randn(3, N, 4)
+        x = xs[:, mesh.get_local_rank("data")]
+        w = nn.Parameter(distribute_tensor(whole, mesh["model"], [Shard(0)]))
+        step = ltx.data_parallel(lambda w, x: (w.full_tensor() * x).tanh().sum(), axis=mesh["data"])
+        local = ltx.block_backward_sync(step)
+        local(w, x[0]).backward()
+        w.grad.mul_(0.5)  # type: ignore[union-attr]
+        with pytest.raises(RankMismatchError, match=r"\.grad"):
+            step(w, x[1]).backward()
+        w.grad = ltx.sync_gradients(w.grad, axis=mesh["data"])[0]
+        step(w, x[1]).backward()
+        expected = whole.clone().requires_grad_()
+        ((0.5 * (expected * xs[0]).tanh() + (expected * xs[1]).tanh()).sum() / N).backward()
+        torch.testing.assert_close(w.grad.full_tensor(), expected.grad)  # type: ignore[union-attr, attr-defined]
+
+
+def test_dtensors(ranks: Ranks, seed: int) -> None:
+    ranks(N).run(of_placed, seed)

@@ -104,3 +104,14 @@ def test_what_half_precision_cannot_hold_is_refused(hook: CommHook) -> None:
 
     with pytest.raises(NotFiniteError, match="finite"):
         ltx.simulate(on_rank)(grads["w"])
+
+
+@pytest.mark.parametrize("block", [8, 512, 600])
+def test_one_bit_has_a_size_where_the_sum_of_a_block_overflows(block: int, ranks: Ranks, seed: int) -> None:
+    """A constant of any sign pattern arrives exactly: from real ranks, simulated ones, and in the padded last block."""
+    grads = {"w": 1e38 * torch.randn(700).sign().expand(2, -1)}
+    hook = hooks.OneBit(block)
+    found = [ltx.vmap(lambda g: two_steps(hook, g)[0]["w"])(grads)[0]]
+    found += ranks(2).run(lambda: two_steps(hook, ltx.tree.map(lambda x: x[0], grads))[0]["w"])
+    for w in found:
+        torch.testing.assert_close(w, grads["w"][0], rtol=1e-6, atol=0)

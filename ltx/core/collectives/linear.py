@@ -13,7 +13,7 @@ one process, on an axis of size 1, and which rule is its transpose. Everything e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,6 +70,14 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
+
+
+def at_places(values: Sequence[Any], places: Sequence[int], others: Iterable[Any]) -> list[Any]:
+    """`values` with `others` at these places."""
+    filled = list(values)
+    for place, other in zip(places, others, strict=True):
+        filled[place] = other
+    return filled
 
 
 def add_rule(rule: Rule) -> Rule:
@@ -146,13 +154,7 @@ def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
             "torch.func.jacrev and torch.func.jacfwd, which nest."
         )
 
-    def of_one(*entries: torch.Tensor) -> Any:
-        filled = list(args)
-        for i, entry in zip(places, entries, strict=True):
-            filled[i] = entry
-        return fn(*filled)
-
-    results = torch.vmap(of_one, randomness="different")(*stacks)
+    results = torch.vmap(lambda *xs: fn(*at_places(args, places, xs)), randomness="different")(*stacks)
     # Contiguous: torch asks for tangents whose batch dimension is the first in memory too.
     if isinstance(results, torch.Tensor):
         return torch._add_batch_dim(results.contiguous(), 0, level)

@@ -148,9 +148,6 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     return bool((pmin if all else pmax)(said, found))
 
 
-_NOTHING = torch.empty(0)
-
-
 @in_step
 @checked("weight")
 def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -> Tree:
@@ -189,9 +186,9 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
         tree.check_leaves(leaves, value, "weighted_mean: its value")
         check_dense("weighted_mean", leaves, value)
         # What has no sums has means: they are taken in floating dtypes.
-        check_sums("weighted_mean", [x if x.dtype not in _UNSIGNED else _NOTHING for x in leaves], value)
+        check_sums("weighted_mean", [x if x.dtype not in _UNSIGNED else torch.empty(0) for x in leaves], value)
         tree.check_values(leaves, value, "weighted_mean")
-    dtypes = [_sum_dtype(x.dtype) for x in leaves]
+    dtypes = [wide(_mean_dtype(x.dtype)) for x in leaves]
     w = _as_tensor(weight, leaves, dtypes)
     terms = [_term(x.to(dtype), w.to(x.device, _real(dtype))) for x, dtype in zip(leaves, dtypes, strict=True)]
     # The number of negative weights travels with their sum, so that all ranks raise or none. Added, not stacked: where
@@ -214,9 +211,9 @@ def _mean_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.get_default_dtype()
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    # In float16 the sum of 4000 tokens' losses overflows.
-    return torch.promote_types(_mean_dtype(dtype), torch.float32)
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums and averages are taken in. In 16 bits long ones stand still, and 4000 tokens' losses overflow."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _real(sum_dtype: torch.dtype) -> torch.dtype:
@@ -225,14 +222,14 @@ def _real(sum_dtype: torch.dtype) -> torch.dtype:
 
 def _as_tensor(weight: torch.Tensor | float, leaves: list[torch.Tensor], dtypes: list[torch.dtype]) -> torch.Tensor:
     """The weight in the widest dtype of the sums, which is the same on every rank whatever each gave."""
-    wide = torch.float64 if torch.float64 in map(_real, dtypes) else torch.float32
+    widest = torch.float64 if torch.float64 in map(_real, dtypes) else torch.float32
     if not isinstance(weight, torch.Tensor):
-        return torch.full((), float(weight), dtype=wide, device=leaves[0].device if leaves else None)
+        return torch.full((), float(weight), dtype=widest, device=leaves[0].device if leaves else None)
     if weight.ndim != 0:
         raise WeightError(
             f"weighted_mean: the weight must be a number or a 0-dim tensor, got shape {list(weight.shape)}. Sum it."
         )
-    return weight.to(dtype=wide, device=leaves[0].device if leaves else None)
+    return weight.to(dtype=widest, device=leaves[0].device if leaves else None)
 
 
 def _term(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,8 @@ from ltx.core.comm.axis_comm import AxisComm as AxisComm
 from ltx.core.comm.backends import HostCopy as HostCopy
 from ltx.core.comm.backends import to_device as to_device
 from ltx.core.comm.channel import Channel as Channel
-from ltx.core.comm.debug import Checks as Checks
 from ltx.core.comm.debug import debug_checks as debug_checks
 from ltx.core.comm.heartbeat import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
-from ltx.core.comm.ledger import Event as Event
-from ltx.core.comm.ledger import Span as Span
 from ltx.core.comm.ledger import span as span
 from ltx.core.comm.lookup import InBackground as InBackground
 from ltx.core.comm.lookup import InGroups as InGroups
@@ -16,7 +13,6 @@ from ltx.core.comm.lookup import kinds_of as kinds_of
 from ltx.core.comm.lookup import resolve as resolve
 from ltx.core.comm.lookup import size_and_rank as size_and_rank
 from ltx.core.comm.network import Network as Network
-from ltx.core.comm.network import measure_network as measure_network
 from ltx.core.comm.network import measured as measured
 from ltx.core.comm.operations import bytes_sent as bytes_sent
 from ltx.core.comm.pickling import opened as opened
@@ -36,13 +32,13 @@ from ltx.core.comm.signature import Signature as Signature
 from ltx.core.comm.signature import list_values as list_values
 from ltx.core.comm.signature import mismatch as mismatch
 from ltx.core.comm.step_summary import SUMMARY_BYTES as SUMMARY_BYTES
+from ltx.core.comm.step_summary import UNREDUCED as UNREDUCED
 from ltx.core.comm.step_summary import PendingSummary as PendingSummary
 from ltx.core.comm.step_summary import StepSummary as StepSummary
 from ltx.core.comm.step_summary import begin_pass as begin_pass
 from ltx.core.comm.step_summary import end_pass as end_pass
 from ltx.core.comm.step_summary import read_last_summary as read_last_summary
 from ltx.core.comm.store_exchange import StoreExchange as StoreExchange
-from ltx.core.comm.store_exchange import poll_until as poll_until
 from ltx.core.comm.transports.shared_memory import any_transport_busy as any_transport_busy
 from ltx.core.comm.transports.shared_memory import progress_everywhere as progress_everywhere
 from ltx.core.comm.turns import ThreadComm as ThreadComm

@@ -55,7 +55,7 @@ def backends_of(group: dist.ProcessGroup) -> Backends:
     host = by_device.get("cpu", "gloo")
     ordered = {device: name for device, name in by_device.items() if name not in HOST_BLOCKING}
     # A group for several kinds of accelerators is used on the one that this process has.
-    used = next((device for device in ordered if device in (_accelerator(), "cpu")), None)
+    used = next((device for device in ordered if device in (accelerator(), "cpu")), None)
     return Backends(host if host in HOST_BLOCKING else "gloo", None if used is None else ordered[used], used)
 
 
@@ -67,10 +67,9 @@ def default_backend(device: torch.device) -> str:
     return name if name in HOST_BLOCKING else f"cpu:gloo,{device.type}:{name}"
 
 
-def _accelerator() -> str | None:
+def accelerator() -> str | None:
     """The type of this process' accelerator, if it has one."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    return getattr(torch.accelerator.current_accelerator(check_available=True), "type", None)
 
 
 class StreamFence(Protocol):

@@ -94,9 +94,8 @@ def resolve(axis: Any) -> Axis:
     if isinstance(axis, int) and axis == dist.GroupMember.NON_GROUP_MEMBER:
         # What torch gives to those who aren't in a new group.
         raise AxisError(outsider())
-    raise AxisError(
-        f"an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a DeviceMesh, got {type(axis).__name__}."
-    )
+    got = f"{axis}. A dimension of tensors is dim= here" if isinstance(axis, int) else type(axis).__name__
+    raise AxisError(f"an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a DeviceMesh, got {got}.")
 
 
 def kinds_of(axis: Any) -> list[Any]:

@@ -19,6 +19,7 @@ import cloudpickle
 import torch
 
 from ltx.core.base.errors import AuthenticationError
+from ltx.core.comm.backends import accelerator
 from ltx.core.comm.bits import as_bytes, from_bytes
 from ltx.core.comm.operations import SUMMED
 
@@ -70,11 +71,10 @@ def _on_own_device(
     values: torch.Tensor, device_type: str, kind: type[torch.Tensor], requires_grad: bool
 ) -> torch.Tensor:
     """A tensor of an accelerator, on this process' own."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    moved = values.to(device_type) if found is not None and found.type == device_type else values
-    return (
-        torch.nn.Parameter(moved, requires_grad) if kind is torch.nn.Parameter else moved.requires_grad_(requires_grad)
-    )
+    moved = values.to(device_type) if accelerator() == device_type else values
+    if kind is torch.nn.Parameter:
+        return torch.nn.Parameter(moved, requires_grad)
+    return moved.requires_grad_(requires_grad)
 
 
 def _of_bytes(moved: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:

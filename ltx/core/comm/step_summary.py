@@ -22,7 +22,7 @@ from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedErr
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
 from ltx.core.comm.channel import Channel
-from ltx.core.comm.signature import Agreement
+from ltx.core.comm.signature import Agreement, Signature, mismatch
 from ltx.core.comm.work import Work
 
 _LIMB_BITS = 20
@@ -32,6 +32,11 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd, so that no two numbers of steps give the sa
 _WENT_ON = 0x2B2AE3D27D4EB4F
 #: How long ranks whose digests differ wait for each other to say why.
 _EXPLAINING_S = 10.0
+#: What to do about gradients of a rank's own.
+UNREDUCED = (
+    "gradients of a step under ltx.block_backward_sync are each rank's own: add nothing reduced to them. Take "
+    "ltx.accumulate(step, n) for micro-batches; or reduce their sum by ltx.sync_gradients(grads); or set .grad to None"
+)
 
 #: Bytes of the buffer that is summed.
 SUMMARY_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
@@ -63,16 +68,20 @@ class Said:
         issued: the fingerprint of all that it has issued.
         step: the number of the training step; None in a pass of a plain step.
         failed, left: as :attr:`Recovery.failed_forward` and `last_left`.
+        unreduced: gradients of its own, with a digest, that a plain step's pass adds to.
     """
 
     issued: int
     step: int | None = None
     failed: str = ""
     left: str = ""
+    unreduced: str = ""
 
     @property
     def digest(self) -> int:
-        return self.issued ^ (0 if self.step is None else (self.step + 1) * _SPREAD) ^ (_WENT_ON if self.failed else 0)
+        own = Signature(self.unreduced, ()).fingerprint if self.unreduced else 0
+        step = 0 if self.step is None else self.step + 1
+        return self.issued ^ own ^ step * _SPREAD ^ bool(self.failed) * _WENT_ON
 
 
 class PendingSummary:
@@ -161,6 +170,9 @@ class PendingSummary:
                 + f". Gradients of different parameters have no mean. {applied} Go on from one state on all ranks: "
                 "train.broadcast(state), or a checkpoint."
             )
+        unreduced = {rank: said.unreduced or "none" for rank, said in enumerate(by_rank)}
+        if len(set(unreduced.values())) > 1 and len({said.issued for said in by_rank}) == 1:
+            raise mismatch(self._channel.axis_name, "the .grad that this backward pass adds to", unreduced, UNREDUCED)
         failed = [(rank, said.failed) for rank, said in enumerate(by_rank) if said.failed]
         if failed and len({said.issued for said in by_rank}) == 1:
             raise RankMismatchError(
@@ -208,6 +220,7 @@ def begin_pass(
     agreement: Agreement | None,
     total: torch.Tensor | float = 0.0,
     weight: torch.Tensor | float = 0.0,
+    unreduced: str = "",
 ) -> PendingSummary:
     """Begin a pass over buckets: wait until the last one is out of the way, then issue this rank's step summary.
 
@@ -217,6 +230,7 @@ def begin_pass(
         name: what errors call the pass.
         agreement: what the ranks have compared of it.
         total, weight: the loss and its weight on this rank, 0-dim tensors; 0 where nobody asks for them.
+        unreduced: as :attr:`Said.unreduced`.
     """
     read_last_summary(among)
     among.recovery.recover()
@@ -226,30 +240,22 @@ def begin_pass(
         channel.advance(agreement)
     at = among.recovery
     issued = axis_comm.user.digest ^ (channel.digest << 1)
-    said, at.failed_forward = Said(issued, at.step, at.failed_forward, at.last_left), ""
-    device = axis_comm.device
+    said, at.failed_forward = Said(issued, at.step, at.failed_forward, at.last_left, unreduced), ""
     weighted = isinstance(weight, torch.Tensor) and among is axis_comm
     place = f"apart/{channel.address}/{channel.begun}"
     compare = partial(among.store_exchange.exchange, place, astuple(said), "a comparison of steps", _EXPLAINING_S)
-    return send_summary(channel, total, weight, said, device, axis_comm.stream_of(device), weighted, compare)
+    work = send_summary(channel, total, weight, said, axis_comm.device)
+    return PendingSummary(work, channel, axis_comm.stream_of(axis_comm.device), weighted, compare)
 
 
 def send_summary(
-    channel: Channel,
-    total: torch.Tensor | float,
-    weight: torch.Tensor | float,
-    said: Said,
-    device: torch.device,
-    stream: CommStream | None = None,
-    weighted: bool = False,
-    compare: Callable[[], list[Any]] = list,
-) -> PendingSummary:
-    """Issue this rank's part; `stream` is where the sum is waited for, if not on the host."""
+    channel: Channel, total: torch.Tensor | float, weight: torch.Tensor | float, said: Said, device: torch.device
+) -> Work:
+    """Issue this rank's part."""
     limbs = [float((said.digest >> (_LIMB_BITS * i)) & _MASK) for i in range(_LIMBS)]
     given = [0.0 if isinstance(x, torch.Tensor) else x for x in (total, weight)]
-    mine = [*given, *(y for d in limbs for y in (d, d * d))]
-    numbers = to_device(torch.tensor(mine, dtype=torch.float64), device)
+    numbers = to_device(torch.tensor([*given, *(y for d in limbs for y in (d, d * d))], dtype=torch.float64), device)
     for place, x in enumerate((total, weight)):
         if isinstance(x, torch.Tensor):
             numbers[place] = x.detach()
-    return PendingSummary(channel.issue("psum", numbers, "summary"), channel, stream, weighted, compare)
+    return channel.issue("psum", numbers, "summary")

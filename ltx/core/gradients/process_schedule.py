@@ -75,8 +75,8 @@ class ProcessSchedule(Schedule):
 
     def send_summary(self, total: torch.Tensor | float = 0.0, weight: torch.Tensor | float = 0.0) -> None:
         """Issue the step summary ahead of the buckets."""
-        agreement = self.plan.agreement
-        self.summary = comm.begin_pass(self.comm, self.among, self.options.name, agreement, total, weight)
+        name, agreement, unreduced = self.options.name, self.plan.agreement, self.unreduced()
+        self.summary = comm.begin_pass(self.comm, self.among, name, agreement, total, weight, unreduced)
 
     def in_forward(self) -> AbstractContextManager[None]:
         return self.among.recovery.in_forward(_issued_by_user)
@@ -90,8 +90,6 @@ class ProcessSchedule(Schedule):
             if self.has_later_phases:
                 self._backward_pass.flush = self.pending.flush
             self.send_summary()
-        with self._watched():
-            self.check()
 
     def abandon(self, reason: BaseException) -> None:
         """Tell the peers that this pass won't continue, if it has begun."""

@@ -136,7 +136,7 @@ class Schedule(ABC):
         fenced: whether the backward pass has a fence, which waits for it.
         again: whether this backward pass is one through an earlier backward pass. Gradients of gradients are reduced
             exactly, whatever the hook does to gradients: as what it counts as.
-        check: called when a backward pass has begun. What it raises ends the pass, on all ranks.
+        unreduced: called when a backward pass has begun: what ``.grad`` holds of this rank alone, which ranks compare.
     """
 
     threaded = True
@@ -146,7 +146,7 @@ class Schedule(ABC):
     def __init__(self, plan: Plan):
         self.plan = plan
         self.again = False
-        self.check: Callable[[], None] = lambda: None
+        self.unreduced: Callable[[], str] = lambda: ""
 
     @property
     def hook(self) -> CommHook:
@@ -182,9 +182,11 @@ class ImmediateSchedule(Schedule):
     """Reductions on simulated ranks and in a world of one, each done completely when its bucket is ready."""
 
     def begin(self) -> None:
-        self.check()
-        if self.plan.axis.threads and self.plan.agreement is not None:
-            self.plan.axis.threads.announce(self.plan.agreement.signature)
+        unreduced, threads = self.unreduced(), self.plan.axis.threads
+        if threads and self.plan.agreement is not None:
+            threads.announce(self.plan.agreement.signature)
+        if threads and unreduced:
+            threads.announce(comm.Signature(f"a backward pass that adds to {unreduced}: {comm.UNREDUCED}", ()))
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         plan, bucket, hook = self.plan, self.plan.buckets[index], self.hook

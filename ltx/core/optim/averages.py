@@ -15,6 +15,7 @@ from ltx.core.base.arguments import brief, check_fields
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import check_tensors, filled, flatten, has_none
 from ltx.core.base.tree import map as tree_map
+from ltx.core.collectives.reduce import wide
 from ltx.core.optim.base import (
     Counts,
     LeafStates,
@@ -67,8 +68,7 @@ class Ema(Optimizer):
 
     def init(self, params: Tree) -> EmaState:
         check_tensors(params, "params")
-        averages = tree_map(lambda p: p.to(torch.promote_types(p.dtype, torch.float32), copy=True), params)
-        return EmaState(self.optimizer.init(params), averages)
+        return EmaState(self.optimizer.init(params), tree_map(lambda p: p.to(wide(p.dtype), copy=True), params))
 
     def update(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
         check_state(self, state, EmaState)

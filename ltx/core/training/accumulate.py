@@ -21,7 +21,8 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked, whole
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.collectives import batches
-from ltx.core.collectives.linear import Function
+from ltx.core.collectives.linear import Function, at_places
+from ltx.core.collectives.reduce import wide
 from ltx.core.gradients.functions import ACCUMULATE_PRIORITY, raise_priority
 from ltx.core.gradients.planning import tracked
 from ltx.core.training.outputs import as_loss, loss_in
@@ -161,8 +162,8 @@ class _Call:
                 "micro-batches, and a mean of unequal means isn't the mean. Return ltx.Weighted(total, weight) from "
                 "the step, or choose a batch size that divides."
             )
-        self._dtype = first.dtype if first.is_floating_point() else _wide(first)
-        return _Part(first.to(_wide(first)), None, [rest], carry)
+        self._dtype = first.dtype if first.is_floating_point() else wide(first.dtype)
+        return _Part(first.to(wide(first.dtype)), None, [rest], carry)
 
     def finish(self, part: _Part) -> Any:
         """The output of the whole: a mean (or Weighted sums), then what the step returned besides, stacked."""
@@ -194,7 +195,7 @@ class _Call:
         for k in range(self.step.steps - 1):
             found, one = self._gradient(tensors, k, part.carry if part is not None else None)
             part = one if part is None else _add(part, one)
-            grads = [g.to(_wide(g)) if part is one else grads[i] + g for i, g in enumerate(found)]
+            grads = [g.to(wide(g.dtype)) if part is one else grads[i] + g for i, g in enumerate(found)]
         assert part is not None
         extras, spec = tree.flatten((part.weight, part.rest, part.carry))
         self._structure = (spec, [torch.empty(0) if isinstance(x, torch.Tensor) else x for x in extras])
@@ -204,9 +205,7 @@ class _Call:
         parts: list[_Part] = []
 
         def total(*wanted: torch.Tensor) -> torch.Tensor:
-            leaves = list(self.leaves)
-            for i, tensor in zip(self._positions, tensors, strict=True):
-                leaves[i] = tensor
+            leaves = at_places(self.leaves, self._positions, tensors)
             for i, tensor in zip(self.wanted, wanted, strict=True):
                 leaves[self._positions[i]] = tensor
             parts.append(self.run(leaves, range(k, k + 1), carry))
@@ -261,13 +260,10 @@ class MicroBatches(Function):
             cotangents = [torch.zeros_like(g) if ct is None else ct for ct, g in zip(others, grads, strict=False)]
 
             def gradient(*wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                here = list(tensors)
-                for i, tensor in zip(call.wanted, wanted, strict=True):
-                    here[i] = tensor
-                return call(here)[1 : 1 + len(wanted)]
+                return call(at_places(tensors, call.wanted, wanted))[1 : 1 + len(wanted)]
 
             with drawn_again(call.drawn):
-                pull = torch.func.vjp(gradient, *(tensors[i].to(_wide(tensors[i])) for i in call.wanted))[1]
+                pull = torch.func.vjp(gradient, *(tensors[i].to(wide(tensors[i].dtype)) for i in call.wanted))[1]
             again = pull(tuple(cotangents))
             found = [h if g is None else g + h for g, h in zip(found, again, strict=True)]
         rounded = [None if g is None else g.to(tensors[i].dtype) for i, g in zip(call.wanted, found, strict=True)]
@@ -281,14 +277,10 @@ class MicroBatches(Function):
         return outs, (0,) * len(outs)
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _widened(leaf: Any) -> Any:
     """`leaf`, or a copy of it if it is differentiated and narrower than float32."""
     floats = isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-    return leaf.to(_wide(leaf)) if floats and (traced.recording() or tracked(leaf)) else leaf
+    return leaf.to(wide(leaf.dtype)) if floats and (traced.recording() or tracked(leaf)) else leaf
 
 
 def _add(a: _Part, b: _Part) -> _Part:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def digests_by_rank(
     signature = signature or comm.Signature.of("check_replicas", paths, tensors)
     exchange = axis.threads.exchange if axis.threads else axis.comm.negotiation.exchange_values
     # Through the store one digest of all leaves, unless they differ.
-    whole = hashlib.blake2b("".join(mine).encode(), digest_size=16).hexdigest()
+    whole = hash_of(mine)
     if axis.comm and len(set(exchange(signature, whole))) == 1:
         return [mine]
     gathered: list[list[str]] = exchange(signature, mine)
@@ -164,6 +164,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
 
 
+def hash_of(digests: Iterable[str]) -> str:
+    """One digest of several."""
+    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+
+
 def digest(x: torch.Tensor) -> str:
     """Equal for equal bits, and different for others as good as always; "" for no elements.
 
@@ -204,16 +209,19 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
     leaves = dict(tensors_by_path(params))
     # Transforms around the step must not see this.
     with torch._C._DisableFuncTorch(), torch.no_grad():
-        if axis.comm:
-            _check_processes(axis.comm, {path: values(leaf) for path, leaf in leaves.items()})
-        elif axis.threads:
-            _check_threads(axis.threads, {path: values(leaf) for path, leaf in leaves.items()})
-        elif axis.simulated:
+        if axis.simulated:
             _check_simulated(axis, axis.simulated, leaves)
+            return
+        own = {path: values(leaf) for path, leaf in leaves.items()}
+        signature = comm.Signature.of("the parameters of data_parallel", list(own), list(own.values()))
+        if axis.comm:
+            _check_processes(axis.comm, signature, own)
+        elif axis.threads:
+            by_rank = axis.threads.exchange(signature, own)
+            _check_here(axis.name, {tuple(range(axis.size))}, {path: [own[path] for own in by_rank] for path in own})
 
 
-def _check_processes(axis_comm: comm.AxisComm, leaves: dict[str, torch.Tensor]) -> None:
-    signature = comm.Signature.of("the parameters of data_parallel", list(leaves), list(leaves.values()))
+def _check_processes(axis_comm: comm.AxisComm, signature: comm.Signature, leaves: dict[str, torch.Tensor]) -> None:
     posts = under_way[-1].exchange(axis_comm, signature, [digest(leaf) for leaf in leaves.values()])
     by_leaf = zip(leaves, zip(*(post.value for post in posts), strict=True), strict=True)
     differ = [path for path, digests in by_leaf if len(set(digests)) > 1]
@@ -226,13 +234,6 @@ def _check_processes(axis_comm: comm.AxisComm, leaves: dict[str, torch.Tensor]) 
     by_rank = under_way[-1].exchange(axis_comm, comm.Signature(f"the difference in leaf {differ[0]!r}", ()), found)
     told = {rank: post.value for rank, post in enumerate(by_rank) if post.value}
     raise _diverged_in_debug(axis_comm.name, differ, mine, told, f" This is the step called at {posts[0].caller}.")
-
-
-def _check_threads(threads: comm.ThreadComm, leaves: dict[str, torch.Tensor]) -> None:
-    signature = comm.Signature.of("the parameters of data_parallel", list(leaves), list(leaves.values()))
-    by_rank = threads.exchange(signature, leaves)
-    everyone = {tuple(range(len(by_rank)))}
-    _check_here(threads.name, everyone, {path: [theirs[path] for theirs in by_rank] for path in leaves})
 
 
 def _check_simulated(axis: Axis, backing: VmapBacking, leaves: dict[str, torch.Tensor]) -> None:

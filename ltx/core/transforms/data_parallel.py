@@ -18,6 +18,7 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.errors import StepError, SyncStateError
 from ltx.core.base.placements import Placements, refuse_in_graph
+from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
 from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, nodes_made, refuse_captured
@@ -96,7 +97,7 @@ class DataParallel(StepSettings):
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or traced.recording()):
             return self.hook_as_chosen(sync_state).run(args, kwargs, options)
         leaves, spec = tree.flatten(params)
-        step, placements = options.step, None
+        whole_leaves, step, placements = leaves, options.step, None
         if traced.recording():
             refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
@@ -115,7 +116,7 @@ class DataParallel(StepSettings):
                 whole = params if options.frozen is None else tree.filled(params, options.frozen)
                 axis, paths = comm.resolve(self.axis), partial(tree.leaf_paths, whole)
                 check_placements(axis, placements, self.strategy, step, paths, "data_parallel")
-            marked = mark(self, params, leaves, spec, sync_state, hook, step, options)
+            marked = mark(self, params, leaves, spec, sync_state, hook, step, options, whole_leaves)
             local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
         given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
@@ -174,13 +175,8 @@ class DataParallel(StepSettings):
         return params, state
 
     def _replaced(self, args: tuple[Any, ...], params: Tree) -> tuple[Any, ...]:
-        filled = list(args)
-        if isinstance(self.argnums, int):
-            filled[self.argnums] = params
-        else:
-            for n, value in zip(self.argnums, params, strict=True):
-                filled[n] = value
-        return tuple(filled)
+        places, values = ([self.argnums], [params]) if isinstance(self.argnums, int) else (self.argnums, params)
+        return tuple(at_places(args, places, values))
 
     def _check_given(self, args: tuple[Any, ...]) -> None:
         if self.blocked or (hook := self.strategy.hook(0)) is None:
@@ -315,9 +311,9 @@ def block_backward_sync(step: DataParallel) -> Blocked:
         A new step; `step` itself is as before. It is also a context manager that yields itself, for people used to
         Lightning's ``block_backward_sync`` and DDP's ``no_sync``; other than there, only what is called through it is
         affected, whether or not its forward pass lies inside the ``with``, and nothing reduces its gradients later: a
-        backward pass of `step` that would add to a ``.grad`` which one of the new step's wrote raises StepError. Take
-        :func:`ltx.accumulate`, or :func:`ltx.sync_gradients` of the sum. A communication state passes through it
-        unchanged. A :class:`ltx.Weighted` step gives its local mean.
+        backward pass of `step` that would add to a ``.grad`` which one of the new step's wrote raises
+        RankMismatchError, unless it has been reduced since. Take :func:`ltx.accumulate`, or :func:`ltx.sync_gradients`
+        of the sum. A communication state passes through unchanged. A :class:`ltx.Weighted` step gives its local mean.
 
     Example:
         >>> import torch, ltx

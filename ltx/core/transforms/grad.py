@@ -17,6 +17,7 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked, outcome
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.base.placements import Placements
+from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.process_schedule import ProcessSchedule
 from ltx.core.gradients.reduction import LeafState
 from ltx.core.transforms.data_parallel import DataParallel
@@ -93,8 +94,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         if not isinstance(argnums, int):
             raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
         sync_state.checked_step()  # raises for one that was used before
-        filled = list(args)
-        filled[argnums] = Synced(args[argnums], sync_state)
+        filled = at_places(args, [argnums], [Synced(args[argnums], sync_state)])
         synced, value = _by_torch_func(scalar, numbers, True, has_aux, filled, kwargs)
         state = synced.sync_state
         if traced.recording():  # the clock has counted: a step in the structure would be compiled anew
@@ -137,10 +137,8 @@ def _by_torch_func(
     flat = [tree.flatten(args[n]) for n in numbers]
 
     def of_leaves(lists: list[list[torch.Tensor]]) -> Any:
-        filled = list(args)
-        for n, leaves, (_, spec) in zip(numbers, lists, flat, strict=True):
-            filled[n] = tree.unflatten(spec, leaves)
-        return scalar(*filled, **kwargs)
+        trees = [tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flat, strict=True)]
+        return scalar(*at_places(args, numbers, trees), **kwargs)
 
     lists, value = torch.func.grad_and_value(of_leaves, has_aux=has_aux)([leaves for leaves, _ in flat])
     grads = tuple(tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flat, strict=True))
@@ -174,9 +172,8 @@ def _by_plain_autograd(
     checked_output: Callable[[Any], Any],
 ) -> Any:
     """What :func:`grad_and_value`'s function gives, where :func:`_is_plain`."""
-    params, filled = args[argnum], list(args)
-    if sync_state is not None:
-        filled[argnum] = Synced(params, sync_state)
+    params = args[argnum]
+    filled = at_places(args, [argnum], [params if sync_state is None else Synced(params, sync_state)])
     with comm.span("forward"), torch.enable_grad():
         run = step.run(tuple(filled), kwargs, CallOptions(deferred=True))
         output = checked_output(run.value())
@@ -216,9 +213,8 @@ def _by_local_parts(
     """What :func:`grad_and_value`'s function gives for DTensors, into which torch.func can't look."""
     leaves, spec = tree.flatten(args[argnum])
     parts = [x.detach().requires_grad_() for x in placements.local(leaves)]
-    filled = list(args)
     with torch.enable_grad():
-        filled[argnum] = tree.unflatten(spec, placements.placed(parts))
+        filled = at_places(args, [argnum], [tree.unflatten(spec, placements.placed(parts))])
         output = scalar(*filled, **kwargs)
         total = output[0] if isinstance(output, tuple) else output
     found = gradients(total, parts)

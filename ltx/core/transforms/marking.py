@@ -7,16 +7,19 @@ run. Without communication there is no mark.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._C import _functorch
 
 from ltx.core import comm
 from ltx.core.base import traced, tree
-from ltx.core.base.errors import StepError, SyncStateError, UnsupportedError
+from ltx.core.base.errors import SyncStateError, UnsupportedError
+from ltx.core.base.placements import local
 from ltx.core.collectives.calls import refuse_threads
+from ltx.core.collectives.linear import at_places
 from ltx.core.gradients import functions, marker
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.functions import reduce_gradients
@@ -27,7 +30,7 @@ from ltx.core.gradients.process_schedule import ProcessSchedule, schedule_for
 from ltx.core.gradients.schedule import GraphSchedule, ImmediateSchedule, Plan, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import unwrapped
-from ltx.core.transforms.compare import check_in_debug, check_params_once
+from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values
 from ltx.core.transforms.run import CallOptions, Marked, StepSettings
 from ltx.core.transforms.strategy import Strategy, in_dtype
 from ltx.core.transforms.strategy_update import PostUpdateHook
@@ -135,16 +138,20 @@ def mark(
     hook: CommHook | None,
     step: int,
     options: CallOptions,
+    given: Sequence[torch.Tensor],
 ) -> Marked:
-    """The marked parameters of an eager call of `step_fn` at `step`, for which the strategy gives `hook`."""
+    """The marked parameters of an eager call of `step_fn` at `step`, for which the strategy gives `hook`.
+
+    `leaves` are local parts of those `given`.
+    """
     axis, hook = comm.resolve(step_fn.axis), options.hook or hook
-    plain = () if torch._C._are_functorch_transforms_active() else [x for x in leaves if x.is_leaf and x.requires_grad]
+    own = {} if options.deferred else _with_grads(given, axis)
     if hook is None or _marks_nothing(step_fn, hook, axis):
         unmarked = _mark_nothing(step_fn, leaves, sync_state, axis)
-        if hook is not None or not plain or axis.size == 1 or axis.simulated:
+        if hook is not None or not own or axis.size == 1:
             return unmarked
         tie = unmarked.tie
-        return replace(unmarked, tie=lambda outs: _noted(outs if tie is None else tie(outs), plain))
+        return replace(unmarked, tie=lambda outs: _noted(outs if tie is None else tie(outs), own.values()))
     if axis.simulated and axis.simulated.part is not None:
         raise UnsupportedError(
             f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
@@ -177,14 +184,14 @@ def mark(
             agreed = plan.agreement
             check_params_once(sharing, params, step_fn.fn, agreed, None if agreed is None else agreed.signature)
     schedule = schedule_for(plan, options.deferred)
-    if plain and source is None:
-        schedule.check = functools.partial(_refuse_local, axis, leaves, paths)
+    if own:
+        schedule.unreduced = functools.partial(_unreduced, axis, given, own, paths)
     if isinstance(schedule, ProcessSchedule) and source is not None and not functions.can_raise_priority():
         hooks = LeafHooks(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
         schedule.on_end = hooks.finish
-        return Marked(_filled(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)
+        return Marked(at_places(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)
     marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
-    filled = _filled(leaves, wanted, marked)
+    filled = at_places(leaves, wanted, marked)
     if source is not None:
         return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs), schedule, [source])
     carried = {paths()[i] for i in wanted} if sync_state is not None else set()
@@ -204,44 +211,60 @@ def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncStat
     return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
 
 
-# What a gradient of this rank alone has as an attribute: the version that a backward pass has left it in.
+# An attribute of a leaf whose .grad holds gradients of this rank alone, whatever else has been done to them.
 _LOCAL = "_ltx_local"
 
 
-def _noted(outs: list[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`outs` of a step whose gradients stay local: a backward pass of theirs marks each ``.grad`` that it writes."""
+def _with_grads(given: Sequence[torch.Tensor], axis: Axis) -> dict[int, torch.Tensor]:
+    """Those of the `given` leaves that a backward pass may write a ``.grad`` to, by their places."""
+    active = torch._C._are_functorch_transforms_active()
+    below = () if active and not axis.simulated else map(unwrapped, given) if active else given
+    return {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}
 
-    def written() -> list[Any]:
-        return [(x.grad, None if x.grad is None else x.grad._version) for x in leaves]
+
+def _noted(outs: list[torch.Tensor], leaves: Collection[torch.Tensor]) -> list[torch.Tensor]:
+    """`outs` of a step whose gradients stay local: their backward pass marks the `leaves` whose ``.grad`` it writes."""
 
     def begun(_: torch.Tensor) -> None:
-        before = written()
+        for x in filter(_accumulates, leaves):
+            setattr(x, _LOCAL, True)
 
-        def done() -> None:
-            for (old, version), (new, now) in zip(before, written(), strict=True):
-                if new is not None and (new is not old or now != version):
-                    setattr(new, _LOCAL, now)
-
-        torch.autograd.Variable._execution_engine.queue_callback(done)
-
-    for x in outs:
+    for x in map(unwrapped, outs):
         if x.requires_grad:
             x.register_hook(begun)
     return outs
 
 
-def _refuse_local(axis: Axis, leaves: Sequence[torch.Tensor], paths: Callable[[], list[str]]) -> None:
-    """Raise where this backward pass would add means over ranks to a ``.grad`` of this rank alone, other than 0."""
-    for place, x in enumerate(leaves):
-        grad = x.grad if x.is_leaf and x.requires_grad else None
-        if grad is not None and getattr(grad, _LOCAL, None) == grad._version and _accumulates(x) and grad.abs().sum():
-            raise StepError(
-                f"rank {axis.rank}: the .grad of leaf {paths()[place]!r} holds this rank's own gradients, of a step "
-                "under ltx.block_backward_sync, and this backward pass would add the mean over ranks. Nothing would "
-                "reduce the former, and the ranks would part. Expected: a .grad that is None, or reduced. Take "
-                "micro-batches by ltx.accumulate(step, n); or keep all passes local and reduce their sum by "
-                "ltx.sync_gradients(grads); or set .grad to None. (DDP's no_sync() reduces all of it.)"
-            )
+def _unreduced(
+    axis: Axis, given: Sequence[torch.Tensor], leaves: dict[int, torch.Tensor], paths: Callable[[], list[str]]
+) -> str:
+    """The leaves whose ``.grad`` of this rank alone this backward pass adds to, with a digest; "" if there are none.
+
+    Ranks compare it, simulated ones here: what has been reduced since, by whatever means, is the same on all of them.
+    """
+    grads = []
+    for i, x in leaves.items():
+        if hasattr(x, _LOCAL) and _accumulates(x):
+            if x.grad is not None and local(x.grad).any():
+                grads.append((f"{paths()[i]}.grad", _wrapped_as(given[i], x.grad + 0)))  # no zero is negative
+            else:
+                delattr(x, _LOCAL)  # they are gone
+    if axis.simulated:
+        check_leaves(axis, grads, f"Fix: {comm.UNREDUCED}.")
+    if axis.simulated or not grads:
+        return ""
+    more = f" and {len(grads) - 1} more" if len(grads) > 1 else ""
+    return f"{grads[0][0]!r}{more} (digest {hash_of(digest(values(x)) for _, x in grads)[:12]})"
+
+
+def _wrapped_as(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value` with the dimensions that vmap's levels have in `x`."""
+    if not _functorch.is_functorch_wrapped_tensor(x):
+        return value
+    inner = _wrapped_as(_functorch.get_unwrapped(x), value)
+    if not _functorch.is_batchedtensor(x):
+        return inner
+    return _functorch._add_batch_dim(inner, _functorch.maybe_get_bdim(x), _functorch.maybe_get_level(x))
 
 
 def _accumulates(leaf: torch.Tensor) -> bool:
@@ -286,11 +309,4 @@ def mark_in_graph(
     def tie(tied: list[torch.Tensor]) -> list[torch.Tensor]:
         return list(_tie_node(key, len(tokens), len(kept), *tokens, *before, *after, *tied))
 
-    return Marked(_filled(leaves, wanted, outs[: len(wanted)]), tie)
-
-
-def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:
-    filled = list(leaves)
-    for i, value in zip(places, values, strict=True):
-        filled[i] = value
-    return filled
+    return Marked(at_places(leaves, wanted, outs[: len(wanted)]), tie)

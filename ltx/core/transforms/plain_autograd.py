@@ -20,7 +20,7 @@ from torch._C import _functorch
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.errors import StepError, UnsupportedError
-from ltx.core.collectives.linear import Function
+from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.planning import tracked
 from ltx.core.transforms.closure_check import is_wrapped, watch_for_traced_values
 from ltx.core.transforms.recompute import checkpoints_allowed
@@ -49,10 +49,7 @@ class Call:
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the step on plain leaves; the outputs that have a gradient."""
         self.inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, self._wanted, strict=True)]
-        filled = list(self.leaves)
-        for i, tensor in zip(self.wrapped, self.inputs, strict=True):
-            filled[i] = tensor
-        args, kwargs = tree.unflatten(self.spec, filled)
+        args, kwargs = tree.unflatten(self.spec, at_places(self.leaves, self.wrapped, self.inputs))
         with comm.span("forward"), torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn):
             outputs, spec = tree.flatten(self.step.run(args, kwargs).value())
         self._differentiable = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -63,10 +60,7 @@ class Call:
     def result(self, outputs: Sequence[torch.Tensor]) -> Any:
         """What the step returned, with `outputs` in the places of those that have a gradient."""
         values, spec = self._result
-        filled = list(values)
-        for i, x in zip(self._differentiable, outputs, strict=True):
-            filled[i] = x
-        return tree.unflatten(spec, filled)
+        return tree.unflatten(spec, at_places(values, self._differentiable, outputs))
 
     def pull(self, cotangents: Sequence[torch.Tensor], batched: bool) -> tuple[torch.Tensor | None, ...]:
         """The backward pass, on plain autograd. It may be run again (jacrev in chunks)."""

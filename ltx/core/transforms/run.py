@@ -13,6 +13,8 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, check_fields, is_number
 from ltx.core.base.errors import StepError, StrategyError, WeightError
 from ltx.core.base.placements import Placements
+from ltx.core.collectives.linear import at_places
+from ltx.core.collectives.reduce import wide
 from ltx.core.comm import to_device
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.planning import differentiable
@@ -67,7 +69,7 @@ class Weighted(NamedTuple):
             raise StepError(f"Weighted.weight must be a 0-dim tensor or a number, got {brief(self.weight)}.")
         if isinstance(self.weight, torch.Tensor) and self.weight.is_meta and not total.is_meta:
             raise StepError("Weighted.weight is a tensor on the meta device, which holds no value.")
-        dtype = torch.promote_types(total.dtype, torch.float32)
+        dtype = wide(total.dtype)
         if isinstance(self.weight, torch.Tensor):
             weight = to_device(self.weight, total.device)
         else:
@@ -195,8 +197,7 @@ class Marked:
             given = [leaves[i] for i in ties]
             placements = Placements.of(given)
             tied = self.tie(given if placements is None else placements.local(given))
-            for i, x in zip(ties, tied if placements is None else placements.placed(tied), strict=True):
-                leaves[i] = x
+            leaves = at_places(leaves, ties, tied if placements is None else placements.placed(tied))
         elif self.schedule is not None:
             raise StepError("the step returned no floating or complex tensor, so its parameters have no gradient.")
         return tree.unflatten(spec, leaves)
@@ -212,10 +213,8 @@ def averaged(values: Tree, axis: Any) -> Tree:
     """`values` with the mean over ranks of floating and complex tensors."""
     leaves, spec = tree.flatten(values)
     floating = _floating(leaves)
-    if floating:
-        for i, x in zip(floating, collectives.pmean([leaves[i] for i in floating], axis), strict=True):
-            leaves[i] = x
-    return tree.unflatten(spec, leaves)
+    means = collectives.pmean([leaves[i] for i in floating], axis) if floating else []
+    return tree.unflatten(spec, at_places(leaves, floating, means))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ltx.core.base.arguments import checked
 from ltx.core.base.errors import SyncStateError, UnsupportedError
 from ltx.core.base.placements import Placements, summed
 from ltx.core.collectives.calls import check_dense, check_sums
+from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients.functions import reduce_gradients
 from ltx.core.gradients.planning import arrival_order, differentiable, make_plan
@@ -85,10 +86,7 @@ def sync_gradients(
     else:
         paths = tree.leaf_paths(grads)
         reduced, sync_state = _reduce(strategy, axis, mine, arrival, [paths[i] for i in wanted], sync_state)
-    filled = list(leaves)
-    for i, leaf in zip(wanted, reduced, strict=True):
-        filled[i] = leaf
-    return tree.unflatten(spec, filled), sync_state
+    return tree.unflatten(spec, at_places(leaves, wanted, reduced)), sync_state
 
 
 def _of_local_parts(
