@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ltx.core.world.groups import loopback_store
-from ltx.core.world.loopback import LOOPBACK
+from ltx.core.world.placement import LOOPBACK
 
 #: The name under which torch's launcher finds :class:`LoopbackRendezvous`.
 LOOPBACK_RENDEZVOUS = "ltx-loopback"

@@ -29,8 +29,7 @@ import torch.distributed as dist
 from ltx.core import collectives
 from ltx.core.world.init import init
 from ltx.core.world.launchers import LAUNCHERS, launcher_of, placement_from_env
-from ltx.core.world.placement import Placement
-from ltx.core.world.slurm import why_no_slurm_task
+from ltx.core.world.placement import Placement, why_no_slurm_task
 from ltx.core.world.world import cores, world, world_of
 from ltx.errors import LtxError
 from ltx.runtime.pool import Pool

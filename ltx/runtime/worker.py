@@ -21,7 +21,7 @@ import torch
 
 from ltx.core.world.groups import loopback_store
 from ltx.core.world.init import init, renew
-from ltx.core.world.loopback import LOOPBACK
+from ltx.core.world.placement import LOOPBACK
 from ltx.core.world.world import abandon
 from ltx.runtime import show
 from ltx.runtime.calls import Modules

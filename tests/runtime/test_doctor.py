@@ -16,8 +16,7 @@ import torch
 
 import ltx.cli
 from ltx.core.world.launchers import LAUNCHERS
-from ltx.core.world.placement import Placement
-from ltx.core.world.slurm import why_no_slurm_task
+from ltx.core.world.placement import Placement, why_no_slurm_task
 from ltx.runtime import doctor
 from ltx.runtime.doctor import Finding
 from tests.forks import free_port

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from ltx.core.world.groups import _misfit
 from ltx.core.world.launchers import LAUNCHERS, placement_from_arguments, placement_from_env
-from ltx.core.world.placement import DERIVED_PORTS, Placement
-from ltx.core.world.slurm import first_host
+from ltx.core.world.placement import DERIVED_PORTS, Placement, first_host
 from ltx.core.world.world import World, world_from_env
 from ltx.errors import WorldError
 from tests.runtime.environments import TORCHRUN

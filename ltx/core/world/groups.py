@@ -5,6 +5,7 @@ Each function that makes something pushes what undoes it on a stack, so that a f
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import socket
@@ -29,8 +30,7 @@ from ltx.core.comm.process_groups import connect_limit, set_error_handling
 from ltx.core.comm.store_exchange import StoreExchange, poll_until
 from ltx.core.ranks.axis import Axis
 from ltx.core.world.launchers import UNSURE
-from ltx.core.world.loopback import LOOPBACK, is_loopback, loopback_listener
-from ltx.core.world.placement import Placement
+from ltx.core.world.placement import LOOPBACK, Placement
 from ltx.core.world.world import World, process, world_of
 
 #: The sizes of a world's axes by name, outermost first.
@@ -148,6 +148,21 @@ def _open_store(address: str, port: int, world: World, timeout: timedelta) -> St
         address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=True, **listening
     )
     return store
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `address` is this machine's to itself."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def loopback_listener(address: str, port: int) -> socket.socket:
+    """A socket that listens at `port` for this machine alone; at a free port if that is 0. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    host = LOOPBACK if address == "localhost" else address
+    return socket.create_server((host, port), family=family, backlog=2048)
 
 
 def loopback_store(port: int) -> Any:

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ltx.core.base.arguments import brief, is_whole
 from ltx.core.base.errors import WorldError
-from ltx.core.world.mpi import mpi_placement
-from ltx.core.world.placement import Placement, Variables, node_of
-from ltx.core.world.slurm import is_slurm_task, slurm_placement
+from ltx.core.world.placement import Placement, Variables, is_slurm_task, mpi_placement, node_of, slurm_placement
 
 #: Set in the workers of an :class:`ltx.Pool`, beside the variables that torchrun would set.
 POOL_VARIABLE = "LTX_POOL"
 #: Where the store is of a run that a process asks to be taken into.
 JOIN_VARIABLE = "LTX_JOIN"
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,11 @@ def placement_from_env(environ: Mapping[str, str]) -> Placement:
     if launcher is None:
         return Placement("none")
     placement = launcher.placement(Variables(environ, launcher.name, launcher.marks, launcher.start))
-    if placement.own_devices is None and placement.local_size > 1 and _shows_one_device(environ):
-        return replace(placement, own_devices=1)
-    return placement
+    shown = next((environ[name] for name in _VISIBLE if name in environ), "")
+    one_is_shown = "," not in shown and shown.strip() not in ("", "-1")
+    # Jobs of Kubernetes and some launchers give each process a device of its own.
+    has_own = placement.own_devices is None and placement.local_size > 1 and one_is_shown
+    return replace(placement, own_devices=1) if has_own else placement
 
 
 def check_alone(environ: Mapping[str, str]) -> None:
@@ -67,15 +69,6 @@ def check_alone(environ: Mapping[str, str]) -> None:
             "no world is open in it: each rank would compute alone. Write `with ltx.init():` around the program. If it "
             "is to compute alone, write `with ltx.init(rank=0, size=1):`."
         )
-
-
-def _shows_one_device(environ: Mapping[str, str]) -> bool:
-    """Whether somebody has given this process a device of its own, as jobs of Kubernetes and some launchers do."""
-    shown = next((environ[name] for name in _VISIBLE if name in environ), "")
-    return "," not in shown and shown.strip() not in ("", "-1")
-
-
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> Placement:
@@ -174,8 +167,8 @@ def _torchrun_placement(variables: Variables) -> Placement:
             f"environment variable MASTER_ADDR={address!r} (launcher {variables.launcher}): expected the name or "
             "address of rank 0's node, 127.0.0.1 for example, since RANK and WORLD_SIZE are set. torchrun sets it."
         )
-    port = variables.number("MASTER_PORT", 1, 65535, "a port at MASTER_ADDR where the ranks meet")
-    return Placement(variables.launcher, rank, size, local_rank, local_size, node_rank, num_nodes, (address, port))
+    master = address, variables.master_port()
+    return Placement(variables.launcher, rank, size, local_rank, local_size, node_rank, num_nodes, master)
 
 
 def _joining_placement(variables: Variables) -> Placement:
@@ -193,15 +186,20 @@ def _joining_placement(variables: Variables) -> Placement:
 
 _BY_TORCHRUN = "Start the processes with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 _BY_SRUN, _BY_MPIRUN = "Start the processes with srun", "Start the processes with mpirun"
-_pmi = mpi_placement(
-    "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+_pmi = partial(
+    mpi_placement,
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
 )
 
 
 def _mpirun(name: str, prefix: str, *job: str) -> Launcher:
     """An mpirun whose variables are ``{prefix}_RANK`` and the like; `job`: those that may hold the job's id."""
     rank, size = f"{prefix}_RANK", f"{prefix}_SIZE"
-    placement = mpi_placement(rank, size, (f"{prefix}_LOCAL_RANK",), (f"{prefix}_LOCAL_SIZE",), job)
+    local = {"local_rank": (f"{prefix}_LOCAL_RANK",), "local_size": (f"{prefix}_LOCAL_SIZE",)}
+    placement = partial(mpi_placement, rank=rank, size=size, job=job, **local)
     return Launcher(name, (rank, size), lambda env: rank in env, placement, _BY_MPIRUN)
 
 

@@ -1,11 +1,28 @@
-"""Where a launcher put a process, and the environment variables that say it; what all launchers have in common."""
+"""Where a launcher put a process, and the environment variables of SLURM and of MPI's launchers that say it.
+
+SLURM sets them for the tasks of a job step, that is, for what ``srun`` starts. Only these are ranks. A job script, the
+shell of ``salloc`` and what is typed into it see the variables of the whole allocation too, but are one process: their
+step's id is a reserved one, or they have none.
+
+MPI's launchers say rank and size, in all and on the node, and none says which node it is or where to meet. Nodes are
+numbered by how ranks are dealt out to them, where that is sure; ranks compare what they found when they meet.
+
+Sources: srun's manual page, "OUTPUT ENVIRONMENT VARIABLES"; slurm.h for the reserved ids; Open MPI's documentation,
+"Environment variables set for MPI applications"; the sources of MPICH's hydra, which is Intel MPI's launcher too, and
+of MVAPICH2's mpirun_rsh.
+"""
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ltx.core.base.errors import WorldError
+
+#: This machine's address to itself, where no other can connect.
+LOOPBACK = "127.0.0.1"
 
 #: Ports that are derived from a job's id: below those that Linux gives to connections by itself, 32768 to 60999.
 DERIVED_PORTS = range(15000, 25000)
@@ -95,7 +112,7 @@ class Variables:
         if name in self.environ:
             self.number(name, value, value, because)
 
-    def master_port(self, default: int) -> int:
+    def master_port(self, default: int | None = None) -> int:
         """The port where the ranks meet."""
         return self.number("MASTER_PORT", 1, 65535, "a port at MASTER_ADDR where the ranks meet", default)
 
@@ -120,3 +137,170 @@ def node_of(rank: int, size: int, local_rank: int, local_size: int) -> tuple[int
     if rest == 0 and rank // num_nodes == local_rank:
         return rank % num_nodes, num_nodes
     return None
+
+
+# Ids from here on are those of the shell of salloc (0xfffffffa), of a job script (0xfffffffb) and the like.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+_RESERVED_NAMES = ("batch", "extern", "interactive", "pending")
+
+# The port takes steps of one job apart if their ids differ by less than the range has ports; and jobs with ids in a row
+# if each has less than this many steps.
+_STEPS_BETWEEN_JOBS = 101
+
+_GROUP = re.compile(r"\[([0-9]+)(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]")
+_HOST = re.compile(r"[A-Za-z0-9._:-]+")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+def is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as a task; ``srun --pty``, with one task, is there to type into."""
+    return "SLURM_STEP_ID" in environ and why_no_slurm_task(environ) is None
+
+
+def why_no_slurm_task(environ: Mapping[str, str]) -> str | None:
+    """Why a process that sees variables of SLURM is no task of srun; None if it sees none, or is one."""
+    step = environ.get("SLURM_STEP_ID")
+    if step is None:
+        no_step = "SLURM_JOB_ID is set, but not SLURM_STEP_ID: in an allocation, and not started by srun"
+        return no_step if "SLURM_JOB_ID" in environ else None
+    if "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1":
+        return f"SLURM_STEP_ID={step!r} and SLURM_PTY_PORT is set: a terminal of srun --pty or salloc"
+    if step in _RESERVED_NAMES or (step.isdecimal() and len(step) <= 10 and int(step) >= _FIRST_RESERVED_STEP):
+        return f"SLURM_STEP_ID={step!r} is that of a job script, or of the shell of salloc"
+    return None
+
+
+def slurm_placement(variables: Variables) -> Placement:
+    """The place of a task in its step. Nodes may have unequal numbers of tasks."""
+    environ = variables.environ
+    step = variables.number("SLURM_STEP_ID", 0, _FIRST_RESERVED_STEP - 1, "the id of a job step")
+    sizes = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    size = variables.number(sizes, 1, None, "the number of tasks of the step")
+    if "SLURM_PTY_PORT" in environ and size > 1:
+        raise WorldError(
+            f"environment variable SLURM_PTY_PORT={environ['SLURM_PTY_PORT']!r} (launcher {variables.launcher}): "
+            f"expected it unset, since the step has {sizes}={size} tasks: under `srun --pty` only one of them is there "
+            "to type into, while `srun` called from such a shell, or from that of salloc, starts them all, and leaves "
+            "this variable as it was. To run as the ranks of a world: env -u SLURM_PTY_PORT srun ... To run this "
+            "process alone: ltx.init(rank=0, size=1)."
+        )
+    below = f"below {sizes}={size}"
+    rank = variables.number("SLURM_PROCID", 0, size - 1, below)
+    nodes = variables.first("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    num_nodes = variables.number(nodes, 1, size, f"at most {sizes}={size}")
+    node_rank = variables.number("SLURM_NODEID", 0, num_nodes - 1, f"below {nodes}={num_nodes}")
+    local_size = _local_size(variables, size, num_nodes, node_rank, f"{sizes}={size}", f"{nodes}={num_nodes}")
+    at_most = min(local_size - 1, rank)
+    local_rank = variables.number(
+        "SLURM_LOCALID", 0, at_most, f"below the node's {local_size} tasks and at most SLURM_PROCID={rank}"
+    )
+    variables.check_agrees("WORLD_SIZE", size, f"as {sizes}={size}; unset WORLD_SIZE, or start as many tasks")
+    master = None
+    if size > 1:
+        address, jobs = _slurm_address(variables), variables.first("SLURM_JOB_ID", "SLURM_JOBID")
+        port = None  # that follows from the ids of the job and of the step, unless MASTER_PORT says it
+        if "MASTER_PORT" not in environ:
+            job = variables.number(jobs, 0, None, "the id of the job, or MASTER_PORT set")
+            port = derived_port(job * _STEPS_BETWEEN_JOBS + step)
+        master = address, variables.master_port(port)
+    own = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]
+    own_devices = int(own) if own.isdecimal() and len(own) < 5 else None
+    return Placement(variables.launcher, rank, size, local_rank, local_size, node_rank, num_nodes, master, own_devices)
+
+
+def _local_size(variables: Variables, size: int, num_nodes: int, node_rank: int, of: str, on: str) -> int:
+    """The number of tasks on a node, from a list of them such as ``4(x2),3``."""
+    name = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    allowed = f"the tasks of each node, such as 4(x2),3, which agrees with {of} on {on}"
+    text = variables.environ.get(name)
+    if text is None:
+        if num_nodes == 1:
+            return size
+        raise variables.missing(name, allowed)
+    counts: list[int] = []
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part)
+        repeated = int(found[2] or 1) if found else 0
+        if found is None or len(counts) + repeated > num_nodes:
+            raise variables.wrong(name, allowed)
+        counts += [int(found[1])] * repeated
+    if len(counts) != num_nodes or sum(counts) != size or 0 in counts:
+        raise variables.wrong(name, allowed)
+    return counts[node_rank]
+
+
+def _slurm_address(variables: Variables) -> str:
+    """The node of task 0: the step's first one, unless MASTER_ADDR says otherwise."""
+    if address := variables.environ.get("MASTER_ADDR"):
+        return address
+    name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    allowed = "the names of the step's nodes, such as a[01-03,07],b1, or MASTER_ADDR set"
+    if name not in variables.environ:
+        raise variables.missing(name, allowed)
+    host = first_host(variables.environ[name])
+    if host is None:
+        raise variables.wrong(name, allowed)
+    return host
+
+
+def first_host(hosts: str) -> str | None:
+    """The first of a list of hosts in SLURM's short form; None if it isn't one.
+
+    Example:
+        >>> first_host("a[01-03,07],b1"), first_host("rack[0-3]node[08,11]"), first_host("a[1")
+        ('a01', 'rack0node08', None)
+    """
+    first = _GROUP.sub(r"\1", hosts).split(",")[0]
+    return first if _HOST.fullmatch(first) else None
+
+
+def mpi_placement(
+    variables: Variables,
+    rank: str,
+    size: str,
+    local_rank: tuple[str, ...],
+    local_size: tuple[str, ...],
+    job: tuple[str, ...] = (),
+) -> Placement:
+    """What a launcher says that has these variables for these things; the first that is set of several."""
+    environ = variables.environ
+    world_size = variables.number(size, 1, None, "the number of processes")
+    my_rank = variables.number(rank, 0, world_size - 1, f"below {size}={world_size}")
+    alone = world_size == 1
+    local_sizes, local_ranks = variables.first(*local_size), variables.first(*local_rank)
+    of_node = f"the number of processes of the node, at most {size}={world_size}"
+    mine = variables.number(local_sizes, 1, world_size, of_node, 1 if alone else None)
+    below = f"below {local_sizes}={mine} and at most {rank}={my_rank}"
+    local = variables.number(local_ranks, 0, min(mine - 1, my_rank), below, 0 if alone else None)
+    variables.check_agrees(
+        "WORLD_SIZE", world_size, f"as {size}={world_size}; unset WORLD_SIZE, or start as many processes"
+    )
+    found = node_of(my_rank, world_size, local, mine)
+    if "GROUP_RANK" in environ or "GROUP_WORLD_SIZE" in environ:
+        others = world_size - mine
+        num_nodes = variables.number(
+            "GROUP_WORLD_SIZE", 1, others + 1, f"the number of nodes for {others} other processes"
+        )
+        found = variables.number("GROUP_RANK", 0, num_nodes - 1, f"below GROUP_WORLD_SIZE={num_nodes}"), num_nodes
+    if found is None:
+        raise WorldError(
+            f"environment variables {rank}={my_rank}, {size}={world_size}, {local_ranks}={local}, {local_sizes}={mine} "
+            f"(launcher {variables.launcher}): expected nodes with equal numbers of processes, dealt out by slot or by "
+            "node; these don't tell which node this is. Set GROUP_RANK to the index of the node and GROUP_WORLD_SIZE "
+            "to the number of nodes, as torchrun does, in what mpirun starts on each node."
+        )
+    master = None
+    if not alone:
+        address = environ.get("MASTER_ADDR")
+        if not address and found[1] > 1:
+            raise WorldError(
+                f"environment variable MASTER_ADDR={address!r} (launcher {variables.launcher}): expected the name or "
+                f"address of rank 0's node, since there are {found[1]} nodes and MPI doesn't say where they are. Open "
+                "MPI: mpirun -x MASTER_ADDR=$(hostname) ...; MPICH and Intel MPI: mpiexec -genv MASTER_ADDR "
+                "$(hostname) ..., on the node of rank 0."
+            )
+        # A port that follows from the job's id, where there is one: another for another job on the same nodes.
+        ids = [environ[name].encode("utf-8", "surrogateescape") for name in job if environ.get(name)]
+        port = derived_port(zlib.crc32(ids[0])) if ids else DEFAULT_PORT
+        master = address or LOOPBACK, variables.master_port(port)
+    return Placement(variables.launcher, my_rank, world_size, local, mine, *found, master)
