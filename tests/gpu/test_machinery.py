@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.core.gradients import functions
+from ltx.core.gradients import marker
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
 from ltx.runtime.pool import Pool
@@ -211,7 +211,7 @@ def test_buckets_go_out_during_the_backward_pass(hidden: bool, workers: Any) -> 
 
         with pytest.MonkeyPatch.context() as patch:
             if hidden:
-                patch.setattr(functions, "can_raise_priority", lambda: False)
+                patch.setattr(marker, "can_raise_priority", lambda: False)
             strategy = ltx.DDPStrategy(comm_hook="fp16", bucket_bytes=1 << 11, first_bucket_bytes=1 << 11)
             train = ltx.train_step(ltx.data_parallel(loss, strategy), SGD)
             losses, params = steps(train, train.init(params_of(model())))

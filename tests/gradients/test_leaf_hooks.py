@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.core.gradients import functions
+from ltx.core.gradients import marker
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
 from ltx.runtime.pool import Pool
@@ -38,7 +38,7 @@ def drawn() -> dict[str, Tensor]:
 def trained(hidden: bool, strategy: ltx.Strategy, overlap: Overlap, fn: Any = loss) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         if hidden:
-            patch.setattr(functions, "can_raise_priority", lambda: False)
+            patch.setattr(marker, "can_raise_priority", lambda: False)
         train = ltx.train_step(
             ltx.data_parallel(fn, strategy), ltx.optim.from_torch(torch.optim.AdamW, lr=0.01), overlap=overlap
         )
@@ -87,7 +87,7 @@ def test_buckets_go_out_during_the_backward_pass(ranks: Ranks) -> None:
 
         params = {name: x for name, x in drawn().items() if name != "unused"}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(functions, "can_raise_priority", lambda: False)
+            patch.setattr(marker, "can_raise_priority", lambda: False)
             ltx.grad(ltx.data_parallel(watched, STRATEGY))(params, torch.ones(4, SIDE))
         return seen[0], seen[1]
 
@@ -99,7 +99,7 @@ def test_a_loss_that_reaches_no_parameter(ranks: Ranks) -> None:
     def run() -> list[float]:
         rank = int(ltx.axis_index())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(functions, "can_raise_priority", lambda: False)
+            patch.setattr(marker, "can_raise_priority", lambda: False)
             step = ltx.data_parallel(lambda p, x: (p["a"] * x).sum() if rank else x.sum() * 1.0)
             return ltx.grad(step)({"a": torch.ones(2)}, torch.ones(2))["a"].tolist()
 
@@ -120,7 +120,7 @@ def test_reentrant_checkpoints_that_close_over_parameters(hidden: bool, ranks: R
         params, x = {"a": drawn()["a"]}, torch.ones(4, SIDE)
         with pytest.MonkeyPatch.context() as patch:
             if hidden:
-                patch.setattr(functions, "can_raise_priority", lambda: False)
+                patch.setattr(marker, "can_raise_priority", lambda: False)
             return ltx.grad(ltx.data_parallel(inside, STRATEGY))(params, x)["a"], torch.func.grad(plain)(params, x)["a"]
 
     for grad, expected in ranks(2).run(run):
@@ -143,7 +143,7 @@ def test_a_gradient_that_comes_twice(ranks: Ranks) -> None:
                 return grad @ w.T, x.T @ grad
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(functions, "can_raise_priority", lambda: False)
+            patch.setattr(marker, "can_raise_priority", lambda: False)
             step = ltx.data_parallel(lambda p, x: Twice.apply(x, p["a"]).square().mean(), STRATEGY)
             try:
                 ltx.grad(step)({"a": torch.ones(SIDE, SIDE)}, torch.ones(4, SIDE))

@@ -14,39 +14,253 @@ In the order of the backward pass:
 
 Where torch can't raise the marker's priority (before 2.13), hooks of leaves start the buckets: :class:`LeafHooks`.
 
-All of it is differentiable again, in both modes. :class:`~ltx.core.gradients.functions.Launch` counts as the identity
-and
-:class:`~ltx.core.gradients.functions.Wait` as the exact mean over ranks, so second derivatives are exact whatever the
-hook does to first ones.
+All of it is differentiable again, in both modes. :class:`Launch` counts as the identity and :class:`Wait` as the exact
+mean over ranks, so second derivatives are exact whatever the hook does to first ones. The functions peel the levels of
+vmap one by one, and know which of these are ranks. :func:`reduce_gradients` applies them to gradients that are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
 import torch
+from torch._C import _functorch
 
 from ltx.core.base.errors import UnsupportedError
-from ltx.core.collectives.linear import Function
+from ltx.core.collectives.linear import Function, apply, in_autograd_vmap, index_below
 from ltx.core.gradients.buckets import Bucket
-from ltx.core.gradients.functions import (
-    MARKER_PRIORITY,
-    Begin,
-    Launch,
-    Peeled,
-    Shared,
-    Wait,
-    _index,
-    _peel,
-    _plain,
-    _reverse_only,
-    _views,
-    _zeros_later,
-    raise_priority,
-)
 from ltx.core.gradients.schedule import Dims, Schedule
+from ltx.core.ranks.axis import Axis
+from ltx.core.ranks.backings import VmapBacking
+
+# Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
+MARKER_PRIORITY = 1 << 62
+ACCUMULATE_PRIORITY = MARKER_PRIORITY + 1
+
+
+@cache
+def can_raise_priority() -> bool:
+    """Whether torch has ``_set_sequence_nr`` (from 2.13 on).
+
+    Without it the reductions of a train step and of ``ltx.grad`` are started by hooks of leaves
+    (:class:`LeafHooks`); others don't overlap the backward pass. Results are the same.
+    """
+    with torch.enable_grad():
+        return hasattr(torch.zeros((), requires_grad=True).view(()).grad_fn, "_set_sequence_nr")
+
+
+def raise_priority(output: torch.Tensor, priority: int) -> None:
+    """Let the engine prefer the node that made `output`, at every level of functorch's transforms, if it can."""
+    while True:
+        set_sequence_nr = getattr(output.grad_fn, "_set_sequence_nr", None)
+        if set_sequence_nr is not None:
+            set_sequence_nr(priority)
+        if not _functorch.is_functorch_wrapped_tensor(output):
+            return
+        output = _functorch.get_unwrapped(output)
+
+
+def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    if not torch._C._are_functorch_transforms_active():
+        return tuple(tensors)  # of which plain autograd makes views itself
+    return tuple([None if t is None else t.view_as(t) for t in tensors])
+
+
+def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
+    """An input that makes functorch call a Function's vmap rule at a simulated axis' levels that aren't off yet."""
+    left = _left(axis, dims)
+    return left.index() if left is not None and left.simulated else None
+
+
+def _left(axis: Axis, dims: Dims) -> Axis | None:
+    """`axis` without the levels that `dims` says are off; None if all are."""
+    backing = axis.backing
+    for _ in range(sum(dims)):
+        assert isinstance(backing, VmapBacking)
+        backing = backing.below
+        if backing is None:
+            return None
+    return replace(axis, backing=backing)
+
+
+class Peeled(Function):
+    """A Function of ``(schedule, bucket, dims, index, *tensors)`` that is told in `dims` which vmap levels it is below.
+
+    `bucket` is None for those that work on all buckets.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+
+        def vmap(
+            info: Any,
+            in_dims: tuple[Any, ...],
+            schedule: Schedule,
+            bucket: int | None,
+            dims: Dims,
+            index: Any,
+            *tensors: torch.Tensor,
+        ) -> tuple[Any, Any]:
+            here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[4:])
+            dims = (here, *dims)
+            if here:
+                index = None if _left(schedule.plan.axis, dims) is None else index_below(index, in_dims[3])
+            outs = cls.apply(schedule, bucket, dims, index, *stacked)
+            return outs, (0,) * len(outs)
+
+        cls.vmap = staticmethod(vmap)  # type: ignore[method-assign]
+
+
+def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    shape, dtype, device = like.shape, like.dtype, like.device
+    return lambda: torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _peel(
+    axis: Axis, batch_size: int, tensors: Sequence[torch.Tensor], dims: Sequence[int | None]
+) -> tuple[bool, list[torch.Tensor]]:
+    """The tensors with the current vmap level's dimension in front, and whether that level is the axis."""
+    level = (_functorch.maybe_current_level() or 0) + 1
+    here = axis.simulated is not None and level in axis.simulated.levels
+    stacked = [
+        t.expand(batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip(tensors, dims, strict=True)
+    ]
+    return here, stacked
+
+
+def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The mean over ranks (what the hook counts as in derivatives), differentiable."""
+    axis = schedule.plan.axis
+    factor = schedule.plan.hook.derivative_scale(axis.size)
+    at, left = [i for i, here in enumerate(dims) if here], _left(axis, dims)
+    if left is None:
+        return [(t.sum(at, keepdim=True) * factor).expand_as(t).contiguous() for t in tensors]
+    front = list(range(len(at)))  # where collectives want the levels that are off
+    totals = apply("psum", (), left, [t.movedim(at, front) for t in tensors], schedule.compiled)
+    return [t.movedim(front, at) * factor for t in totals]
+
+
+def _reverse_only(schedule: Schedule) -> bool:
+    """Whether a forward pass can have no tangents: the common case, which should have no overhead."""
+    forward_mode = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return not (forward_mode or schedule.threaded)
+
+
+def _plain() -> bool:
+    """Whether nothing differentiates or batches the backward pass."""
+    if torch.autograd.forward_ad._current_level >= 0:  # gradients may have tangents
+        return False
+    return not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or in_autograd_vmap())
+
+
+class Begin(Function):
+    """``Begin.apply(schedule)``: begins a backward pass.
+
+    It is a Function so that it runs below every transform: what is made under a transform is wrapped in its levels.
+    """
+
+    @staticmethod
+    def forward(schedule: Schedule) -> torch.Tensor:
+        schedule.begin()
+        return torch.zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], schedule: Schedule) -> tuple[Any, Any]:
+        return Begin.apply(schedule), None  # torch wants to see a rule; without tensors it never calls it
+
+
+class Launch(Peeled):
+    """``Launch.apply(schedule, bucket, dims, index, link, *gradients, *states)``: start a bucket's reduction."""
+
+    @staticmethod
+    def forward(
+        schedule: Schedule, bucket: int, dims: Dims, index: Any, link: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[Any, ...]:
+        started = schedule.start(bucket, dims, tensors)
+        return started if schedule.threaded else _views(started)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.count = len(inputs[0].plan.buckets[inputs[1]].members)
+        ctx.mark_non_differentiable(*output[ctx.count :])
+        ctx.zeros = [_zeros_later(t) for t in output[: ctx.count]]
+        ctx.states = len(output) - ctx.count
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        return (None, None, None, None, None, *cotangents[: ctx.count], *(None,) * ctx.states)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        given = tangents[5 : 5 + ctx.count]
+        return (*(z() if t is None else t for t, z in zip(given, ctx.zeros, strict=True)), *(None,) * ctx.states)
+
+
+class Wait(Peeled):
+    """``Wait.apply(schedule, None, dims, index, *started)``: waits for all reduced gradients and next states."""
+
+    @staticmethod
+    def forward(schedule: Schedule, bucket: None, dims: Dims, index: Any, *started: torch.Tensor) -> tuple[Any, ...]:
+        return schedule.wait(started)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.schedule, _, ctx.dims, *_ = inputs
+        ctx.zeros = [_zeros_later(t) for t in output]
+        ctx.mark_non_differentiable(*(t for t, state in zip(output, ctx.schedule.plan.is_state, strict=True) if state))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        # This pass goes on to the markers, which from here on reduce gradients of gradients.
+        ctx.schedule.again = True
+        return (None, None, None, None, *Wait._derivatives(ctx, cotangents))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        filled = [z() if t is None else t for t, z in zip(tangents[4:], ctx.zeros, strict=True)]
+        return tuple(Wait._derivatives(ctx, filled))
+
+    @staticmethod
+    def _derivatives(ctx: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Those of gradients; states have none."""
+        is_state = ctx.schedule.plan.is_state
+        grads = [t for t, state in zip(tensors, is_state, strict=True) if not state]
+        means = iter(_counted(ctx.schedule, ctx.dims, grads))
+        return [None if state else next(means) for state in is_state]
+
+
+class Shared(Peeled):
+    """``Shared.apply(schedule, None, dims, index, *tangents)``: the tangents of parameters that all ranks share.
+
+    Identity, whose transpose is the exact mean: a derivative of a tangent is reduced as that of the parameter is.
+    """
+
+    @staticmethod
+    def forward(schedule: Schedule, bucket: None, dims: Dims, index: Any, *tangents: torch.Tensor) -> tuple[Any, ...]:
+        return _views(tangents)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.schedule, _, ctx.dims, *_ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        return (None, None, None, None, *_counted(ctx.schedule, ctx.dims, cotangents))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> tuple[Any, ...]:
+        index = _index(ctx.schedule.plan.axis, ctx.dims)
+        shared: tuple[Any, ...] = Shared.apply(ctx.schedule, None, ctx.dims, index, *tangents[4:])
+        return shared
 
 
 class Fence(Peeled):
@@ -203,6 +417,26 @@ def tie(
     """Tie `outputs` to every marker. Each kept pair is a tensor and the cotangent that it gets."""
     before, after = [x for x, _ in kept], [y for _, y in kept]
     return list(Tie.apply(schedule, len(tokens), len(kept), *tokens, *before, *after, *outputs))
+
+
+def reduce_gradients(
+    schedule: Schedule, grads: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Reduce gradients: (reduced, next states). Differentiable, as the marker's backward pass is."""
+    plan, index = schedule.plan, _index(schedule.plan.axis)
+    Begin.apply(schedule)
+    link = torch.zeros(())
+    started: list[torch.Tensor] = []
+    for bucket in plan.buckets:
+        tensors = plan.tensors_of(bucket, grads, states)
+        started.extend(Launch.apply(schedule, bucket.index, (), index, link, *tensors))
+    results = iter(Wait.apply(schedule, None, (), index, *started))
+    reduced: dict[int, torch.Tensor] = {}
+    advanced: dict[int, list[torch.Tensor]] = {}
+    for bucket in plan.buckets:
+        reduced.update((m, next(results)) for m in bucket.members)
+        advanced.update((m, [next(results) for _ in states[m]]) for m in bucket.members)
+    return [reduced[m] for m in range(len(grads))], [advanced[m] for m in range(len(grads))]
 
 
 class LeafHooks:

@@ -25,9 +25,8 @@ from ltx.core.comm.backends import StreamFence
 from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.comm_hook import CommHook, program_of, reduce_at_once
 from ltx.core.gradients.packing import pack, pack_pure, unpack
-from ltx.core.gradients.planning import any_derivative
+from ltx.core.gradients.planning import Plan, any_derivative
 from ltx.core.gradients.reduction import CollectiveRequest, LeafState, Program, Reduced, advance, collective_alone
-from ltx.core.gradients.schedule import Plan
 
 
 @dataclass

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +19,12 @@ from torch.autograd import forward_ad
 
 from ltx.core import comm
 from ltx.core.base import tree
-from ltx.core.base.errors import UnsupportedError
+from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.comm import Network
-from ltx.core.gradients.buckets import Leaf, plan_buckets
+from ltx.core.gradients.buckets import Bucket, Leaf, plan_buckets
 from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.schedule import Plan
+from ltx.core.gradients.packing import pack_pure
+from ltx.core.gradients.reduction import BucketInput, LeafState
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -91,6 +92,89 @@ def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
 def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The places of those that can have a gradient."""
     return [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one synchronised step does: constant from step to step.
+
+    Attributes:
+        axis: the ranks.
+        hook: what is done to each bucket.
+        buckets: in the order of launches.
+        state_names: for each leaf, the names of its communication state's tensors.
+        step: the number of synchronised steps before this one; None if the hook doesn't read it.
+        clock: what a compiled graph, for which `step` is a constant, adds to it; None elsewhere.
+        agreement: what the ranks compared when this plan was new to them; None where there is nothing to compare.
+    """
+
+    axis: Axis
+    hook: CommHook
+    buckets: tuple[Bucket, ...]
+    state_names: tuple[tuple[str, ...], ...]
+    step: int | None = None
+    clock: torch.Tensor | None = None
+    agreement: comm.Agreement | None = None
+
+    @staticmethod
+    def tensors_of(
+        bucket: Bucket, leaves: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """``[*leaves, *state tensors]`` of a bucket."""
+        return [*(leaves[m] for m in bucket.members), *(x for m in bucket.members for x in states[m])]
+
+    def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
+        """State tensors of a bucket, by leaf and name; without tensors each leaf has none."""
+        if not flat_states:
+            return [{} for _ in bucket.members]
+        tensors = iter(flat_states)
+        return [{name: next(tensors) for name in self.state_names[member]} for member in bucket.members]
+
+    def flatten_states(self, bucket: Bucket, states: Sequence[LeafState]) -> list[torch.Tensor]:
+        """Inverse of :meth:`states_of`."""
+        return [x for state in self.states_by_leaf(bucket, states).values() for x in state.values()]
+
+    def states_by_leaf(self, bucket: Bucket, states: Sequence[LeafState]) -> dict[int, LeafState]:
+        """The states of a bucket by leaf, each with the names that the plan knows; empty for a hook without states."""
+        names = [self.state_names[member] for member in bucket.members]
+        if not any(names):
+            return {}
+        if len(states) != len(names) or not all(map(set.issuperset, map(set, states), names)):
+            raise StrategyError(
+                f"{self.hook!r} returned states {[sorted(state) for state in states]} for a bucket of {len(names)} "
+                f"parameters: expected {[sorted(own) for own in names]}, in the order of inputs.states."
+            )
+        own = [{name: state[name] for name in given} for given, state in zip(names, states, strict=True)]
+        return dict(zip(bucket.members, own, strict=True))
+
+    @cached_property
+    def is_state(self) -> tuple[bool, ...]:
+        """For each tensor in the order of :meth:`Schedule.wait`: is it a state's?"""
+        flags: list[bool] = []
+        for bucket in self.buckets:
+            flags += [False] * len(bucket.members)
+            flags += [True for member in bucket.members for _ in self.state_names[member]]
+        return tuple(flags)
+
+    def packed(self, hook: CommHook, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> BucketInput:
+        """What `hook` reduces: a bucket's ``[*gradients, *state tensors]``, packed without writing into anything."""
+        count = len(bucket.members)
+        states = self.states_of(bucket, tensors[count:])
+        flat = pack_pure(tensors[:count], bucket, hook, self.axis.size, states)
+        return self.bucket_input(bucket, flat, states)
+
+    def bucket_input(
+        self,
+        bucket: Bucket,
+        flat: torch.Tensor,
+        states: Sequence[LeafState],
+        update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+    ) -> BucketInput:
+        """The hook's view of a bucket."""
+        # Simulated ranks have a clock each, all alike.
+        step = self.step if self.step is None or self.clock is None else self.step + self.clock.max().long()
+        last = bucket.index == len(self.buckets) - 1
+        return BucketInput(flat, bucket, self.axis.size, self.axis.rank, states, step, last, self.axis, update)
 
 
 class Owner(Protocol):

@@ -3,7 +3,7 @@
 The backward pass calls ``start(index, dims, tensors)`` as soon as a bucket's gradients are there, and ``wait(tensors)``
 at the fence, after the last bucket. There are three schedules:
 
-* :class:`~ltx.core.gradients.process_schedule.ProcessSchedule`: process groups, eagerly. Starts asynchronously and in
+* :class:`ProcessSchedule`: process groups, eagerly. Starts asynchronously and in
   the order of launches, waits at the fence.
 * :class:`GraphSchedule`: process groups, inside a compiled graph. Starts functional collectives, waits for them at the
   fence; Inductor may move either.
@@ -16,25 +16,29 @@ dimensions; `dims` lists them, outermost first, True for the simulated axis itse
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C import _functorch
 
 from ltx.core import comm
-from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.buckets import Bucket
-from ltx.core.gradients.comm_hook import CommHook, ExactSum, reduce_at_once
-from ltx.core.gradients.packing import pack_pure, unpack
+from ltx.core.gradients.comm_hook import CommHook, ExactSum, program_of, reduce_at_once
+from ltx.core.gradients.packing import pack, unpack
+from ltx.core.gradients.pending import PendingReductions
+from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
-    BucketInput,
     CollectiveRequest,
     LeafState,
+    Program,
+    ProgramOf,
+    Reduced,
     Reduction,
     advance,
     collective_alone,
@@ -42,89 +46,6 @@ from ltx.core.gradients.reduction import (
 from ltx.core.ranks.axis import Axis
 
 Dims = tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one synchronised step does: constant from step to step.
-
-    Attributes:
-        axis: the ranks.
-        hook: what is done to each bucket.
-        buckets: in the order of launches.
-        state_names: for each leaf, the names of its communication state's tensors.
-        step: the number of synchronised steps before this one; None if the hook doesn't read it.
-        clock: what a compiled graph, for which `step` is a constant, adds to it; None elsewhere.
-        agreement: what the ranks compared when this plan was new to them; None where there is nothing to compare.
-    """
-
-    axis: Axis
-    hook: CommHook
-    buckets: tuple[Bucket, ...]
-    state_names: tuple[tuple[str, ...], ...]
-    step: int | None = None
-    clock: torch.Tensor | None = None
-    agreement: comm.Agreement | None = None
-
-    @staticmethod
-    def tensors_of(
-        bucket: Bucket, leaves: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """``[*leaves, *state tensors]`` of a bucket."""
-        return [*(leaves[m] for m in bucket.members), *(x for m in bucket.members for x in states[m])]
-
-    def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
-        """State tensors of a bucket, by leaf and name; without tensors each leaf has none."""
-        if not flat_states:
-            return [{} for _ in bucket.members]
-        tensors = iter(flat_states)
-        return [{name: next(tensors) for name in self.state_names[member]} for member in bucket.members]
-
-    def flatten_states(self, bucket: Bucket, states: Sequence[LeafState]) -> list[torch.Tensor]:
-        """Inverse of :meth:`states_of`."""
-        return [x for state in self.states_by_leaf(bucket, states).values() for x in state.values()]
-
-    def states_by_leaf(self, bucket: Bucket, states: Sequence[LeafState]) -> dict[int, LeafState]:
-        """The states of a bucket by leaf, each with the names that the plan knows; empty for a hook without states."""
-        names = [self.state_names[member] for member in bucket.members]
-        if not any(names):
-            return {}
-        if len(states) != len(names) or not all(map(set.issuperset, map(set, states), names)):
-            raise StrategyError(
-                f"{self.hook!r} returned states {[sorted(state) for state in states]} for a bucket of {len(names)} "
-                f"parameters: expected {[sorted(own) for own in names]}, in the order of inputs.states."
-            )
-        own = [{name: state[name] for name in given} for given, state in zip(names, states, strict=True)]
-        return dict(zip(bucket.members, own, strict=True))
-
-    @cached_property
-    def is_state(self) -> tuple[bool, ...]:
-        """For each tensor in the order of :meth:`Schedule.wait`: is it a state's?"""
-        flags: list[bool] = []
-        for bucket in self.buckets:
-            flags += [False] * len(bucket.members)
-            flags += [True for member in bucket.members for _ in self.state_names[member]]
-        return tuple(flags)
-
-    def packed(self, hook: CommHook, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> BucketInput:
-        """What `hook` reduces: a bucket's ``[*gradients, *state tensors]``, packed without writing into anything."""
-        count = len(bucket.members)
-        states = self.states_of(bucket, tensors[count:])
-        flat = pack_pure(tensors[:count], bucket, hook, self.axis.size, states)
-        return self.bucket_input(bucket, flat, states)
-
-    def bucket_input(
-        self,
-        bucket: Bucket,
-        flat: torch.Tensor,
-        states: Sequence[LeafState],
-        update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
-    ) -> BucketInput:
-        """The hook's view of a bucket."""
-        # Simulated ranks have a clock each, all alike.
-        step = self.step if self.step is None or self.clock is None else self.step + self.clock.max().long()
-        last = bucket.index == len(self.buckets) - 1
-        return BucketInput(flat, bucket, self.axis.size, self.axis.rank, states, step, last, self.axis, update)
 
 
 class Schedule(ABC):
@@ -271,3 +192,210 @@ class GraphSchedule(Schedule):
             outs.extend(unpack(flat, bucket))
             outs.extend(self.plan.flatten_states(self.plan.buckets[index], states))
         return tuple(outs)
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What a training step asks of one backward pass.
+
+    Attributes:
+        name: what errors call the pass.
+        sums: whether the sum of each bucket's elements is wanted (:meth:`ProcessSchedule.total`).
+        program: makes the program of a bucket; :meth:`ProcessSchedule.program` if None.
+    """
+
+    name: str = "a backward pass"
+    sums: bool = False
+    program: ProgramOf | None = None
+
+
+class ProcessSchedule(Schedule):
+    """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`PendingReductions`).
+
+    With `deferred` there is no fence: a train step waits for the buckets itself, one by one.
+
+    If the hook stays within a part of the axis, so does the step summary: other ranks needn't be in this pass.
+
+    On a stream-ordered backend buckets share a communicator with the user's collectives. If there are any in the graph,
+    their backward passes may come before or after a bucket, which may differ between ranks. So buckets are then held
+    back until the backward pass is over.
+    """
+
+    threaded = False
+
+    def __init__(self, plan: Plan, deferred: bool = False):
+        super().__init__(plan)
+        assert plan.axis.comm
+        self.fenced = not deferred
+        self.comm: comm.AxisComm = plan.axis.comm
+        self.summary: comm.PendingSummary | None = None
+        self.options = PassOptions()
+        #: Called when the backward pass is over.
+        self.on_end: Callable[[], None] = lambda: None
+        self._backward_pass: comm.BackwardPass | None = None
+        part = plan.hook.within(plan.axis)
+        self._part = None if part is None or part.comm is None else part.comm
+        self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
+        self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
+        self._reset()
+
+    def configure(self, options: PassOptions) -> None:
+        """Use these options for the buckets launched from now on."""
+        self.options = options
+
+    @property
+    def among(self) -> comm.AxisComm:
+        """The communicator of the ranks that are in this pass together."""
+        return self.comm if self._part is None or self.again else self._part
+
+    def send_summary(self, total: torch.Tensor | float = 0.0, weight: torch.Tensor | float = 0.0) -> None:
+        """Issue the step summary ahead of the buckets."""
+        name, agreement, unreduced = self.options.name, self.plan.agreement, self.unreduced()
+        self.summary = comm.begin_pass(self.comm, self.among, name, agreement, total, weight, unreduced)
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        return self.among.recovery.in_forward(_issued_by_user)
+
+    def begin(self) -> None:
+        self._reset()
+        self._held = self._shared and _issued_in_graphs() != self._in_graphs
+        if self.summary is None:
+            # A deferred pass has sent its summary already, and its train step watches it.
+            self._backward_pass = self.among.recovery.enter()
+            if self.has_later_phases:
+                self._backward_pass.flush = self.pending.flush
+            self.send_summary()
+
+    def abandon(self, reason: BaseException) -> None:
+        """Tell the peers that this pass won't continue, if it has begun."""
+        if self.summary is not None:
+            self.among.recovery.abort(reason)
+
+    def _reset(self) -> None:
+        #: The buckets that are launched.
+        self.pending = PendingReductions(self.comm, summed=self.options.sums)
+        self._batches: dict[int, torch.Size] = {}
+        self._ready: dict[int, Program] = {}
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Make the program of a bucket whose gradients are there, and launch what is due in bucket order."""
+        bucket = self.plan.buckets[index]
+        grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
+        with self._watched():
+            self._check_batchable(dims, states)
+            self._batches[index] = tensors[0].shape[: len(dims)]
+            program = self.options.program or self.program
+            self._ready[index] = program(bucket, grads, self.plan.states_of(bucket, states))
+            if self._backward_pass is not None and self.has_later_phases:
+                self.among.recovery.flush_others(self._backward_pass)
+            if not self._held:
+                self._launch_ready()
+            self.pending.poll()
+        return tuple(tensors)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """An exception of a hook or of the network aborts this pass, and the peers are told."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, UnsupportedError) and not len(self.pending):
+                self._forget()  # a mistake of the program, which all ranks see before the first bucket
+            else:
+                self.abandon(error)
+            raise
+
+    def launch(self) -> None:
+        """The backward pass is over: launch what isn't yet."""
+        on_end, self.on_end = self.on_end, lambda: None
+        on_end()
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        while (program := self._ready.pop(len(self.pending), None)) is not None:  # one that is early waits its turn
+            self.pending.launch(program, self.hook)
+
+    def program(
+        self,
+        bucket: Bucket,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState],
+        update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+    ) -> Program:
+        """The reduction of `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
+        hook, plan, batch = self.hook, self.plan, self._batches[bucket.index]
+        room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index)
+        flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
+        return program_of(hook, plan.bucket_input(bucket, flat.view(-1), states, update))
+
+    def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
+        """The buckets in order, each as soon as it is complete, with what its program returned."""
+        self.launch()
+        yield from zip(self.plan.buckets, self.pending.wait_each(), strict=False)
+
+    def unpack(self, bucket: Bucket, reduced: Reduced) -> list[torch.Tensor]:
+        """The reduced gradients of a bucket."""
+        return unpack(reduced[0].view(*self._batches[bucket.index], bucket.numel), bucket)
+
+    def total(self, bucket: Bucket) -> float | None:
+        """The sum of all gradients of a complete bucket, or NaN; None if it wasn't taken."""
+        same = self.hook.wire_dtype(bucket.dtype) == bucket.dtype
+        return self.pending.total(bucket.index) if same else None
+
+    @property
+    def has_later_phases(self) -> bool:
+        """Whether a bucket may issue more than one collective."""
+        return self.hook.phases_on(self.plan.axis.size) > 1
+
+    def confirm(self) -> None:
+        """Where the host runs ahead of the device: wait until all ranks' devices have completed all buckets.
+
+        What they have enqueued before is complete when a sum behind it is.
+
+        Raises:
+            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: a peer won't come so far.
+        """
+        device = self.comm.device
+        stream = self.comm.stream_of(device)
+        if stream is None:
+            return
+        channel = self.among.bucket_channel(0)
+        with stream.behind_current():
+            copy = channel.issue("psum", torch.zeros(1, device=device), "confirmation").read()
+        channel.wait_for_host(copy, "confirmation")
+
+    def finish(self) -> comm.StepSummary | None:
+        """After the last bucket: return the step summary, and forget this pass, so another may follow."""
+        summary = self.summary
+        self._forget()
+        self.among.recovery.complete()
+        return comm.end_pass(self.among, summary) if summary is not None else None
+
+    def _forget(self) -> None:
+        self.summary = None
+        if self._backward_pass is not None:
+            self._backward_pass.done()
+        self._reset()
+
+    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        with self._watched():
+            outs = [
+                t
+                for bucket, reduced in self.wait_buckets()
+                for t in (*self.unpack(bucket, reduced), *self.plan.flatten_states(bucket, reduced[1]))
+            ]
+        self.finish()
+        return tuple(outs)
+
+
+def _issued_by_user() -> int:
+    return sum(axis.comm.user.issued for axis in comm.open_axes() if axis.comm is not None)
+
+
+def _issued_in_graphs() -> int:
+    return sum(axis.comm.issued_in_graphs for axis in comm.open_axes() if axis.comm is not None)
+
+
+def schedule_for(plan: Plan, deferred: bool = False) -> Schedule:
+    """The eager schedule of `plan`; `deferred` is that of :class:`ProcessSchedule`."""
+    return ProcessSchedule(plan, deferred) if plan.axis.comm is not None else ImmediateSchedule(plan)

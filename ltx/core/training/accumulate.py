@@ -23,7 +23,7 @@ from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.collectives import batches
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.collectives.reduce import wide
-from ltx.core.gradients.functions import ACCUMULATE_PRIORITY, raise_priority
+from ltx.core.gradients.marker import ACCUMULATE_PRIORITY, raise_priority
 from ltx.core.gradients.planning import tracked
 from ltx.core.training.outputs import as_loss, loss_in
 from ltx.core.training.random_states import drawn_again, torch_states

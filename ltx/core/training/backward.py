@@ -16,9 +16,9 @@ from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.errors import UnusedParameterWarning, WeightError
 from ltx.core.gradients.marker import Mark
-from ltx.core.gradients.process_schedule import ProcessSchedule
+from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import LeafState
-from ltx.core.gradients.schedule import Plan
+from ltx.core.gradients.schedule import ProcessSchedule
 from ltx.core.optim import Optimizer
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.accumulate import MicroBatches

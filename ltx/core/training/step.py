@@ -18,7 +18,7 @@ from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.errors import LtxError, WeightError
 from ltx.core.gradients.planning import differentiable
-from ltx.core.gradients.process_schedule import PassOptions, ProcessSchedule
+from ltx.core.gradients.schedule import PassOptions, ProcessSchedule
 from ltx.core.optim.from_torch import TorchOptimizer
 from ltx.core.optim.update import Update
 from ltx.core.training.backward import Backward, BackwardResult, Forward, mean_at_once, unreached

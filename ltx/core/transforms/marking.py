@@ -20,14 +20,12 @@ from ltx.core.base.errors import SyncStateError, UnsupportedError
 from ltx.core.base.placements import local
 from ltx.core.collectives.calls import refuse_threads
 from ltx.core.collectives.linear import at_places
-from ltx.core.gradients import functions, marker
+from ltx.core.gradients import marker
 from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.functions import reduce_gradients
-from ltx.core.gradients.marker import LeafHooks
+from ltx.core.gradients.marker import LeafHooks, reduce_gradients
 from ltx.core.gradients.plain import AllReduce
-from ltx.core.gradients.planning import Names, all_tracked, arrival_order, differentiable, make_plan, tracked
-from ltx.core.gradients.process_schedule import ProcessSchedule, schedule_for
-from ltx.core.gradients.schedule import GraphSchedule, ImmediateSchedule, Plan, Schedule
+from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, differentiable, make_plan, tracked
+from ltx.core.gradients.schedule import GraphSchedule, ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import unwrapped
 from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values
@@ -186,7 +184,7 @@ def mark(
     schedule = schedule_for(plan, options.deferred)
     if own:
         schedule.unreduced = functools.partial(_unreduced, axis, given, own, paths)
-    if isinstance(schedule, ProcessSchedule) and source is not None and not functions.can_raise_priority():
+    if isinstance(schedule, ProcessSchedule) and source is not None and not marker.can_raise_priority():
         hooks = LeafHooks(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
         schedule.on_end = hooks.finish
         return Marked(at_places(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)

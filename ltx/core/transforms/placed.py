@@ -16,7 +16,7 @@ from ltx.core.base import tree
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.base.placements import Placements, dtensor_class, is_dtensor, local, whole
 from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.functions import MARKER_PRIORITY, raise_priority
+from ltx.core.gradients.marker import MARKER_PRIORITY, raise_priority
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.strategy import Strategy
 from ltx.typing import Tree

@@ -16,9 +16,8 @@ from ltx.core.base.arguments import ShortRepr, brief, check_fields, seconds, who
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.gradients.comm_hook import CommHook, unchanging
 from ltx.core.gradients.pending import Exchange
-from ltx.core.gradients.planning import DEFAULT_BYTES, MIB, make_plan
+from ltx.core.gradients.planning import DEFAULT_BYTES, MIB, Plan, make_plan
 from ltx.core.gradients.reduction import LeafState
-from ltx.core.gradients.schedule import Plan
 from ltx.core.optim.base import Optimizer
 from ltx.core.optim.update import Update
 from ltx.core.ranks.axis import Axis

@@ -16,9 +16,9 @@ from ltx.core.base.placements import Placements, summed
 from ltx.core.collectives.calls import check_dense, check_sums
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
-from ltx.core.gradients.functions import reduce_gradients
+from ltx.core.gradients.marker import reduce_gradients
 from ltx.core.gradients.planning import arrival_order, differentiable, make_plan
-from ltx.core.gradients.process_schedule import schedule_for
+from ltx.core.gradients.schedule import schedule_for
 from ltx.core.transforms.marking import prepare_trace, reduce_in_graph
 from ltx.core.transforms.placed import check_placements
 from ltx.core.transforms.strategy import Strategy, default_strategy

@@ -18,9 +18,8 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import shown
 from ltx.core.base.errors import SyncStateError
 from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.planning import tracked
+from ltx.core.gradients.planning import Plan, tracked
 from ltx.core.gradients.reduction import LeafState
-from ltx.core.gradients.schedule import Plan
 from ltx.core.ranks.backings import unwrapped
 from ltx.typing import Tree
 

@@ -197,9 +197,10 @@ _pmi = partial(
 
 def _mpirun(name: str, prefix: str, *job: str) -> Launcher:
     """An mpirun whose variables are ``{prefix}_RANK`` and the like; `job`: those that may hold the job's id."""
-    rank, size = f"{prefix}_RANK", f"{prefix}_SIZE"
-    local = {"local_rank": (f"{prefix}_LOCAL_RANK",), "local_size": (f"{prefix}_LOCAL_SIZE",)}
-    placement = partial(mpi_placement, rank=rank, size=size, job=job, **local)
+    rank, size, local_rank, local_size = (f"{prefix}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    placement = partial(
+        mpi_placement, rank=rank, size=size, local_rank=(local_rank,), local_size=(local_size,), job=job
+    )
     return Launcher(name, (rank, size), lambda env: rank in env, placement, _BY_MPIRUN)
 
 
