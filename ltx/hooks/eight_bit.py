@@ -33,7 +33,7 @@ import torch
 
 from ltx.core.base.arguments import check_whole
 from ltx.core.base.noise import key_of, uniform
-from ltx.core.comm.bits import view_as
+from ltx.core.comm.group_collectives import view_as
 from ltx.core.gradients.packing import CHUNK, chunks, is_plain
 from ltx.core.gradients.reduction import BucketInput
 from ltx.hooks.lossy import CompressedAllReduce, by_greatest, from_message, to_message

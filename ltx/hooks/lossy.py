@@ -31,7 +31,7 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 
 from ltx.core.base.arguments import checked
-from ltx.core.comm.bits import as_bytes, view_as
+from ltx.core.comm.group_collectives import as_bytes, view_as
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.packing import is_plain, unpack
 from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, Terms

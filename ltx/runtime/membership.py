@@ -23,8 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ltx.core.comm.heartbeat import Heartbeat, last_beats
 from ltx.core.comm.pickling import KEY, proof
 from ltx.core.comm.signature import Signature, explain_mismatch
-from ltx.core.comm.store_exchange import poll_until
-from ltx.core.comm.timeout_store import TimeoutStore
+from ltx.core.comm.store_exchange import TimeoutStore, poll_until
 from ltx.core.world.placement import Placement
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
 from ltx.runtime.regroup import Decision, Member, Regroup, WatchedStore

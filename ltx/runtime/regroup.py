@@ -104,7 +104,7 @@ class Regroup:
     """How the processes of a run agree on its `count`-th world.
 
     Args:
-        store: the run's, or an :class:`ltx.core.comm.timeout_store.TimeoutStore` for it.
+        store: the run's, or an :class:`ltx.core.comm.store_exchange.TimeoutStore` for it.
         count: the number of the new world, the same on all ranks.
     """
 

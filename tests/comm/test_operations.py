@@ -14,8 +14,8 @@ from torch import Tensor
 import ltx
 from ltx.core import comm
 from ltx.core.comm import operations
+from ltx.core.comm.backends import is_gloo
 from ltx.core.comm.operations import OPERATIONS
-from ltx.core.comm.process_groups import is_gloo
 from ltx.errors import LtxError
 
 from .conftest import OnFreshAxis

@@ -16,8 +16,7 @@ import torch
 
 import ltx
 from ltx.core.comm.chunks import CHUNK_BYTES
-from ltx.core.comm.transports.segments import COUNTERS_BYTES, SLOTS
-from ltx.core.comm.transports.shared_memory import SharedMemoryTransport, progress_everywhere
+from ltx.core.comm.shared_memory import COUNTERS_BYTES, SLOTS, SharedMemoryTransport, progress_everywhere
 
 
 def transport_of() -> Any:

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 import ltx
-from ltx.core.comm import operations
+from ltx.core.comm import operations, shared_memory
 from ltx.core.comm.chunks import CHUNK_BYTES, Chunk
 from ltx.core.comm.operations import Operation
-from ltx.core.comm.transports import shared_memory
-from ltx.core.comm.transports.segments import COUNTERS_BYTES, SLOTS
-from ltx.core.comm.transports.shared_memory import SharedMemoryTransport, SharedMemoryWork
+from ltx.core.comm.shared_memory import COUNTERS_BYTES, SLOTS, SharedMemoryTransport, SharedMemoryWork
 
 OPERATIONS: dict[str, tuple[int, ...]] = {"psum": (), "psum_scatter": (), "broadcast": (1,)}
 PHASES = ("_fill", "_reduce", "_empty")

@@ -15,8 +15,7 @@ from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, CollectiveError, LtxError, UnsupportedError
 from ltx.core.collectives.futures import Future
 from ltx.core.collectives.linear import RULES, Function, Static, apply, begin, finished, key_of
-from ltx.core.comm.bits import as_bytes, from_bytes
-from ltx.core.comm.group_collectives import as_it_is
+from ltx.core.comm.group_collectives import as_bytes, as_it_is, from_bytes
 from ltx.core.comm.operations import SUMMED
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree

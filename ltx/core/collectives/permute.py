@@ -21,8 +21,7 @@ from ltx.core.collectives.in_step import in_step
 from ltx.core.collectives.linear import Rule, Static, add_rule
 from ltx.core.collectives.psum import axis_size
 from ltx.core.collectives.uneven import all_to_all_uneven, is_even
-from ltx.core.comm.bits import view_as
-from ltx.core.comm.group_collectives import as_it_is
+from ltx.core.comm.group_collectives import as_it_is, view_as
 from ltx.typing import Tree
 
 

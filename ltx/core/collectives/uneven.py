@@ -19,7 +19,7 @@ from ltx.core.base.errors import AxisError, RankMismatchError, TreeError, Unsupp
 from ltx.core.collectives.calls import check_dense, collective, movable, refuse_background, tensors_of
 from ltx.core.collectives.in_step import in_step
 from ltx.core.collectives.linear import apply, key_of
-from ltx.core.comm.bits import from_bytes
+from ltx.core.comm.group_collectives import from_bytes
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 

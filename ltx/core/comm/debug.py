@@ -11,19 +11,68 @@ import contextlib
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from traceback import walk_stack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchError
-from ltx.core.comm.communicator import Communicator
+from ltx.core.comm.heartbeat import Heartbeat
+from ltx.core.comm.recovery import Recovery
 from ltx.core.comm.signature import Agreement, Post, Signature, list_calls, mismatch
+from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.ranks.axis import axes_in_scope
+
+#: How the names and addresses of bucket channels begin.
+BUCKETS = "buckets "
+
+
+class ComparedChannel(Protocol):
+    """:class:`ltx.core.comm.channel.Channel`, as far as its collectives are compared."""
+
+    address: str
+    issued: int
+    compared: int
+    begun: int
+    threads: set[int]
+    recent: deque[tuple[int, Agreement]]
+    failed: LtxError | None
+
+    def check_in_step(self, label: str) -> None: ...
+
+
+class Communicator(Protocol):
+    """:class:`ltx.core.comm.axis_comm.AxisComm`, as far as its ranks compare calls."""
+
+    name: str
+    rank: int
+    size: int
+    label: str
+    global_ranks: list[int]
+    closed: bool
+    under_way: str
+    heartbeat: Heartbeat
+    store_exchange: StoreExchange
+    recovery: Recovery
+    negotiation: Any
+
+    @property
+    def user(self) -> ComparedChannel: ...
+
+    @property
+    def background(self) -> ComparedChannel: ...
+
+    @property
+    def channels(self) -> Sequence[ComparedChannel]: ...
+
+    def lost(self) -> list[int]: ...
+
+    def check_not_forked(self) -> None: ...
+
 
 #: Under this address the store holds what is compared here.
 CHECKS = "checks"

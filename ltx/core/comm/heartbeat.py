@@ -3,7 +3,7 @@
 A broken connection shows at once. Silence doesn't: a stopped process, a machine without power and an unplugged cable
 look like a slow peer. So every process writes a beat into the store at regular intervals, from its own thread, and a
 rank that waits reads the beats of those it waits for. Calls to the store can block forever too, and are given up after
-one heartbeat timeout (:mod:`ltx.core.comm.timeout_store`).
+one heartbeat timeout (:mod:`ltx.core.comm.store_exchange`).
 
 Python computation doesn't stop the beats. C code that holds Python's lock for longer than the heartbeat timeout does.
 """
@@ -21,8 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ltx.core.base.errors import PeerLostError
 from ltx.core.comm.deadlock import Deadlocks
-from ltx.core.comm.store_exchange import poll_until
-from ltx.core.comm.timeout_store import ENDING_S, StoreCaller
+from ltx.core.comm.store_exchange import ENDING_S, StoreCaller, poll_until
 
 #: Without a sign of life for so long, a peer counts as lost.
 DEFAULT_HEARTBEAT_S = 10.0

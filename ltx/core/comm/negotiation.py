@@ -17,9 +17,8 @@ from functools import partial
 from typing import Any
 
 from ltx.core.base.errors import PeerLostError, RankMismatchError, StoreGoneError
-from ltx.core.comm.communicator import BUCKETS, Communicator, ComparedChannel
 from ltx.core.comm.deadlock import OPENED, PATIENCE_S
-from ltx.core.comm.debug import CHECKS, called, caller, under_way
+from ltx.core.comm.debug import BUCKETS, CHECKS, Communicator, ComparedChannel, called, caller, under_way
 from ltx.core.comm.signature import Post, Signature, explain_posts
 from ltx.core.comm.store_exchange import EXCHANGES
 

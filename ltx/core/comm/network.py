@@ -17,7 +17,7 @@ import torch
 from ltx.core.base.arguments import number
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.channel import Channel
-from ltx.core.comm.lookup import resolve
+from ltx.core.comm.registry import resolve
 from ltx.core.comm.signature import Signature
 
 #: Bytes of the first large sum and of the last; each is this many times the one before it.

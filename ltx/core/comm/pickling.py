@@ -20,7 +20,7 @@ import torch
 
 from ltx.core.base.errors import AuthenticationError
 from ltx.core.comm.backends import accelerator
-from ltx.core.comm.bits import as_bytes, from_bytes
+from ltx.core.comm.group_collectives import as_bytes, from_bytes
 from ltx.core.comm.operations import SUMMED
 
 if TYPE_CHECKING:

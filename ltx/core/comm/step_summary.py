@@ -21,9 +21,8 @@ import torch
 from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError, WeightError
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
-from ltx.core.comm.channel import Channel
+from ltx.core.comm.channel import Channel, Work
 from ltx.core.comm.signature import Agreement, Signature, mismatch
-from ltx.core.comm.work import Work
 
 _LIMB_BITS = 20
 _LIMBS = 3

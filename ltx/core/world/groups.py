@@ -25,8 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.core.base.errors import WorldError
 from ltx.core.comm import close_axis, open_axis
-from ltx.core.comm.backends import HOST_BLOCKING
-from ltx.core.comm.process_groups import connect_limit, set_error_handling
+from ltx.core.comm.backends import HOST_BLOCKING, connect_limit, set_error_handling
 from ltx.core.comm.store_exchange import StoreExchange, poll_until
 from ltx.core.ranks.axis import Axis
 from ltx.core.world.launchers import UNSURE
