@@ -404,6 +404,7 @@ class AxisComm:
         )
         for channel in self.channels:
             channel.failed = self._fork_error
+        self.heartbeat.store_caller.refuse(str(self._fork_error))  # or peers would take what it says for the rank's
 
     def lost(self) -> list[int]:
         """The peers whose processes have died, where all ranks share a machine."""

@@ -56,6 +56,10 @@ class StoreCaller:
         if self._thread is not threading.current_thread():
             self._thread.join(ENDING_S)
 
+    def refuse(self, why: str) -> None:
+        """Refuse all calls from now on."""
+        self._gone = why
+
     def ask(self, question: Callable[[], T]) -> T:
         """Call `question`, which reads from the store, in the thread; return its result.
 
