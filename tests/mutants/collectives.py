@@ -196,7 +196,7 @@ MUTANTS = (
     Mutant(
         name="collectives: gather keeps everything on every rank",
         where="gather",
-        old="if rank == arguments[0]:",
+        old="if job.rank == job.arguments[0]:",
         new="if True:",
         breaks="ranks that aren't dst get its result too",
         tests=("tests/collectives/test_scatter.py::test_dtypes_and_shapes",),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -28,13 +29,21 @@ class Chunk:
     reduce: Callable[..., torch.Tensor] | None = None
 
 
-Cut = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...], int, int], Iterator[Chunk]]
+@dataclass(frozen=True, eq=False)
+class Job:
+    """An operation as one rank of `size` has it: its buffer, memory for its result, and the static arguments."""
+
+    buffer: torch.Tensor
+    out: torch.Tensor
+    arguments: tuple[int, ...]
+    rank: int
+    size: int
 
 
-def _spans(x: torch.Tensor, rows: int = 1) -> Iterator[slice]:
-    """Parts of the last dimension of `x`, of which a chunk holds `rows`."""
-    length, most = x.shape[-1], max(CHUNK_BYTES // (x.element_size() * rows), 1)
-    return (slice(start, min(start + most, length)) for start in range(0, length, most))
+#: How an operation is cut.
+Cut = Callable[[Job], Iterator[Chunk]]
+#: Copies the part of a result that lies at a place out of all ranks' slots.
+Take = Callable[[slice, list[torch.Tensor]], object]
 
 
 def part(chunk: torch.Tensor, rank: int, size: int) -> torch.Tensor:
@@ -49,15 +58,7 @@ def sum_of(x: torch.Tensor) -> float:
     return float(x.sum(dtype=torch.float32 if x.dtype.itemsize < 4 else None).item())
 
 
-def _giving(chunk: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    return lambda slot: slot.view(chunk.shape).copy_(chunk)
-
-
-def _taking(source: int, to: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
-    return lambda slots: to.copy_(slots[source])
-
-
-def _nothing(_: object) -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
@@ -65,113 +66,95 @@ def _nothing(_: object) -> None:
 NO_CHUNK = Chunk(0, torch.uint8, _nothing, _nothing)
 
 
+def _give(chunk: torch.Tensor, slot: torch.Tensor) -> None:
+    slot.view(chunk.shape).copy_(chunk)
+
+
+def _cut(
+    x: torch.Tensor, take: Take, gives: bool = True, reduce: Callable[..., torch.Tensor] | None = None
+) -> Iterator[Chunk]:
+    """Chunks of `x` along its last dimension, in all of its rows if it has some."""
+    length, column_bytes = x.shape[-1], x[..., :1].nbytes
+    most = max(CHUNK_BYTES // max(column_bytes, 1), 1)
+    for start in range(0, length, most):
+        at = slice(start, min(start + most, length))
+        chunk = x[..., at]
+        give = partial(_give, chunk) if gives else _nothing
+        yield Chunk(chunk.numel(), chunk.dtype, give, partial(take, at), reduce)
+
+
 def all_reduce(reduce: Callable[..., torch.Tensor]) -> Cut:
-    def chunks(
-        buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
-    ) -> Iterator[Chunk]:
-        flat = buffer.view(-1)
-        for at in _spans(flat):
-            chunk = flat[at]
+    def chunks(job: Job) -> Iterator[Chunk]:
+        flat = job.buffer.view(-1)
 
-            def take(slots: list[torch.Tensor], chunk: torch.Tensor = chunk) -> None:
-                for other, slot in enumerate(slots):
-                    part(chunk, other, size).copy_(part(slot, other, size))
+        def take(at: slice, slots: list[torch.Tensor]) -> None:
+            for other, slot in enumerate(slots):
+                part(flat[at], other, job.size).copy_(part(slot, other, job.size))
 
-            yield Chunk(chunk.numel(), chunk.dtype, _giving(chunk), take, reduce)
+        return _cut(flat, take, reduce=reduce)
 
     return chunks
 
 
-def all_gather(
-    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
-) -> Iterator[Chunk]:
-    flat, rows = buffer.view(-1), out.view(size, -1)
-    for at in _spans(flat):
-        chunk = flat[at]
-
-        def take(slots: list[torch.Tensor], at: slice = at) -> None:
-            for row, slot in zip(rows, slots, strict=True):
-                row[at].copy_(slot)
-
-        yield Chunk(chunk.numel(), chunk.dtype, _giving(chunk), take)
+def all_gather(job: Job) -> Iterator[Chunk]:
+    return _cut(job.buffer.view(-1), partial(_take_rows, job.out.view(job.size, -1)))
 
 
-def _sent(buffer: torch.Tensor, out: torch.Tensor, gives: bool, source: int | None) -> Iterator[Chunk]:
+def _take_rows(to: torch.Tensor, at: slice, rows: list[torch.Tensor]) -> None:
+    for mine, row in zip(to, rows, strict=True):
+        mine[at].copy_(row)
+
+
+def _sent(job: Job, gives: bool, source: int | None) -> Iterator[Chunk]:
     """This rank copies its buffer in if it `gives`, and copies the buffer of `source` out."""
-    flat, result = buffer.view(-1), out.view(-1)
-    for at in _spans(flat):
-        chunk, arrived = flat[at], result[at]
-        give = _giving(chunk) if gives else _nothing
-        take = _nothing if source is None else _taking(source, arrived)
-        yield Chunk(chunk.numel(), chunk.dtype, give, take)
+    out = job.out.view(-1)
+    take = _nothing if source is None else lambda at, slots: out[at].copy_(slots[source])
+    return _cut(job.buffer.view(-1), take, gives)
 
 
-def broadcast(
-    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
-) -> Iterator[Chunk]:
-    return _sent(buffer, out, rank == arguments[0], None if rank == arguments[0] else arguments[0])
+def broadcast(job: Job) -> Iterator[Chunk]:
+    root = job.arguments[0]
+    return _sent(job, job.rank == root, None if job.rank == root else root)
 
 
-def ppermute(
-    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
-) -> Iterator[Chunk]:
-    source_of = dict(zip(arguments[1::2], arguments[::2], strict=True))
-    if rank not in source_of:
-        out.zero_()
-    return _sent(buffer, out, rank in source_of.values(), source_of.get(rank))
+def ppermute(job: Job) -> Iterator[Chunk]:
+    source_of = dict(zip(job.arguments[1::2], job.arguments[::2], strict=True))
+    if job.rank not in source_of:
+        job.out.zero_()
+    return _sent(job, job.rank in source_of.values(), source_of.get(job.rank))
 
 
-def gather(
-    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
-) -> Iterator[Chunk]:
-    if rank == arguments[0]:
-        return all_gather(buffer, out, arguments, rank, size)
-    out.zero_()
-    return _sent(buffer, buffer, True, None)
+def gather(job: Job) -> Iterator[Chunk]:
+    if job.rank == job.arguments[0]:
+        return all_gather(job)
+    job.out.zero_()
+    return _sent(job, True, None)
 
 
-def scatter(
-    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
-) -> Iterator[Chunk]:
-    result = out.view(-1)
-    for chunk in _rows(buffer, size, lambda rows, at: result[at].copy_(rows[arguments[0]]), rank):
-        yield chunk if rank == arguments[0] else replace(chunk, give=_nothing)
+def _rows(job: Job, take: Take, gives: bool = True) -> Iterator[Chunk]:
+    """Every rank has a row for each rank; `take` gets the rows for this rank."""
+
+    def take_mine(at: slice, slots: list[torch.Tensor]) -> None:
+        take(at, [slot.view(job.size, -1)[job.rank] for slot in slots])
+
+    return _cut(job.buffer.view(job.size, -1), take_mine, gives)
 
 
-def _rows(
-    buffer: torch.Tensor, size: int, take: Callable[[list[torch.Tensor], slice], object], rank: int
-) -> Iterator[Chunk]:
-    """Every rank has a row for each rank; `take` gets the rows for this rank, and where they belong."""
-    rows = buffer.view(size, -1)
-    for at in _spans(rows, size):
-        chunk = rows[:, at]
-
-        def take_mine(slots: list[torch.Tensor], at: slice = at) -> None:
-            take([slot.view(size, -1)[rank] for slot in slots], at)
-
-        yield Chunk(chunk.numel(), chunk.dtype, _giving(chunk), take_mine)
+def scatter(job: Job) -> Iterator[Chunk]:
+    root, out = job.arguments[0], job.out.view(-1)
+    return _rows(job, lambda at, rows: out[at].copy_(rows[root]), job.rank == root)
 
 
-def all_to_all(
-    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
-) -> Iterator[Chunk]:
-    result = out.view(size, -1)
-
-    def take(rows: list[torch.Tensor], at: slice) -> None:
-        for mine, row in zip(result, rows, strict=True):
-            mine[at].copy_(row)
-
-    return _rows(buffer, size, take, rank)
+def all_to_all(job: Job) -> Iterator[Chunk]:
+    return _rows(job, partial(_take_rows, job.out.view(job.size, -1)))
 
 
-def psum_scatter(
-    buffer: torch.Tensor, out: torch.Tensor, arguments: tuple[int, ...], rank: int, size: int
-) -> Iterator[Chunk]:
-    result = out.view(-1)
+def psum_scatter(job: Job) -> Iterator[Chunk]:
+    out = job.out.view(-1)
 
-    def take(rows: list[torch.Tensor], at: slice) -> None:
-        total = torch.add(rows[0], rows[1], out=result[at])
+    def take(at: slice, rows: list[torch.Tensor]) -> None:
+        total = torch.add(rows[0], rows[1], out=out[at])
         for row in rows[2:]:
             total += row
 
-    return _rows(buffer, size, take, rank)
+    return _rows(job, take)

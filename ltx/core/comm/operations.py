@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from ltx.core.comm import chunks, functional, group_collectives
-from ltx.core.comm.chunks import Cut
 from ltx.core.comm.group_collectives import Arguments, Started
 
 #: The dtypes that have sums, products and extrema on every backend. Operations that only move data take any dtype,
@@ -48,7 +47,7 @@ class Operation:
         name: as in :mod:`ltx.core.collectives`.
         start: starts it on a process group: ``(group, buffer, arguments)``.
         start_in_graph: starts it inside a compiled graph: ``(buffer, n, group name, arguments)``.
-        chunks: how a shared-memory transport cuts it: ``(buffer, result, arguments, rank, n)``.
+        chunks: how a shared-memory transport cuts it.
         bytes_sent: bytes that one rank sends, by the ring's count: ``(bytes of the buffer, n)``; by default all but one
             part of n.
         messages: messages that follow one another: ``n``; by default one to each peer.
@@ -60,7 +59,7 @@ class Operation:
     name: str
     start: Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]
     start_in_graph: functional.Start
-    chunks: Cut
+    chunks: chunks.Cut
     bytes_sent: Callable[[int, int], int] = _a_part
     messages: Callable[[int], int] = lambda n: n - 1
     result_shape: Callable[[tuple[int, ...], int], tuple[int, ...]] | None = None

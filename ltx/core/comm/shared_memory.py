@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ltx.core.base.errors import message_of
-from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, part, sum_of
+from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, Job, part, sum_of
 from ltx.core.comm.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class SharedMemoryTransport:
             with torch._C._DisableFuncTorch(), torch.no_grad():
                 row = OPERATIONS[operation]
                 out = row.new_result(buffer, self.size)
-                chunks = list(row.chunks(buffer, out, arguments, self.rank, self.size))
+                chunks = list(row.chunks(Job(buffer, out, arguments, self.rank, self.size)))
         except Exception as error:  # no memory, say: the peers would wait for this rank
             self._fail(error)
             raise
