@@ -5,6 +5,7 @@ from ltx.core.comm.backends import HostCopy as HostCopy
 from ltx.core.comm.backends import let_go as let_go
 from ltx.core.comm.backends import to_device as to_device
 from ltx.core.comm.channel import Channel as Channel
+from ltx.core.comm.channel import Work as Work
 from ltx.core.comm.debug import debug_checks as debug_checks
 from ltx.core.comm.heartbeat import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
 from ltx.core.comm.ledger import span as span
