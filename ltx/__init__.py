@@ -64,7 +64,7 @@ try:
     from ltx.core.world.world import World, shutdown, world
     from ltx.strategies import DDPStrategy
 
-    handed_in.default, handed_in.cast = DDPStrategy(), lambda hook, dtype: hooks.cast(hook, dtype)
+    handed_in.default, handed_in.hooks = DDPStrategy(), hooks
 
     # --- training
     from ltx.core.training import Metrics, TrainState, accumulate, check_replicas, sync_params, to_module, train_step

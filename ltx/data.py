@@ -18,12 +18,9 @@ from typing import Any, Literal
 
 import torch
 
-from ltx.core import collectives, comm
-from ltx.core.base import tree
-from ltx.core.base.arguments import brief, check_fields, whole
-from ltx.core.collectives.uneven import told
-from ltx.core.ranks.axis import Axis
+import ltx
 from ltx.errors import ArgumentError, AxisError, DataError, InputError, UnsupportedError
+from ltx.extend import Axis, arguments, brief, comm, told, tree
 from ltx.typing import Tree
 
 # What the seed of a torch.Generator may be, twice over: that of an epoch is the sum of two of these.
@@ -75,10 +72,10 @@ class DataPosition:
     weighted: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, InputError)
+        arguments.check_fields(self, InputError)
         for name, low in {"length": 1, "batch_size": 1, "seed": 0, "epoch": 0, "done": 0}.items():
             most = self.length - 1 if name == "done" else _LARGEST
-            value = whole(f"DataPosition.{name}", getattr(self, name), low, most=most)
+            value = arguments.whole(f"DataPosition.{name}", getattr(self, name), low, most=most)
             object.__setattr__(self, name, value)
 
     @property
@@ -246,7 +243,7 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iter
         if _HAS_DATA not in states or (stop == "first" and _DONE in states):
             return
         if first and _DONE in states:
-            like = collectives.broadcast_object(source.last, states.index(_HAS_DATA), axis)
+            like = ltx.broadcast_object(source.last, states.index(_HAS_DATA), axis)
             if state == _DONE:
                 source.last = tree.map(lambda x: x.anywhere() if isinstance(x, _Blank) else x, like)
         first = False
@@ -320,7 +317,7 @@ class _Source:
 def _raise_everywhere(states: list[int], error: Exception | None, axis: Axis) -> None:
     failed = [rank for rank, state in enumerate(states) if state == _FAILED]
     text = "".join(traceback.format_exception_only(error)).strip() if error is not None else ""
-    text = collectives.broadcast_object(text, failed[0], axis)
+    text = ltx.broadcast_object(text, failed[0], axis)
     others = f" Those of ranks {failed[1:]} failed at the same step." if failed[1:] else ""
     raise DataError(
         f"uneven: the iterable of rank {failed[0]} on axis {axis.name!r} raised {text}.{others} All ranks stop here."

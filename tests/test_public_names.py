@@ -9,8 +9,11 @@ import pytest
 
 import ltx
 
-PUBLIC = ("ltx", "ltx.checkpoint", "ltx.errors", "ltx.hooks", "ltx.nn", "ltx.optim", "ltx.profile")
-SUBMODULES = {"checkpoint", "errors", "hooks", "nn", "optim", "profile"}
+PUBLIC = ("ltx", "ltx.checkpoint", "ltx.errors", "ltx.extend", "ltx.hooks", "ltx.nn", "ltx.optim", "ltx.profile")
+MODULES = {
+    "ltx": {"checkpoint", "errors", "hooks", "nn", "optim", "profile"},
+    "ltx.extend": {"arguments", "comm", "noise", "tree"},
+}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -25,7 +28,7 @@ def test_star_and_dir_are_all(name: str) -> None:
 def test_no_internal_module_is_public(name: str) -> None:
     module = import_module(name)
     modules = {shown for shown in module.__all__ if isinstance(getattr(module, shown), types.ModuleType)}
-    assert modules == (SUBMODULES if name == "ltx" else set())
+    assert modules == MODULES.get(name, set())
 
 
 def test_a_name_that_is_nowhere() -> None:

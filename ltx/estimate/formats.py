@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from ltx.core.transforms.strategy import Strategy
-from ltx.hooks.named import NAMES, named_hook
+from ltx.hooks.plain import NAMES, named_hook
 
 
 class Shown:

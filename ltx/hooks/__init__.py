@@ -3,9 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.plain import AllReduce, Noop
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, Reduction
+from ltx.extend import AllReduce, BucketInput, CollectiveRequest, CommHook, Reduction
+from ltx.hooks.plain import Noop
 
 if TYPE_CHECKING:
     from ltx.hooks.adasum import Adasum

@@ -13,12 +13,8 @@ from typing import ClassVar
 
 import torch
 
-from ltx.core.base.arguments import brief
-from ltx.core.collectives.adasum import Halving, levels
-from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.packing import is_plain
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, Reduction
 from ltx.errors import StrategyError
+from ltx.extend import BucketInput, CollectiveRequest, CommHook, Halving, Reduction, brief, is_plain
 
 _PIECE = 1 << 16
 _DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -66,7 +62,7 @@ class Adasum(CommHook):
             )
 
     def phases_on(self, axis_size: int) -> int:
-        return 2 * levels(axis_size) + 1
+        return 2 * Halving.levels(axis_size) + 1
 
     def scale(self, axis_size: int) -> float:
         return 1.0

@@ -7,15 +7,23 @@ from typing import Any, ClassVar
 
 import torch
 
-from ltx.core.base.arguments import brief, check_whole, checked
-from ltx.core.base.tree import describe
-from ltx.core.gradients.buckets import Bucket, leaves_of
-from ltx.core.gradients.comm_hook import CommHook, around
-from ltx.core.gradients.plain import EXACT
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Terms, drive_within
 from ltx.errors import StrategyError
+from ltx.extend import (
+    Bucket,
+    BucketInput,
+    CollectiveRequest,
+    CommHook,
+    LeafState,
+    Terms,
+    arguments,
+    around,
+    brief,
+    drive_within,
+    tree,
+)
 from ltx.hooks.half import BF16, FP16
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook
+from ltx.hooks.plain import EXACT
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class After(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, 0, "step")
+        arguments.check_whole(self, 0, "step")
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -39,7 +47,7 @@ class After(CommHook):
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         first, later = self.first.init(param, path), self.hook.init(param, path)
         for name in first.keys() & later.keys():  # one tensor for both
-            before, behind = describe(first[name]), describe(later[name])
+            before, behind = tree.describe(first[name]), tree.describe(later[name])
             if before != behind:
                 raise StrategyError(
                     f"after: {self.first!r} keeps {name!r} of parameter {path!r} as {before}, with which {self.hook!r} "
@@ -172,7 +180,7 @@ class Chain(LossyHook):
     def _sum(self, buffer: torch.Tensor, inputs: BucketInput, feedback: bool) -> Any:
         """The sum of `buffer` by the inner hook, and what gives this rank's part of it."""
         shape, dtype = buffer.shape, buffer.dtype
-        bucket = Bucket(inputs.bucket.index, (0,), leaves_of([buffer]))
+        bucket = Bucket.of(inputs.bucket.index, [buffer])
         hook = self._inner
         flat = buffer.reshape(-1).to(hook.wire_dtype(dtype))
         inner = replace(inputs, flat=flat, bucket=bucket, states=({},))
@@ -200,7 +208,7 @@ def _send_all(hook: CommHook, inputs: BucketInput) -> Compression:
     return CompressionResult(flat, lambda: given if request.sent is None else request.sent(), states)
 
 
-@checked("hook")
+@arguments.checked("hook")
 def chain(hook: CommHook, *inner: CommHook) -> CommHook:
     """`hook`, whose sums over ranks are done by the next one, whose sums are done by the next, and so on.
 
@@ -237,7 +245,7 @@ def _chained(hook: CommHook, inner: CommHook) -> CommHook:
 _HALVES: dict[torch.dtype, CommHook] = {torch.float16: FP16(), torch.bfloat16: BF16()}
 
 
-@checked("hook", "dtype")
+@arguments.checked("hook", "dtype")
 def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
     """`hook`, whose sums travel in half precision, as torch's fp16_compress_wrapper and bf16_compress_wrapper do.
 

@@ -31,11 +31,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from ltx.core.base.arguments import check_whole
-from ltx.core.base.noise import key_of, uniform
-from ltx.core.comm.group_collectives import view_as
-from ltx.core.gradients.packing import CHUNK, chunks, is_plain
-from ltx.core.gradients.reduction import BucketInput
+from ltx.extend import CHUNK, BucketInput, arguments, chunks, is_plain, noise
 from ltx.hooks.lossy import CompressedAllReduce, by_greatest, from_message, to_message
 
 _BAGUA_EPSILON = 1e-7
@@ -121,7 +117,7 @@ class EightBitHook(CompressedAllReduce):
             return rows
         grid, start = from_message(messages, 0, 2 * count, dtype)
         centre, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
-        codes = view_as(messages[:, start:], torch.int8).to(dtype).view(k * count, -1)
+        codes = from_message(messages, start, m, torch.int8)[0].to(dtype).view(k * count, -1)
         scaled = codes.mul_(step)
         # A compiler may round but once in x * y + z, and 0 wouldn't come out as 0. Not zeros_like: where the range is
         # infinite, NaN must come out.
@@ -244,7 +240,7 @@ class Quantize(EightBitHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, 1, "channel", most=2**24)
+        arguments.check_whole(self, 1, "channel", most=2**24)
 
     def multiple(self) -> int:
         return self.channel if self.per == "channel" else 1
@@ -285,15 +281,15 @@ class QSGD(CompressedAllReduce):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, 1, "levels", most=127)
-        check_whole(self, 1, "block", most=2**24)
+        arguments.check_whole(self, 1, "levels", most=127)
+        arguments.check_whole(self, 1, "block", most=2**24)
 
     def multiple(self) -> int:
         return self.block
 
     def keys(self, inputs: BucketInput) -> tuple[torch.Tensor, torch.Tensor]:
         place = (self.seed, inputs.step, inputs.bucket.index)
-        first, second = (key_of(*place, turn, inputs.rank, device=inputs.flat.device) for turn in (0, 1))
+        first, second = (noise.key_of(*place, turn, inputs.rank, device=inputs.flat.device) for turn in (0, 1))
         return first, second
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
@@ -304,11 +300,11 @@ class QSGD(CompressedAllReduce):
         lengths = torch.linalg.vector_norm(units, dim=-1, keepdim=True)
         norms = (lengths * greatest).squeeze(-1)
         scaled = units.abs() * (self.levels / torch.where(lengths == 0, 1, lengths))
-        drawn = uniform(key, rows.numel(), rows.dtype).view_as(blocks)
+        drawn = noise.uniform(key, rows.numel(), rows.dtype).view_as(blocks)
         levels = torch.floor(scaled + drawn).clamp(max=self.levels).copysign(blocks)
-        return torch.cat([to_message(norms), view_as(levels.to(torch.int8), torch.uint8).view(k, m)], 1)
+        return torch.cat([to_message(norms), to_message(levels.to(torch.int8).view(k, m))], 1)
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         norms, start = from_message(messages, 0, m // self.block, dtype)
-        levels = view_as(messages[:, start:], torch.int8).to(dtype).view(-1, m // self.block, self.block)
+        levels = from_message(messages, start, m, torch.int8)[0].to(dtype).view(-1, m // self.block, self.block)
         return (levels * (norms / self.levels)[..., None]).view(-1, m)

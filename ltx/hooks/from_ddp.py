@@ -13,12 +13,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from ltx.core import comm
-from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.packing import unpack
-from ltx.core.gradients.reduction import BucketInput, Reduction
-from ltx.core.ranks.axis import Axis
 from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
+from ltx.extend import Axis, BucketInput, CommHook, Reduction, comm, unpack
 
 TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 

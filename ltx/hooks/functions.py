@@ -11,11 +11,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from ltx.core.base import traced
-from ltx.core.base.arguments import brief, name_of
-from ltx.core.base.tree import describe
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest
 from ltx.errors import StrategyError
+from ltx.extend import BucketInput, CollectiveRequest, arguments, brief, recording, tree
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, from_message, to_message
 
 Compress = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
@@ -36,13 +33,13 @@ class FromFunctions(LossyHook):
         if not inputs.flat.numel():
             return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
         given, parts = self._compressed(inputs.flat)
-        if not inputs.flat.is_meta and not traced.recording():
+        if not inputs.flat.is_meta and not recording():
             flat, got = inputs.flat, [(p.shape, p.dtype) for p in parts]
             wanted = _layout(self, flat.numel(), flat.dtype, flat.device)
             if got != wanted:  # other ranks' messages might be of other lengths again
                 raise StrategyError(
                     f"{self!r}: shapes and dtypes of what compress returns must follow from the length and dtype of "
-                    f"its argument. For {describe(inputs.flat)} it gave {_said(got)}, and for as many zeros "
+                    f"its argument. For {tree.describe(inputs.flat)} it gave {_said(got)}, and for as many zeros "
                     f"{_said(wanted)}."
                 )
         # Decompressed before it is sent: the channel may overwrite the buffer.
@@ -69,12 +66,14 @@ class FromFunctions(LossyHook):
     def _decompressed(self, compressed: Any, like: Tensor) -> Tensor:
         found = self.decompress(compressed, like.numel())
         if not isinstance(found, Tensor) or found.shape != like.shape or not found.is_floating_point():
-            got = describe(found) if isinstance(found, Tensor) else brief(found)
-            raise StrategyError(f"{self!r}: decompress must return {describe(like)}, as compress was given, got {got}.")
+            got = tree.describe(found) if isinstance(found, Tensor) else brief(found)
+            raise StrategyError(
+                f"{self!r}: decompress must return {tree.describe(like)}, as compress was given, got {got}."
+            )
         return found.to(like.dtype)
 
     def __repr__(self) -> str:
-        names = (name_of(fn) for fn in (self.compress, self.decompress))
+        names = (arguments.name_of(fn) for fn in (self.compress, self.decompress))
         return f"from_functions({', '.join(names)}{', error_feedback=True' if self.error_feedback else ''})"
 
 
@@ -120,17 +119,17 @@ def from_functions(compress: Compress, decompress: Decompress, *, error_feedback
     return FromFunctions(compress, decompress, error_feedback=error_feedback)
 
 
-def _check_takes(role: str, function: Callable[..., Any], *arguments: str) -> None:
+def _check_takes(role: str, function: Callable[..., Any], *names: str) -> None:
     """Raise unless `function` can be called with these arguments, by position."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a built-in without a signature
         return
     try:
-        signature.bind(*arguments)
+        signature.bind(*names)
     except TypeError:
         raise StrategyError(
-            f"hooks.from_functions calls {role}({', '.join(arguments)}), and {name_of(function)} takes {signature}. "
-            "Write compress = lambda vector: ..., and decompress = lambda message, numel: ..., where numel is the "
-            "length of the vector that it returns."
+            f"hooks.from_functions calls {role}({', '.join(names)}), and {arguments.name_of(function)} takes "
+            f"{signature}. Write compress = lambda vector: ..., and decompress = lambda message, numel: ..., where "
+            "numel is the length of the vector that it returns."
         ) from None

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest
+from ltx.extend import BucketInput, CollectiveRequest
 from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, from_message, to_message
 
 _WIDE = (torch.float32, torch.float64)

@@ -30,12 +30,20 @@ from typing import ClassVar, NamedTuple, cast
 
 import torch
 
-from ltx.core.base.arguments import checked
-from ltx.core.comm.group_collectives import as_bytes, view_as
-from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.packing import is_plain, unpack
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduction, Terms
 from ltx.errors import StrategyError
+from ltx.extend import (
+    BucketInput,
+    CollectiveRequest,
+    CommHook,
+    LeafState,
+    Reduction,
+    Terms,
+    arguments,
+    as_bytes,
+    is_plain,
+    unpack,
+    view_as,
+)
 
 RESIDUAL = "residual"
 
@@ -121,7 +129,7 @@ class LossyHook(CommHook):
         return sent.total, [{**s, RESIDUAL: p} if RESIDUAL in s else s for s, p in residuals]
 
 
-@checked("hook")
+@arguments.checked("hook")
 def error_feedback(hook: CommHook) -> CommHook:
     """`hook` with error feedback: what it doesn't send at one step is added to the share of the next.
 
@@ -278,4 +286,6 @@ def from_message(messages: torch.Tensor, start: int, count: int, dtype: torch.dt
     """`count` numbers of `dtype` from byte `start` of each message, and where they end."""
     end = start + count * dtype.itemsize
     part = messages[:, start:end]
-    return (part if dtype is torch.uint8 else view_as(part.clone(memory_format=torch.contiguous_format), dtype)), end
+    if dtype.itemsize > 1:  # whose numbers lie at multiples of their size
+        part = part.clone(memory_format=torch.contiguous_format)
+    return view_as(part, dtype), end

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ltx.core.base.arguments import check_whole
-from ltx.core.gradients.packing import CHUNK, chunks, is_plain
 from ltx.errors import StrategyError
+from ltx.extend import CHUNK, arguments, chunks, is_plain
 from ltx.hooks.lossy import CompressedAllReduce, from_message, to_message
 
 #: Of the dtypes that numbers travel in: integers of their width, the bit of the sign, the bits of 1.
@@ -47,7 +46,7 @@ class OneBit(CompressedAllReduce):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, 1, "block", most=2**24)
+        arguments.check_whole(self, 1, "block", most=2**24)
         if self.block % 8:
             raise StrategyError(f"OneBit.block must be a multiple of 8, got {self.block}.")
 

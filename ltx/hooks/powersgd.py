@@ -21,14 +21,21 @@ from zlib import crc32
 
 import torch
 
-from ltx.core.base.arguments import brief, check_whole
-from ltx.core.base.noise import key_of, normal
-from ltx.core.gradients.buckets import Leaf
-from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.packing import is_plain, prefers_few_calls, unpack
-from ltx.core.gradients.plain import AllReduce
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, LeafState
 from ltx.errors import StrategyError
+from ltx.extend import (
+    AllReduce,
+    Bucket,
+    BucketInput,
+    CollectiveRequest,
+    CommHook,
+    LeafState,
+    arguments,
+    brief,
+    is_plain,
+    noise,
+    prefers_few_calls,
+    unpack,
+)
 from ltx.hooks.lossy import Compression, CompressionResult, LossyHook, by_greatest
 
 Q = "q"
@@ -59,8 +66,8 @@ class PowerHook(LossyHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, 1, "rank")
-        check_whole(self, 0, "start_step")
+        arguments.check_whole(self, 1, "rank")
+        arguments.check_whole(self, 0, "start_step")
 
     def at(self, step: int) -> CommHook:
         return AllReduce() if step < self.start_step else self
@@ -76,7 +83,7 @@ class PowerHook(LossyHook):
     def _random(
         self, r: int, length: int, dtype: torch.dtype, *place: int | torch.Tensor, device: torch.device
     ) -> torch.Tensor:
-        return normal(key_of(self.seed, *place, device=device), r * length, dtype).view(r, length)
+        return noise.normal(noise.key_of(self.seed, *place, device=device), r * length, dtype).view(r, length)
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ class PowerSGD(PowerHook):
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         if not inputs.flat.numel():
             return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
-        thin, whole = _layout(inputs.bucket.leaves, self.rank, self.min_compression_rate)
+        thin, whole = _layout(inputs.bucket, self.rank, self.min_compression_rate)
         parts, n = inputs.flat.split(inputs.bucket.sizes), inputs.axis_size
         matrices = [parts[m].view(rows, columns) for m, rows, columns, _ in thin]
         starts = [self._start(inputs, m, columns, r) for m, _, columns, r in thin]
@@ -220,11 +227,9 @@ def _thin(shape: torch.Size, rank: int, rate: float) -> tuple[int, int, int] | N
 
 
 @lru_cache(maxsize=1024)
-def _layout(
-    leaves: tuple[Leaf, ...], rank: int, rate: float
-) -> tuple[tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
+def _layout(bucket: Bucket, rank: int, rate: float) -> tuple[tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
     """((place, rows, columns, rank) of each matrix, places of what travels whole)"""
-    found = [_thin(leaf.shape, rank, rate) for leaf in leaves]
+    found = [_thin(leaf.shape, rank, rate) for leaf in bucket.leaves]
     thin = tuple((place, *matrix) for place, matrix in enumerate(found) if matrix is not None)
     return thin, tuple(place for place, matrix in enumerate(found) if matrix is None)
 

@@ -15,11 +15,8 @@ from typing import ClassVar
 
 import torch
 
-from ltx.core.base.arguments import brief
-from ltx.core.base.noise import key_of, uniform
-from ltx.core.gradients.packing import CHUNK, chunks, is_plain
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest
 from ltx.errors import StrategyError
+from ltx.extend import CHUNK, BucketInput, CollectiveRequest, brief, chunks, is_plain, noise
 from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, LossyHook, from_message, to_message
 
 #: Rows of at least this many numbers are sampled, every so many of them; a prime, so that all columns are sampled.
@@ -143,9 +140,9 @@ class RandomK(LossyHook):
         count = max(1, round(self.ratio * numel))
         edges = torch.arange(count + 1, device=flat.device) * numel // count
         lengths = edges.diff()
-        key = key_of(self.seed, inputs.step, inputs.bucket.index, device=flat.device)
+        key = noise.key_of(self.seed, inputs.step, inputs.bucket.index, device=flat.device)
         # In float64, in which a length times a number below 1 stays below the length.
-        places = edges[:-1] + (uniform(key, count, torch.float64) * lengths).long()
+        places = edges[:-1] + (noise.uniform(key, count, torch.float64) * lengths).long()
         # What isn't finite has to arrive wherever it is. Not as 0 * low, which Inductor takes for 0.
         low, high = flat.aminmax()
         values = flat[places] + (low - low) + (high - high)

@@ -11,15 +11,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ltx.core import comm
-from ltx.core.base.arguments import shown
-from ltx.core.gradients.buckets import Bucket, leaves_of
-from ltx.core.gradients.comm_hook import CommHook, program_of
-from ltx.core.gradients.packing import pack
-from ltx.core.gradients.pending import PendingReductions
-from ltx.core.gradients.reduction import BucketInput, LeafState
-from ltx.core.ranks.axis import Axis
 from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
+from ltx.extend import Axis, Bucket, BucketInput, CommHook, LeafState, PendingReductions, arguments, comm, pack
 
 
 class StateDict(TypedDict):
@@ -60,7 +53,8 @@ class ToTorch:
             raise HookError(f"to_torch takes an ltx.hooks.CommHook, got {type(hook).__name__}.")
         if not (names is None or isinstance(names, Mapping | DistributedDataParallel)):
             raise HookError(
-                f"to_torch: names must be None, a DistributedDataParallel or its named parameters, got {shown(names)}."
+                "to_torch: names must be None, a DistributedDataParallel or its named parameters, got "
+                f"{arguments.shown(names)}."
             )
         self.hook = hook
         self.step = 0
@@ -130,7 +124,7 @@ class ToTorch:
             )
         names = [self._name(param) for param in bucket.parameters()]
         hook = self.hook.at(self.step)
-        mine = Bucket(bucket.index(), tuple(range(len(grads))), leaves_of(grads))
+        mine = Bucket.of(bucket.index(), grads)
         states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
         states = [hook.states_of(entry) for entry in states]
         now.axis_comm.recovery.flush_others(now.backward_pass)
@@ -142,8 +136,7 @@ class ToTorch:
         now.futures.append(torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None))
         size, rank, last = now.axis.size, now.axis_comm.rank, bucket.is_last()
         inputs = BucketInput(flat, mine, size, rank, states, self.step, last, now.axis)
-        now.pending.launch(program_of(hook, inputs), hook)
-        now.pending.poll()
+        now.pending.reduce(hook, inputs)
         self._complete_futures(now)
         return now.futures[-1]
 

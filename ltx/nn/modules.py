@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ltx.core.base.arguments import is_number, is_whole, shown
-from ltx.core.collectives.reduce import wide
 from ltx.errors import InputError, TreeError, UnsupportedError
+from ltx.extend import arguments, wide
 from ltx.nn.sync_batch_norm import sync_batch_norm
 
 
@@ -39,15 +38,17 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        if not is_whole(num_features) or not 0 < num_features < 2**48:
-            raise InputError(f"SyncBatchNorm: num_features must be a number of channels, got {shown(num_features)}.")
-        if not is_number(eps) or eps <= 0:
-            raise InputError(f"SyncBatchNorm: eps must be a number above 0, got {shown(eps)}.")
-        if momentum is not None and not is_number(momentum):
-            raise InputError(f"SyncBatchNorm: momentum must be a number or None, got {shown(momentum)}.")
+        if not arguments.is_whole(num_features) or not 0 < num_features < 2**48:
+            raise InputError(
+                f"SyncBatchNorm: num_features must be a number of channels, got {arguments.shown(num_features)}."
+            )
+        if not arguments.is_number(eps) or eps <= 0:
+            raise InputError(f"SyncBatchNorm: eps must be a number above 0, got {arguments.shown(eps)}.")
+        if momentum is not None and not arguments.is_number(momentum):
+            raise InputError(f"SyncBatchNorm: momentum must be a number or None, got {arguments.shown(momentum)}.")
         for name, flag in (("affine", affine), ("track_running_stats", track_running_stats), ("bias", bias)):
             if not isinstance(flag, bool):
-                raise InputError(f"SyncBatchNorm: {name} must be a bool, got {shown(flag)}.")
+                raise InputError(f"SyncBatchNorm: {name} must be a bool, got {arguments.shown(flag)}.")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # torch's classes take this from 2.12 on
             self.register_parameter("bias", None)

@@ -17,18 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ltx.core import collectives
-from ltx.core.base import traced, tree
-from ltx.core.base.arguments import brief, checked, is_number
-from ltx.core.collectives.reduce import wide
-from ltx.core.gradients.packing import prefers_few_calls
-from ltx.core.ranks.backings import unwrapped
+import ltx
 from ltx.errors import InputError, UnsupportedError
+from ltx.extend import arguments, brief, prefers_few_calls, recording, tree, unwrapped, wide
 
 Normed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
-@checked("x", "running_mean", "running_var", "weight", "bias", "training", "eps")
+@arguments.checked("x", "running_mean", "running_var", "weight", "bias", "training", "eps")
 def sync_batch_norm(
     x: torch.Tensor,
     running_mean: torch.Tensor | None,
@@ -113,9 +109,7 @@ def _kernels_take(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
 
 def _alone(axis: Any) -> bool:
     """In a world of one, and outside of transforms, under which torch's kernels can't move running statistics."""
-    return (
-        not traced.recording() and not torch._C._are_functorch_transforms_active() and collectives.axis_size(axis) == 1
-    )
+    return not recording() and not torch._C._are_functorch_transforms_active() and ltx.axis_size(axis) == 1
 
 
 def _copy(running: torch.Tensor | None) -> torch.Tensor | None:
@@ -207,10 +201,10 @@ def _statistics(x: torch.Tensor, axis: Any) -> tuple[torch.Tensor, torch.Tensor,
     else:
         # Zeros that depend on x: each rank's backward pass has to come by the collective.
         mean = squares = x.sum(dims)
-    gathered = collectives.all_gather(torch.cat([x.new_full((1,), n), mean, squares]), axis)
+    gathered = ltx.all_gather(torch.cat([x.new_full((1,), n), mean, squares]), axis)
     counts, means, squares = gathered[:, :1], gathered[:, 1 : c + 1], gathered[:, c + 1 :]
     count = counts.sum()
-    if x.device.type == "cpu" and not traced.recording():
+    if x.device.type == "cpu" and not recording():
         _check_count(int(unwrapped(count).min()))
     divisor = count.clamp(min=1)
     # Near a mean that is large against the deviations, M itself would be rounded three times.
@@ -267,7 +261,7 @@ def _check(
             f"{'no ' if running_mean is None else ''}running_mean and {'no ' if running_var is None else ''}"
             f"running_var with training={training}."
         )
-    if momentum.ndim != 0 if isinstance(momentum, torch.Tensor) else not is_number(momentum):
+    if momentum.ndim != 0 if isinstance(momentum, torch.Tensor) else not arguments.is_number(momentum):
         raise InputError(f"sync_batch_norm: momentum must be a number or a 0-dim tensor, got {brief(momentum)}.")
     if not eps > 0:
         raise InputError(f"sync_batch_norm: eps must be a number above 0, got {brief(eps)}.")

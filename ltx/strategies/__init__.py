@@ -1,7 +1,6 @@
 """Strategies: one algorithm a file."""
 
-from ltx.core.transforms.strategy import Strategy
-from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo, Updated
+from ltx.extend import StateLayout, States, StepInfo, Strategy, Updated
 from ltx.strategies.ddp import DDPStrategy
 
 __all__ = [

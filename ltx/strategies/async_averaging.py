@@ -21,13 +21,8 @@ from typing import ClassVar, Literal
 import torch
 
 from ltx import hooks
-from ltx.core.base import tree
-from ltx.core.base.arguments import brief, check_number, check_whole
-from ltx.core.gradients.pending import Exchange
-from ltx.core.optim.update import Update
-from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo, Updated
 from ltx.errors import StrategyError, UnsupportedError
+from ltx.extend import Axis, Exchange, StateLayout, States, StepInfo, Update, Updated, arguments, brief, tree
 from ltx.optim import Optimizer
 from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, WithinNode, node
 from ltx.typing import Tree
@@ -120,8 +115,8 @@ class AsyncAveraging(NodeStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, 0, "warmup_steps")
-        check_number(self, 0, "sync_interval_ms")
+        arguments.check_whole(self, 0, "warmup_steps")
+        arguments.check_number(self, 0, "sync_interval_ms")
         if self.schedule is not None and not _is_schedule(self.schedule):
             raise StrategyError(
                 "AsyncAveraging.schedule must be None or a pair (period, delay) of whole numbers with 1 <= delay <= "

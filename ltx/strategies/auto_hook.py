@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from ltx import hooks
-from ltx.core import comm
-from ltx.core.transforms.strategy import Strategy, in_dtype
 from ltx.errors import LtxError, SyncStateError
 from ltx.estimate.dry_run import Gradients
 from ltx.estimate.formats import format_bytes
+from ltx.extend import Strategy, comm
 from ltx.typing import Tree
 
 
@@ -111,9 +110,10 @@ def choice_for(
         try:
             made = strategy.with_choice(candidate.name)
             step = candidate.hook.constant_after or 0
-            hook = in_dtype(made.hook(step), dtype)
+            hook = made.hook(step)
             if hook is None:
                 continue  # gradients stay local before it begins
+            hook = hook if dtype is None else hooks.cast(hook, dtype)
             gradients = Gradients(made, params, ranks)
             buckets = gradients.buckets(hook, gradients.first_states(), step)
         except LtxError:

@@ -11,10 +11,8 @@ from functools import cached_property
 from importlib import import_module
 
 from ltx import hooks
-from ltx.core.base.arguments import brief, check_fields
-from ltx.core.gradients.comm_hook import around
-from ltx.core.transforms.strategy import Strategy
 from ltx.errors import StrategyError
+from ltx.extend import Strategy, arguments, around, brief
 from ltx.strategies.nodes import ByNode, NodeStrategy
 
 #: Where each algorithm is, as a strategy with fields of its own; they are imported when first asked for.
@@ -78,7 +76,7 @@ class BaguaStrategy(Strategy):
             raise StrategyError(
                 f"BaguaStrategy.algorithm must be one of {list(ALGORITHMS)}, got {brief(self.algorithm)}."
             )
-        check_fields(self, StrategyError, "flatten")
+        arguments.check_fields(self, StrategyError, "flatten")
         _ = self.inner  # which checks the rest
 
     def __repr__(self) -> str:
@@ -141,7 +139,7 @@ class GradientAllReduce(NodeStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, StrategyError, "average")
+        arguments.check_fields(self, StrategyError, "average")
 
     def hook(self, step: int) -> hooks.CommHook:
         hook = self._among_ranks

@@ -16,15 +16,9 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 
 from ltx import hooks
-from ltx.core import comm
-from ltx.core.base.arguments import brief, check_whole
-from ltx.core.gradients.comm_hook import unchanging
-from ltx.core.gradients.plain import EXACT
-from ltx.core.gradients.reduction import LeafState
-from ltx.core.transforms.strategy import Strategy
-from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo
 from ltx.errors import StrategyError
-from ltx.hooks.named import resolve_hook
+from ltx.extend import LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, comm, unchanging
+from ltx.hooks.plain import EXACT, resolve_hook
 from ltx.strategies.auto_hook import choice_for, hook_of
 from ltx.typing import Tree
 
@@ -96,8 +90,8 @@ class DDPStrategy(Strategy):
                 "every so many steps from the step on whose gradients stay local."
             )
         if self.model_averaging_period is not None:
-            check_whole(self, 1, "model_averaging_period")
-            check_whole(self, 0, "start_local_sgd_step")
+            arguments.check_whole(self, 1, "model_averaging_period")
+            arguments.check_whole(self, 0, "start_local_sgd_step")
         methods = sorted(get_args(StartMethod))
         if self.start_method not in methods:
             raise StrategyError(f"DDPStrategy.start_method must be one of {methods}, got {brief(self.start_method)}.")

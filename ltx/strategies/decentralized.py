@@ -18,15 +18,22 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ltx.core import comm
-from ltx.core.base import tree
-from ltx.core.base.arguments import check_fields, check_whole
-from ltx.core.gradients.pending import Exchange
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, Reduction
-from ltx.core.optim.update import Update
-from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo, Updated
 from ltx.errors import RankMismatchError, StrategyError
+from ltx.extend import (
+    Axis,
+    BucketInput,
+    CollectiveRequest,
+    Exchange,
+    Reduction,
+    StateLayout,
+    States,
+    StepInfo,
+    Update,
+    Updated,
+    arguments,
+    comm,
+    tree,
+)
 from ltx.hooks import AllReduce, CommHook
 from ltx.strategies.nodes import AmongNodes, FromParts, NodeStrategy, ToParts
 from ltx.typing import Tree
@@ -49,7 +56,7 @@ class GossipStrategy(NodeStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, 1, "communication_interval")
+        arguments.check_whole(self, 1, "communication_interval")
 
     def communicates(self, step: int) -> bool:
         """Whether ranks share weights in the step after `step` others."""
@@ -97,7 +104,7 @@ class Decentralized(GossipStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, StrategyError, "peer_selection_mode")
+        arguments.check_fields(self, StrategyError, "peer_selection_mode")
 
     def check_axis(self, axis: Axis) -> None:
         super().check_axis(axis)

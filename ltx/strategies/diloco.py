@@ -19,16 +19,9 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks
-from ltx.core.base import tree
-from ltx.core.base.arguments import check_number, check_whole
-from ltx.core.gradients.plain import EXACT
-from ltx.core.gradients.reduction import LeafState
-from ltx.core.optim.base import Optimizer
-from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy import Strategy
-from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo
 from ltx.errors import StrategyError
-from ltx.hooks.named import resolve_hook
+from ltx.extend import Axis, LeafState, Optimizer, StateLayout, States, StepInfo, Strategy, arguments, tree
+from ltx.hooks.plain import EXACT, resolve_hook
 from ltx.typing import Tree
 
 #: A parameter's communication state: where all ranks began, and the outer optimizer's velocity; the hook's is beside.
@@ -84,9 +77,9 @@ class DiLoCoStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, 1, "period", "fragments")
-        check_number(self, 0, "outer_lr")
-        check_number(self, 0, "outer_momentum", below=1)
+        arguments.check_whole(self, 1, "period", "fragments")
+        arguments.check_number(self, 0, "outer_lr")
+        arguments.check_number(self, 0, "outer_momentum", below=1)
         resolve_hook(self, "outer_hook")
         if self.fragments > self.period:
             raise StrategyError(

@@ -18,17 +18,22 @@ from typing import Any, Literal
 import torch
 
 from ltx import hooks
-from ltx.core.base import tree
-from ltx.core.base.arguments import brief, check_fields, check_whole, is_whole, number
-from ltx.core.gradients.comm_hook import unchanging
-from ltx.core.gradients.plain import EXACT
-from ltx.core.gradients.reduction import LeafState
-from ltx.core.optim.update import Update
-from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy import Strategy
-from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo, Updated
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.hooks.named import NAMES, named_hook
+from ltx.extend import (
+    Axis,
+    LeafState,
+    StateLayout,
+    States,
+    StepInfo,
+    Strategy,
+    Update,
+    Updated,
+    arguments,
+    brief,
+    tree,
+    unchanging,
+)
+from ltx.hooks.plain import EXACT, NAMES, named_hook
 from ltx.optim import Optimizer
 from ltx.strategies.horovod_hooks import PASSES, AdasumOfWaysBack, Scaled, moved_together, with_scaled_lr
 from ltx.typing import Tree
@@ -90,8 +95,8 @@ class HorovodStrategy(Strategy):
                 object.__setattr__(self, "compression", named_hook(name))
         if not isinstance(self.compression, hooks.CommHook):
             raise self._wrong("compression", 'one of "none", "fp16", "bf16" or an ltx.hooks.CommHook')
-        check_fields(self, StrategyError, "op", "scale_lr")
-        check_whole(self, 1, "backward_passes_per_step")
+        arguments.check_fields(self, StrategyError, "op", "scale_lr")
+        arguments.check_whole(self, 1, "backward_passes_per_step")
         self._check_factor()
         self._check_groups()
         if self.op == "adasum":
@@ -105,7 +110,7 @@ class HorovodStrategy(Strategy):
         if factor is None:
             return
         what = "HorovodStrategy.gradient_predivide_factor"
-        factor = number(what, factor, 0, StrategyError, more=True, besides="None or ")
+        factor = arguments.number(what, factor, 0, StrategyError, more=True, besides="None or ")
         object.__setattr__(self, "gradient_predivide_factor", factor)
         if self.op != "average":
             raise self._wrong("gradient_predivide_factor", f'None with op="{self.op}", which has nothing to divide')
@@ -114,7 +119,7 @@ class HorovodStrategy(Strategy):
         groups = self.groups
         if groups is None:
             return
-        if is_whole(groups) and groups > 0:
+        if arguments.is_whole(groups) and groups > 0:
             object.__setattr__(self, "groups", int(groups))
             return
         allowed = "a positive number of groups, or a list of lists of parameters' paths"

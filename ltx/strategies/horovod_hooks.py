@@ -6,35 +6,36 @@ optimizer would add (Maleki et al., "Scaling distributed training with adaptive 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from ltx import hooks
-from ltx.core.collectives.reduce import wide
-from ltx.core.gradients.buckets import Bucket
-from ltx.core.gradients.comm_hook import around
-from ltx.core.gradients.packing import plus, unpack
-from ltx.core.gradients.reduction import BucketInput, LeafState, Reduced, Reduction, Terms
-from ltx.core.optim.base import Optimizer
-from ltx.core.optim.combine import Chain
-from ltx.core.optim.from_torch import TorchOptimizer
-from ltx.core.optim.partition import Partition
-from ltx.core.optim.update import Update
-from ltx.core.transforms.strategy import Strategy
-from ltx.core.transforms.strategy_update import (
+from ltx.errors import StrategyError
+from ltx.extend import (
+    Bucket,
+    BucketInput,
+    LeafState,
     Old,
+    Optimizer,
     PostUpdateHook,
     PostUpdateResult,
+    Reduced,
+    Reduction,
     States,
     StepInfo,
+    Strategy,
+    Terms,
+    Update,
     Updated,
+    around,
     communicate_after_update,
+    unpack,
+    wide,
 )
-from ltx.errors import StrategyError
 
 #: In the communication state: the sum of a parameter's gradients in the passes since the last update.
 PASSES = "passes"
@@ -104,10 +105,6 @@ class Scaled(hooks.CommHook):
         return total, after
 
 
-def _times(lr: Callable[[int], Any], factor: int, count: int) -> Any:
-    return lr(count) * factor
-
-
 @lru_cache(maxsize=64)
 def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
     """`optimizer` with `factor` times its learning rate.
@@ -115,18 +112,13 @@ def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
     Raises:
         StrategyError: it isn't one of torch's, whose learning rates are known.
     """
-    match optimizer:
-        case TorchOptimizer(cls=cls, lr=lr, kwargs=kwargs) if callable(lr) or "lr" in optimizer.kernel.group:
-            scaled = partial(_times, lr, factor) if callable(lr) else optimizer.kernel.group["lr"] * factor
-            return TorchOptimizer(cls, scaled, kwargs)
-        case Chain(members=(*front, last)):
-            return Chain((*front, with_scaled_lr(last, factor)))
-        case Partition(members=members, labels=labels):
-            return Partition(tuple((label, with_scaled_lr(member, factor)) for label, member in members), labels)
-    raise StrategyError(
-        "HorovodStrategy.scale_lr multiplies the learning rate of ltx.optim.from_torch's optimizers, which "
-        f"{optimizer!r} isn't one of. Scale its rate yourself."
-    )
+    scaled = optimizer.times_lr(factor)
+    if scaled is None:
+        raise StrategyError(
+            "HorovodStrategy.scale_lr multiplies the learning rate of ltx.optim.from_torch's optimizers, which "
+            f"{optimizer!r} isn't one of. Scale its rate yourself."
+        )
+    return scaled
 
 
 #: Where a parameter was before its move.
@@ -147,7 +139,7 @@ class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
         moves = unpack(reduced[0], bucket)
         if old.may_overwrite:
             return PostUpdateResult(old.params, old.states, partial(_move, old.params, moves, self.sign))
-        moved = [plus(p, move, self.sign) for p, move in zip(old.params, moves, strict=True)]
+        moved = [torch.sub(p, move, alpha=-self.sign) for p, move in zip(old.params, moves, strict=True)]
         return PostUpdateResult(moved, old.states)
 
 

@@ -25,15 +25,9 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks
-from ltx.core.base import tree
-from ltx.core.base.arguments import brief, check_whole, is_whole
-from ltx.core.gradients.plain import EXACT
-from ltx.core.gradients.reduction import LeafState
-from ltx.core.ranks.axis import Axis, inner
-from ltx.core.transforms.strategy import Strategy
-from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.hooks.named import resolve_hook
+from ltx.extend import Axis, LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, inner, tree
+from ltx.hooks.plain import EXACT, resolve_hook
 from ltx.strategies.nodes import WithinNode
 from ltx.typing import Tree
 
@@ -98,7 +92,7 @@ class LocalSGDStrategy(Strategy):
         if isinstance(self.period, Mapping):
             object.__setattr__(self, "period", tuple(self.period.items()))
         if _is_whole(self.period, 1):
-            check_whole(self, 1, "period")
+            arguments.check_whole(self, 1, "period")
         elif not _are_levels(self.period):
             raise StrategyError(
                 "LocalSGDStrategy.period must be a whole number of at least 1, or {period: number of ranks} with "
@@ -107,9 +101,9 @@ class LocalSGDStrategy(Strategy):
             )
         if isinstance(self.period, tuple):
             object.__setattr__(self, "period", tuple((int(period), int(ranks)) for period, ranks in self.period))
-        check_whole(self, 0, "warmup_steps")
+        arguments.check_whole(self, 0, "warmup_steps")
         if self.subgroup is not None:
-            check_whole(self, 2, "subgroup")
+            arguments.check_whole(self, 2, "subgroup")
         resolve_hook(self, "comm_hook")
 
     def hook(self, step: int) -> hooks.CommHook | None:
@@ -172,7 +166,7 @@ class LocalSGDStrategy(Strategy):
 
 
 def _is_whole(value: object, least: int) -> bool:
-    return is_whole(value) and value >= least
+    return arguments.is_whole(value) and value >= least
 
 
 def _are_levels(value: object) -> bool:

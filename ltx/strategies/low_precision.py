@@ -20,24 +20,30 @@ from typing import Any, ClassVar
 
 import torch
 
-from ltx.core.base import tree
-from ltx.core.gradients.buckets import Bucket
-from ltx.core.gradients.packing import is_plain, unpack
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, LeafState, Reduced, Reduction, Terms
-from ltx.core.optim.base import Optimizer
-from ltx.core.optim.update import Update
-from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy_update import (
+from ltx.errors import StrategyError
+from ltx.extend import (
+    Axis,
+    Bucket,
+    BucketInput,
+    CollectiveRequest,
+    LeafState,
     Old,
+    Optimizer,
     PostUpdateHook,
     PostUpdateResult,
+    Reduced,
+    Reduction,
     StateLayout,
     States,
     StepInfo,
+    Terms,
+    Update,
     Updated,
     communicate_after_update,
+    is_plain,
+    tree,
+    unpack,
 )
-from ltx.errors import StrategyError
 from ltx.hooks import ByteGrad
 from ltx.strategies.decentralized import GossipStrategy
 from ltx.strategies.nodes import NodeHook, across, gathered, node, scattered

@@ -17,14 +17,22 @@ from typing import ClassVar, cast
 
 import torch
 
-from ltx.core.base.arguments import check_fields, check_whole
-from ltx.core.gradients.buckets import Bucket, leaves_of
-from ltx.core.gradients.comm_hook import around
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, Reduction, drive_within, sum_of_shares
-from ltx.core.ranks.axis import Axis, inner, outer
-from ltx.core.transforms.strategy import Strategy
 from ltx.errors import StrategyError, UnsupportedError
+from ltx.extend import (
+    Axis,
+    Bucket,
+    BucketInput,
+    CollectiveRequest,
+    Reduction,
+    Strategy,
+    arguments,
+    around,
+    drive_within,
+    inner,
+    outer,
+)
 from ltx.hooks import CommHook
+from ltx.hooks.plain import EXACT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +49,9 @@ class NodeStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, StrategyError, "hierarchical")
+        arguments.check_fields(self, StrategyError, "hierarchical")
         if self.node_size is not None:
-            check_whole(self, 1, "node_size")
+            arguments.check_whole(self, 1, "node_size")
         if self.hierarchical != (self.node_size is not None):
             raise StrategyError(
                 f"{type(self).__name__}: hierarchical=True and node_size=(the number of ranks of a node) belong "
@@ -190,7 +198,7 @@ class WithinNode(CommHook):
     def reduce(self, inputs: BucketInput) -> Reduction:
         assert inputs.axis is not None
         if inputs.axis_size == 1:
-            return (yield from sum_of_shares(inputs))
+            return (yield from EXACT.reduce(inputs))
         total = yield CollectiveRequest("psum", inputs.flat, axis=inner(inputs.axis, self.ranks))
         return total, inputs.states
 
@@ -225,7 +233,7 @@ def among_nodes(hook: CommHook, part: torch.Tensor, inputs: BucketInput, node_si
     there = replace(
         inputs,
         flat=part,
-        bucket=Bucket(inputs.bucket.index, (0,), leaves_of([part])),
+        bucket=Bucket.of(inputs.bucket.index, [part]),
         axis_size=nodes.size,
         rank=inputs.rank // min(node_size, inputs.axis_size),
         states=({},),

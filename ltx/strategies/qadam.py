@@ -18,15 +18,25 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks
-from ltx.core.base import tree
-from ltx.core.base.arguments import brief, check_whole, is_number
-from ltx.core.gradients.comm_hook import around, unchanging
-from ltx.core.gradients.packing import unpack
-from ltx.core.gradients.reduction import BucketInput, LeafState, Reduction, Terms
-from ltx.core.optim.quantized_adam import QAdamOptimizer
-from ltx.core.optim.update import Update
-from ltx.core.transforms.strategy_update import StateLayout, States, StepInfo, Updated
 from ltx.errors import StrategyError
+from ltx.extend import (
+    BucketInput,
+    LeafState,
+    QAdamOptimizer,
+    Reduction,
+    StateLayout,
+    States,
+    StepInfo,
+    Terms,
+    Update,
+    Updated,
+    arguments,
+    around,
+    brief,
+    tree,
+    unchanging,
+    unpack,
+)
 from ltx.optim import Optimizer
 from ltx.strategies.nodes import ByNode, NodeStrategy
 
@@ -108,8 +118,10 @@ class QAdam(NodeStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, 1, "warmup_steps")
-        rates = isinstance(self.betas, tuple) and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        arguments.check_whole(self, 1, "warmup_steps")
+        rates = isinstance(self.betas, tuple) and all(
+            arguments.is_number(beta) and 0 <= beta < 1 for beta in self.betas
+        )
         if not rates or len(self.betas) != 2:
             raise StrategyError(f"QAdam.betas must be a pair of numbers in [0, 1), got {brief(self.betas)}.")
 

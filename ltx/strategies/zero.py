@@ -20,25 +20,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ltx.core.base import tree
-from ltx.core.gradients.buckets import Bucket
-from ltx.core.gradients.reduction import BucketInput, CollectiveRequest, Reduced, Reduction
-from ltx.core.optim.base import Optimizer
-from ltx.core.optim.combine import members_of, with_members
-from ltx.core.optim.grad_transforms import ClipByGlobalNorm
-from ltx.core.optim.update import Update
-from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy import Strategy
-from ltx.core.transforms.strategy_update import (
+from ltx.errors import StrategyError
+from ltx.extend import (
+    Axis,
+    Bucket,
+    BucketInput,
+    ClipByGlobalNorm,
+    CollectiveRequest,
     Old,
+    Optimizer,
     PostUpdateHook,
     PostUpdateResult,
+    Reduced,
+    Reduction,
     StateLayout,
     States,
     StepInfo,
+    Strategy,
+    Update,
     Updated,
+    members_of,
+    tree,
+    with_members,
 )
-from ltx.errors import StrategyError
 from ltx.hooks import AllReduce, CommHook
 from ltx.typing import Tree
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ltx import hooks
-from ltx.core.gradients.buckets import Bucket, Leaf, leaves_of, plan_buckets
+from ltx.core.gradients.buckets import Bucket, Leaf, plan_buckets
 from ltx.core.gradients.packing import pack, pack_pure, unpack
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -62,7 +62,9 @@ def test_buckets_of_one_dtype_are_full(seed: int) -> None:
 
 
 def test_an_example() -> None:
-    leaves = leaves_of([torch.zeros(4), torch.zeros(2, dtype=torch.float64), torch.zeros(2), torch.zeros(100)])
+    leaves = Bucket.of(
+        0, [torch.zeros(4), torch.zeros(2, dtype=torch.float64), torch.zeros(2), torch.zeros(100)]
+    ).leaves
     buckets = plan_buckets(leaves, (3, 2, 1, 0), bucket_bytes=32, first_bucket_bytes=8)
     assert [bucket.members for bucket in buckets] == [(3,), (1,), (2, 0)]
 

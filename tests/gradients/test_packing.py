@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ltx import hooks
 from ltx.core.gradients import packing
-from ltx.core.gradients.buckets import Bucket, leaves_of
+from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.reduction import LeafState
 
 HOOKS = [hooks.AllReduce(), hooks.FP16(), hooks.error_feedback(hooks.ByteGrad()), hooks.PowerSGD()]
@@ -24,7 +24,7 @@ SHAPES = [(), (3,), (4, 5), (0,), (2, 1, 3), (100, 100)]
 def test_it_comes_to_the_same(hook: hooks.CommHook, dtype: torch.dtype, seed: int) -> None:
     grads = [torch.randn(shape).to(dtype) for shape in SHAPES]
     grads[2] = grads[2].T.contiguous().T  # as of a linear layer
-    bucket = Bucket(0, tuple(range(len(grads))), leaves_of(grads))
+    bucket = Bucket.of(0, grads)
     states: list[LeafState] = [{k: torch.randn_like(x) for k, x in hook.init(g).items()} for g in grads]
     expected = packing.pack(grads, bucket, hook, 3, states)
     flat = torch.empty_like(expected)
@@ -37,6 +37,6 @@ def test_accelerators_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
     monkeypatch.setattr(packing, "_pack_by_foreach", lambda *arguments: used.append(arguments))
     leaf: Tensor = torch.ones(2, device="meta")
-    bucket = Bucket(0, (0,), leaves_of([leaf]))
+    bucket = Bucket.of(0, [leaf])
     packing.pack([leaf], bucket, hooks.AllReduce(), 2, [{}])
     assert len(used) == 1

@@ -162,8 +162,8 @@ MUTANTS = (
     Mutant(
         name="hooks: RandomK's places don't change",
         where="RandomK.send.key",
-        old="key = key_of(self.seed, inputs.step, inputs.bucket.index, device=flat.device)",
-        new="key = key_of(self.seed, 0, inputs.bucket.index, device=flat.device)",
+        old="key = noise.key_of(self.seed, inputs.step, inputs.bucket.index, device=flat.device)",
+        new="key = noise.key_of(self.seed, 0, inputs.bucket.index, device=flat.device)",
         breaks="the same hundredth of the parameters is trained at every step",
         tests=(
             "tests/hooks/test_bounds.py",

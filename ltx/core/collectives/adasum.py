@@ -31,16 +31,6 @@ from ltx.typing import Tree
 _LEAST_SQUARE = 2.2250738585072014e-308**0.5
 
 
-def levels(n: int) -> int:
-    """log2 of the number of ranks, which must be a power of two."""
-    if n & (n - 1):
-        raise AxisError(
-            f"adasum pairs ranks with ranks, and works on 1, 2, 4, 8, ... of them, got {n}. Use ltx.pmean, or an axis "
-            "of so many ranks."
-        )
-    return n.bit_length() - 1
-
-
 class Halving:
     """What a rank does for the adasum of every rank's flat tensor, each of its parts for itself, between collectives.
 
@@ -68,11 +58,21 @@ class Halving:
         self.n = n
         self.rank = rank
         self.dtype = dtype
-        self.depth = levels(n)
+        self.depth = self.levels(n)
         self._numel = sum(sizes)
         self._width = -(-self._numel // n)
         ends = list(accumulate(self.sizes))
         self._bounds = [0, *ends[:-1], n * self._width]  # zeros behind the last part count as its own
+
+    @staticmethod
+    def levels(n: int) -> int:
+        """log2 of the number of ranks, which must be a power of two."""
+        if n & (n - 1):
+            raise AxisError(
+                f"adasum pairs ranks with ranks, and works on 1, 2, 4, 8, ... of them, got {n}. Use ltx.pmean, or an "
+                "axis of so many ranks."
+            )
+        return n.bit_length() - 1
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor in n rows, one after the other: a piece of it is some rows."""
@@ -221,7 +221,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
     real = "and only real floating tensors have an adaptive sum."
     refuse_leaves("adasum", leaves, value, lambda x: not x.is_floating_point(), real, TreeError)
     n = axis_size(axis)
-    levels(n)
+    Halving.levels(n)
     if traced.recording():
         rank: int | torch.Tensor = axis_index(axis)
     else:

@@ -48,6 +48,11 @@ class Bucket:
     members: tuple[int, ...]
     leaves: tuple[Leaf, ...]
 
+    @classmethod
+    def of(cls, index: int, tensors: Sequence[torch.Tensor]) -> Bucket:
+        """That of all `tensors`."""
+        return cls(index, tuple(range(len(tensors))), tuple(Leaf(t.shape, t.dtype, t.device) for t in tensors))
+
     @property
     def dtype(self) -> torch.dtype:
         return self.leaves[0].dtype
@@ -121,8 +126,3 @@ def plan_buckets(
         Bucket(index, tuple(members), tuple(leaves[position] for position in members))
         for index, members in enumerate(closed)
     )
-
-
-def leaves_of(tensors: Sequence[torch.Tensor]) -> tuple[Leaf, ...]:
-    """`tensors` as the plan sees them."""
-    return tuple(Leaf(t.shape, t.dtype, t.device) for t in tensors)

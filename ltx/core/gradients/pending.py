@@ -26,7 +26,15 @@ from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.comm_hook import CommHook, program_of, reduce_at_once
 from ltx.core.gradients.packing import pack, pack_pure, unpack
 from ltx.core.gradients.planning import Plan, any_derivative
-from ltx.core.gradients.reduction import CollectiveRequest, LeafState, Program, Reduced, advance, collective_alone
+from ltx.core.gradients.reduction import (
+    BucketInput,
+    CollectiveRequest,
+    LeafState,
+    Program,
+    Reduced,
+    advance,
+    collective_alone,
+)
 
 
 @dataclass
@@ -80,6 +88,11 @@ class PendingReductions:
             while pending.completed is None:
                 self._advance(len(self) - 1)
         pending.fence, pending.program = stream.fence(), program
+
+    def reduce(self, hook: CommHook, inputs: BucketInput) -> None:
+        """Start the reduction of the next bucket in order by `hook`, and go on with those before it."""
+        self.launch(program_of(hook, inputs), hook)
+        self.poll()
 
     def _advance(self, place: int) -> None:
         """Wait for a reduction's collective, run it up to its next one, and issue that."""
@@ -234,8 +247,7 @@ class Exchange:
         for bucket in plan.buckets:
             mine, states = self._of(bucket, tensors)
             flat = pack(mine, bucket, hook, plan.axis.size, states)
-            self._pending.launch(program_of(hook, plan.bucket_input(bucket, flat, states)), hook)
-            self._pending.poll()
+            self._pending.reduce(hook, plan.bucket_input(bucket, flat, states))
 
     @property
     def done(self) -> bool:

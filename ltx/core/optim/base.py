@@ -67,6 +67,10 @@ class Optimizer(ABC):
         """The class of strategies that this optimizer is a part of, by name; None where any will do."""
         return None
 
+    def times_lr(self, factor: float) -> Optimizer | None:
+        """This optimizer with `factor` times its learning rate; None if that isn't known."""
+        return None
+
     @abstractmethod
     def init(self, params: Tree) -> Tree:
         """The state before the first update: new tensors, of the structure that every later state has."""
@@ -187,11 +191,11 @@ class Unless(Optimizer):
                 x.copy_(kept)
 
 
-def all_unless(optimizers: Iterable[Optimizer], skip: Tensor, params: Sequence[Tensor]) -> list[Optimizer] | None:
-    """:meth:`Optimizer.unless` of each; None if one of them can't be told."""
-    found = [optimizer.unless(skip, params) for optimizer in optimizers]
-    able = [optimizer for optimizer in found if optimizer is not None]
-    return able if len(able) == len(found) else None
+def all_or_none(optimizers: Iterable[Optimizer | None]) -> list[Optimizer] | None:
+    """All of them; None if one is None."""
+    found = list(optimizers)
+    there = [optimizer for optimizer in found if optimizer is not None]
+    return there if len(there) == len(found) else None
 
 
 def chosen(finite: bool | Tensor | None, new: T, old: T) -> T:

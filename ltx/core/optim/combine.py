@@ -12,7 +12,7 @@ from torch import Tensor
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import flatten
-from ltx.core.optim.base import Counts, LeafStates, Optimizer, all_unless
+from ltx.core.optim.base import Counts, LeafStates, Optimizer, all_or_none
 from ltx.typing import Tree
 
 
@@ -109,8 +109,12 @@ class Chain(Optimizer):
     ) -> tuple[Tree, tuple[Tree, ...]]:
         return self._run("apply", grads, state, params, donate)
 
+    def times_lr(self, factor: float) -> Chain | None:
+        last = self.members[-1].times_lr(factor)
+        return None if last is None else Chain((*self.members[:-1], last))
+
     def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Chain | None:
-        members = all_unless(self.members, skip, params)
+        members = all_or_none(member.unless(skip, params) for member in self.members)
         return None if members is None else Chain(tuple(members))
 
     def leaf_states(self, state: tuple[Tree, ...], params: Tree) -> LeafStates:

@@ -63,6 +63,12 @@ class TorchOptimizer(ClassOptimizer):
     def elementwise(self) -> bool:
         return self.cls in _ELEMENTWISE
 
+    def times_lr(self, factor: float) -> TorchOptimizer | None:
+        if callable(self.lr):
+            return replace(self, lr=partial(_times, self.lr, factor))
+        fixed = self.kernel.group.get("lr")
+        return None if fixed is None else replace(self, lr=fixed * factor)
+
     def init(self, params: Tree) -> TorchState:
         check_tensors(params, "params")
         leaves, spec = flatten(params)
@@ -197,6 +203,10 @@ class TorchOptimizer(ClassOptimizer):
 
     def _lr(self, count: int) -> float | Tensor:
         return scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
+
+
+def _times(lr: Callable[[int], Any], factor: float, count: int) -> Any:
+    return lr(count) * factor
 
 
 def from_torch(

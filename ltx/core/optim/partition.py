@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -14,7 +14,7 @@ from ltx.core.base import traced
 from ltx.core.base.arguments import brief, name_of
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import flatten, leaf_paths, plain_paths, wanted
-from ltx.core.optim.base import Counts, LeafStates, Optimizer, all_unless, leaves_like
+from ltx.core.optim.base import Counts, LeafStates, Optimizer, all_or_none, leaves_like
 from ltx.core.optim.combine import LeafPart, identity
 from ltx.typing import Tree
 
@@ -55,13 +55,16 @@ class Partition(Optimizer):
     ) -> tuple[Tree, dict[str, Tree]]:
         return self._each("apply", grads, state, params, donate)
 
+    def times_lr(self, factor: float) -> Partition | None:
+        return self._made_of(member.times_lr(factor) for _, member in self.members)
+
     def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Partition | None:
-        members = all_unless([member for _, member in self.members], skip, params)
-        if members is None:
-            return None
-        return Partition(
-            tuple((label, own) for (label, _), own in zip(self.members, members, strict=True)), self.labels
-        )
+        return self._made_of(member.unless(skip, params) for _, member in self.members)
+
+    def _made_of(self, optimizers: Iterable[Optimizer | None]) -> Partition | None:
+        """The same of other members, in their order; None if one is None."""
+        members, labels = all_or_none(optimizers), (label for label, _ in self.members)
+        return None if members is None else Partition(tuple(zip(labels, members, strict=True)), self.labels)
 
     def leaf_states(self, state: dict[str, Tree], params: Tree) -> LeafStates:
         (leaves, spec), places = flatten(params), self._places(params)

@@ -346,14 +346,14 @@ class _HandedIn:
 
     Attributes:
         default: the strategy of transformations that are given none. Made once: Dynamo can't make one while it traces.
-        cast: :func:`ltx.hooks.cast`.
+        hooks: :mod:`ltx.hooks`.
     """
 
     default: Strategy
-    cast: Callable[[CommHook, torch.dtype], CommHook]
+    hooks: Any = None
 
 
-handed_in = _HandedIn(Strategy(), lambda hook, dtype: hook)
+handed_in = _HandedIn(Strategy())
 
 
 def default_strategy() -> Strategy:
@@ -363,7 +363,8 @@ def default_strategy() -> Strategy:
 
 def in_dtype(hook: CommHook | None, dtype: torch.dtype | None) -> CommHook | None:
     """`hook`, whose sums travel in `dtype`."""
-    return hook if hook is None or dtype is None else handed_in.cast(hook, dtype)
+    found: CommHook | None = hook if hook is None or dtype is None else handed_in.hooks.cast(hook, dtype)
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,165 @@
+"""What hooks, strategies, optimizers and layers are written with; ltx's own use nothing else of the kernel.
+
+Contracts, to derive from. A value of one compares, hashes, pickles and prints by its fields.
+
+* :class:`CommHook`: what is done to a bucket of gradients on its way; ``reduce(inputs)`` is all that it needs.
+* :class:`PostUpdateHook`: the same of parameters that the optimizer has updated, bucket by bucket.
+* :class:`Strategy`: what ranks agree on, and when; ``hook(step)`` is all that it needs.
+* :class:`Optimizer`: two pure functions, ``init(params)`` and ``update(grads, state, params)``.
+
+What a hook gets, and what it gives.
+
+* :class:`BucketInput`: a bucket's gradients on this rank, the states of its parameters, the ranks.
+* :class:`Bucket`: the shapes and sizes of what lies in a flat buffer. ``Bucket.of(index, tensors)`` makes one.
+* :class:`CollectiveRequest`: a collective that ``reduce`` yields; it is sent the result.
+* :data:`Reduction`: the generator that ``reduce`` is; it returns :data:`Reduced`, the buffer and the next states.
+* :data:`LeafState`: the tensors that a hook keeps of one parameter, by name.
+* :data:`Terms`: tensors that are added to a gradient as it is packed, each with its factor.
+* :class:`AllReduce`: the hook of the exact mean.
+* :func:`around`: the decorator of a hook or strategy that wraps another: what it doesn't define is the other's.
+* :func:`drive_within`: runs another hook's ``reduce`` inside of one's own, and answers what that asks for.
+* :func:`unchanging`: the hook that a compiled graph can hold; raises where the hook changes with the step.
+
+What a strategy gets, and what it gives.
+
+* :class:`Axis`: the ranks; ``axis.size``, ``axis.rank``. :func:`inner` and :func:`outer` are the ranks of this rank's
+  node, and those with this rank's place in the other nodes.
+* :class:`StepInfo`: the number of steps before this one, and the axis.
+* :class:`StateLayout`: which parts of a train state are the same on every rank.
+* :data:`States`: the communication state, a :data:`LeafState` by the path of each parameter.
+* :class:`Update`: the optimizer's part of a step before it is done; ``update.apply()`` does it.
+* :class:`Updated`: all that a step changes.
+* :class:`Exchange`: what ``Strategy.exchange`` has started; ``wait()`` gives its results.
+* :func:`communicate_after_update`: the end of a step that a :class:`PostUpdateHook` does for all buckets together.
+* :class:`Old`, :class:`PostUpdateResult`: what ``PostUpdateHook.finish_bucket`` gets of the old state, and returns.
+* :func:`members_of`, :func:`with_members`: what a chain of optimizers is made of; the chain made of others.
+* :class:`ClipByGlobalNorm`: the clipping whose ``norm`` a strategy replaces where ranks have parts of gradients.
+* :class:`QAdamOptimizer`: the class of :func:`ltx.optim.qadam`'s optimizers, a part of Bagua's qadam.
+
+Buffers.
+
+* :func:`pack`, :func:`unpack`: a bucket's gradients as one flat buffer; its parts in their parameters' shapes, views.
+* :func:`is_plain`: whether a tensor is eager and on the CPU, where it may be worked on piece by piece, in place.
+* :func:`chunks`, :data:`CHUNK`: slices that stay in the cache, and the largest number of elements of one.
+* :func:`prefers_few_calls`: whether a tensor is eager and on an accelerator.
+* :func:`wide`: the dtype in which numbers of another are added up, float32 at least.
+* :func:`as_bytes`, :func:`view_as`: a tensor's bits as another dtype's, under vmap too.
+* :func:`recording`: whether what is called now is recorded to run later; then no value may be read.
+* :func:`unwrapped`: a tensor without the wrappers of torch.func's levels.
+
+Messages.
+
+* :func:`brief`: the ``repr`` of what a user gave, cut where it is long; it never raises.
+
+Modules, of which what is named here is stable.
+
+* :mod:`tree`: ``flatten``, ``unflatten``, ``map``, ``leaf_paths``, ``describe``, ``register_node``, ``check_dense``,
+  ``check_open``: trees of tensors, with dicts' keys sorted on every rank.
+* :mod:`arguments`: ``shown``, ``name_of`` for messages; ``checked``, ``check_fields``, ``check_whole``,
+  ``check_number``, ``whole``, ``number``, ``is_whole``, ``is_number`` for what users give.
+* :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.
+* :mod:`comm`: what stands behind an axis of processes, for what drives collectives itself, as
+  :func:`ltx.hooks.to_torch` does: ``resolve``, ``AxisComm``, ``BackwardPass``, ``Signature``, ``Network``,
+  ``to_device``.
+* :class:`PendingReductions`: buckets that are reduced at once, each phase of theirs in order.
+* :class:`Halving`: a rank's part of the adaptive sum, between the collectives of :func:`ltx.adasum`.
+* :func:`told`: a few whole numbers of every rank, on every rank's host.
+"""
+
+from ltx.core import comm
+from ltx.core.base import arguments, noise, tree
+from ltx.core.base.arguments import brief
+from ltx.core.base.traced import recording
+from ltx.core.collectives.adasum import Halving
+from ltx.core.collectives.reduce import wide
+from ltx.core.collectives.uneven import told
+from ltx.core.comm.group_collectives import as_bytes, view_as
+from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.comm_hook import CommHook, around, unchanging
+from ltx.core.gradients.packing import CHUNK, chunks, is_plain, pack, prefers_few_calls, unpack
+from ltx.core.gradients.pending import Exchange, PendingReductions
+from ltx.core.gradients.plain import AllReduce
+from ltx.core.gradients.reduction import (
+    BucketInput,
+    CollectiveRequest,
+    LeafState,
+    Reduced,
+    Reduction,
+    Terms,
+    drive_within,
+)
+from ltx.core.optim.base import Optimizer
+from ltx.core.optim.combine import members_of, with_members
+from ltx.core.optim.grad_transforms import ClipByGlobalNorm
+from ltx.core.optim.quantized_adam import QAdamOptimizer
+from ltx.core.optim.update import Update
+from ltx.core.ranks.axis import Axis, inner, outer
+from ltx.core.ranks.backings import unwrapped
+from ltx.core.transforms.strategy import Strategy
+from ltx.core.transforms.strategy_update import (
+    Old,
+    PostUpdateHook,
+    PostUpdateResult,
+    StateLayout,
+    States,
+    StepInfo,
+    Updated,
+    communicate_after_update,
+)
+
+__all__ = [
+    "CHUNK",
+    "AllReduce",
+    "Axis",
+    "Bucket",
+    "BucketInput",
+    "ClipByGlobalNorm",
+    "CollectiveRequest",
+    "CommHook",
+    "Exchange",
+    "Halving",
+    "LeafState",
+    "Old",
+    "Optimizer",
+    "PendingReductions",
+    "PostUpdateHook",
+    "PostUpdateResult",
+    "QAdamOptimizer",
+    "Reduced",
+    "Reduction",
+    "StateLayout",
+    "States",
+    "StepInfo",
+    "Strategy",
+    "Terms",
+    "Update",
+    "Updated",
+    "arguments",
+    "around",
+    "as_bytes",
+    "brief",
+    "chunks",
+    "comm",
+    "communicate_after_update",
+    "drive_within",
+    "inner",
+    "is_plain",
+    "members_of",
+    "noise",
+    "outer",
+    "pack",
+    "prefers_few_calls",
+    "recording",
+    "told",
+    "tree",
+    "unchanging",
+    "unpack",
+    "unwrapped",
+    "view_as",
+    "wide",
+    "with_members",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

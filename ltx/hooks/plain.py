@@ -1,0 +1,67 @@
+"""Noop, and the names that strategies take in place of a hook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ltx import hooks
+from ltx.errors import StrategyError
+from ltx.extend import AllReduce, BucketInput, CommHook, Reduction, Strategy, brief
+
+NAMES = ("allreduce", "bf16", "fp16")
+EXACT = AllReduce()
+
+
+@dataclass(frozen=True)
+class Noop(CommHook):
+    """No communication, to measure what a step would take if it cost nothing. Ranks go on with their own gradients.
+
+    For training with local gradients use ``ltx.block_backward_sync``, whose derivatives are local too: of what isn't a
+    mean over ranks they raise. ``noop_hook`` of torch.distributed.
+
+    Example:
+        >>> import torch, ltx
+        >>> strategy = ltx.DDPStrategy(comm_hook=ltx.hooks.Noop())
+        >>> ltx.vmap(lambda g: ltx.sync_gradients(g, strategy)[0])(torch.tensor([1.0, 3.0]))
+        tensor([1., 3.])
+    """
+
+    exact: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
+    sums: ClassVar[bool] = False
+
+    def cast(self, dtype: torch.dtype) -> Noop:
+        return self
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        return inputs.flat, inputs.states
+        yield  # a generator that asks for nothing
+
+
+def named_hook(name: str) -> CommHook:
+    """The hook of one of :data:`NAMES`."""
+    return EXACT if name == "allreduce" else hooks.FP16() if name == "fp16" else hooks.BF16()
+
+
+def resolve_hook(strategy: Strategy, field: str, *besides: str) -> CommHook:
+    """The hook in a strategy's `field`. Where that holds the name of a hook, it comes to hold the hook: they are equal.
+
+    `besides`: names that it may hold too, which the strategy knows what to do with.
+    """
+    value = getattr(strategy, field)
+    if isinstance(value, str) and value in NAMES:
+        value = named_hook(value)
+        object.__setattr__(strategy, field, value)
+    if not isinstance(value, CommHook):
+        raise StrategyError(
+            f"{type(strategy).__name__}.{field} must be one of {sorted((*NAMES, *besides))} or an "
+            f"ltx.hooks.CommHook, got {brief(value)}."
+        )
+    return value
