@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         name="hooks: OneBit's sizes are sums",
         where="OneBit._in_chunks",
-        old="torch.mean(torch.abs(chunk, out=signs), 1, keepdim=True, out=sizes[some])",
-        new="torch.sum(torch.abs(chunk, out=signs), 1, keepdim=True, out=sizes[some])",
+        old="sizes[some].div_(self.block * part)",
+        new="sizes[some].div_(part)",
         breaks="gradients are a block's length too large, between processes",
         tests=(
             "tests/hooks/test_bounds.py",
