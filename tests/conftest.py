@@ -21,12 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ltx import Axis, PerRank, Pool
 from ltx.core import comm
-from ltx.core.ranks.axis import Axis, axes_in_scope, set_world_axes
+from ltx.core.ranks.axis import axes_in_scope, set_world_axes
 from ltx.core.ranks.backings import GroupBacking
 from ltx.errors import CallFailedError, WorkerError
-from ltx.runtime.per_rank import PerRank
-from ltx.runtime.pool import Pool
 from tests.covering import fast
 from tests.forks import Ranks
 from tests.streams.pool import StreamedPool
@@ -213,3 +212,9 @@ def seed() -> int:
     np.random.seed(drawn)
     random.seed(drawn)
     return drawn
+
+
+@pytest.fixture(scope="module")
+def drawn() -> int:
+    """A seed drawn once for a module; LTX_SEED fixes it. Tests print it, so that failures show it."""
+    return int(os.environ.get("LTX_SEED") or secrets.randbelow(2**31))

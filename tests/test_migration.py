@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import ltx
-from ltx.core import comm
 from ltx.errors import DeadlockDetectedError, WorldError
+from tests import inside
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "coming-from" / "lightning-names.md"
@@ -303,7 +303,7 @@ def test_reductions(ranks: Ranks) -> None:
             }
         finally:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                comm.close_axis(comm.resolve(group))
+                inside.close_axis(inside.resolve(group))
                 dist.destroy_process_group(group)
 
     found = ranks(3).run(run).replicated()
@@ -387,7 +387,7 @@ def test_peers_of_a_rank_that_fails_are_told(ranks: Ranks) -> None:
 
     def run() -> tuple[str, str, list[float], list[float]]:
         rank = ltx.world().rank
-        axis = comm.open_axis("fresh", dist.new_group([0, 1, 2]), timedelta(seconds=10))
+        axis = inside.open_axis("fresh", dist.new_group([0, 1, 2]), timedelta(seconds=10))
 
         def loss(params: Any, x: Tensor, fails: bool) -> Tensor:
             return (x * (Breaks.apply(params["w"]) if fails else params["w"])).sum()
@@ -447,13 +447,13 @@ def test_hooks_and_wrappers(ranks: Ranks) -> None:
             ltx.DDPStrategy(comm_wrapper="bf16"),
             ltx.DDPStrategy(comm_hook=ltx.hooks.from_torch(counting, seen)),
         ]
-        axis = comm.open_axis("of its own", dist.group.WORLD, timedelta(seconds=30))
+        axis = inside.open_axis("of its own", dist.group.WORLD, timedelta(seconds=30))
         try:
             x = torch.tensor([1 + 2.0**-12])
             steps = [ltx.data_parallel(lambda w, x: (w * x).sum(), strategy, axis=axis) for strategy in strategies]
             return [torch.func.grad(step)(torch.ones(1), x).item() for step in steps], seen
         finally:
-            comm.close_axis(axis)
+            inside.close_axis(axis)
 
     gradients, counted = ranks(3).run(run).replicated()
     exact, rounded, wrapped, torchs = gradients

@@ -16,8 +16,8 @@ from typing import Any
 
 from tests.chaos.schedule import LOSSES, Trouble, draw
 from tests.chaos.training import EPOCHS, SIZE, shares, training
+from tests.contract.runtime.elastic_training import SAMPLES, STEPS
 from tests.forks import Body, Ranks
-from tests.runtime.elastic_training import SAMPLES, STEPS
 
 # Longer than a pause; a rank that has been stopped for so long counts as lost.
 _HEARTBEAT_S = 6.0

@@ -17,8 +17,8 @@ import torch
 import ltx
 from ltx.core.world.world import process
 from tests.chaos.schedule import Trouble
+from tests.contract.runtime.elastic_training import START, STEPS, batch, make, values
 from tests.forks import noticed, open_now, settles
-from tests.runtime.elastic_training import START, STEPS, batch, make, values
 
 EPOCHS = 4
 SIZE = 3

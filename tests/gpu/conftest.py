@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ltx.runtime.pool import Pool
+from ltx import Pool
 from tests.gpu.device import DEVICE
 from tests.streams.pool import StreamedPool
 

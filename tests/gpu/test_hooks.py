@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 import ltx
 from ltx import hooks
+from tests.contract.hooks.table import HOOKS
 from tests.gpu.device import DEVICE, as_fp16_gives, batch, loss_of, model, on_cpu, params_of, plain, without_waiting
-from tests.hooks.table import HOOKS
 
 SHAPES = {"weight": (24, 20), "bias": (7,), "scale": (), "kernel": (6, 3, 5), "none": (0, 4)}
 STEPS = 3

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx import Pool
 from ltx.core.gradients import marker
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
-from ltx.runtime.pool import Pool
 from tests.gpu.device import DEVICE, HALVES, batch, loss_of, model, needs_cuda, on_cpu, params_of
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)

@@ -9,7 +9,7 @@ MUTANTS = (
         old='transpose=lambda shape, static: ("psum", ())',
         new='transpose=lambda shape, static: ("pvary", ())',
         breaks="gradients through psum are this rank's alone",
-        tests=("tests/conformance/test_transpose.py",),
+        tests=("tests/internal/collectives/test_transpose.py",),
     ),
     Mutant(
         name="collectives: pvary's transpose dropped",
@@ -17,7 +17,7 @@ MUTANTS = (
         old='transpose=lambda shape, static: ("psum", ())',
         new='transpose=lambda shape, static: ("pvary", ())',
         breaks="the gradient of replicated parameters isn't summed",
-        tests=("tests/conformance/test_transpose.py",),
+        tests=("tests/internal/collectives/test_transpose.py",),
     ),
     Mutant(
         name="collectives: broadcast's transpose on every rank",
@@ -25,7 +25,7 @@ MUTANTS = (
         old="result if rank == static[0] else torch.zeros_like(result)",
         new="result",
         breaks="ranks other than the source get its gradient too, between processes",
-        tests=("tests/collectives/test_broadcast.py",),
+        tests=("tests/contract/collectives/test_broadcast.py",),
     ),
     Mutant(
         name="collectives: simulated broadcast from rank 0",
@@ -41,7 +41,7 @@ MUTANTS = (
         old="tensors_of(value, axis), axis, grad_scale, lambda n: 1 / n)",
         new="tensors_of(value, axis), axis, grad_scale, lambda n: 1.0)",
         breaks='grad_scale="mean" is the sum: n times Horovod\'s gradient',
-        tests=("tests/collectives/test_reduce.py",),
+        tests=("tests/contract/collectives/test_reduce.py",),
     ),
     Mutant(
         name="collectives: all_gather batched along the wrong dim",
@@ -49,7 +49,7 @@ MUTANTS = (
         old="return (dim + 1, tiled)",
         new="return (dim, tiled)",
         breaks="under vmap the samples' dimension is gathered",
-        tests=("tests/conformance/test_conformance.py",),
+        tests=("tests/contract/conformance/test_conformance.py",),
     ),
     Mutant(
         name="collectives: all_to_all's transpose is itself",
@@ -58,8 +58,8 @@ MUTANTS = (
         new='transpose=lambda shape, static: ("all_to_all", static),',
         breaks="the gradient of an all_to_all along two dimensions has parts in wrong places",
         tests=(
-            "tests/conformance/test_transpose.py",
-            "tests/collectives/test_permute.py",
+            "tests/internal/collectives/test_transpose.py",
+            "tests/contract/collectives/test_permute.py",
         ),
     ),
     Mutant(
@@ -69,8 +69,8 @@ MUTANTS = (
         new='transpose=lambda shape, static: ("ppermute", static),',
         breaks="gradients are sent on instead of back",
         tests=(
-            "tests/conformance/test_transpose.py",
-            "tests/collectives/test_permute.py",
+            "tests/internal/collectives/test_transpose.py",
+            "tests/contract/collectives/test_permute.py",
         ),
     ),
     Mutant(
@@ -79,7 +79,7 @@ MUTANTS = (
         old="return None, None, None, None, mine * total / ties",
         new="return None, None, None, None, mine * total",
         breaks="pmax of equal values has n times its gradient",
-        tests=("tests/collectives/test_extremum.py::test_ties_share_the_cotangent",),
+        tests=("tests/contract/collectives/test_extremum.py::test_ties_share_the_cotangent",),
     ),
     Mutant(
         name="collectives: a NaN on one rank isn't seen",
@@ -87,7 +87,7 @@ MUTANTS = (
         old="buffer[-1] = sign * buffer[:-1].amax().isnan()",
         new="buffer[-1] = 0",
         breaks="pmax keeps or drops NaN by the order of ranks, over sockets",
-        tests=("tests/collectives/test_extremum.py::test_nan_over_sockets",),
+        tests=("tests/contract/collectives/test_extremum.py::test_nan_over_sockets",),
     ),
     Mutant(
         name="collectives: weighted_mean divides by n",
@@ -95,7 +95,7 @@ MUTANTS = (
         old="whole = torch.where(negative > 0, torch.nan, whole)",
         new="whole = torch.where(negative > 0, torch.nan, torch.full_like(whole, axis_size(axis)))",
         breaks="a mean over samples is divided by the number of ranks instead of the weights' sum",
-        tests=("tests/collectives/test_weighted_mean.py",),
+        tests=("tests/contract/collectives/test_weighted_mean.py",),
     ),
     Mutant(
         name="collectives: weight 0 doesn't silence NaN",
@@ -103,7 +103,7 @@ MUTANTS = (
         old="return torch.where((w == 0) & ~torch.isfinite(x), nothing, x) * w",
         new="return x * w",
         breaks="a rank with an empty batch turns the mean of all into NaN",
-        tests=("tests/collectives/test_weighted_mean.py",),
+        tests=("tests/contract/collectives/test_weighted_mean.py",),
     ),
     Mutant(
         name="collectives: shard gives the neighbour's part",
@@ -111,7 +111,7 @@ MUTANTS = (
         old="return x.narrow(at, rank * length, length)",
         new="return x.narrow(at, (rank + 1) % size * length, length)",
         breaks="between processes each rank gets another one's samples than simulated",
-        tests=("tests/collectives/test_ranks.py",),
+        tests=("tests/contract/collectives/test_ranks.py",),
     ),
     Mutant(
         name="collectives: rank_seed without the rank",
@@ -119,7 +119,7 @@ MUTANTS = (
         old="z = (seed + (rank + 1) * 0x9E3779B97F4A7C15)",
         new="z = (seed + 0x9E3779B97F4A7C15)",
         breaks="all ranks draw the same numbers",
-        tests=("tests/collectives/test_ranks.py",),
+        tests=("tests/contract/collectives/test_ranks.py",),
     ),
     Mutant(
         name="collectives: uneven parts joined with their padding",
@@ -127,7 +127,7 @@ MUTANTS = (
         old="part.narrow(at, 0, length) for part",
         new="part for part",
         breaks="zeros between the ranks' parts",
-        tests=("tests/collectives/test_uneven.py",),
+        tests=("tests/contract/collectives/test_uneven.py",),
     ),
     Mutant(
         name="collectives: adasum with half of the correction",
@@ -135,7 +135,7 @@ MUTANTS = (
         old="return torch.where(zero, 1.0, 1 - dot / (2 * torch.where(zero, 1.0, square)))",
         new="return torch.where(zero, 1.0, 1 - dot / (4 * torch.where(zero, 1.0, square)))",
         breaks="equal gradients add up to more than their mean",
-        tests=("tests/collectives/test_adasum.py",),
+        tests=("tests/contract/collectives/test_adasum.py",),
     ),
     Mutant(
         name="axis: simulated ranks all come first",
@@ -151,7 +151,7 @@ MUTANTS = (
         old="if len(names) > 1:",
         new="if len(names) > 9:",
         breaks="ranks of the other axes drift apart",
-        tests=("tests/collectives/test_joined_axes.py::test_what_none_means",),
+        tests=("tests/internal/collectives/test_joined_axes.py::test_what_none_means",),
     ),
     Mutant(
         name="collectives: groups put back in their own order",
@@ -159,7 +159,7 @@ MUTANTS = (
         old="return by_group[part.order.to(xs.device)], True",
         new="return by_group, True",
         breaks="simulated ranks get what belongs to ranks of other groups",
-        tests=("tests/collectives/test_groups.py::test_simulated_ranks",),
+        tests=("tests/contract/collectives/test_groups.py::test_simulated_ranks",),
     ),
     Mutant(
         name="collectives: unequal groups have one size",
@@ -167,7 +167,7 @@ MUTANTS = (
         old="n = _count(axis, axis_index_groups)",
         new="n = axis_size(axis)",
         breaks="means of simulated groups are divided by the size of the largest",
-        tests=("tests/collectives/test_groups.py::test_simulated_ranks",),
+        tests=("tests/contract/collectives/test_groups.py::test_simulated_ranks",),
     ),
     Mutant(
         name="collectives: a begun collective reads its tensor later",
@@ -175,7 +175,7 @@ MUTANTS = (
         old="buffer = buffer.clone()",
         new="pass",
         breaks="what is written into a tensor after async_ goes out",
-        tests=("tests/collectives/test_async.py::test_processes",),
+        tests=("tests/internal/collectives/test_async.py::test_processes",),
     ),
     Mutant(
         name="collectives: futures that nobody waits for are left",
@@ -183,7 +183,7 @@ MUTANTS = (
         old="future.wait_all()",
         new="pass",
         breaks="the end of the world breaks a collective that is under way",
-        tests=("tests/collectives/test_async.py::test_nobody_waits",),
+        tests=("tests/internal/collectives/test_async.py::test_nobody_waits",),
     ),
     Mutant(
         name="collectives: inferred lengths are this rank's",
@@ -191,7 +191,7 @@ MUTANTS = (
         old="lengths = list(zip(*rows, strict=True))",
         new="lengths = [(length,) * len(rows) for length in mine]",
         breaks="padding counts as data where lengths differ",
-        tests=("tests/collectives/test_uneven.py::test_inferred_dtypes",),
+        tests=("tests/contract/collectives/test_uneven.py::test_inferred_dtypes",),
     ),
     Mutant(
         name="collectives: gather keeps everything on every rank",
@@ -199,7 +199,7 @@ MUTANTS = (
         old="if job.rank == job.arguments[0]:",
         new="if True:",
         breaks="ranks that aren't dst get its result too",
-        tests=("tests/collectives/test_scatter.py::test_dtypes_and_shapes",),
+        tests=("tests/contract/collectives/test_scatter.py::test_dtypes_and_shapes",),
     ),
     Mutant(
         name="axis: names of an outer axis hide those of an inner one",
@@ -207,7 +207,7 @@ MUTANTS = (
         old="for candidate in reversed(scope):",
         new="for candidate in scope:",
         breaks="nested axes of one name reduce over the wrong one",
-        tests=("tests/test_axis.py::test_of_nested_axes_of_one_name_the_innermost_is_meant",),
+        tests=("tests/internal/ranks/test_axis.py::test_of_nested_axes_of_one_name_the_innermost_is_meant",),
     ),
     Mutant(
         name="axis: draws are shared by simulated ranks",
@@ -215,7 +215,7 @@ MUTANTS = (
         old="in_dims=tensor_dims, randomness=randomness)(",
         new='in_dims=tensor_dims, randomness="same")(',
         breaks="all simulated ranks have one dropout mask",
-        tests=("tests/test_simulated.py",),
+        tests=("tests/contract/ranks/test_simulated.py",),
     ),
     Mutant(
         name="containers: an order of keys is lost",
@@ -223,7 +223,7 @@ MUTANTS = (
         old="items = {key: values[key] for key in rest.order}",
         new="items = dict(values)",
         breaks="a mapping comes back with its keys sorted",
-        tests=("tests/test_containers.py",),
+        tests=("tests/contract/base/test_containers.py",),
     ),
     Mutant(
         name="containers: tensors behind attributes aren't seen",
@@ -231,7 +231,7 @@ MUTANTS = (
         old='yield from list(getattr(node, "__dict__", {}).values())',
         new="",
         breaks="an object that holds tensors passes for a constant",
-        tests=("tests/test_containers.py",),
+        tests=("tests/contract/base/test_containers.py",),
     ),
     Mutant(
         name="tree: the order of arrival is that of the keys",
@@ -239,6 +239,6 @@ MUTANTS = (
         old="for key in node:",
         new="for key in sorted_keys(node):",
         breaks="buckets are ready in another order than they are sent",
-        tests=("tests/test_tree.py", "ltx/core/base/tree.py"),
+        tests=("tests/contract/base/test_tree.py", "ltx/core/base/tree.py"),
     ),
 )

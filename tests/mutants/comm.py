@@ -9,7 +9,7 @@ MUTANTS = (
         old="entry.place >= self._least(EMPTIED) + SLOTS:",
         new="entry.place >= self._counters[self.rank][EMPTIED] + SLOTS:",
         breaks="a fast rank overwrites what a slow one hasn't read yet",
-        tests=("tests/comm/test_shared_memory_faults.py",),
+        tests=("tests/internal/comm/test_shared_memory_faults.py",),
     ),
     Mutant(
         name="comm: a chunk is reduced before all have filled it",
@@ -17,7 +17,7 @@ MUTANTS = (
         old="if entry is None or self._least(FILLED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][FILLED] <= entry.place:",
         breaks="sums of what lay in the memory before",
-        tests=("tests/comm/test_shared_memory.py",),
+        tests=("tests/internal/comm/test_shared_memory.py",),
     ),
     Mutant(
         name="comm: a chunk is taken before all have reduced it",
@@ -25,7 +25,7 @@ MUTANTS = (
         old="if entry is None or self._least(REDUCED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][REDUCED] <= entry.place:",
         breaks="parts of a sum that other ranks add up are read too early",
-        tests=("tests/comm/test_shared_memory.py",),
+        tests=("tests/internal/comm/test_shared_memory.py",),
     ),
     Mutant(
         name="comm: tags aren't compared",
@@ -33,7 +33,9 @@ MUTANTS = (
         old="work.refused |= len({words[TAGS + slot] for words in self._counters}) > 1",
         new="work.refused |= False",
         breaks="ranks that issue different things in shared memory add them up",
-        tests=("tests/comm/test_axis_comm.py::test_known_collectives_in_swapped_order_are_refused_by_shared_memory",),
+        tests=(
+            "tests/contract/comm/test_axis_comm.py::test_known_collectives_in_swapped_order_are_refused_by_shared_memory",
+        ),
     ),
     Mutant(
         name="comm: a process that died isn't seen",
@@ -41,7 +43,7 @@ MUTANTS = (
         old="lost.append(rank)",
         new="pass",
         breaks="its peers wait for the timeout",
-        tests=("tests/comm/test_shared_memory.py::test_a_survivor_names_the_peer",),
+        tests=("tests/internal/comm/test_shared_memory.py::test_a_survivor_names_the_peer",),
     ),
     Mutant(
         name="comm: a failure halfway isn't told",
@@ -50,8 +52,8 @@ MUTANTS = (
         new="",
         breaks="peers wait for a rank whose end of the shared memory has failed",
         tests=(
-            "tests/comm/test_shared_memory_faults.py::test_progress_that_always_raises_fails_the_transport_and_tells",
-            "tests/comm/test_shared_memory_faults.py::test_all_ranks_hear_of_it",
+            "tests/internal/comm/test_shared_memory_faults.py::test_progress_that_always_raises_fails_the_transport_and_tells",
+            "tests/internal/comm/test_shared_memory_faults.py::test_all_ranks_hear_of_it",
         ),
     ),
     Mutant(
@@ -60,7 +62,7 @@ MUTANTS = (
         old="self._channel.size * second != first * first",
         new="self._channel.size * second < 0",
         breaks="ranks that have issued different collectives train on",
-        tests=("tests/comm/test_step_summary.py",),
+        tests=("tests/internal/comm/test_step_summary.py",),
     ),
     Mutant(
         name="comm: the digest takes no note of the order",
@@ -68,7 +70,9 @@ MUTANTS = (
         old="self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME",
         new="self.digest = (self.digest + agreement.fingerprint) % _DIGEST_PRIME",
         breaks="the same collectives in another order aren't noticed",
-        tests=("tests/comm/test_axis_comm.py::test_known_collectives_in_swapped_order_are_caught_at_the_fence",),
+        tests=(
+            "tests/contract/comm/test_axis_comm.py::test_known_collectives_in_swapped_order_are_caught_at_the_fence",
+        ),
     ),
     Mutant(
         name="comm: no timeout",
@@ -77,8 +81,8 @@ MUTANTS = (
         new="",
         breaks="a rank that waits for one that never comes waits for ever",
         tests=(
-            "tests/comm/test_axis_comm.py::test_a_peer_that_does_not_come",
-            "tests/comm/test_recovery.py",
+            "tests/contract/comm/test_axis_comm.py::test_a_peer_that_does_not_come",
+            "tests/internal/comm/test_recovery.py",
         ),
     ),
     Mutant(
@@ -88,8 +92,8 @@ MUTANTS = (
         new="",
         breaks="after a timeout what is issued next pairs with what peers issued before",
         tests=(
-            "tests/comm/test_axis_comm.py",
-            "tests/comm/test_shared_memory_faults.py",
+            "tests/contract/comm/test_axis_comm.py",
+            "tests/internal/comm/test_shared_memory_faults.py",
         ),
     ),
     Mutant(
@@ -98,7 +102,7 @@ MUTANTS = (
         old="self._refuse(dict(enumerate(posts)))",
         new="",
         breaks="ranks with different shapes read each other's memory",
-        tests=("tests/comm/test_axis_comm.py::test_new_signatures_that_differ",),
+        tests=("tests/contract/comm/test_axis_comm.py::test_new_signatures_that_differ",),
     ),
     Mutant(
         name="comm: nothing is looked for while a rank polls the store",
@@ -106,7 +110,7 @@ MUTANTS = (
         old="while_waiting()",
         new="",
         breaks="a rank that waits in the store for a peer that is gone waits for the timeout",
-        tests=("tests/comm/test_store_exchange.py", "tests/comm/test_recovery.py"),
+        tests=("tests/internal/comm/test_store_exchange.py", "tests/internal/comm/test_recovery.py"),
     ),
     Mutant(
         name="comm: polling has no end",
@@ -114,7 +118,7 @@ MUTANTS = (
         old="if now - began > timeout_s:\n    return False",
         new="",
         breaks="a rank that waits in the store for one that never comes waits for ever",
-        tests=("tests/comm/test_store_exchange.py::test_who_doesnt_come_is_named_with_the_fix",),
+        tests=("tests/internal/comm/test_store_exchange.py::test_who_doesnt_come_is_named_with_the_fix",),
     ),
     Mutant(
         name="comm: a peer that came and went counts as lost",
@@ -122,7 +126,7 @@ MUTANTS = (
         old="if (lost := self._lost()) and not self.has(place, ranks):",
         new="if lost := self._lost():",
         breaks="a checkpoint fails whose ranks have all done their part",
-        tests=("tests/comm/test_store_exchange.py::test_a_peer_that_came_and_went_has_come",),
+        tests=("tests/internal/comm/test_store_exchange.py::test_a_peer_that_came_and_went_has_come",),
     ),
     Mutant(
         name="comm: nobody looks for deadlocks",
@@ -130,7 +134,7 @@ MUTANTS = (
         old="self.negotiation.check_deadlock(self, number, label)",
         new="pass",
         breaks="ranks that wait for each other wait for the timeout",
-        tests=("tests/comm/test_deadlock.py::test_a_collective_that_one_rank_alone_calls",),
+        tests=("tests/internal/comm/test_deadlock.py::test_a_collective_that_one_rank_alone_calls",),
     ),
     Mutant(
         name="comm: who goes on counts as stuck",
@@ -139,8 +143,8 @@ MUTANTS = (
         new="break",
         breaks="a rank that waits for a slow one is told of a deadlock",
         tests=(
-            "tests/comm/test_deadlock.py::test_a_peer_that_does_not_wait_may_still_come",
-            "tests/comm/test_deadlock.py::test_one_that_has_issued_it_is_waited_for_with_reason",
+            "tests/internal/comm/test_deadlock.py::test_a_peer_that_does_not_wait_may_still_come",
+            "tests/internal/comm/test_deadlock.py::test_one_that_has_issued_it_is_waited_for_with_reason",
         ),
     ),
     Mutant(
@@ -149,7 +153,7 @@ MUTANTS = (
         old="return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > limit_s]",
         new="return []",
         breaks="a peer whose machine is gone is waited for until the timeout",
-        tests=("tests/comm/test_heartbeat.py",),
+        tests=("tests/internal/comm/test_heartbeat.py",),
     ),
     Mutant(
         name="comm: an object's seal isn't checked",
@@ -157,7 +161,7 @@ MUTANTS = (
         old="if not hmac.compare_digest(seal, _seal(axis_comm, data, rank, issue)):",
         new="if len(seal) != _BYTES:",
         breaks="whoever reaches the port has a rank unpickle anything",
-        tests=("tests/collectives/test_objects.py::test_what_isnt_from_a_rank_of_this_job_is_not_unpickled",),
+        tests=("tests/internal/collectives/test_objects.py::test_what_isnt_from_a_rank_of_this_job_is_not_unpickled",),
     ),
     Mutant(
         name="comm: a seal holds for any issue",
@@ -165,7 +169,7 @@ MUTANTS = (
         old='about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} {issue} "',
         new='about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} "',
         breaks="an object that was sent once can be sent again",
-        tests=("tests/collectives/test_objects.py::test_a_seal_is_for_one_rank_issue_and_world",),
+        tests=("tests/internal/collectives/test_objects.py::test_a_seal_is_for_one_rank_issue_and_world",),
     ),
     Mutant(
         name="comm: memory that is in use is used again",
@@ -173,7 +177,7 @@ MUTANTS = (
         old="_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED",
         new="_uses(storage._cdata) >= 1",
         breaks="gradients that somebody holds change at the next step",
-        tests=("tests/comm/test_buffer_pool.py",),
+        tests=("tests/internal/comm/test_buffer_pool.py",),
     ),
     Mutant(
         name="comm: a pass that was left isn't told",
@@ -181,6 +185,6 @@ MUTANTS = (
         old="self._fail_channels(",
         new="return\nself._fail_channels(",
         breaks="the peers of a rank that raises in its backward pass wait for the timeout",
-        tests=("tests/comm/test_recovery.py",),
+        tests=("tests/internal/comm/test_recovery.py",),
     ),
 )

@@ -10,8 +10,8 @@ MUTANTS = (
         new="while self._ready and (program := self._ready.pop(next(iter(self._ready)))) is not None:",
         breaks="ranks whose gradients come in another order issue their buckets in another order",
         tests=(
-            "tests/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",
-            "tests/gradients/test_schedule.py::test_issues_go_out_in_bucket_order_on_each_channel",
+            "tests/contract/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",
+            "tests/contract/gradients/test_schedule.py::test_issues_go_out_in_bucket_order_on_each_channel",
         ),
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = (
         old="result = pending.work.wait() if pending.work is not None else None",
         new="result = pending.work._value if pending.work is not None else None",
         breaks="the step reads buckets that are still on their way",
-        tests=("tests/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",),
+        tests=("tests/contract/gradients/test_schedule.py::test_any_order_of_arrival_on_processes",),
     ),
     Mutant(
         name="gradients: a later phase overtakes an earlier bucket",
@@ -28,7 +28,7 @@ MUTANTS = (
         old="return all(earlier.completed is not None or earlier.phase > phase for earlier in self._pending[:place])",
         new="return True",
         breaks="second collectives of buckets go out as the first ones complete, which is another order on each rank",
-        tests=("tests/gradients/test_pending.py",),
+        tests=("tests/internal/gradients/test_pending.py",),
     ),
     Mutant(
         name="gradients: the hook's scale isn't applied to large gradients",
@@ -36,7 +36,7 @@ MUTANTS = (
         old="torch.mul(given, scale, out=view)",
         new="view.copy_(given)",
         breaks="the sum over ranks instead of the mean",
-        tests=("tests/transforms/test_data_parallel.py", "tests/gradients/test_schedule.py"),
+        tests=("tests/contract/transforms/test_data_parallel.py", "tests/contract/gradients/test_schedule.py"),
     ),
     Mutant(
         name="gradients: simulated ranks drop the residual",
@@ -44,7 +44,7 @@ MUTANTS = (
         old="if not extra_terms:",
         new="if not extra_terms or len(extra_terms) == 1:",
         breaks="error feedback keeps residuals but never sends them, on simulated ranks and in compiled graphs",
-        tests=("tests/hooks/test_conformance.py",),
+        tests=("tests/internal/hooks/test_conformance.py",),
     ),
     Mutant(
         name="gradients: a bucket exceeds its size by one leaf",
@@ -52,7 +52,7 @@ MUTANTS = (
         old="filled[kind] + leaf.nbytes > limit:",
         new="filled[kind] > limit:",
         breaks="buckets are larger than bucket_bytes",
-        tests=("tests/gradients/test_buckets.py",),
+        tests=("tests/internal/gradients/test_buckets.py",),
     ),
     Mutant(
         name="gradients: buckets in the order of their first gradient",
@@ -60,7 +60,7 @@ MUTANTS = (
         old="closed.sort(key=lambda members: max(due[position] for position in members))",
         new="closed.sort(key=lambda members: min(due[position] for position in members))",
         breaks="buckets that are ready wait for ones that aren't",
-        tests=("tests/gradients/test_buckets.py",),
+        tests=("tests/internal/gradients/test_buckets.py",),
     ),
     Mutant(
         name="gradients: gradients of gradients go through the hook",
@@ -68,7 +68,7 @@ MUTANTS = (
         old="return ExactSum(self.plan.hook.derivative_scale(self.plan.axis.size)) if self.again else self.plan.hook",
         new="return self.plan.hook",
         breaks="second derivatives are compressed",
-        tests=("tests/hooks/test_hooks.py::test_gradients_of_gradients_are_exact",),
+        tests=("tests/internal/hooks/test_hooks.py::test_gradients_of_gradients_are_exact",),
     ),
     Mutant(
         name="gradients: each rank keeps its own order of arrival",
@@ -76,7 +76,7 @@ MUTANTS = (
         old="order = tuple(agreement.offer)",
         new="order = tuple(arrival())",
         breaks="ranks whose gradients are expected in another order make other buckets",
-        tests=("tests/comm/test_axis_comm.py::test_orders_of_arrival_that_differ_are_rank_0_s",),
+        tests=("tests/contract/comm/test_axis_comm.py::test_orders_of_arrival_that_differ_are_rank_0_s",),
     ),
     Mutant(
         name="hooks: the residual isn't added back",
@@ -84,7 +84,7 @@ MUTANTS = (
         old="return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()",
         new="return ()",
         breaks="error feedback is kept and never sent",
-        tests=("tests/hooks/test_conformance.py",),
+        tests=("tests/internal/hooks/test_conformance.py",),
     ),
     Mutant(
         name="hooks: the residual's sign turned round",
@@ -92,7 +92,7 @@ MUTANTS = (
         old="return [(state[RESIDUAL], 1.0)]",
         new="return [(state[RESIDUAL], -1.0)]",
         breaks="error feedback doubles the error",
-        tests=("tests/hooks/test_conformance.py",),
+        tests=("tests/internal/hooks/test_conformance.py",),
     ),
     Mutant(
         name="hooks: what isn't finite stays in the residual",
@@ -101,8 +101,8 @@ MUTANTS = (
         new="pass",
         breaks="one overflow makes every later step NaN",
         tests=(
-            "tests/hooks/test_plain.py",
-            "tests/hooks/test_conformance.py",
+            "tests/internal/hooks/test_plain.py",
+            "tests/internal/hooks/test_conformance.py",
         ),
     ),
     Mutant(
@@ -111,7 +111,7 @@ MUTANTS = (
         old="rows[rank] += rest",
         new="pass",
         breaks="what the sum loses when it is encoded is nobody's to feed back",
-        tests=("tests/hooks/test_plain.py", "tests/hooks/test_conformance.py"),
+        tests=("tests/internal/hooks/test_plain.py", "tests/internal/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: ByteGrad's zero isn't on the grid",
@@ -119,7 +119,11 @@ MUTANTS = (
         old="return Grid(torch.zeros_like(low), torch.round(high * inverse) - 127, step, inverse)",
         new="return Grid(torch.zeros_like(low), high * inverse - 127, step, inverse)",
         breaks="parameters without gradient get one",
-        tests=("tests/hooks/test_plain.py", "tests/hooks/test_bounds.py", "tests/hooks/test_conformance.py"),
+        tests=(
+            "tests/internal/hooks/test_plain.py",
+            "tests/contract/hooks/test_bounds.py",
+            "tests/internal/hooks/test_conformance.py",
+        ),
     ),
     Mutant(
         name="hooks: Quantize's step for 7 bits",
@@ -127,7 +131,7 @@ MUTANTS = (
         old="_step(low, high)",
         new="_step(low * (255 / 127), high * (255 / 127))",
         breaks="twice the error that eight bits have",
-        tests=("tests/hooks/test_bounds.py",),
+        tests=("tests/contract/hooks/test_bounds.py",),
     ),
     Mutant(
         name="hooks: OneBit's sizes are sums",
@@ -136,8 +140,8 @@ MUTANTS = (
         new="sizes[some].div_(part)",
         breaks="gradients are a block's length too large, between processes",
         tests=(
-            "tests/hooks/test_bounds.py",
-            "tests/hooks/test_plain.py",
+            "tests/contract/hooks/test_bounds.py",
+            "tests/internal/hooks/test_plain.py",
         ),
     ),
     Mutant(
@@ -146,7 +150,7 @@ MUTANTS = (
         old="levels = torch.floor(scaled + drawn)",
         new="levels = torch.floor(scaled + 0.5 + 0 * drawn)",
         breaks="the result is biased: small gradients are 0 at every step",
-        tests=("tests/hooks/test_bounds.py::test_qsgd_is_unbiased_within_its_variance",),
+        tests=("tests/contract/hooks/test_bounds.py::test_qsgd_is_unbiased_within_its_variance",),
     ),
     Mutant(
         name="hooks: RandomK isn't scaled up",
@@ -155,8 +159,8 @@ MUTANTS = (
         new="pass",
         breaks="without error feedback the expectation is a hundredth of the mean",
         tests=(
-            "tests/hooks/test_bounds.py",
-            "tests/hooks/test_conformance.py",
+            "tests/contract/hooks/test_bounds.py",
+            "tests/internal/hooks/test_conformance.py",
         ),
     ),
     Mutant(
@@ -166,8 +170,8 @@ MUTANTS = (
         new="key = noise.key_of(self.seed, 0, inputs.bucket.index, device=flat.device)",
         breaks="the same hundredth of the parameters is trained at every step",
         tests=(
-            "tests/hooks/test_bounds.py",
-            "tests/hooks/test_conformance.py",
+            "tests/contract/hooks/test_bounds.py",
+            "tests/internal/hooks/test_conformance.py",
         ),
     ),
     Mutant(
@@ -176,7 +180,7 @@ MUTANTS = (
         old="rows.scatter_(1, places, 0)",
         new="",
         breaks="what was sent is sent again at the next step",
-        tests=("tests/hooks/test_plain.py", "tests/hooks/test_conformance.py"),
+        tests=("tests/internal/hooks/test_plain.py", "tests/internal/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: PowerSGD's residual is of the total",
@@ -184,7 +188,7 @@ MUTANTS = (
         old="total = _assembled(parts, products, sums, 1 / n if early else None)",
         new="total = _assembled(parts, products, sums, 1 if early else None)",
         breaks="residuals are off by n - 1 times what was sent",
-        tests=("tests/hooks/test_plain.py", "tests/hooks/test_conformance.py"),
+        tests=("tests/internal/hooks/test_plain.py", "tests/internal/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: PowerSGD starts anew at every step",
@@ -192,6 +196,6 @@ MUTANTS = (
         old="states[m][Q] = second / norm if regular else torch.where(_regular(norm), second / norm, start)",
         new="states[m][Q] = start",
         breaks="the power iteration never converges",
-        tests=("tests/hooks/test_bounds.py", "tests/hooks/test_conformance.py"),
+        tests=("tests/contract/hooks/test_bounds.py", "tests/internal/hooks/test_conformance.py"),
     ),
 )

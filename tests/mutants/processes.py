@@ -9,7 +9,7 @@ MUTANTS = (
         old="return [number for number, proven in asked if hmac.compare_digest(proven, _asks(number, token))]",
         new="return [who for who, proven in asked]",
         breaks="whoever reaches the store joins the training",
-        tests=("tests/runtime/test_joining.py::test_who_asks_without_the_jobs_key_isnt_heard",),
+        tests=("tests/internal/runtime/test_joining.py::test_who_asks_without_the_jobs_key_isnt_heard",),
     ),
     Mutant(
         name="runtime: a newcomer doesn't check the run's key",
@@ -17,7 +17,7 @@ MUTANTS = (
         old='if not hmac.compare_digest(proven, proof(f"run {token}")):',
         new="if not proven:",
         breaks="a newcomer trains for a stranger",
-        tests=("tests/runtime/test_joining.py::test_who_hasnt_the_key_is_refused_and_the_training_goes_on",),
+        tests=("tests/internal/runtime/test_joining.py::test_who_hasnt_the_key_is_refused_and_the_training_goes_on",),
     ),
     Mutant(
         name="runtime: another model joins",
@@ -26,7 +26,7 @@ MUTANTS = (
         new="if (signature := Signature.from_json(theirs)).operation != entrance.operation:",
         breaks="a newcomer with other parameters is taken in",
         tests=(
-            "tests/runtime/test_joining.py::test_a_newcomer_with_another_model_is_refused_and_nobody_else_is_disturbed",
+            "tests/internal/runtime/test_joining.py::test_a_newcomer_with_another_model_is_refused_and_nobody_else_is_disturbed",
         ),
     ),
     Mutant(
@@ -35,7 +35,7 @@ MUTANTS = (
         old="way.state, way.position = self.train.broadcast(way.state, src), told[src][3]",
         new="way.state = self.train.broadcast(way.state, src)",
         breaks="a newcomer begins the data anew",
-        tests=("tests/runtime/test_joining.py::test_a_newcomer_is_taken_in",),
+        tests=("tests/internal/runtime/test_joining.py::test_a_newcomer_is_taken_in",),
     ),
     Mutant(
         name="runtime: a snapshot's position is ignored",
@@ -43,7 +43,7 @@ MUTANTS = (
         old="way.state, way.position, way.saved = restored.state, saved, restored.step",
         new="way.state, way.saved = restored.state, restored.step",
         breaks="samples come twice after a restart",
-        tests=("tests/runtime/test_elastic.py::test_snapshots_are_gone_on_from",),
+        tests=("tests/internal/runtime/test_elastic.py::test_snapshots_are_gone_on_from",),
     ),
     Mutant(
         name="runtime: fewer than min_ranks go on",
@@ -51,7 +51,7 @@ MUTANTS = (
         old="if place.size < self.min_ranks:",
         new="if place.size < 1:",
         breaks="training goes on with fewer ranks than asked",
-        tests=("tests/runtime/test_elastic.py::test_too_few_are_left",),
+        tests=("tests/internal/runtime/test_elastic.py::test_too_few_are_left",),
     ),
     Mutant(
         name="runtime: a regroup waits for those that are gone",
@@ -59,7 +59,7 @@ MUTANTS = (
         old="if not (at_the_limit or lost.union(declined).issuperset(missing)):",
         new="if not (at_the_limit or set(declined).issuperset(missing)):",
         breaks="after a loss the others stand still for the meeting_timeout",
-        tests=("tests/runtime/test_regroup.py",),
+        tests=("tests/internal/runtime/test_regroup.py",),
     ),
     Mutant(
         name="runtime: a worker's failure isn't reported",
@@ -67,7 +67,7 @@ MUTANTS = (
         old="if workers.failed or not kept:",
         new="if not kept:",
         breaks="pool.run returns though a rank raised",
-        tests=("tests/runtime/test_failures.py::test_an_exception_arrives_with_rank_type_text_and_cause",),
+        tests=("tests/internal/runtime/test_failures.py::test_an_exception_arrives_with_rank_type_text_and_cause",),
     ),
     Mutant(
         name="runtime: the last rank to fail is told",
@@ -75,7 +75,7 @@ MUTANTS = (
         old="first = min(genuine, key=lambda rank: (*_order(failed[rank]), rank))",
         new="first = max(genuine, key=lambda rank: (*_order(failed[rank]), rank))",
         breaks="a consequence is reported in the place of the cause",
-        tests=("tests/runtime/test_failures.py::test_the_first_to_fail_is_shown_and_the_others_listed",),
+        tests=("tests/internal/runtime/test_failures.py::test_the_first_to_fail_is_shown_and_the_others_listed",),
     ),
     Mutant(
         name="runtime: after a failure the world isn't renewed",
@@ -84,8 +84,8 @@ MUTANTS = (
         new="if self._workers is not None and self._workers.failed is None:",
         breaks="after a failed call workers wait for what was left behind",
         tests=(
-            "tests/runtime/test_failures.py::test_a_peer_that_waits_in_a_collective_is_told_at_once",
-            "tests/runtime/test_failures.py",
+            "tests/internal/runtime/test_failures.py::test_a_peer_that_waits_in_a_collective_is_told_at_once",
+            "tests/internal/runtime/test_failures.py",
         ),
     ),
     Mutant(
@@ -102,7 +102,9 @@ MUTANTS = (
         old="if storage._cdata not in self._places:",
         new="if True:",
         breaks="views come out as copies on the workers",
-        tests=("tests/runtime/test_messages.py::test_what_shares_memory_shares_it_afterwards_and_with_nobody_else",),
+        tests=(
+            "tests/internal/runtime/test_messages.py::test_what_shares_memory_shares_it_afterwards_and_with_nobody_else",
+        ),
     ),
     Mutant(
         name="checkpoint: hashes aren't compared",
@@ -111,8 +113,8 @@ MUTANTS = (
         new="elif not (found := sha256(file)):",
         breaks="a changed byte is loaded",
         tests=(
-            "tests/checkpoint/test_torn.py::test_the_one_before_is_taken",
-            "tests/checkpoint/test_torn.py::test_the_warning_names_file_and_digests",
+            "tests/internal/checkpoint/test_torn.py::test_the_one_before_is_taken",
+            "tests/internal/checkpoint/test_torn.py::test_the_warning_names_file_and_digests",
         ),
     ),
     Mutant(
@@ -121,7 +123,7 @@ MUTANTS = (
         old="if expected != found:",
         new="if expected is None:",
         breaks="a changed manifest is believed",
-        tests=("tests/checkpoint/test_torn.py::test_a_flipped_digit_of_the_manifest",),
+        tests=("tests/internal/checkpoint/test_torn.py::test_a_flipped_digit_of_the_manifest",),
     ),
     Mutant(
         name="checkpoint: no rename",
@@ -130,8 +132,8 @@ MUTANTS = (
         new="temporary.append(final)",
         breaks="a process that dies while it writes leaves half a checkpoint in the place of a whole one",
         tests=(
-            "tests/checkpoint/test_torn.py",
-            "tests/checkpoint/test_failures.py",
+            "tests/internal/checkpoint/test_torn.py",
+            "tests/internal/checkpoint/test_failures.py",
         ),
     ),
     Mutant(
@@ -140,7 +142,7 @@ MUTANTS = (
         old="os.fsync(opened)",
         new="pass",
         breaks="after a power cut a checkpoint has its name and not its bytes",
-        tests=("tests/checkpoint/test_torn.py::test_all_of_it_is_on_the_disk_when_it_gets_its_name",),
+        tests=("tests/internal/checkpoint/test_torn.py::test_all_of_it_is_on_the_disk_when_it_gets_its_name",),
     ),
     Mutant(
         name="checkpoint: torch's generator isn't restored",
@@ -148,7 +150,7 @@ MUTANTS = (
         old='torch.set_rng_state(states["torch"])',
         new="",
         breaks="dropout goes on with other numbers",
-        tests=("tests/checkpoint/test_resume.py::test_dropout_data_and_buffers_go_on",),
+        tests=("tests/contract/checkpoint/test_resume.py::test_dropout_data_and_buffers_go_on",),
     ),
     Mutant(
         name="checkpoint: Python's generator isn't restored",
@@ -156,7 +158,7 @@ MUTANTS = (
         old='if "python" in states:\n    random.setstate(states["python"])',
         new="",
         breaks="what a data loader shuffles goes on with other numbers",
-        tests=("tests/checkpoint/test_resume.py::test_generators_go_on_where_there_are_as_many_ranks",),
+        tests=("tests/contract/checkpoint/test_resume.py::test_generators_go_on_where_there_are_as_many_ranks",),
     ),
     Mutant(
         name="checkpoint: every rank gets rank 0's own part",
@@ -164,7 +166,7 @@ MUTANTS = (
         old="own = name_on(opened.rank, leaf.path)",
         new="own = name_on(0, leaf.path)",
         breaks="local SGD's parameters are rank 0's everywhere",
-        tests=("tests/checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",),
+        tests=("tests/contract/checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",),
     ),
     Mutant(
         name="checkpoint: pickles are loaded",
@@ -172,7 +174,7 @@ MUTANTS = (
         old=('raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint\'s metadata")'),
         new="return super().find_class(module, name)",
         breaks="a file runs code",
-        tests=("tests/checkpoint/test_torn.py::test_a_pickle_that_runs_code_is_refused",),
+        tests=("tests/internal/checkpoint/test_torn.py::test_a_pickle_that_runs_code_is_refused",),
     ),
     Mutant(
         name="checkpoint: another run's are removed",
@@ -180,7 +182,7 @@ MUTANTS = (
         old="if step < committed and _is_of(run, step_path(path, step))]",
         new="if step < committed]",
         breaks="keep= removes checkpoints of others",
-        tests=("tests/checkpoint/test_runs.py::test_another_runs_checkpoints_stay",),
+        tests=("tests/internal/checkpoint/test_runs.py::test_another_runs_checkpoints_stay",),
     ),
     Mutant(
         name="checkpoint: save_async writes the state itself",
@@ -188,7 +190,7 @@ MUTANTS = (
         old="x.clone() if x",
         new="x if x",
         breaks="what is saved is of several steps",
-        tests=("tests/checkpoint/test_failures.py::test_steps_overwrite_nothing_that_is_being_saved",),
+        tests=("tests/internal/checkpoint/test_failures.py::test_steps_overwrite_nothing_that_is_being_saved",),
     ),
     Mutant(
         name="checkpoint: a rank's failure isn't told",
@@ -196,7 +198,7 @@ MUTANTS = (
         old="troubles = [trouble for _, trouble in parts]",
         new="parts = [x for x in parts if x[0]]\ntroubles: list[Trouble] = [None for _ in parts]",
         breaks="a checkpoint without a rank's part gets its name",
-        tests=("tests/checkpoint/test_failures.py::test_a_full_disk_on_one_rank_is_the_same_error_on_all",),
+        tests=("tests/internal/checkpoint/test_failures.py::test_a_full_disk_on_one_rank_is_the_same_error_on_all",),
     ),
     Mutant(
         name="turns: signatures aren't compared",
@@ -204,7 +206,7 @@ MUTANTS = (
         old="if any(call.signatures != first.signatures for call in calls):",
         new="if False:",
         breaks="ranks that call different collectives get each other's tensors",
-        tests=("tests/runtime/test_simulation_failures.py::test_ranks_that_disagree",),
+        tests=("tests/contract/runtime/test_simulation_failures.py::test_ranks_that_disagree",),
     ),
     Mutant(
         name="turns: a plan isn't announced",
@@ -212,7 +214,7 @@ MUTANTS = (
         old="threads.announce(self.plan.agreement.signature)",
         new="pass",
         breaks="ranks that run different steps of equal shapes get each other's gradients",
-        tests=("tests/runtime/test_simulation_failures.py::test_ranks_that_disagree",),
+        tests=("tests/contract/runtime/test_simulation_failures.py::test_ranks_that_disagree",),
     ),
     Mutant(
         name="turns: tensors stay in a module that other ranks use",
@@ -220,7 +222,9 @@ MUTANTS = (
         old="held = [(placing, placing.take_out()) for placing in reversed(_under_way.get())]",
         new="held = list[Any]()",
         breaks="a rank goes on with another rank's parameters after a collective in its forward pass",
-        tests=("tests/runtime/test_simulation.py::test_checkpoints_and_collectives_in_a_module_that_ranks_share",),
+        tests=(
+            "tests/contract/runtime/test_simulation.py::test_checkpoints_and_collectives_in_a_module_that_ranks_share",
+        ),
     ),
     Mutant(
         name="turns: ranks draw from one generator",
@@ -228,7 +232,7 @@ MUTANTS = (
         old="set_random_states(states)",
         new="",
         breaks="what a rank draws depends on what the others do in between",
-        tests=("tests/runtime/test_simulation.py::test_each_rank_has_a_stream_of_its_own",),
+        tests=("tests/contract/runtime/test_simulation.py::test_each_rank_has_a_stream_of_its_own",),
     ),
     Mutant(
         name="turns: a Weighted's gradients are divided by the weights of all ranks once too often",
@@ -236,6 +240,6 @@ MUTANTS = (
         old="weight / axis.size if reduced and not alone else weight",
         new="weight",
         breaks="steps of weighted losses are n times too short on ranks that take turns",
-        tests=("tests/runtime/test_simulation.py::test_train_steps_give_what_they_give_under_vmap",),
+        tests=("tests/contract/runtime/test_simulation.py::test_train_steps_give_what_they_give_under_vmap",),
     ),
 )

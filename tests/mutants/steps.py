@@ -17,7 +17,7 @@ MUTANTS = (
         old="args[self.step.carry] = tree.detached(carry)",
         new="pass",
         breaks="batch norm's buffers have seen the last micro-batch alone",
-        tests=("tests/training/test_accumulate.py",),
+        tests=("tests/contract/training/test_accumulate.py",),
     ),
     Mutant(
         name="transforms: digests aren't compared",
@@ -25,7 +25,7 @@ MUTANTS = (
         old="if any(differs := [len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)]):",
         new="if any(differs := [len(set(digests)) > 2 for digests in zip(*by_rank, strict=True)]):",
         breaks="two ranks whose parameters differ train on",
-        tests=("tests/training/test_replicas.py",),
+        tests=("tests/internal/training/test_replicas.py",),
     ),
     Mutant(
         name="transforms: a digest takes no note of the order",
@@ -33,7 +33,7 @@ MUTANTS = (
         old="found.update(_bytes(table.sum(1)))\nfound.update(_bytes(table.sum(0)))",
         new="found.update(_bytes(table.sum()))",
         breaks="large parameters whose elements were exchanged count as equal",
-        tests=("tests/training/test_replicas.py::test_order_counts",),
+        tests=("tests/internal/training/test_replicas.py::test_order_counts",),
     ),
     Mutant(
         name="transforms: parameters aren't compared at the first call",
@@ -41,7 +41,7 @@ MUTANTS = (
         old="check_params_once(hook.within(axis) or axis, params, self.fn, key, None)",
         new="",
         breaks='with returns="grads" processes that drew their own weights train on',
-        tests=("tests/transforms/test_compare.py",),
+        tests=("tests/contract/transforms/test_compare.py",),
     ),
     Mutant(
         name="transforms: a donated state stays readable",
@@ -49,7 +49,7 @@ MUTANTS = (
         old="state.donate()",
         new="",
         breaks="an old state shows the new parameters without a word",
-        tests=("tests/training/test_donated.py", "tests/training/test_train_state.py"),
+        tests=("tests/contract/training/test_donated.py", "tests/contract/training/test_train_state.py"),
     ),
     Mutant(
         name="transforms: tensors read off a donated state stay readable",
@@ -57,7 +57,7 @@ MUTANTS = (
         old="x.__class__ = kind if part is x else",
         new="_ = kind if part is x else",
         breaks="`best = state.params` turns into NaN without a word",
-        tests=("tests/training/test_donated.py",),
+        tests=("tests/contract/training/test_donated.py",),
     ),
     Mutant(
         name="transforms: recomputation with the module's own parameters",
@@ -65,7 +65,7 @@ MUTANTS = (
         old="stack.enter_context(swap())",
         new="pass",
         breaks="checkpointed layers have the gradients of other parameters",
-        tests=("tests/transforms/test_functional_call.py::test_steps_with_checkpoints_are_those_without",),
+        tests=("tests/contract/transforms/test_functional_call.py::test_steps_with_checkpoints_are_those_without",),
     ),
     Mutant(
         name="transforms: stale parameters aren't refused",
@@ -73,7 +73,7 @@ MUTANTS = (
         old="stack.enter_context(_refused(call))",
         new="pass",
         breaks="checkpointing in torch's functional_call gives the gradients of other parameters",
-        tests=("tests/transforms/test_functional_call.py::test_torchs_own_with_a_checkpoint_is_refused",),
+        tests=("tests/contract/transforms/test_functional_call.py::test_torchs_own_with_a_checkpoint_is_refused",),
     ),
     Mutant(
         name="transforms: a rank without data counts",
@@ -81,7 +81,7 @@ MUTANTS = (
         old="yield source.placeholder(), _weight(0.0)",
         new="yield source.placeholder(), _weight(share)",
         breaks="placeholders count as samples",
-        tests=("tests/training/test_uneven.py::test_means",),
+        tests=("tests/contract/training/test_uneven.py::test_means",),
     ),
     Mutant(
         name="transforms: uneven divides by all ranks",
@@ -89,7 +89,7 @@ MUTANTS = (
         old='share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0',
         new="share = 1.0",
         breaks="the last steps of an epoch are too small",
-        tests=("tests/training/test_uneven.py",),
+        tests=("tests/contract/training/test_uneven.py",),
     ),
     Mutant(
         name="transforms: a failing iterable stops one rank alone",
@@ -97,7 +97,7 @@ MUTANTS = (
         old="return None, _FAILED",
         new="raise",
         breaks="the peers of a rank whose data fails wait for it",
-        tests=("tests/training/test_uneven.py::test_an_iterable_that_raises_reaches_every_rank",),
+        tests=("tests/contract/training/test_uneven.py::test_an_iterable_that_raises_reaches_every_rank",),
     ),
     Mutant(
         name="transforms: a Weighted step is divided by the weights alone",
@@ -106,8 +106,8 @@ MUTANTS = (
         new="return 1 / weight",
         breaks="gradients of weighted steps are n times too small, between processes",
         tests=(
-            "tests/training/test_uneven.py::test_training_by_samples_is_one_process_with_all_batches",
-            "tests/training/test_train_step.py",
+            "tests/contract/training/test_uneven.py::test_training_by_samples_is_one_process_with_all_batches",
+            "tests/contract/training/test_train_step.py",
         ),
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = (
         old="return any_not_finite(grads) if suspicious else",
         new="return torch.tensor(True) if suspicious else",
         breaks="a step whose gradients' sum overflows is skipped though all are finite",
-        tests=("tests/training/test_guard.py::test_huge_gradients_are_no_alarm",),
+        tests=("tests/internal/training/test_guard.py::test_huge_gradients_are_no_alarm",),
     ),
     Mutant(
         name="transforms: NaN is found on a rank alone",
@@ -125,8 +125,8 @@ MUTANTS = (
         new="suspicious = not all(x == x for x in numbers)",
         breaks="infinite gradients pass the guard",
         tests=(
-            "tests/training/test_guard.py::test_not_finite",
-            "tests/training/test_guard.py::test_infinite_ones_on_several_ranks_are_listed",
+            "tests/internal/training/test_guard.py::test_not_finite",
+            "tests/internal/training/test_guard.py::test_infinite_ones_on_several_ranks_are_listed",
         ),
     ),
     Mutant(
@@ -135,7 +135,7 @@ MUTANTS = (
         old="sync = replace(SyncState.new(entries, choice), step=sync_step)",
         new="sync = SyncState.new(entries, choice)",
         breaks="after train.broadcast ranks are in another phase of their strategy",
-        tests=("tests/strategies/test_horovod.py::test_a_state_restored_on_one_rank_is_broadcast",),
+        tests=("tests/internal/strategies/test_horovod.py::test_a_state_restored_on_one_rank_is_broadcast",),
     ),
     Mutant(
         name="transforms: an epoch's first samples come twice",
@@ -143,7 +143,7 @@ MUTANTS = (
         old="self.seed + self.epoch, self.shuffle)[self.done : self.done + self.step_size]",
         new="self.seed + self.epoch, self.shuffle)[max(0, self.done - 1) : max(0, self.done - 1) + self.step_size]",
         breaks="samples come twice, others never",
-        tests=("tests/training/test_data_position.py",),
+        tests=("tests/contract/training/test_data_position.py",),
     ),
     Mutant(
         name="precision: gradients keep the loss scale",
@@ -151,7 +151,7 @@ MUTANTS = (
         old="return Scale(1.0 / work.loss_scale)",
         new="return Scale(1.0)",
         breaks="updates are 65536 times too large, between processes",
-        tests=("tests/training/test_mixed_precision.py::test_a_scale_that_is_a_power_of_two_changes_no_bit",),
+        tests=("tests/contract/training/test_mixed_precision.py::test_a_scale_that_is_a_power_of_two_changes_no_bit",),
     ),
     Mutant(
         name="precision: gradients keep the loss scale in a world of one",
@@ -159,7 +159,7 @@ MUTANTS = (
         old="return grads if is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]",
         new="return grads",
         breaks="updates are 65536 times too large, in a world of one and on simulated ranks",
-        tests=("tests/training/test_mixed_precision.py::test_a_scale_leaves_no_trace_without_a_wire",),
+        tests=("tests/contract/training/test_mixed_precision.py::test_a_scale_leaves_no_trace_without_a_wire",),
     ),
     Mutant(
         name="precision: the loss scale never comes down",
@@ -167,7 +167,7 @@ MUTANTS = (
         old="torch.where(finite, after_good, state.scale * self.backoff)",
         new="torch.where(finite, after_good, state.scale)",
         breaks="all steps are skipped once gradients overflow",
-        tests=("tests/training/test_mixed_precision.py::test_scales_and_skips_are_those_of_gradscaler",),
+        tests=("tests/contract/training/test_mixed_precision.py::test_scales_and_skips_are_those_of_gradscaler",),
     ),
     Mutant(
         name="precision: keep_params is cast",
@@ -175,6 +175,6 @@ MUTANTS = (
         old="[leaf if self.precision.keeps(path) else given(leaf) for path, leaf in pairs]",
         new="[given(leaf) for path, leaf in pairs]",
         breaks="norms compute in half precision",
-        tests=("tests/training/test_mixed_precision.py::test_parameters_kept_by_path",),
+        tests=("tests/contract/training/test_mixed_precision.py::test_parameters_kept_by_path",),
     ),
 )

@@ -9,7 +9,7 @@ MUTANTS = (
         old="self.outer_lr * (d + self.outer_momentum * v)",
         new="self.outer_lr * (d + self.outer_momentum * states[path][VELOCITY])",
         breaks="the outer step uses the velocity of the step before",
-        tests=("tests/strategies/test_diloco.py",),
+        tests=("tests/internal/strategies/test_diloco.py",),
     ),
     Mutant(
         name="strategies: the anchor stays",
@@ -17,7 +17,7 @@ MUTANTS = (
         old="states[path] = {**states[path], **after, ANCHOR: anchor, VELOCITY: v}",
         new="states[path] = {**states[path], **after, VELOCITY: v}",
         breaks="every outer step begins at the first parameters",
-        tests=("tests/strategies/test_diloco.py",),
+        tests=("tests/internal/strategies/test_diloco.py",),
     ),
     Mutant(
         name="strategies: ZeRO's last part is cut off",
@@ -25,7 +25,7 @@ MUTANTS = (
         old="return (pad(flat, (0, missing)) if missing else flat).view(ranks, -1)",
         new="return flat[: flat.numel() // ranks * ranks].view(ranks, -1)",
         breaks="parameters whose sizes the ranks don't divide lose their tails",
-        tests=("tests/strategies/test_zero.py",),
+        tests=("tests/internal/strategies/test_zero.py",),
     ),
     Mutant(
         name="strategies: ZeRO's gradients in another rank's place",
@@ -33,7 +33,7 @@ MUTANTS = (
         old="there = whole[rank * m : (rank + 1) * m]",
         new="there = whole[(n - 1 - rank) * m : (n - rank) * m]",
         breaks="each rank updates its part with gradients of 0, between processes",
-        tests=("tests/strategies/test_zero.py",),
+        tests=("tests/internal/strategies/test_zero.py",),
     ),
     Mutant(
         name="strategies: ZeRO clips by a rank's own norm",
@@ -41,7 +41,7 @@ MUTANTS = (
         old="if info.axis.size == 1:",
         new="if info.axis.size >= 1:",
         breaks="clipping scales parts of one gradient by different factors",
-        tests=("tests/strategies/test_zero.py::test_clipping_takes_one_norm_over_all_parts",),
+        tests=("tests/internal/strategies/test_zero.py::test_clipping_takes_one_norm_over_all_parts",),
     ),
     Mutant(
         name="strategies: averaging one step late",
@@ -57,7 +57,7 @@ MUTANTS = (
         old="return 1.0 if axis_size == 1 else 1.0 / self.ranks",
         new="return 1.0 / axis_size",
         breaks="gradients within nodes are too small",
-        tests=("tests/strategies/test_local_sgd.py::test_a_node_waits_for_no_other",),
+        tests=("tests/contract/strategies/test_local_sgd.py::test_a_node_waits_for_no_other",),
     ),
     Mutant(
         name="strategies: gossip with the same peer each time",
@@ -74,8 +74,8 @@ MUTANTS = (
         new="if not bool(((mine == 1) & (tag == 2)).any()):",
         breaks="ranks that are steps apart average their weights",
         tests=(
-            "tests/strategies/test_gossip.py::test_weights_of_another_step_are_refused",
-            "tests/strategies/test_gossip.py::test_means_over_different_steps_are_refused",
+            "tests/internal/strategies/test_gossip.py::test_weights_of_another_step_are_refused",
+            "tests/internal/strategies/test_gossip.py::test_means_over_different_steps_are_refused",
         ),
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = (
         old="deltas = [y - s for y, s in zip(reduced, pending.snapshot, strict=False)]",
         new="deltas = [y - x for y, x in zip(reduced, tree.flatten(params)[0], strict=False)]",
         breaks="asynchronous averaging throws local steps away, between processes",
-        tests=("tests/strategies/test_async.py",),
+        tests=("tests/internal/strategies/test_async.py",),
     ),
     Mutant(
         name="optim: a schedule is asked for the next step",
@@ -100,7 +100,7 @@ MUTANTS = (
         old="return scheduled_lr(self.lr, count) if callable(self.lr)",
         new="return scheduled_lr(self.lr, count + 1) if callable(self.lr)",
         breaks="the learning rate is a step ahead",
-        tests=("tests/optim/test_from_torch.py",),
+        tests=("tests/contract/optim/test_from_torch.py",),
     ),
     Mutant(
         name="optim: the first gradient is dampened too",
@@ -108,7 +108,7 @@ MUTANTS = (
         old="for dampening, chosen in ((0.0, first),",
         new='for dampening, chosen in ((group["dampening"], first),',
         breaks="SGD with dampening isn't torch's",
-        tests=("tests/optim/test_kernel.py", "tests/optim/test_from_torch.py"),
+        tests=("tests/contract/optim/test_kernel.py", "tests/contract/optim/test_from_torch.py"),
     ),
     Mutant(
         name="optim: clipping scales small gradients up",
@@ -116,7 +116,7 @@ MUTANTS = (
         old="factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)",
         new="factor = float(self.max_norm) / (norm + float(self.eps))",
         breaks="every gradient has the greatest norm that is allowed",
-        tests=("tests/optim/test_clip.py",),
+        tests=("tests/contract/optim/test_clip.py",),
     ),
     Mutant(
         name="optim: the norm of norms is their sum",
@@ -124,7 +124,7 @@ MUTANTS = (
         old="total: Tensor = torch.linalg.vector_norm(torch.stack(norms))",
         new="total: Tensor = torch.stack(norms).sum()",
         breaks="under transforms several leaves are clipped too much",
-        tests=("tests/optim/test_clip.py",),
+        tests=("tests/contract/optim/test_clip.py",),
     ),
     Mutant(
         name="optim: QAdam without bias correction",
@@ -132,7 +132,7 @@ MUTANTS = (
         old="rate = lr * settled / (1 - beta1**step)",
         new="rate = lr * settled",
         breaks="steps after a short warm-up are too small",
-        tests=("tests/optim/test_quantized_adam.py",),
+        tests=("tests/internal/optim/test_quantized_adam.py",),
     ),
     Mutant(
         name="nn: sync batch norm counts samples, not values",
@@ -140,7 +140,7 @@ MUTANTS = (
         old="return x.shape[0] * math.prod(x.shape[2:])",
         new="return x.shape[0]",
         breaks="variances of images are wrong, and the correction of running ones",
-        tests=("tests/nn/test_sync_batch_norm.py",),
+        tests=("tests/internal/nn/test_sync_batch_norm.py",),
     ),
     Mutant(
         name="nn: sync batch norm takes the mean of ranks' means",
@@ -148,7 +148,7 @@ MUTANTS = (
         old="mean = near + (counts * (means - near)).sum(0) / divisor",
         new="mean = means.mean(0)",
         breaks="ranks with fewer samples count as much as others",
-        tests=("tests/nn/test_sync_batch_norm.py",),
+        tests=("tests/internal/nn/test_sync_batch_norm.py",),
     ),
     Mutant(
         name="demo: validation windows overlap the training text's order",
@@ -156,7 +156,7 @@ MUTANTS = (
         old="targets = self.validation[1 : count * context + 1].view(count, context)",
         new="targets = self.validation[: count * context].view(count, context)",
         breaks="the model is asked for the character that it has just seen",
-        tests=("tests/demo/test_gpt.py",),
+        tests=("tests/internal/demo/test_gpt.py",),
     ),
     Mutant(
         name="notebook: names of the notebook aren't sent",
@@ -164,6 +164,6 @@ MUTANTS = (
         old="namespace.update(given)",
         new="",
         breaks="%%ltx --in does nothing",
-        tests=("tests/notebook/test_magics.py",),
+        tests=("tests/contract/notebook/test_magics.py",),
     ),
 )

@@ -11,7 +11,7 @@ import torch
 
 import ltx
 from ltx.errors import PeerLostError
-from tests.runtime.elastic_training import START, batch, make, values
+from tests.contract.runtime.elastic_training import START, batch, make, values
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from collections import Counter
 
 import pytest
 
+from tests.contract.runtime.elastic_training import SAMPLES, STEPS
 from tests.network.hosts import NEEDS_LINKS, ROOT, links
-from tests.runtime.elastic_training import SAMPLES, STEPS
 
 pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(120)]
 EPOCHS = 20

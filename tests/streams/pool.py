@@ -8,11 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ltx import PerRank, Pool
 from ltx.core import comm
 from ltx.core.gradients import packing
 from ltx.core.ranks.axis import axes_in_scope, set_world_axes
-from ltx.runtime.per_rank import PerRank
-from ltx.runtime.pool import Pool
 from tests.streams.backend import HUNG_S, LOG, NAME, Host, register
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ltx
+from ltx import Pool
 from ltx.core import comm
 from ltx.core.comm import backends, group_collectives
 from ltx.core.comm.backends import Backends, backends_of, default_backend
@@ -20,7 +21,6 @@ from ltx.core.training.settings import check_devices
 from ltx.core.world.launchers import placement_from_env
 from ltx.core.world.world import world_of
 from ltx.errors import PeerLostError, StepError
-from ltx.runtime.pool import Pool
 
 Ranks = Callable[[int], Pool]
 OnNewAxis = Callable[..., Any]

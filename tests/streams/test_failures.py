@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx import Pool
 from ltx.errors import InvalidStateError, LtxError, ReplicaDivergedError
-from ltx.runtime.pool import Pool
 from tests.chaos import rounds
 from tests.chaos.schedule import Trouble
 from tests.forks import Ranks

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ltx
+from ltx import Pool
 from ltx.core.comm import ledger
-from ltx.runtime.pool import Pool
 from tests.streams.pool import StreamedPool
 from tests.streams.test_steps import batch, loss_of, model
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import hooks
+from ltx import Pool, hooks
 from ltx.errors import LtxError
-from ltx.runtime.pool import Pool
-from tests.optim.test_opaque import Anchored
+from tests.contract.optim.test_opaque import Anchored
 from tests.streams.backend import log
 from tests.streams.pool import StreamedPool
 

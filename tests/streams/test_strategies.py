@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.runtime.pool import Pool
+from ltx import Pool
 from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.decentralized import Decentralized
 from tests.streams.backend import log

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ltx
-from ltx.core.comm import open_axis
+from tests.inside import open_axis
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, ...]

@@ -49,7 +49,7 @@ def after_some_updates(opt_state: Any) -> Any:
     return ltx.tree.map(older, opt_state, is_leaf=lambda node: isinstance(node, TorchState))
 
 
-def run(train: ltx.core.training.TrainStep, module: nn.Module, batches: list[Any]) -> tuple[Tensor, Params]:
+def run(train: Any, module: nn.Module, batches: list[Any]) -> tuple[Tensor, Params]:
     """(losses, parameters) after one step on each batch."""
     state, losses = train.init(params_of(module)), []
     for batch in batches:

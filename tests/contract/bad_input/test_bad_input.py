@@ -1,0 +1,173 @@
+"""Whatever is passed to a public function: it returns, or raises an error of ltx. It never crashes and never hangs.
+
+Errors of the caller's own pass through: of a step that can't work with what it was given, or of an object that raises.
+And Python's TypeError for arguments that a signature doesn't have.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ltx
+from ltx.errors import LtxError
+from tests import inside
+from tests.contract.bad_input import public
+from tests.contract.bad_input.bad_values import BAD, RefusedError
+from tests.inside import axes_in_scope
+
+_OF_THE_SIGNATURE = re.compile(r"positional argument|keyword argument|takes no arguments|missing \d")
+_TENSORS = st.sampled_from([lambda: torch.ones(3), lambda: torch.ones(2, 2, dtype=torch.int64), lambda: torch.ones(())])
+
+#: Trees of good and of bad leaves; what is drawn makes them anew.
+TREES: Any = st.recursive(
+    _TENSORS | st.sampled_from(list(BAD.values())),
+    lambda below: (
+        st.lists(below, max_size=3).map(lambda made: lambda: [make() for make in made])
+        | st.tuples(below, below).map(lambda made: lambda: tuple(make() for make in made))
+        | st.dictionaries(st.sampled_from(["w", "b", 3, None, ("a", 1)]), below, max_size=3).map(
+            lambda made: lambda: {key: make() for key, make in made.items()}
+        )
+    ),
+    max_leaves=6,
+)
+VALUES = st.sampled_from(list(BAD.values())) | TREES
+
+some = settings(
+    max_examples=12,
+    deadline=timedelta(seconds=20),
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[public.Call]]]:
+    """A good call, or some, of every public name. Whatever is written goes to a directory of its own."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield public.calls(folder)
+
+
+def returns_or_refuses(action: Callable[[], Any]) -> None:
+    """Raises where `action` does neither as it should."""
+    said = "what it returned"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            action()
+    except (LtxError, RefusedError) as error:
+        said = str(error)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        in_step = any(frame.filename == public.__file__ and frame.name in ("loss", "grads_fn") for frame in frames)
+        if not in_step and not (isinstance(error, TypeError) and _OF_THE_SIGNATURE.search(str(error))):
+            raise
+    finally:
+        assert axes_in_scope() == (), "an axis stayed open"
+    assert said, "an error says what was wrong"
+
+
+def test_every_public_name_is_in_the_table(calls: dict[str, list[public.Call]]) -> None:
+    assert set(calls) == public.public_names()
+
+
+NAMES = sorted(public.public_names())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_arguments(calls: dict[str, list[public.Call]], name: str) -> None:
+    """One or two arguments of a good call replaced by something else."""
+    for call in calls[name]:
+        call.run()  # is good
+    places = [(call, place) for call in calls[name] for place in call.places()]
+    if not places:
+        return
+
+    @some
+    @given(st.sampled_from(places), VALUES, st.booleans(), st.data())
+    def refused(at: tuple[public.Call, int | str], make: Callable[[], Any], two: bool, data: st.DataObject) -> None:
+        call, place = at
+        makers = {place: make}
+        if two:
+            makers[data.draw(st.sampled_from(call.places()))] = data.draw(VALUES)
+        returns_or_refuses(lambda: call.run({place: made() for place, made in makers.items()}))
+
+    refused()
+
+
+# The same few checks stand behind all of them.
+@pytest.mark.covering(1, of=lambda name: (NAMES.index(name) // 6,))
+@pytest.mark.parametrize("name", NAMES)
+def test_each_bad_value_at_each_place(calls: dict[str, list[public.Call]], name: str) -> None:
+    failed = []
+    for call in calls[name]:
+        for place in call.places():
+            for said, make in BAD.items():
+                try:
+                    returns_or_refuses(lambda call=call, place=place, make=make: call.run({place: make()}))
+                except Exception as error:
+                    failed.append(f"{place}: {said}: {type(error).__name__}: {error}")
+    assert not failed
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("name", ["ltx.psum", "ltx.all_gather", "ltx.ppermute", "ltx.sync_gradients", "ltx.train_step"])
+def test_on_simulated_ranks(calls: dict[str, list[public.Call]], name: str) -> None:
+    failed = []
+    for call in calls[name]:
+        for place in call.places():
+            for said, make in BAD.items():
+                bad = {place: make()}
+                try:
+                    returns_or_refuses(
+                        lambda call=call, bad=bad: ltx.vmap(lambda x: (call.run(bad), x)[1])(torch.ones(2))
+                    )
+                except Exception as error:
+                    failed.append(f"{place}: {said}: {type(error).__name__}: {error}")
+    assert not failed
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: ltx.all_gather(torch.ones(2), dim="rows"), "all_gather: dim must be int, got 'rows' of type str."),
+        (lambda: ltx.all_gather(torch.ones(2), tiled="no"), "all_gather: tiled must be bool, got 'no' of type str."),
+        (lambda: ltx.psum(BAD["a list in itself"]()), "a tree of type list holds itself, or is nested too deeply"),
+        (lambda: ltx.vmap(3), "vmap: f must be Callable[..., Any], got 3 of type int."),
+        (lambda: ltx.grad(None), "grad: step must be Step, got None of type NoneType."),
+        (lambda: ltx.hooks.TopK("half"), "TopK.ratio must be float, got 'half' of type str."),
+        (lambda: ltx.hooks.QSGD(block=10**12), "QSGD.block must be a whole number of at least 1, and at most 16777216"),
+        (lambda: ltx.checkpoint.latest(3), "latest: path must be str or os.PathLike[str], got 3 of type int."),
+    ],
+)
+def test_what_is_said(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(LtxError, match=re.escape(said)) as raised:
+        call()
+    assert isinstance(raised.value, TypeError | ValueError)
+
+
+def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no checkpoint")
+    with pytest.raises(ltx.errors.CheckpointError, match="can't be read as a directory"):
+        ltx.checkpoint.latest(tmp_path / "file")
+
+
+def test_a_closed_axis_is_refused() -> None:
+    kept: list[ltx.Axis] = []
+    ltx.vmap(lambda x: kept.append(inside.find("data")) or x)(torch.ones(2))
+    with pytest.raises(ltx.errors.AxisError, match=r"axis 'data' is closed: the ltx\.vmap that opened it has ended"):
+        ltx.psum(torch.ones(1), kept[0])

@@ -1,0 +1,177 @@
+"""adasum: its properties, against NumPy, and what it sends. Derivatives are the conformance table's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
+from tests.contract.strategies.references.horovod import adasum
+
+Ranks = Callable[[int], ltx.Pool]
+SHAPES = {"matrix": (5, 3), "scalar": (), "empty": (0, 2), "vector": (131,), "one": (1,)}
+
+
+def drawn(n: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """A tensor of each shape for each rank, transposed where there is something to transpose."""
+    return {name: torch.randn(n, *shape).transpose(1, -1).to(dtype) for name, shape in SHAPES.items() if shape} | {
+        "scalar": torch.randn(n).to(dtype)
+    }
+
+
+def of_stack(xs: Tensor) -> Tensor:
+    return torch.tensor(adasum([x.numpy() for x in xs]))
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [2, 4])
+def test_processes(n: int, dtype: torch.dtype, ranks: Ranks) -> None:
+    given = drawn(n, dtype) | {"other dtype": torch.randn(n, 3)}
+    found = ranks(n).run(lambda: ltx.adasum({name: xs[ltx.axis_index()] for name, xs in given.items()}))
+    again = ranks(n).run(lambda: ltx.adasum({name: xs[ltx.axis_index()] for name, xs in given.items()}))
+    few = torch.finfo(dtype).eps * 4
+    for name, xs in given.items():
+        for rank in range(n):
+            assert torch.equal(found.rank(rank)[name], found.rank(0)[name])
+            assert torch.equal(again.rank(rank)[name], found.rank(0)[name])
+        assert found.rank(0)[name].dtype == xs.dtype
+        torch.testing.assert_close(found.rank(0)[name], of_stack(xs), rtol=max(few, 1e-12), atol=max(few, 1e-12))
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("n", [1, 2, 8, 64])
+def test_simulated(n: int, seed: int) -> None:
+    given = drawn(n)
+    for name, found in ltx.vmap(ltx.adasum)(given).items():
+        for rank in range(n):
+            torch.testing.assert_close(found[rank], of_stack(given[name]), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_orthogonal_tensors_are_added(n: int) -> None:
+    xs = torch.diag(torch.randn(n, dtype=torch.float64))[:, torch.randperm(n)]
+    torch.testing.assert_close(ltx.vmap(ltx.adasum)(xs)[0], xs.sum(0), rtol=1e-14, atol=0)
+
+
+def test_collinear_tensors_are_averaged() -> None:
+    found = ltx.vmap(ltx.adasum)
+    assert found(torch.tensor([[1.0, 1.0], [3.0, 3.0]]))[0].tolist() == [2.0, 2.0]
+    assert found(torch.tensor([[1.0, 2.0], [-1.0, -2.0]]))[0].tolist() == [0.0, 0.0]
+    x = torch.randn(7, dtype=torch.float64)
+    xs = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)[:, None] * x
+    torch.testing.assert_close(found(xs)[0], xs.mean(0))
+
+
+def test_zeros_leave_the_other_side_alone() -> None:
+    x = torch.randn(5)
+    zero = torch.zeros(5)
+    for xs in ([x, zero], [zero, x], [zero, x, zero, zero], [zero, zero]):
+        assert torch.equal(ltx.vmap(ltx.adasum)(torch.stack(xs))[0], x if any(y is x for y in xs) else zero)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float16, 6e4),
+        (torch.float16, 6e-8),
+        (torch.float32, 3e38),
+        (torch.float32, 1e-45),
+        (torch.float64, 1e150),
+    ],
+    ids=str,
+)
+def test_sizes_at_the_ends_of_a_dtype(dtype: torch.dtype, size: float, ranks: Ranks) -> None:
+    equal = torch.full((2, 100), size, dtype=torch.float64).to(dtype)
+    alone = equal * torch.tensor([[0.0], [1.0]], dtype=dtype)
+    unlike = torch.stack([equal[0], torch.ones_like(equal[0])])
+    given = [equal, alone, unlike]
+    for rank, found in enumerate(ranks(2).run(lambda: ltx.adasum([xs[ltx.axis_index()] for xs in given]))):
+        assert torch.equal(found[0], equal[0])  # collinear: the mean
+        assert torch.equal(found[1], equal[0])
+        assert found[2].isfinite().all()
+        for one, simulated in zip(found, ltx.vmap(ltx.adasum)(given), strict=True):
+            # Their sums are taken in another order.
+            torch.testing.assert_close(one, simulated[rank], rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_what_is_too_small_to_have_a_norm_is_added() -> None:
+    xs = torch.tensor([[1e-100, 0.0], [1e-100, 0.0]], dtype=torch.float64)
+    assert torch.equal(ltx.vmap(ltx.adasum)(xs)[0], xs.sum(0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_isnt_finite_reaches_every_rank_but_no_other_tensor(value: float) -> None:
+    xs, ys = torch.randn(4, 6), torch.randn(4, 6)
+    xs[2, 1] = value
+    found_x, found_y = ltx.vmap(ltx.adasum)((xs, ys))
+    assert not found_x.isfinite().all(1).any()
+    torch.testing.assert_close(found_y[0], of_stack(ys))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes(n: int, ranks: Ranks) -> None:
+    """2(n-1)/n of the tensors, as the ring sends, and three numbers a tensor for each pair of blocks."""
+    numel = 64 * 1024
+
+    def run() -> tuple[int, list[str]]:
+        x = [torch.randn(numel), torch.randn(numel // 2, 2)]
+        ltx.adasum(x)
+        with ltx.profile.record() as trace:
+            ltx.adasum(x)
+        return trace.bytes, [event.operation for event in trace.events]
+
+    for sent, operations in ranks(n).run(run):
+        ring = 2 * (n - 1) / n * 2 * numel * 4
+        assert ring <= sent <= ring + 48 * n * 2
+        assert len(operations) == 2 * (n.bit_length() - 1) + 1
+
+
+def test_other_numbers_of_ranks(ranks: Ranks) -> None:
+    with pytest.raises(
+        AxisError, match=r"adasum pairs ranks with ranks, and works on 1, 2, 4, 8, \.\.\. of them, got 3"
+    ):
+        ltx.vmap(ltx.adasum)(torch.ones(3, 2))
+
+    def run() -> str:
+        with pytest.raises(AxisError) as raised:
+            ltx.adasum(torch.ones(2))
+        return str(raised.value)
+
+    assert "got 3" in ranks(3).run(run).replicated()
+
+
+@pytest.mark.parametrize("leaf", [torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.complex64)], ids=str)
+def test_other_dtypes(leaf: Tensor) -> None:
+    with pytest.raises(TreeError, match=r"adasum: leaf 'b\.0' is .*only real floating tensors"):
+        ltx.adasum({"a": torch.ones(2), "b": [leaf]})
+    with pytest.raises(UnsupportedError, match="sparse"):
+        ltx.adasum(torch.ones(2).to_sparse())
+
+
+def test_ranks_that_differ(ranks: Ranks) -> None:
+    def run() -> Any:
+        with pytest.raises(RankMismatchError) as raised:
+            ltx.adasum({"w": torch.ones(2 + int(ltx.axis_index()))})
+        return str(raised.value)
+
+    assert "'w'" in ranks(2).run(run).rank(0)
+
+
+def test_a_world_of_one_gets_copies() -> None:
+    x = {"w": torch.randn(3), "none": None}
+    found = ltx.adasum(x)
+    assert torch.equal(found["w"], x["w"])
+    assert found["w"] is not x["w"]
+    assert ltx.adasum({}) == {}
+
+
+def test_the_reference_is_the_papers() -> None:
+    a, b = np.array([1.0, 2.0]), np.array([2.0, 0.0])
+    np.testing.assert_allclose(adasum([a, b]), (1 - 2 / 10) * a + (1 - 2 / 8) * b)

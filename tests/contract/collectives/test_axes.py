@@ -1,0 +1,278 @@
+"""Every collective on axes that aren't the whole world: subgroups, nested axes, mesh dimensions, simulated ranks.
+
+All axes here have two ranks. The world is a table of 2 x 2 ranks, rank r at ``divmod(r, 2)``: an axis "data" goes along
+a row of it, "node" along a column. Each is compared with plain torch on the stack of its ranks' tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import ltx
+from ltx import Pool
+from ltx.errors import AxisError
+from tests import inside
+
+Ranks = Callable[[int], Pool]
+Found = dict[str, tuple[Tensor, Tensor]]
+
+
+def _both(y: Tensor) -> Tensor:
+    return y.expand(2, *y.shape)
+
+
+#: name: (what one rank calls, the same on the stack of both ranks' tensors). `src` and `perm` count on the axis.
+OPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Callable[[Tensor], Tensor]]] = {
+    "psum": (ltx.psum, lambda xs: _both(xs.sum(0))),
+    "pmean": (ltx.pmean, lambda xs: _both(xs.mean(0))),
+    "pmax": (ltx.pmax, lambda xs: _both(xs.amax(0))),
+    "pmin": (ltx.pmin, lambda xs: _both(xs.amin(0))),
+    "pvary": (ltx.pvary, lambda xs: xs),
+    "all_gather": (lambda x, axis: ltx.all_gather(x, axis, dim=1), lambda xs: _both(xs.movedim(0, 1))),
+    "AllGatherGrad": (ltx.AllGatherGrad.apply, _both),
+    "psum_scatter": (
+        lambda x, axis: ltx.psum_scatter(x, axis, dim=1, tiled=True),
+        lambda xs: torch.stack(xs.sum(0).chunk(2, 1)),
+    ),
+    "broadcast": (lambda x, axis: ltx.broadcast(x, 1, axis), lambda xs: _both(xs[1])),
+    "all_to_all": (
+        lambda x, axis: ltx.all_to_all(x, 0, 1, axis),
+        lambda xs: torch.stack([torch.cat([x.chunk(2)[rank] for x in xs], 1) for rank in range(2)]),
+    ),
+    "ppermute": (
+        lambda x, axis: ltx.ppermute(x, [(1, 0)], axis),
+        lambda xs: torch.stack([xs[1], torch.zeros_like(xs[1])]),
+    ),
+    "reduce": (lambda x, axis: ltx.reduce(x, "product", axis), lambda xs: _both(xs.prod(0))),
+}
+
+
+def _draw() -> Tensor:
+    """Each rank's tensor at its place in the table."""
+    return torch.randn(2, 2, 2, 4, dtype=torch.float64)
+
+
+def _on_rank(x: Tensor, axis: Any) -> Found:
+    """Each collective's value, and the gradient of a loss that weighs rank r of the axis by r + 1."""
+
+    def loss(x: Tensor, name: str) -> Tensor:
+        return (1 + ltx.axis_index(axis)) * OPS[name][0](x, axis).sin().sum()
+
+    return {name: (op(x, axis), torch.func.grad(loss)(x, name)) for name, (op, _) in OPS.items()}
+
+
+def _expected(xs: Tensor) -> Found:
+    """The same for both ranks of an axis, stacked."""
+    found = {}
+    for name, (_, reference) in OPS.items():
+        grads = torch.func.grad(
+            lambda xs, reference=reference: sum((1 + r) * y.sin().sum() for r, y in enumerate(reference(xs)))
+        )(xs)
+        # pvary's argument is one value that the ranks share; its gradient is the sum over their copies.
+        found[name] = (reference(xs), _both(grads.sum(0)) if name == "pvary" else grads)
+    return found
+
+
+def _check(got: Found, want: Found, at: int) -> None:
+    """`want` holds both ranks of the axis; `got` the one at `at`."""
+    for name, expected in want.items():
+        for a, b in zip(got[name], expected, strict=True):
+            torch.testing.assert_close(a, b[at], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@contextmanager
+def _subgroups(*members: list[int]) -> Iterator[list[Any]]:
+    """Process groups, made by all ranks of the world; what torch gives to those outside is left as it is."""
+    groups = [dist.new_group(ranks) for ranks in members]
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            if isinstance(group, dist.ProcessGroup):
+                inside.close_axis(inside.resolve(group))
+                dist.destroy_process_group(group)
+
+
+@pytest.mark.full
+def test_two_subgroups_at_once(ranks: Ranks, seed: int) -> None:
+    """Ranks 1 and 3, and ranks 0 and 2, which go on without each other."""
+
+    def run(xs: Tensor) -> tuple[Found, int, int, list[Any], list[Tensor]]:
+        with _subgroups([1, 3], [0, 2]) as groups:
+            mine = groups[0] if dist.get_rank() % 2 else groups[1]
+            x = xs.flatten(0, 1)[dist.get_rank()]
+            index, size = int(ltx.axis_index(mine)), ltx.axis_size(mine)
+            said = ltx.all_gather_object(dist.get_rank(), mine)
+            # Unequal shapes, and once more on one of the groups alone.
+            uneven = ltx.gather_all_tensors(x[: 1 + index], mine)
+            if dist.get_rank() % 2:
+                ltx.psum(x, mine)
+            return _on_rank(x, mine), index, size, said, uneven
+
+    xs = _draw()
+    for rank, (found, index, size, said, uneven) in enumerate(ranks(4).run(run, xs)):
+        row, place = divmod(rank, 2)
+        assert (index, size, said) == (row, 2, [place, place + 2])
+        _check(found, _expected(xs[:, place]), row)
+        assert all(torch.equal(part, xs[r, place][: 1 + r]) for r, part in enumerate(uneven))
+    assert ranks(4).run(lambda: ltx.psum(torch.ones(()))).replicated().item() == 4.0, "the world is as it was"
+
+
+def test_a_rank_outside_says_so(ranks: Ranks) -> None:
+    """Horovod's process set is an axis over some of the ranks."""
+
+    def run() -> tuple[list[str], float]:
+        with _subgroups([1, 3]) as (group,):
+            if dist.get_rank() % 2:
+                axis = ltx.axis_from_group(group, "set")
+                return [], float(ltx.psum(torch.tensor(float(dist.get_rank())), axis))
+            texts = []
+            for call in [
+                lambda: ltx.axis_from_group(group, "set"),
+                lambda: ltx.axis_index(group),
+                *(lambda op=op: op(torch.ones(2, 4), group) for op, _ in OPS.values()),
+            ]:
+                with pytest.raises(AxisError) as caught:
+                    call()
+                texts.append(str(caught.value))
+            return texts, float(dist.get_rank())
+
+    for rank, (texts, total) in enumerate(ranks(4).run(run)):
+        assert total == (4.0 if rank % 2 else rank)
+        assert len(texts) == (0 if rank % 2 else len(OPS) + 2)
+        assert all(f"rank {rank} isn't a member of the process group" in text for text in texts)
+
+
+@contextmanager
+def _nested() -> Iterator[None]:
+    """The worker's world, with two axes."""
+    ltx.shutdown()
+    try:
+        with ltx.init(mesh={"node": 2, "data": 2}):
+            yield
+    finally:
+        ltx.init()
+
+
+@pytest.mark.full
+def test_nested_axes(ranks: Ranks, seed: int) -> None:
+    def run(xs: Tensor) -> tuple[Found, Found, int, int]:
+        with _nested():
+            node, data = int(ltx.axis_index("node")), int(ltx.axis_index("data"))
+            return _on_rank(xs[node, data], "node"), _on_rank(xs[node, data], "data"), node, data
+
+    xs = _draw()
+    for rank, (on_node, on_data, node, data) in enumerate(ranks(4).run(run, xs)):
+        assert (node, data) == divmod(rank, 2)
+        _check(on_node, _expected(xs[:, data]), node)
+        _check(on_data, _expected(xs[node]), data)
+
+
+def _of_both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Functions of the sum over two nested axes: gradients both ways round, and a Hessian's diagonal block."""
+
+    def loss(x: Tensor, inner: str = "data", outer: str = "node") -> Tensor:
+        weight = 1 + 2 * ltx.axis_index("node") + ltx.axis_index("data")
+        return weight * ltx.psum(ltx.psum(x, inner), outer).sin().sum()
+
+    grad = torch.func.grad(loss)
+    return grad(x), grad(x, "node", "data"), torch.func.grad(lambda x: grad(x).sum())(x)
+
+
+def _expected_of_both(xs: Tensor) -> list[Tensor]:
+    total, weights = xs.sum((0, 1)), 10  # 1 + 2 + 3 + 4
+    # The sum over ranks of the sum of each rank's gradient is 4 * weights * cos(total).
+    each = [weights * total.cos(), weights * total.cos(), -4 * weights * total.sin()]
+    return [y.expand_as(xs) for y in each]
+
+
+@pytest.mark.full
+def test_gradients_through_nested_axes(ranks: Ranks, seed: int) -> None:
+    """The gradient of the sum over both is that of the global sum."""
+
+    def run(xs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with _nested():
+            return _of_both(xs[ltx.axis_index("node"), ltx.axis_index("data")])
+
+    xs = _draw()
+    for rank, found in enumerate(ranks(4).run(run, xs)):
+        for a, b in zip(found, _expected_of_both(xs), strict=True):
+            torch.testing.assert_close(a, b[divmod(rank, 2)])
+    simulated = ltx.vmap(ltx.vmap(_of_both, axis_name="data"), axis_name="node")(xs)
+    for a, b in zip(simulated, _expected_of_both(xs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.full
+def test_dimensions_of_a_mesh(ranks: Ranks, seed: int) -> None:
+    def run(xs: Tensor) -> tuple[Found, Found]:
+        # In a world of its own, with which the mesh's process groups go away.
+        with _nested():
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+            x = xs[divmod(dist.get_rank(), 2)]
+            return _on_rank(x, mesh["rows"]), _on_rank(x, mesh["columns"])
+
+    xs = _draw()
+    for rank, (on_rows, on_columns) in enumerate(ranks(4).run(run, xs)):
+        row, column = divmod(rank, 2)
+        _check(on_rows, _expected(xs[:, column]), row)
+        _check(on_columns, _expected(xs[row]), column)
+
+
+def test_nested_simulated_axes(seed: int) -> None:
+    def run(x: Tensor) -> tuple[Found, Found]:
+        return _on_rank(x, "node"), _on_rank(x, "data")
+
+    xs = _draw()
+    on_node, on_data = ltx.vmap(ltx.vmap(run, axis_name="data"), axis_name="node")(xs)
+    for row, column in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        at = {name: (y[row, column], g[row, column]) for name, (y, g) in on_node.items()}
+        _check(at, _expected(xs[:, column]), row)
+        at = {name: (y[row, column], g[row, column]) for name, (y, g) in on_data.items()}
+        _check(at, _expected(xs[row]), column)
+
+
+def test_simulated_ranks_on_each_process(ranks: Ranks, seed: int) -> None:
+    """Between processes every simulated rank does its own; and on the simulated axis every process."""
+
+    def run(xs: Tensor) -> tuple[Found, Found]:
+        mine = xs[ltx.axis_index("data")]
+        each = ltx.vmap(lambda x: (_on_rank(x, "data"), _on_rank(x, "simulated")), axis_name="simulated")
+        return each(mine)
+
+    xs = _draw()
+    for rank, (on_processes, on_simulated) in enumerate(ranks(2).run(run, xs)):
+        for entry in range(2):
+            _check({k: (y[entry], g[entry]) for k, (y, g) in on_processes.items()}, _expected(xs[:, entry]), rank)
+            _check({k: (y[entry], g[entry]) for k, (y, g) in on_simulated.items()}, _expected(xs[rank]), entry)
+
+
+def test_an_axis_is_found_by_its_name(ranks: Ranks) -> None:
+    """Axes in scope come first; a name that two groups have names neither."""
+
+    def run() -> tuple[float, float, str]:
+        opened = [ltx.axis_from_group(dist.new_group([0, 1]), name) for name in ("mine", "data")]
+        other = (
+            ltx.axis_from_group(dist.new_group([0, 1]), "twice"),
+            ltx.axis_from_group(dist.new_group([0, 1]), "twice"),
+        )
+        try:
+            with pytest.raises(AxisError) as caught:
+                ltx.psum(torch.ones(()), "twice")
+            in_scope = inside.resolve("data") is not opened[1]
+            return float(ltx.psum(torch.ones(()), "mine")), float(in_scope), str(caught.value)
+        finally:
+            for axis in (*opened, *other):
+                inside.close_axis(axis)
+
+    total, in_scope, message = ranks(2).run(run).replicated()
+    assert (total, in_scope) == (2.0, 1.0)
+    assert "axis='twice': 2 axes are called so" in message

@@ -1,0 +1,94 @@
+"""pmax and pmin: what the conformance table can't say."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import Pool
+from ltx.errors import UnsupportedError
+
+Ranks = Callable[[int], Pool]
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+]
+
+
+def _both(x: Tensor) -> tuple[Tensor, Tensor]:
+    return ltx.pmax(x), ltx.pmin(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (5, 3)], ids=str)
+def test_dtypes_and_shapes(ranks: Ranks, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    xs = torch.randint(0, 3, (3, *shape)).to(dtype) if dtype != torch.bool else torch.rand(3, *shape) < 0.5
+    numbers = xs.to(torch.float64)
+    expected = (numbers.amax(0).to(dtype), numbers.amin(0).to(dtype))
+    real = ranks(3).run(lambda xs: _both(xs[ltx.axis_index()]), xs).replicated()
+    simulated = ltx.vmap(_both)(xs)
+    for found, other, want in zip(real, simulated, expected, strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
+        torch.testing.assert_close(other, want.expand_as(other), rtol=0, atol=0)
+
+
+def test_strides(ranks: Ranks) -> None:
+    xs = torch.randn(2, 4, 6)
+    found = ranks(2).run(lambda xs: ltx.pmax(xs[ltx.axis_index()].T[::2]), xs).replicated()
+    assert torch.equal(found, xs.amax(0).T[::2])
+
+
+@pytest.mark.full
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("whose", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_nan_on_one_rank_is_nan_on_all(ranks: Ranks, whose: int, dtype: torch.dtype) -> None:
+    xs = torch.randn(3, 7).to(dtype)
+    xs[whose, 2], xs[(whose + 1) % 3, 4], xs[0, 5] = torch.nan, torch.inf, -torch.inf
+    want = (xs.amax(0), xs.amin(0))
+    real = ranks(3).run(lambda xs: _both(xs[ltx.axis_index()]), xs).replicated()
+    torch.testing.assert_close(real, want, rtol=0, atol=0, equal_nan=True)
+    compiled = ranks(3).run(lambda xs: torch.compile(_both, backend="aot_eager")(xs[ltx.axis_index()]), xs)
+    torch.testing.assert_close(compiled.replicated(), want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nan_over_sockets(on_new_axis: Callable[..., Any]) -> None:
+    """gloo keeps or drops it by the order in which it meets it."""
+    xs = torch.tensor([[torch.nan, 1.0, torch.inf], [2.0, torch.nan, -torch.inf]])
+    found = on_new_axis(lambda: _both(xs[ltx.axis_index()]), sockets=True).replicated()
+    torch.testing.assert_close(found, (xs.amax(0), xs.amin(0)), rtol=0, atol=0, equal_nan=True)
+
+
+def test_ties_share_the_cotangent() -> None:
+    """Ranks 0 and 2 tie in the first element, all in the second; rank r's cotangent is r + 1."""
+
+    def loss(x: Tensor) -> Tensor:
+        return (ltx.pmax(x) * (1 + ltx.axis_index())).sum()
+
+    grads = ltx.vmap(torch.func.grad(loss))(torch.tensor([[4.0, 1.0], [3.0, 1.0], [4.0, 1.0]]))
+    assert torch.equal(grads, torch.tensor([[3.0, 2.0], [0.0, 2.0], [3.0, 2.0]]))
+
+
+def test_complex_numbers_have_no_order() -> None:
+    with pytest.raises(UnsupportedError, match=r"leaf 'z' is complex64\[2\]"):
+        ltx.pmax({"a": torch.ones(1), "z": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_ranks_that_disagree(ranks: Ranks) -> None:
+    def run() -> str:
+        with pytest.raises(ltx.errors.RankMismatchError) as caught:
+            ltx.pmax({"w": torch.ones(2 + int(ltx.axis_index()))})
+        return str(caught.value)
+
+    message = ranks(2).run(run).replicated()
+    assert all(part in message for part in ("pmax", "'w'", "rank 0: float32[2]", "rank 1: float32[3]"))
+
+
+def test_no_gradient_for_integers() -> None:
+    assert not operator.attrgetter("requires_grad")(ltx.pmax(torch.arange(3)))

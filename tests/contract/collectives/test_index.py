@@ -1,0 +1,203 @@
+"""axis_index, axis_size, and the forms in which an axis can be given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import ltx
+from ltx import Pool
+from ltx.errors import AxisError
+from tests import inside
+from tests.meshes import mesh_of
+
+Ranks = Callable[[int], Pool]
+
+
+def _index_and_size() -> tuple[Tensor, int]:
+    return ltx.axis_index(), ltx.axis_size()
+
+
+def test_alone() -> None:
+    index, size = _index_and_size()
+    assert (index.shape, index.dtype, index.item(), size) == (torch.Size([]), torch.int64, 0, 1)
+
+
+def test_processes(ranks: Ranks) -> None:
+    for rank, (index, size) in enumerate(ranks(3).run(_index_and_size)):
+        assert (index.shape, index.dtype, index.item(), size) == (torch.Size([]), torch.int64, rank, 3)
+
+
+def test_simulated() -> None:
+    seen: list[Any] = []
+
+    def look() -> Tensor:
+        index, size = _index_and_size()
+        seen.append((index.shape, index.dtype, size))
+        return index
+
+    assert ltx.vmap(look, axis_size=4)().tolist() == [0, 1, 2, 3]
+    assert seen == [(torch.Size([]), torch.int64, 4)]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.grad, torch.func.jacrev, torch.func.jacfwd, lambda f: torch.func.grad(torch.func.grad(f))],
+    ids=["grad", "jacrev", "jacfwd", "grad of grad"],
+)
+def test_the_index_is_an_ordinary_number_inside_transforms(transform: Callable[..., Any]) -> None:
+    def f(x: Tensor) -> Tensor:
+        return (ltx.axis_index() + 1) * x * x
+
+    expected = ltx.vmap(lambda x, r: transform(lambda x: (r + 1) * x * x)(x))(torch.ones(3), torch.arange(3))
+    assert torch.equal(ltx.vmap(transform(f))(torch.ones(3)), expected)
+
+
+def test_nested_axes() -> None:
+    """Two simulated axes of 2 and 3 ranks: each collective takes the one it names."""
+
+    def f(x: Tensor) -> dict[str, Tensor]:
+        return {
+            "node": ltx.psum(x, "node"),
+            "data": ltx.psum(x, "data"),
+            "both": ltx.psum(ltx.psum(x, "node"), "data"),
+            "index": 10 * ltx.axis_index("node") + ltx.axis_index("data"),
+            "gathered": ltx.all_gather(ltx.all_gather(x, "data"), "node"),
+            "grad": torch.func.grad(lambda x: ltx.psum(x, "node") * ltx.axis_index("data"))(x),
+        }
+
+    xs = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    got = ltx.vmap(ltx.vmap(f, axis_name="data"), axis_name="node")(xs)
+    assert torch.equal(got["node"], xs.sum(0).expand(2, 3))
+    assert torch.equal(got["data"], xs.sum(1, keepdim=True).expand(2, 3))
+    assert torch.equal(got["both"], torch.full((2, 3), 63.0))
+    assert got["index"].tolist() == [[0, 1, 2], [10, 11, 12]]
+    assert torch.equal(got["gathered"], xs.expand(2, 3, 2, 3))
+    assert torch.equal(got["grad"], 2 * torch.arange(3.0).expand(2, 3))
+
+
+def test_an_inner_axis_hides_an_outer_one_of_its_name() -> None:
+    xs = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert ltx.vmap(ltx.vmap(ltx.psum))(xs).tolist() == [[3.0, 3.0], [7.0, 7.0]]
+
+
+def test_simulated_ranks_inside_processes(ranks: Ranks) -> None:
+    def run(xs: Tensor) -> Tensor:
+        mine = xs[ltx.axis_index("data")]
+        return ltx.vmap(lambda x: ltx.psum(ltx.psum(x, "inner"), "data"), axis_name="inner")(mine)
+
+    assert ranks(2).run(run, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).replicated().tolist() == [10.0, 10.0]
+
+
+def test_every_form_of_an_axis(ranks: Ranks) -> None:
+    """None, a name, an Axis, a process group, and a DeviceMesh."""
+
+    def sums() -> list[tuple[float, int, int]]:
+        group = dist.new_group([0, 1])
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        mine = ltx.axis_from_group(dist.new_group([0, 1]), "mine")
+        forms = [None, "data", inside.resolve("data"), group, mesh, mine, mine.comm.group]
+        x = torch.tensor(1.0 + dist.get_rank())
+        try:
+            return [(ltx.psum(x, axis=a).item(), ltx.axis_index(a).item(), ltx.axis_size(a)) for a in forms]
+        finally:
+            for opened in {inside.resolve(a) for a in forms} - {inside.resolve("data")}:
+                inside.close_axis(opened)
+
+    for rank, by_form in enumerate(ranks(2).run(sums)):
+        assert by_form == [(3.0, rank, 2)] * 7
+
+
+def test_a_mesh_of_two_dimensions_is_one_axis(ranks: Ranks) -> None:
+    def run() -> list[float]:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "data"))
+        # The second dimension is the whole world, whose axis is open already.
+        forms = [mesh, mesh["data"], (mesh["node"], mesh["data"]), (mesh["data"], mesh["node"])]
+        return [ltx.psum(torch.ones(()), axis=form).item() for form in forms]
+
+    assert ranks(2).run(run).replicated() == [2.0] * 4
+
+
+@pytest.mark.full
+def test_dimensions_of_a_mesh_by_name(ranks: Ranks) -> None:
+    """A dimension that was given once is found by its name; a name of two axes is refused."""
+
+    def run() -> tuple[dict[str, Any], list[str]]:
+        def text(axis: Any) -> str:
+            with pytest.raises(AxisError) as caught:
+                ltx.axis_size(axis)
+            return str(caught.value)
+
+        def on(axis: Any) -> tuple[float, int, int, int]:
+            rank = torch.tensor(10.0 ** dist.get_rank())
+            (row,) = ltx.shard(torch.arange(ltx.axis_size(axis)), axis=axis).tolist()
+            return ltx.psum(rank, axis).item(), int(ltx.axis_index(axis)), ltx.axis_size(axis), row
+
+        with mesh_of(2, 1, 2, names=("node", "data", "model")) as mesh:
+            before = text("model")
+            found = {
+                "model": on(mesh["model"]),
+                "by name": on("model"),
+                "node, data": on(mesh["node", "data"]),
+                "tuple": on((mesh["node"], mesh["data"])),
+                "names": on(("model", "node")) if ltx.axis_size(mesh["node"]) == 2 else None,
+                "turned": on((mesh["model"], mesh["node"])),
+                "all": on(mesh),
+                "world": on("data"),
+            }
+            ltx.axis_size(mesh["data"])  # from here on two axes are called so
+            texts = [
+                before,
+                text("data"),
+                text(("node", "data")),
+                text((mesh["node"], mesh["node"])),
+                text((mesh["node"], "elsewhere")),
+            ]
+            return found, texts
+
+    for rank, (found, texts) in enumerate(ranks(4).run(run)):
+        row, column = divmod(rank, 2)
+        model, node = (11.0 if row == 0 else 1100.0), (101.0 if column == 0 else 1010.0)
+        assert found["model"] == found["by name"] == (model, column, 2, column)
+        assert found["node, data"] == found["tuple"] == (node, row, 2, row)
+        assert found["names"] == found["turned"] == (1111.0, 2 * column + row, 4, 2 * column + row)
+        assert found["all"] == found["world"] == (1111.0, rank, 4, rank)
+        assert "no axis called 'model' is in scope" in texts[0]
+        assert "axis='data' is the name of two axes: of the world's, with 4 ranks, and of a dimension of a" in texts[1]
+        assert "mixes axes in scope with dimensions of a DeviceMesh" in texts[2]
+        assert "a dimension occurs more than once" in texts[3]
+        assert "mixes axes in scope with dimensions of a DeviceMesh" in texts[4]
+
+
+def test_names_that_are_not_in_scope(ranks: Ranks) -> None:
+    with pytest.raises(
+        AxisError, match=r"no axis called 'model' is in scope; in scope: none \(ltx.init hasn't made any\)"
+    ):
+        ltx.psum(torch.ones(1), axis="model")
+    with pytest.raises(AxisError, match=r"in scope: 'outer', 'inner'\. Open it with ltx.vmap\(f, axis_name='model'\)"):
+        ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, axis="model"), axis_name="inner"), axis_name="outer")(torch.ones(2, 2))
+
+    def text() -> str:
+        with pytest.raises(AxisError) as caught:
+            ltx.psum(torch.ones(1), axis="model")
+        return str(caught.value)
+
+    assert "no axis called 'model' is in scope; in scope: 'data'." in ranks(2).run(text).replicated()
+
+
+def test_what_is_no_axis_at_all() -> None:
+    with pytest.raises(AxisError, match=r"an axis is a name, a tuple of names, an ltx.Axis, .* got int\."):
+        ltx.psum(torch.ones(1), axis=0)
+
+
+def test_an_axis_is_gone_after_its_function(ranks: Ranks) -> None:
+    with pytest.raises(ZeroDivisionError):
+        ltx.vmap(lambda x: 1 / 0, axis_name="gone")(torch.ones(2))
+    with pytest.raises(AxisError, match="no axis called 'gone'"):
+        ltx.axis_size("gone")

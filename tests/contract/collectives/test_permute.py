@@ -1,0 +1,168 @@
+"""all_to_all and ppermute: what the conformance table can't say. For uneven splits see test_uneven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import Pool
+from ltx.errors import AxisError, RankMismatchError
+
+Ranks = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (0, 1), (-1, 0), (1, -1)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float64], ids=str)
+def test_all_to_all(ranks: Ranks, n: int, split: int, concat: int, dtype: torch.dtype) -> None:
+    xs = torch.randint(100, (n, 2 * n, 3 * n)).to(dtype)
+    want = [torch.cat([x.chunk(n, split)[rank] for x in xs], concat) for rank in range(n)]
+    real = ranks(n).run(lambda xs: ltx.all_to_all(xs[ltx.axis_index()], split, concat), xs)
+    simulated = ltx.vmap(lambda x: ltx.all_to_all(x, split, concat))(xs)
+    for rank in range(n):
+        assert torch.equal(real.rank(rank), want[rank])
+        assert torch.equal(simulated[rank], want[rank])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (1, 0), (0, -1), (-1, 1)])
+def test_untiled(ranks: Ranks, n: int, split: int, concat: int, seed: int) -> None:
+    """As in JAX by default: the dimension of the parts goes away, one of the sources comes in."""
+    xs = torch.randn(n, *(n if dim == split % 3 else 3 + dim for dim in range(3)))
+    want = [torch.stack([x.select(split, rank) for x in xs], concat) for rank in range(n)]
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, pull = torch.func.vjp(lambda x: ltx.all_to_all(x, split, concat, tiled=False), x)
+        return y, pull(y)[0]  # the transpose brings every part back to where it came from
+
+    real = ranks(n).run(lambda xs: call(xs[ltx.axis_index()]), xs)
+    simulated = ltx.vmap(call)(xs)
+    for rank in range(n):
+        for y, back in (real.rank(rank), [part[rank] for part in simulated]):
+            assert torch.equal(y, want[rank])
+            assert torch.equal(back, xs[rank])
+
+
+def test_untiled_wants_one_part_a_rank() -> None:
+    with pytest.raises(AxisError, match=r"tiled=False: dimension 0 of a tensor of shape \[4\] must be 2, got 4"):
+        ltx.vmap(lambda x: ltx.all_to_all(x, 0, 0, tiled=False))(torch.ones(2, 4))
+    with pytest.raises(AxisError, match="need tiled=True"):
+        ltx.all_to_all(torch.ones(1), 0, 0, tiled=False, splits=[1])
+    with pytest.raises(AxisError, match="split_dim=2 is out of range"):
+        ltx.all_to_all(torch.ones(1), 2, 0, tiled=False)
+
+
+def test_all_to_all_twice_is_the_identity(ranks: Ranks) -> None:
+    def run(xs: Tensor) -> tuple[Tensor, Tensor]:
+        x = xs[ltx.axis_index()].T
+        return x, ltx.all_to_all(ltx.all_to_all(x, 0, 1), 1, 0)
+
+    for x, back in ranks(2).run(run, torch.randn(2, 3, 4)):
+        assert torch.equal(x, back)
+
+
+@pytest.mark.parametrize(
+    "perm", [[(0, 1), (1, 2), (2, 0)], [(2, 0)], [(1, 1), (0, 2)], []], ids=["ring", "one", "self", "none"]
+)
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
+def test_ppermute(ranks: Ranks, perm: list[tuple[int, int]], shape: tuple[int, ...]) -> None:
+    xs = torch.randn(3, *shape)
+    source_of = {destination: source for source, destination in perm}
+    want = [xs[source_of[r]] if r in source_of else torch.zeros(shape) for r in range(3)]
+    real = ranks(3).run(lambda xs: ltx.ppermute(xs[ltx.axis_index()], (pair for pair in perm)), xs)
+    simulated = ltx.vmap(lambda x: ltx.ppermute(x, perm))(xs)
+    for rank in range(3):
+        assert torch.equal(real.rank(rank), want[rank])
+        assert torch.equal(simulated[rank], want[rank])
+
+
+def test_pairs_of_any_kind(ranks: Ranks) -> None:
+    numpy = pytest.importorskip("numpy")
+    pairs = [(0, 1), (1, 0)]
+    kinds: dict[str, Callable[[], Any]] = {
+        "zip": lambda: zip([0, 1], [1, 0], strict=True),
+        "generator": lambda: (pair for pair in pairs),
+        "set": lambda: set(pairs),
+        "items": lambda: {0: 1, 1: 0}.items(),
+        "lists": lambda: [[0, 1], [1, 0]],
+        "array": lambda: numpy.array(pairs),
+        "numbers of NumPy": lambda: [(numpy.int64(a), numpy.int32(b)) for a, b in pairs],
+        "rows of an array": lambda: list(numpy.array(pairs)),
+    }
+
+    def run(x: Tensor) -> Any:
+        return [ltx.ppermute(x, make()) for make in kinds.values()]
+
+    xs = torch.tensor([3.0, 4.0])
+    real = ranks(2).run(lambda: run(xs[ltx.axis_index()]))
+    for kind, simulated, *both in zip(kinds, ltx.vmap(run)(xs), *real, strict=True):
+        assert torch.equal(simulated, xs.flip(0)), kind
+        assert torch.equal(torch.stack(both), xs.flip(0)), kind
+    assert ltx.ppermute(xs, numpy.zeros((1, 2), int)).tolist() == xs.tolist()  # alone
+
+
+@pytest.mark.full
+@pytest.mark.covering(1, of=lambda perm: ())
+@pytest.mark.parametrize("perm", [[(0, 1), (1, 0)], [(0, 1)]], ids=["all", "some"])
+def test_ppermute_compiled(ranks: Ranks, perm: list[tuple[int, int]]) -> None:
+    def run(xs: Tensor) -> Tensor:
+        fn = torch.func.grad(lambda x: (ltx.ppermute(x, perm) * (1 + ltx.axis_index()) * x).sum())
+        x = xs[ltx.axis_index()]
+        torch.testing.assert_close(torch.compile(fn, fullgraph=True, backend="aot_eager")(x), fn(x))
+        return fn(x)
+
+    xs = torch.randn(2, 3)
+    real = ranks(2).run(run, xs)
+    a, b = xs
+    want = [2 * b + b, a + 2 * a] if len(perm) == 2 else [2 * b, 2 * a]
+    for rank in range(2):
+        torch.testing.assert_close(real.rank(rank), want[rank])
+
+
+def test_trees(ranks: Ranks) -> None:
+    def run() -> Any:
+        rank = float(ltx.axis_index())
+        tree = {"a": torch.full((2,), rank), "b": [torch.tensor([[rank], [rank + 10]])]}
+        return ltx.ppermute(tree, [(0, 1), (1, 0)]), ltx.all_to_all(tree, 0, 0)
+
+    for rank, (moved, exchanged) in enumerate(ranks(2).run(run)):
+        other = 1.0 - rank
+        assert torch.equal(moved["a"], torch.full((2,), other))
+        assert torch.equal(moved["b"][0], torch.tensor([[other], [other + 10]]))
+        assert exchanged["a"].tolist() == [0.0, 1.0]
+        assert exchanged["b"][0].tolist() == [[10.0 * rank], [1 + 10.0 * rank]]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: ltx.all_to_all(x, 0, 0), "dimension 0 of a tensor of shape [3, 4] must be a multiple of 2, got 3"),
+        (lambda x: ltx.all_to_all(x, 1, 2), "concat_dim=2 is out of range for a tensor of shape [3, 4]"),
+        (lambda x: ltx.all_to_all(x, -3, 0), "split_dim=-3 is out of range"),
+        (lambda x: ltx.ppermute(x, [(0, 2)]), "perm holds (0, 2), not a (source, destination) of ranks 0 to 1"),
+        (lambda x: ltx.ppermute(x, [(0, 1), (0, 0)]), "rank 0 is the source of more than one pair"),
+        (lambda x: ltx.ppermute(x, [(0, 1), (1, 1)]), "rank 1 is the destination of more than one pair"),
+        (lambda x: ltx.ppermute(x, [(0, 1, 1)]), "perm holds (0, 1, 1)"),
+        (lambda x: ltx.ppermute(x, [(0, 1.0)]), "perm holds (0, 1.0)"),
+        (lambda x: ltx.ppermute(x, {0: 1, 1: 0}), "got {0: 1, 1: 0} of type dict. Give perm.items()."),
+        (lambda x: ltx.ppermute(x, torch.tensor(1)), "got tensor(1) of type Tensor. Give perm.tolist()."),
+    ],
+)
+def test_arguments(call: Callable[[Tensor], Tensor], message: str) -> None:
+    with pytest.raises(AxisError) as caught:
+        ltx.vmap(call)(torch.ones(2, 3, 4))
+    assert message in str(caught.value)
+
+
+def test_permutations_that_differ_between_ranks(ranks: Ranks) -> None:
+    def run() -> str:
+        with pytest.raises(RankMismatchError) as caught:
+            ltx.ppermute(torch.ones(2), [(0, 1)] if ltx.axis_index() == 0 else [(1, 0)])
+        return str(caught.value)
+
+    assert "ppermute" in ranks(2).run(run).replicated()

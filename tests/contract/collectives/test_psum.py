@@ -1,0 +1,177 @@
+"""What holds for every collective: inputs stay as they are, results are new, errors say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import Pool
+from ltx.errors import InputError, TreeError
+
+Ranks = Callable[[int], Pool]
+
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "psum": ltx.psum,
+    "pmean": ltx.pmean,
+    "weighted_mean": lambda x: ltx.weighted_mean(x, 2),
+    "pvary": ltx.pvary,
+    "all_gather": ltx.all_gather,
+    "all_gather tiled": lambda x: ltx.all_gather(x, tiled=True),
+    "psum_scatter tiled": lambda x: ltx.psum_scatter(x, tiled=True),
+    "broadcast": ltx.broadcast,
+    "psum_to": ltx.psum_to,
+    "gather": ltx.gather,
+    "scatter tiled": lambda x: ltx.scatter(x, tiled=True),
+}
+
+
+def _what_happens_to_inputs(x: Tensor) -> dict[str, tuple[bool, bool, bool]]:
+    """For each collective: was the input left alone, is the result another object, could it be written to?"""
+    seen = {}
+    for name, collective in COLLECTIVES.items():
+        for kind, mine in {"": x.clone(), " of a transposed tensor": x.T.clone().T}.items():
+            before, version = mine.clone(), mine._version
+            result = collective({"x": mine})["x"]
+            same = torch.equal(mine, before) and mine._version == version
+            seen[name + kind] = (same, result is not mine, not result.requires_grad)
+    return seen
+
+
+def test_inputs_stay_as_they_are_and_results_are_new(ranks: Ranks, seed: int) -> None:
+    x = torch.randn(4, 2)
+    on_processes = ranks(2).run(_what_happens_to_inputs, x)
+    for by_name in [*on_processes, _what_happens_to_inputs(x)]:
+        assert by_name == dict.fromkeys(by_name, (True, True, True))
+
+
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "pvary"])  # the identity: a view
+def test_results_have_memory_of_their_own(ranks: Ranks, name: str) -> None:
+    """Writing into a result doesn't reach the input."""
+
+    def write(x: Tensor) -> Tensor:
+        COLLECTIVES[name](x).zero_()
+        return x
+
+    x = torch.ones(2, 2)
+    assert torch.equal(ranks(2).run(write, x).replicated(), torch.ones(2, 2)), "processes"
+    assert torch.equal(ltx.vmap(write)(x.clone()), torch.ones(2, 2)), "simulated"
+    assert torch.equal(write(x), torch.ones(2, 2)), "alone"
+
+
+def test_psum_of_booleans_counts(ranks: Ranks) -> None:
+    flags = torch.tensor([[True, False], [True, True]])
+    counted = ltx.vmap(ltx.psum)(flags)
+    assert counted.dtype == torch.int64
+    assert counted.tolist() == [[2, 1], [2, 1]]
+    assert ranks(2).run(lambda: ltx.psum(flags[ltx.axis_index()])).replicated().tolist() == [2, 1]
+    assert ltx.psum(flags).dtype == torch.int64, "also in a world of one"
+
+
+def test_pmean_of_integers_gives_floats() -> None:
+    assert ltx.pmean(torch.tensor([3])).dtype == torch.float32
+    assert ltx.vmap(ltx.pmean)(torch.tensor([1, 2])).tolist() == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_leaves_that_are_no_tensors(name: str) -> None:
+    with pytest.raises(TreeError, match=r"must be a tree of tensors, but leaf 'b.1' is of type str"):
+        COLLECTIVES[name]({"a": torch.ones(2), "b": [torch.ones(2), "3"]})
+
+
+def test_a_module_is_no_tree() -> None:
+    with pytest.raises(TreeError, match=r"is of type Linear\. Pass dict\(module.named_parameters\(\)\)"):
+        ltx.psum(torch.nn.Linear(2, 2))
+
+
+def test_pvary_seen_from_outside_the_simulated_axis() -> None:
+    """A value that all ranks share gets the sum; copies are inputs of their own, and get each its own."""
+    losses = ltx.vmap(lambda w, r: (r + 1) * ltx.pvary(w), in_dims=(None, 0))
+    copies = ltx.vmap(lambda w, r: (r + 1) * ltx.pvary(w))
+    ranks = torch.arange(3.0)
+    assert torch.func.grad(lambda w: losses(w, ranks).sum())(torch.tensor(1.0)).item() == 6.0
+    assert torch.func.grad(lambda w: copies(w, ranks).sum())(torch.ones(3)).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_values_that_all_simulated_ranks_share() -> None:
+    """Tensors that aren't mapped count once a rank."""
+    shared = torch.tensor([1.0, 2.0])
+    sums = ltx.vmap(lambda r: (ltx.psum(shared), ltx.all_gather(shared), ltx.broadcast(shared)), axis_size=3)
+    psum, gathered, sent = sums(torch.arange(3))
+    assert psum.tolist() == [[3.0, 6.0]] * 3
+    assert gathered.shape == (3, 3, 2)
+    assert torch.equal(sent, shared.expand(3, 2))
+
+
+def test_256_simulated_ranks(seed: int) -> None:
+    xs = torch.randn(256, 5, dtype=torch.float64)
+    grads = ltx.vmap(torch.func.grad(lambda x: (ltx.psum(x) ** 2).sum() + ltx.all_gather(x)[0].sum()))(xs)
+    expected = 512 * xs.sum(0).expand(256, 5).clone()
+    expected[0] += 256
+    torch.testing.assert_close(grads, expected)
+
+
+def _scaled(x: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+    """A sum with factors of the rank's own, its gradients, and a derivative of these."""
+
+    def loss(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return ((1 + ltx.axis_index()) * ltx.psum(x, prescale=a, postscale=b).sin()).sum()
+
+    b = a.square()
+    grads = torch.func.grad(loss, (0, 1, 2))
+    second = torch.func.jvp(lambda x: grads(x, a, b)[0], (x,), (torch.ones_like(x),))[1]
+    return ltx.psum(x, prescale=a, postscale=b), *grads(x, a, b), second
+
+
+def test_prescale_and_postscale(ranks: Ranks, seed: int) -> None:
+    """Each rank has its own; against plain torch on the stack of both."""
+    xs, a = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
+
+    def total(xs: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        weights = torch.tensor([1.0, 2.0])
+        return (weights[:, None] * (b[:, None] * (a[:, None] * xs).sum(0)).sin()).sum()
+
+    grads = torch.func.grad(total, (0, 1, 2))
+    second = torch.func.jvp(lambda xs: grads(xs, a, a.square())[0], (xs,), (torch.ones_like(xs),))[1]
+    want = (a.square()[:, None] * (a[:, None] * xs).sum(0), *grads(xs, a, a.square()), second)
+    torch.testing.assert_close(ltx.vmap(_scaled)(xs, a), want)
+    for rank, found in enumerate(ranks(2).run(lambda: _scaled(xs[ltx.axis_index()], a[ltx.axis_index()]))):
+        torch.testing.assert_close(found, tuple(y[rank] for y in want))
+
+
+def test_scaled_dtypes(ranks: Ranks) -> None:
+    """Sums keep theirs; a float16 sum that would overflow doesn't, if it is scaled before."""
+
+    def run() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        large = torch.full((2,), 6e4, dtype=torch.float16)
+        sparse = torch.ones(2, 2).to_sparse()
+        return (
+            ltx.psum(large, prescale=0.5),
+            ltx.psum(torch.tensor([1, 2]), prescale=3.0, postscale=torch.tensor(2)),
+            ltx.psum(torch.tensor(True), postscale=-1),
+            ltx.psum(torch.ones(2, dtype=torch.bfloat16), postscale=torch.tensor(0.5, dtype=torch.float64)),
+            ltx.psum(sparse, prescale=0.5, postscale=3).to_dense(),
+        )
+
+    half, whole, flag, brain, sparse = ranks(2).run(run).replicated()
+    assert (half.dtype, half.tolist()) == (torch.float16, [6e4, 6e4])
+    assert (whole.dtype, whole.tolist()) == (torch.int64, [12, 24])
+    assert flag.item() == -2
+    assert (brain.dtype, brain.tolist()) == (torch.bfloat16, [1.0, 1.0])
+    assert sparse.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert ltx.psum(torch.ones(2), prescale=2, postscale=0.25).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(2.0), float("nan")])
+@pytest.mark.parametrize("name", ["prescale", "postscale"])
+def test_integers_take_whole_factors(name: str, factor: Any) -> None:
+    named: Any = {name: factor}
+    text = rf"psum: leaf 'n' is int64\[2\], and {name}=.* isn't a whole number\. Cast the leaf to a floating dtype\."
+    with pytest.raises(TreeError, match=text):
+        ltx.psum({"n": torch.ones(2, dtype=torch.int64), "x": torch.ones(2)}, **named)
+    with pytest.raises(InputError, match=rf"psum: {name} must be a number or a 0-dim tensor, got float32\[2\]\."):
+        ltx.psum(torch.ones(2), **{name: torch.ones(2)})

@@ -1,0 +1,419 @@
+"""Ranks that disagree: the same error on all of them, before anything has moved, and what can be done after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ltx
+from ltx import Pool
+from ltx.errors import (
+    CallFailedError,
+    CollectiveTimeoutError,
+    LtxError,
+    RankMismatchError,
+    TreeError,
+    UnsupportedError,
+)
+from tests import inside
+from tests.inside import OnFreshAxis, axes_in_scope
+
+Ranks = Callable[[int], Pool]
+Call = Callable[[int], Any]
+
+#: name: (what rank r does, what the error says)
+MISMATCHES: dict[str, tuple[Call, tuple[str, ...]]] = {
+    "shape": (lambda r: ltx.psum(torch.ones(2 + r)), ("on psum", "rank 0: float32[2]", "rank 1: float32[3]")),
+    "dtype": (
+        lambda r: ltx.psum(torch.ones(2, dtype=[torch.float32, torch.float64][r])),
+        ("on psum", "rank 0: float32[2]", "rank 1: float64[2]"),
+    ),
+    "operation": (
+        lambda r: [ltx.psum, ltx.all_gather][r](torch.ones(2)),
+        ("on the operation", "rank 0: psum", "rank 1: all_gather"),
+    ),
+    "arguments": (
+        lambda r: ltx.broadcast(torch.ones(2), src=r),
+        ("on broadcast, its arguments", "rank 0: ", "rank 1: "),
+    ),
+    "leaf": (
+        lambda r: ltx.psum({"w": torch.ones(2), "b": torch.ones(1 + r)}),
+        ("on psum, leaf 'b'", "rank 0: float32[1]", "rank 1: float32[2]"),
+    ),
+    "names of leaves": (lambda r: ltx.psum({"ab"[r]: torch.ones(2)}), ("on psum, leaf 'a'", "rank 1: no such leaf")),
+    "number of leaves": (lambda r: ltx.psum([torch.ones(2)] * (2 + r)), ("on psum, leaf '2'", "rank 0: no such leaf")),
+    "object": (lambda r: ltx.broadcast_object(1, src=r), ("on broadcast_object", "rank 0: src=0", "rank 1: src=1")),
+    "parameters": (
+        lambda r: torch.func.grad(ltx.data_parallel(lambda p: sum(w.sum() for w in p.values())))(
+            {"w": torch.ones(2), "b": torch.ones(1 + r)}
+        ),
+        ("on data_parallel, leaf 'b'", "rank 0: float32[1]", "rank 1: float32[2]"),
+    ),
+    "hooks": (
+        lambda r: ltx.sync_gradients(torch.ones(2), ltx.DDPStrategy(comm_hook=["fp16", "bf16"][r])),
+        ("on sync_gradients, its arguments", "rank 0: FP16()", "rank 1: BF16()"),
+    ),
+    "bucket sizes": (
+        lambda r: ltx.sync_gradients(torch.ones(2), ltx.DDPStrategy(bucket_bytes=4 + r)),
+        ("on sync_gradients, its arguments", "(4, 1048576)", "(5, 1048576)"),
+    ),
+}
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_new_signatures_that_differ(on_new_axis: OnFreshAxis, name: str) -> None:
+    call, expected = MISMATCHES[name]
+
+    def run() -> tuple[str, float]:
+        with pytest.raises(RankMismatchError) as caught:
+            call(int(ltx.axis_index()))
+        return str(caught.value), ltx.psum(torch.ones(()), axis="data").item()
+
+    text, after = on_new_axis(run, timeout_s=3.0).replicated()
+    assert text.startswith("axis 'data': ranks disagree on ")
+    assert [part for part in expected if part not in text] == []
+    assert after == 2.0, "nothing has moved: the axis works as before"
+
+
+def test_a_list_that_is_longer_on_one_rank_when_its_leaves_are_known(on_new_axis: OnFreshAxis) -> None:
+    def run() -> str:
+        ltx.psum([torch.ones(2)] * 2)
+        with pytest.raises(RankMismatchError) as caught:
+            ltx.psum([torch.ones(2)] * (2 + int(ltx.axis_index())))
+        return str(caught.value)
+
+    text = on_new_axis(run, timeout_s=3.0).replicated()
+    assert "on psum, leaf '2'" in text
+    assert "rank 0: no such leaf; rank 1: float32[2]" in text
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_peer_that_stands_at_something_new(on_new_axis: OnFreshAxis, waiting: int) -> None:
+    """One rank waits in a collective that it knows; the other compares another one, which the first answers."""
+
+    def run() -> str:
+        ltx.psum(torch.ones(2))
+        with pytest.raises(RankMismatchError) as caught:
+            ltx.psum(torch.ones(2 if int(ltx.axis_index()) == waiting else 3))
+        return str(caught.value)
+
+    text = on_new_axis(run).replicated()
+    assert f"rank {waiting}: float32[2]" in text
+    assert f"rank {1 - waiting}: float32[3]" in text
+
+
+@pytest.mark.parametrize("call", [ltx.psum, ltx.broadcast, lambda x: ltx.all_gather(x, tiled=True, splits="infer")])
+def test_a_list_on_one_rank_and_a_tuple_on_the_other(on_new_axis: OnFreshAxis, call: Callable[..., Any]) -> None:
+    """One call, also where one of them is known: the ranks stay in step."""
+
+    def run() -> list[float]:
+        rank = int(ltx.axis_index())
+        call([torch.ones(2)])
+        (first,) = call((torch.ones(2),) if rank else [torch.ones(2)])
+        return [first.sum().item(), *(ltx.psum(torch.ones(n)).sum().item() for n in (3, 2, 3))]
+
+    assert on_new_axis(run, timeout_s=9.0).replicated()[1:] == [6.0, 4.0, 6.0]
+
+
+UNLIKE: dict[str, Callable[[int], object]] = {
+    "a dtype without sums": lambda r: ltx.psum(torch.ones(2, dtype=torch.uint16 if r else torch.float32)),
+    "no tensor": lambda r: ltx.pmax("a" if r else torch.ones(2)),
+    "an argument": lambda r: ltx.all_gather(torch.ones(2), dim="a" if r else 0),  # type: ignore[arg-type]
+    "a dimension": lambda r: ltx.all_gather(torch.ones(2), dim=5 * r),
+    "another shape": lambda r: ltx.psum(torch.ones(2 + r)),
+    "of reduce": lambda r: ltx.reduce(torch.ones(2), "no such" if r else "sum"),
+}
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize(
+    ("name", "known"),  # what both compare leaves them in step: see test_new_signatures_that_differ
+    [(name, known) for name in UNLIKE for known in (False, True) if known or name != "another shape"],
+)
+def test_after_what_one_rank_alone_has_issued(on_new_axis: OnFreshAxis, name: str, known: bool) -> None:
+    """Whoever catches the errors and goes on gets no other call's sums."""
+
+    def run() -> list[str]:
+        rank, said = int(ltx.axis_index()), []
+        if known:
+            UNLIKE[name](0)
+            ltx.psum(torch.ones(3))
+        with pytest.raises(LtxError):
+            UNLIKE[name](rank)
+        for n in (3, 4, 3, 2):
+            with pytest.raises(RankMismatchError) as caught:
+                ltx.psum(torch.full((n,), float(n)))
+            said.append(str(caught.value))
+        return said
+
+    for texts in on_new_axis(run, timeout_s=9.0):
+        assert [text for text in texts[1:] if "has been out of step since an earlier failure" not in text] == []
+
+
+def test_what_all_ranks_refuse_leaves_them_in_step(on_new_axis: OnFreshAxis) -> None:
+    def run() -> float:
+        bad = ["a", torch.ones(2, dtype=torch.uint16)][int(ltx.axis_index())]
+        with pytest.raises((TreeError, UnsupportedError)):
+            ltx.psum(bad)
+        return ltx.psum(torch.ones(2)).sum().item()
+
+    assert on_new_axis(run, timeout_s=9.0).replicated() == 4.0
+
+
+def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(on_new_axis: OnFreshAxis) -> None:
+    """The source needn't wait for the others, and goes on to what they are at: it would pair with its broadcast."""
+
+    def run() -> str:
+        ltx.broadcast(torch.ones(2))
+        with pytest.raises(RankMismatchError) as caught:
+            [ltx.broadcast(torch.ones(2)) for _ in range(1 - int(ltx.axis_index()))], ltx.psum(torch.ones(3))
+        return str(caught.value)
+
+    text = on_new_axis(run).replicated()
+    assert "ranks disagree on the operation: rank 0: " in text
+    assert "rank 1: psum" in text
+
+
+def test_the_same_new_call_after_other_comparisons(on_new_axis: OnFreshAxis) -> None:
+    """As when one rank was interrupted while it compared something: the two calls don't meet, and both say so."""
+
+    def run() -> str:
+        axes_in_scope()[-1].comm.user.compared += int(ltx.axis_index())
+        with pytest.raises(RankMismatchError) as caught:
+            ltx.psum(torch.ones(3))
+        return str(caught.value)
+
+    for text in on_new_axis(run):
+        assert "ranks disagree on the operation: rank " in text
+        assert "psum (after other calls)" in text
+
+
+def test_barriers_of_which_one_is_known(on_new_axis: OnFreshAxis) -> None:
+    def run() -> str:
+        ltx.barrier("load")
+        with pytest.raises(RankMismatchError) as caught:
+            ltx.barrier(["load", "save"][int(ltx.axis_index())])
+        return str(caught.value)
+
+    assert "rank 0: barrier 'load'; rank 1: barrier 'save'" in on_new_axis(run).replicated()
+
+
+@pytest.mark.full
+def test_a_step_on_one_rank_and_a_new_collective_on_the_other(on_new_axis: OnFreshAxis) -> None:
+    """They use different channels, but each one's wait sees where the other stands or gives up in time."""
+    step = ltx.data_parallel(lambda w: (w**2).sum())
+
+    def run() -> str:
+        torch.func.grad(step)(torch.ones(2))
+        call = torch.func.grad(step) if int(ltx.axis_index()) == 0 else ltx.psum
+        with pytest.raises((RankMismatchError, CollectiveTimeoutError)) as caught:
+            call(torch.ones(2))
+        return type(caught.value).__name__
+
+    on_new_axis(run, timeout_s=2.0)
+
+
+def test_what_is_pending_never_counts_as_completed(on_new_axis: OnFreshAxis) -> None:
+    """A second wait for a collective that failed fails too: its buffer holds this rank's share alone."""
+
+    def run() -> list[str]:
+        axis_comm = inside.resolve(None).comm
+        if axis_comm.rank == 1:
+            return []
+        work, said = axis_comm.background.issue("psum", torch.ones(2), "a sum of one"), []
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                work.wait()
+            said.append(str(caught.value))
+        return said
+
+    said = on_new_axis(run, timeout_s=1.0).rank(0)
+    assert len(said) == 2
+    assert all("a sum of one (issue 1) on axis 'data'" in text for text in said)
+
+
+def test_a_pool_survives(ranks: Ranks) -> None:
+    """Both signatures are new, so nothing was issued, and the same workers may go on."""
+    pool = ranks(2)
+    before = pool.run(os.getpid)
+    text = r"RankMismatchError: (.|\n)*rank 0: float32\[5, 2, 0, 7\]; rank 1: float32\[5, 3, 0, 7\]"
+    with pytest.raises(CallFailedError, match=text) as caught:
+        pool.run(lambda: ltx.psum(torch.ones(5, 2 + int(ltx.axis_index()), 0, 7)))
+    assert isinstance(caught.value.__cause__, RankMismatchError)
+    assert pool.run(lambda: ltx.psum(torch.ones(()))).replicated().item() == 2.0
+    assert list(pool.run(os.getpid)) == list(before)
+
+
+def test_known_collectives_in_swapped_order_are_caught_at_the_fence(on_new_axis: OnFreshAxis) -> None:
+    """Two sums of equal sizes pair with each other and mix; the next step's header tells, before it returns."""
+
+    def run() -> tuple[str, float]:
+        step = ltx.data_parallel(lambda w: (w**2).sum())
+        first, second = torch.ones(2, 3), torch.ones(3, 2)
+        ltx.psum(first), ltx.psum(second)
+        grads = torch.func.grad(step)(torch.ones(2))
+        for x in [first, second][:: 1 - 2 * int(ltx.axis_index())]:
+            ltx.psum(x)
+        with pytest.raises(RankMismatchError) as caught:
+            torch.func.grad(step)(torch.ones(2))
+        return str(caught.value), grads.sum().item()
+
+    text, grads = on_new_axis(run, sockets=True).replicated()
+    assert "ranks have issued different collectives, or the same ones in another order" in text
+    assert grads == 4.0
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("shapes", [((2, 3), (3, 2)), ((2, 3), (40, 50)), ((0, 3), (3,))], ids=str)
+def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(on_new_axis: OnFreshAxis, shapes: Any) -> None:
+    """At once, whatever their sizes, and with the values as they were."""
+
+    def run() -> tuple[str, Tensor]:
+        calls = [lambda: ltx.psum(torch.ones(shapes[0])), lambda: ltx.all_gather(torch.ones(shapes[1]))]
+        for call in calls:
+            call()
+        x = torch.ones(shapes[int(ltx.axis_index())])
+        here = calls[:: 1 - 2 * int(ltx.axis_index())]
+        with pytest.raises(RankMismatchError) as caught:
+            _ = [call() for call in here]
+        return str(caught.value), x
+
+    for rank, (text, x) in enumerate(on_new_axis(run)):
+        assert f"rank {rank}: " in text
+        assert "a peer has issued another collective here" in text
+        assert torch.equal(x, torch.ones(shapes[rank]))
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize("operation", ["psum", "data_parallel", "barrier 'end'"])
+def test_a_peer_that_does_not_come(on_new_axis: OnFreshAxis, operation: str, known: bool) -> None:
+    def run() -> tuple[str, float]:
+        step = ltx.data_parallel(lambda w: (w**2).sum())
+        calls: dict[str, Callable[[], Any]] = {
+            "psum": lambda: ltx.psum(torch.ones(2)),
+            "data_parallel": lambda: torch.func.grad(step)(torch.ones(2)),
+            "barrier 'end'": lambda: ltx.barrier("end"),
+        }
+        if known:
+            calls[operation]()
+        if int(ltx.axis_index()) == 1:
+            return "", 0.0
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            calls[operation]()
+        assert isinstance(caught.value, TimeoutError)
+        return str(caught.value), time.monotonic() - began
+
+    text, took_s = on_new_axis(run, timeout_s=0.5).rank(0)
+    assert text.startswith("rank 0: ")
+    assert "within 0.5 s" in text
+    assert "on axis 'data'" in text
+    assert operation in text or (known and operation == "data_parallel" and ("bucket 0" in text or "summary" in text))
+    assert ("ranks [1] didn't come to compare it" in text) != known
+    assert 0.4 < took_s < 5.0
+
+
+def test_a_signal_is_seen_while_a_rank_waits(on_new_axis: OnFreshAxis) -> None:
+    class StopError(Exception):
+        pass
+
+    def run() -> float:
+        ltx.psum(torch.ones(2))
+        if int(ltx.axis_index()) == 1:
+            return 0.0
+
+        def stop(*_: object) -> None:
+            raise StopError
+
+        before = signal.signal(signal.SIGALRM, stop)
+        began = time.monotonic()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(StopError):
+                ltx.psum(torch.ones(2))
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        return time.monotonic() - began
+
+    assert 0.2 <= on_new_axis(run, timeout_s=30.0).rank(0) < 3.0
+
+
+def test_orders_of_arrival_that_differ_are_rank_0_s(on_new_axis: OnFreshAxis) -> None:
+    """Dicts built in different orders: the same leaves, paired by path, in the buckets that rank 0 planned."""
+
+    def run() -> dict[str, Tensor]:
+        names = ["x", "y", "z"][:: 1 - 2 * int(ltx.axis_index())]
+        grads = {name: torch.full((2,), float("xyz".index(name))) * (1 + ltx.axis_index()) for name in names}
+        strategy = ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8)
+        return dict(sorted(ltx.sync_gradients(grads, strategy)[0].items()))
+
+    got = on_new_axis(run).replicated()
+    assert {name: x.tolist() for name, x in got.items()} == {"x": [0.0, 0.0], "y": [1.5, 1.5], "z": [3.0, 3.0]}
+
+
+def test_ranks_that_differ_in_their_other_groups(ranks: Ranks) -> None:
+    """Ranks 0 and 1 hold a pair's channels besides, so the next line is not the same number of groups away."""
+
+    def run() -> float:
+        pair, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+        opened = [inside.open_axis("pair", pair, timedelta(seconds=10))] if dist.get_rank() < 2 else []
+        opened.append(inside.open_axis("everyone", everyone, timedelta(seconds=10)))
+        try:
+            return float(ltx.psum(torch.tensor(1.0 + dist.get_rank()), opened[-1]))
+        finally:
+            for axis in opened:
+                inside.close_axis(axis)
+
+    assert ranks(3).run(run, timeout_s=30.0).replicated() == 6.0
+
+
+def test_an_axis_closes_whatever_is_found_on_the_way(ranks: Ranks) -> None:
+    """An error or an interrupt half-way leaves no process group, no part and no heartbeat behind."""
+
+    def run() -> Any:
+        groups = len(dist.distributed_c10d._world.pg_map)
+        group = dist.new_group([0, 1])
+        axis = inside.open_axis("interrupted", group, timedelta(seconds=10))
+        ltx.psum(torch.ones(1), axis, axis_index_groups=[[0], [1]])
+        ltx.psum(torch.ones(1), axis, axis_index_groups=[[1, 0]])
+        users = axis.comm.heartbeat._users
+
+        def interrupted(exchange: Any) -> None:
+            raise KeyboardInterrupt
+
+        axis.comm.background.drain = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            inside.close_axis(axis)
+        inside.close_axis(axis)  # nothing is left to do
+        dist.destroy_process_group(group)
+        ended = users - axis.comm.heartbeat._users
+        return ended, len(dist.distributed_c10d._world.pg_map) - groups, len(axis.comm.parts)
+
+    assert ranks(2).run(run).replicated() == (2, 0, 1)
+
+
+@pytest.mark.full
+def test_an_axis_opened_again_and_again(ranks: Ranks) -> None:
+    def run() -> list[float]:
+        found = []
+        for k in range(5):
+            group = dist.new_group([0, 1])
+            axis = inside.open_axis("again", group, timedelta(seconds=10))
+            found.append(float(ltx.psum(torch.tensor(float(k)), axis)))
+            inside.close_axis(axis)
+            dist.destroy_process_group(group)
+        return found
+
+    assert ranks(2).run(run, timeout_s=40.0).replicated() == [0.0, 2.0, 4.0, 6.0, 8.0]

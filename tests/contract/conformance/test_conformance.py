@@ -1,0 +1,260 @@
+"""Each operation under each transform, on each backing, eagerly and compiled, against plain torch in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import Pool
+from tests.contract.conformance.table import (
+    OPS,
+    ROUNDING,
+    TRANSFORMS,
+    Fn,
+    Op,
+    Outcome,
+    Transform,
+    attempt,
+    draw,
+    on_one_rank,
+)
+from tests.covering import covering
+
+Ranks = Callable[[int], Pool]
+Apply = Callable[[Fn, Transform, Tensor, Tensor, str | None], Outcome]
+
+
+@dataclass(frozen=True)
+class Backing:
+    """What an axis' ranks are. `apply` is None for processes: they do many rows in one run."""
+
+    name: str
+    size: int
+    apply: Apply | None = None
+    plain: bool = True  # autograd without torch.func works around it
+
+
+def _simulated(output: Fn, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
+    return attempt(ltx.vmap(lambda x, t: transform.per_rank(output, x, t)), xs, ts, backend)
+
+
+def _from_outside(output: Fn, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
+    """The transform of all simulated ranks together."""
+    return attempt(lambda xs, ts: transform.reference(ltx.vmap(output), xs, ts), xs, ts, backend)
+
+
+def _in_turns(output: Fn, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
+    ranks = ltx.simulate(lambda x, t: transform.per_rank(output, x, t))
+    return attempt(lambda xs, ts: ranks(xs, ts).stack(), xs, ts, backend)
+
+
+def _alone(output: Fn, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
+    return attempt(lambda xs, ts: transform.per_rank(output, xs[0], ts[0]).unsqueeze(0), xs, ts, backend)
+
+
+PROCESSES = Backing("2 processes", 2)
+SIMULATED = Backing("2 simulated", 2, _simulated, plain=False)
+TURNS = Backing("3 in turns", 3, _in_turns)
+ALONE = Backing("alone", 1, _alone)
+BACKINGS = (
+    PROCESSES,
+    SIMULATED,
+    Backing("3 simulated", 3, _simulated, plain=False),
+    Backing("2 from outside", 2, _from_outside),
+    TURNS,
+    ALONE,
+)
+
+EAGER, AOT, INDUCTOR = None, "aot_eager", "inductor"
+EVERY_TRANSFORM = "data_parallel"  # also when compiled, on processes
+WITH_INDUCTOR = (
+    ("psum", "grad"),
+    ("data_parallel", "hvp"),
+    ("accumulate", "grad"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One test: a cell of op x transform x backing x eager or compiled x dtype x whether ranks' losses are equal."""
+
+    backing: Backing
+    mode: str | None
+    op: Op
+    transform: Transform
+    dtype: torch.dtype = torch.float64
+    equal: bool = False
+
+    def __str__(self) -> str:
+        names = [self.backing.name, self.mode or "eager", self.op.name, self.transform.name]
+        names += [str(self.dtype).removeprefix("torch.")] * (self.dtype != torch.float64)
+        names += ["equal losses"] * self.equal
+        return "-".join(names).replace(" ", "_")
+
+    @property
+    def run(self) -> tuple[str, str | None, str, torch.dtype, bool]:
+        """What processes do in one run: all transforms of an operation; of the few in other dtypes, all operations."""
+        few = self.equal or self.dtype != torch.float64
+        return self.backing.name, self.mode, "" if few else self.op.name, self.dtype, self.equal
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        """Where in a run."""
+        return self.op.name, self.transform.name
+
+
+MET = [(op.name, transform.name) for op in OPS for transform in TRANSFORMS if not transform.plain]
+MET = [MET[i] for i in covering(MET, 1)]
+
+
+def _is_in_table(backing: Backing, mode: str | None, op: Op, transform: Transform) -> bool:
+    if op.paired and backing.size == 3:
+        return False
+    if backing is TURNS:
+        return mode is EAGER and not transform.forward
+    if mode is EAGER:
+        return (backing.plain or not transform.plain) and (op.from_outside or backing.apply is not _from_outside)
+    if mode == INDUCTOR:
+        return backing is PROCESSES and (op.name, transform.name) in WITH_INDUCTOR
+    if op.name == EVERY_TRANSFORM:
+        return (
+            transform.name == "hvp" if backing in (SIMULATED, ALONE) else backing is PROCESSES and not transform.plain
+        )
+    return backing is PROCESSES and transform.name in op.compiled
+
+
+def _is_in_full_table(backing: Backing, mode: str | None, op: Op, transform: Transform) -> bool:
+    """Compiled, every operation, and under some operation every transform: a graph breaks at either of them."""
+    return mode == AOT and backing is PROCESSES and (op.name, transform.name) in MET
+
+
+def _rows(within: Callable[[Backing, str | None, Op, Transform], bool]) -> list[Row]:
+    return [
+        Row(backing, mode, op, transform)
+        for mode in (EAGER, AOT, INDUCTOR)
+        for backing in BACKINGS
+        for op in OPS
+        for transform in TRANSFORMS
+        if within(backing, mode, op, transform)
+    ]
+
+
+def _variants() -> list[Row]:
+    """Eagerly: ranks' losses equal, as they are in data parallelism, and the other dtypes."""
+    found = []
+    for row in _rows(lambda backing, mode, op, transform: mode is EAGER and _is_in_table(backing, mode, op, transform)):
+        value = row.transform.name == "value"
+        if row.backing.size > 1 and not value:
+            found.append(replace(row, equal=True))
+        if row.backing in (PROCESSES, SIMULATED, ALONE):
+            dtypes = [*row.op.dtypes, *(row.op.whole if value else ())]
+            found += [replace(row, dtype=dtype) for dtype in dtypes if not (dtype.is_complex and row.transform.real)]
+    return found
+
+
+def _is_representative(row: Row) -> bool:
+    """The variants that are always run: reverse mode if losses are equal, forward over reverse mode in each dtype."""
+    if row.equal:
+        return row.op.name == "psum" or (row.transform.name == "grad" and row.backing in (PROCESSES, SIMULATED))
+    return row.transform.name == ("value" if row.dtype in row.op.whole else "hvp")
+
+
+ROWS = [*_rows(_is_in_table), *filter(_is_representative, _variants())]
+FULL_ROWS = [
+    *(row for row in _rows(_is_in_full_table) if row not in ROWS),
+    *(row for row in _variants() if not _is_representative(row)),
+]
+MARKS = {
+    EAGER: (),
+    AOT: (pytest.mark.slow_compile,),
+    INDUCTOR: (pytest.mark.slow_compile, pytest.mark.inductor, pytest.mark.timeout(260)),
+}
+#: The compiled rows of the fast suite: a collective, and a second derivative of a step.
+COMPILED = {("psum", "grad", AOT), ("psum", "grad", INDUCTOR), ("data_parallel", "hvp", AOT)}
+# A second derivative takes Inductor a minute where nothing is in its cache.
+LIMITS_S = {INDUCTOR: 250.0}
+FAST = {row for row in ROWS if row.mode is EAGER or (*row.cell, row.mode) in COMPILED}
+
+
+@pytest.fixture(scope="module")
+def outcome(ranks: Ranks, drawn: int, request: pytest.FixtureRequest) -> Callable[[Row], Outcome]:
+    """What a row gives, on all ranks. Processes do all of a run's rows that this session tests at the first's turn."""
+    done: dict[Any, dict[tuple[str, str], Outcome]] = {}
+    tested = [
+        item.callspec.params["row"]
+        for item in request.session.items
+        if getattr(item, "function", None) is test_conformance and not item.get_closest_marker("full")
+    ]
+
+    def on_processes(row: Row) -> dict[tuple[str, str], Outcome]:
+        run = [r for r in tested if r.run == row.run]
+        wanted = run if row in run else [row]
+        cells = [(*r.cell, *draw(r.op, r.backing.size, drawn, r.dtype)) for r in wanted]
+        by_rank = ranks(row.backing.size).run(on_one_rank, cells, row.mode, row.equal, timeout_s=LIMITS_S.get(row.mode))
+        return {r.cell: _stacked(list(each)) for r, *each in zip(wanted, *by_rank, strict=True)}
+
+    def get(row: Row) -> Outcome:
+        if row.backing.apply is not None:
+            xs, ts = draw(row.op, row.backing.size, drawn, row.dtype)
+            return row.backing.apply(partial(row.op.output, equal=row.equal), row.transform, xs, ts, row.mode)
+        found = done.setdefault(row.run, {})
+        if row.cell not in found:
+            found.update(on_processes(row))
+        return found[row.cell]
+
+    return get
+
+
+def _stacked(by_rank: list[Outcome]) -> Outcome:
+    return next((o for o in by_rank if isinstance(o, Exception)), None) or torch.stack(by_rank)
+
+
+def _check(got: Outcome, want: Tensor, tolerance: float) -> None:
+    if isinstance(got, Exception):
+        raise got
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.covering(
+    of=lambda row: (row.backing.name, row.mode, row.op.name, row.transform.name, row.dtype, row.equal)
+)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=str(row), marks=MARKS[row.mode] if row in FAST else (*MARKS[row.mode], pytest.mark.full))
+        for row in [*ROWS, *FULL_ROWS]
+    ],
+)
+def test_conformance(row: Row, outcome: Callable[[Row], Outcome], drawn: int) -> None:
+    print(f"LTX_SEED={drawn} repeats this test's random numbers")
+    # What is expected is computed in float64, of the numbers that the row's dtype has.
+    exact = torch.complex128 if row.dtype.is_complex else torch.float64
+    xs, ts = (z.to(exact) for z in draw(row.op, row.backing.size, drawn, row.dtype))
+    want = row.transform.reference(partial(row.op.outputs, equal=row.equal), xs, ts)
+    got = outcome(row)
+    rounding = max(ROUNDING[row.dtype], row.op.rounding if row.transform.gradient else 0.0)
+    _check(got.to(want.dtype) if isinstance(got, Tensor) else got, want, rounding)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name.replace(" ", "_"))
+def test_simulated_ranks_give_what_processes_give(op: Op, outcome: Callable[[Row], Outcome]) -> None:
+    """Also where the reference leaves room: hooks that round give the same bits."""
+    for transform in TRANSFORMS:
+        if not transform.plain:
+            simulated = outcome(Row(SIMULATED, EAGER, op, transform))
+            if not transform.forward:
+                in_turns = outcome(Row(replace(TURNS, size=2), EAGER, op, transform))
+                assert torch.equal(in_turns, simulated)
+            _check(simulated, outcome(Row(PROCESSES, EAGER, op, transform)), 1e-9)
+
+
+def test_names_are_unique() -> None:
+    assert len({str(row) for row in [*ROWS, *FULL_ROWS]}) == len(ROWS) + len(FULL_ROWS)

@@ -1,0 +1,122 @@
+"""``%%ltx`` in JupyterLab, in a browser: what a user sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jupyterlab", reason="no JupyterLab: pip install 'ltx[browser]'")
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'ltx[browser]'")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ROOT = Path(__file__).parents[3]
+LIMIT_MS = 100_000
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.browser,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium"),
+]
+
+CELLS = {
+    "load": "%load_ext ltx",
+    "print": "%%ltx -n 2\nimport ltx\nrank = ltx.world().rank\nprint('hello from', rank)",
+    "bar": "%%ltx\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(3)):\n    ltx.barrier()",
+    "display": "%%ltx\ndisplay({'rank': rank})",
+    "figure": "%%ltx --rank 0\nimport matplotlib.pyplot as plt\nplt.plot([1, 2, 4])\nplt.show()",
+    "error": "%%ltx\ndef f():\n    raise ValueError('no such luck')\nf()",
+}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """Where a JupyterLab of its own shows a notebook with `CELLS`."""
+    cells = [
+        {"cell_type": "code", "id": name, "metadata": {}, "execution_count": None, "outputs": [], "source": source}
+        for name, source in CELLS.items()
+    ]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    (home := tmp_path / "home").mkdir()
+    (home / "cells.ipynb").write_text(
+        json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5})
+    )
+    quiet = tmp_path / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+    quiet.parent.mkdir(parents=True)
+    quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    places = {
+        "JUPYTERLAB_SETTINGS_DIR": tmp_path / "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": tmp_path / "workspaces",
+        "JUPYTER_CONFIG_DIR": tmp_path / "config",
+        "JUPYTER_RUNTIME_DIR": tmp_path / "runtime",
+        "IPYTHONDIR": tmp_path / "ipython",
+    }
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"]
+    command += ["--IdentityProvider.token=secret", f"--ServerApp.root_dir={home}"]
+    command += ["--LabApp.extension_manager=readonly"]
+    environment = os.environ | {name: str(place) for name, place in places.items()} | {"PYTHONPATH": path}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        said = []
+        try:
+            for line in server.stderr:
+                said.append(line)
+                if found := re.search(r"http://127\.0\.0\.1:\d+/lab", line):
+                    break
+            else:
+                raise AssertionError(f"JupyterLab didn't start: {''.join(said)}")
+            yield f"{found[0]}/tree/cells.ipynb?token=secret"
+        finally:
+            server.terminate()
+            server.communicate(timeout=20)
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """A page that reaches this machine alone."""
+    with playwright.sync_playwright() as tools:
+        browser = tools.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        )
+        opened = browser.new_page(viewport={"width": 1100, "height": 1900})
+        opened.set_default_timeout(LIMIT_MS)
+        yield opened
+        browser.close()
+
+
+def test_cells_in_a_browser(url: str, page: Any, tmp_path: Path) -> None:
+    page.goto(url)
+    cells = page.locator(".jp-CodeCell")
+    cells.nth(len(CELLS) - 1).wait_for()
+    page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
+    outputs = {name: cells.nth(at).locator(".jp-Cell-outputArea") for at, name in enumerate(CELLS)}
+    prompts = [cells.nth(at).locator(".jp-InputPrompt") for at in range(len(CELLS))]
+    for at, prompt in enumerate(prompts):
+        cells.nth(at).locator(".cm-content").click()
+        page.keyboard.press("Shift+Enter")
+        playwright.expect(prompt).to_have_text(f"[{at + 1}]:", timeout=LIMIT_MS)  # it has [*]: while it runs
+    playwright.expect(outputs["error"]).to_contain_text("ValueError: no such luck")
+    page.screenshot(path=tmp_path / "cells.png")
+    texts = {name: output.inner_text() for name, output in outputs.items()}
+    assert texts["load"].strip() == ""
+    assert sorted(texts["print"].strip().split("\n")) == ["[rank 0] hello from 0", "[rank 1] hello from 1"], texts[
+        "print"
+    ]
+    for rank in (0, 1):
+        assert len(re.findall(rf"\[rank {rank}\] 100%.*3/3", texts["bar"])) == 1, texts["bar"]
+        assert f"[rank {rank}] {{'rank': {rank}}}" in texts["display"]
+    assert outputs["figure"].locator("img").count() == 1, texts["figure"]
+    assert outputs["figure"].locator("img").evaluate("image => image.naturalWidth") > 100
+    assert re.search(r'File "Cell In\[6\]", line 4, in <module>\s+f\(\)', texts["error"]), texts["error"]
+    assert re.search(r"line 3, in f\s+raise ValueError\('no such luck'\)", texts["error"]), texts["error"]
+    assert "ltx/" not in texts["error"]

@@ -1,0 +1,301 @@
+"""``%%ltx`` in a real kernel: what cells show, keep and give back, how they fail, and how they are interrupted."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+
+jupyter_client = pytest.importorskip("jupyter_client", reason="notebooks need pip install 'ltx[notebook]'")
+pytest.importorskip("ipykernel", reason="notebooks need pip install 'ltx[notebook]'")
+
+ROOT = Path(__file__).parents[3]
+LIMIT_S = 50.0
+
+
+class Kernel:
+    """A kernel with workers, and what its cells show: [("stdout" | "display" | "error" | ..., text), ...]."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self._manager, self._client = jupyter_client.manager.start_new_kernel(
+            kernel_name="python3", env=os.environ | {"PYTHONPATH": path}
+        )
+
+    def run(self, cell: str, interrupt_at: str = "") -> list[tuple[str, str]]:
+        """Execute `cell`; interrupt it once its output contains `interrupt_at`."""
+        asked = self._client.execute(cell)
+        shown: list[tuple[str, str]] = []
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                message = self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+            except Empty:
+                raise AssertionError(f"nothing more came from {cell!r} after {shown}") from None
+            if message["parent_header"].get("msg_id") != asked:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "status" and content["execution_state"] == "idle":
+                return _joined(shown)
+            shown.extend(_seen(kind, content))
+            if interrupt_at and any(interrupt_at in text for _, text in shown):
+                interrupt_at = ""
+                self.interrupted_s = time.monotonic()
+                self._manager.interrupt_kernel()
+
+    def close(self) -> None:
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+
+
+def _seen(kind: str, content: dict[str, Any]) -> list[tuple[str, str]]:
+    if kind == "stream":
+        return [(content["name"], content["text"])]
+    if kind == "error":
+        return [("error", "\n".join(content["traceback"]))]
+    if kind in ("display_data", "execute_result", "update_display_data"):
+        return [("image" if "image/png" in content["data"] else "display", content["data"]["text/plain"])]
+    return []
+
+
+def _joined(shown: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Pieces of one stream that follow each other, as one."""
+    joined: list[tuple[str, str]] = []
+    for kind, text in shown:
+        if joined and joined[-1][0] == kind in ("stdout", "stderr"):
+            text = joined.pop()[1] + text
+        joined.append((kind, text))
+    return joined
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    started = Kernel()
+    assert started.run("%load_ext ltx\nimport torch, ltx\nhere = torch.ones(2)") == []
+    assert started.run("%%ltx -n 2\nimport os, torch, ltx\nrank = ltx.world().rank") == []
+    yield started
+    started.close()
+
+
+def _pids(kernel: Kernel) -> str:
+    return str(kernel.run("%ltx"))
+
+
+@pytest.mark.full
+def test_a_value_that_is_the_same_everywhere_is_shown_once(kernel: Kernel) -> None:
+    assert kernel.run("%%ltx\nltx.psum(torch.ones(2))") == [("display", "tensor([2., 2.])")]
+
+
+def test_values_that_differ_are_shown_with_their_ranks(kernel: Kernel) -> None:
+    assert kernel.run("%%ltx\nrank + 1") == [("display", "[rank 0] 1"), ("display", "[rank 1] 2")]
+    assert kernel.run("%%ltx\nrank if rank else None") == [("display", "[rank 1] 1")]
+
+
+def test_what_is_printed_is_shown_line_by_line(kernel: Kernel) -> None:
+    shown = kernel.run("%%ltx\nprint('one\\ntwo')\nos.system('echo from a child') and None\nprint('begun', end='')")
+    lines = sorted("".join(text for kind, text in shown if kind == "stdout").splitlines())
+    assert lines == [f"[rank {r}] {w}" for r in (0, 1) for w in ("begun", "from a child", "one", "two")]
+
+
+def test_cells_keep_what_they_define_and_one_rank_can_be_asked(kernel: Kernel) -> None:
+    kernel.run("%%ltx\nkept = [rank]\ndef add(x):\n    return kept.append(x) or kept")
+    assert kernel.run("%%ltx --rank 1\nadd(5)") == [("display", "[rank 1] [1, 5]")]
+    assert kernel.run("%%ltx\nkept") == [("display", "[rank 0] [0]"), ("display", "[rank 1] [1, 5]")]
+
+
+@pytest.mark.parametrize("again", ["%reload_ext ltx", "%load_ext ltx.notebook"])
+def test_loading_the_extension_again_keeps_the_workers_and_what_they_hold(kernel: Kernel, again: str) -> None:
+    before = _pids(kernel)
+    kernel.run("%%ltx\nheld = [rank]")
+    assert kernel.run(again) == []
+    assert _pids(kernel) == before
+    assert kernel.run("%%ltx\nheld") == [("display", "[rank 0] [0]"), ("display", "[rank 1] [1]")]
+
+
+def test_values_go_in_and_out(kernel: Kernel) -> None:
+    assert kernel.run("%%ltx --in here --out there\nhere * rank") == []
+    assert kernel.run("there.stack()") == [("display", "tensor([[0., 0.],\n        [1., 1.]])")]
+    shown = kernel.run("%%ltx --in nowhere\n1")
+    assert "--in: the notebook has no 'nowhere'" in shown[0][1]
+
+
+@pytest.mark.full
+def test_show_and_progress(kernel: Kernel) -> None:
+    shown = kernel.run("%%ltx\nprint('before')\nltx.show({'at': rank}, rank=1)\nprint('after')")
+    mine = [line for kind, text in shown for line in text.splitlines() if line.startswith("[rank 1]")]
+    assert mine == ["[rank 1] before", "[rank 1] {'at': 1}", "[rank 1] after"]
+    shown = kernel.run(
+        "%%ltx\nimport matplotlib\nmatplotlib.use('agg')\nimport matplotlib.pyplot as plt\n"
+        "figure = plt.figure()\nltx.show(figure, rank=0)"
+    )
+    assert [kind for kind, _ in shown if kind != "stderr"] == ["display", "image"]
+    shown = kernel.run("%%ltx\nfor _ in ltx.progress(range(3), label='steps'):\n    ltx.barrier()")
+    assert all(kind == "display" for kind, _ in shown), "one display that is updated"
+    assert shown[-1][1].startswith("steps |##############################| 3/3 ")
+
+
+def test_a_failing_cell_shows_its_own_lines_and_the_workers_stay(kernel: Kernel) -> None:
+    before = _pids(kernel)
+    [(kind, text)] = kernel.run(
+        "%%ltx\n\ndef f():\n    raise ValueError('no such luck')\nif rank == 1:\n    f()\nltx.barrier()"
+    )
+    assert kind == "error"
+    assert text.startswith("CallFailedError: rank 1 of 2 raised ValueError: no such luck\n")
+    assert re.search(r'File "Cell In\[\d+\]", line 6, in <module>\n    f\(\)\n', text), "as on the screen"
+    assert "line 4, in f\n    raise ValueError('no such luck')\n" in text
+    assert "ltx/" not in text, "the library's own frames are no news"
+    assert "rank 0 raised DeadlockDetectedError: rank 0: rank 1 has left axis 'data'" in text
+    assert kernel.run("%%ltx\nltx.psum(torch.ones(1) * (rank + 1))") == [("display", "tensor([3.])")]
+    assert _pids(kernel) == before
+
+
+@pytest.mark.full
+def test_functions_of_cells_show_their_lines_under_the_cells_number(kernel: Kernel) -> None:
+    [(_, text)] = kernel.run(
+        "def f(x):\n    return 1 / x\n\nwith ltx.Pool(1) as pool:\n    pool.run(lambda: f(0))  # zero\n"
+    )
+    assert re.search(r'File "<cell In\[\d+\]>", line 5, in <lambda>\n    pool\.run\(lambda: f\(0\)\)  # zero\n', text)
+    assert re.search(r'File "<cell In\[\d+\]>", line 2, in f\n    return 1 / x\n +[~^]+\n', text)
+
+
+def test_names_of_the_notebook_that_the_workers_lack(kernel: Kernel) -> None:
+    kernel.run("there_too = 1")
+    [(_, text)] = kernel.run("%%ltx\nrank + there_too")
+    assert (
+        "'there_too' is defined in the notebook, not on the workers: send it along with `%%ltx --in there_too`" in text
+    )
+
+
+def test_cells_that_are_not_python(kernel: Kernel) -> None:
+    [(kind, text)] = kernel.run("%%ltx\n1 +")
+    assert kind == "error"
+    assert "line 2\n    1 +\n" in text
+    assert "invalid syntax" in text
+    assert "interactiveshell" not in text
+
+
+def test_a_cell_is_called_by_the_number_beside_it(kernel: Kernel) -> None:
+    kernel.run("'a value'")
+    [(_, number)] = kernel.run("max(Out)")  # of the cell before
+    [(_, text)] = kernel.run("%%ltx --rank 0\n\n1 / 0")
+    assert f'File "Cell In[{int(number) + 2}]", line 3, in <module>' in text
+
+
+def test_bad_arguments_end_no_workers(kernel: Kernel) -> None:
+    before = _pids(kernel)
+    for arguments, said in {
+        "--nowhere": "%%ltx: unrecognized arguments: --nowhere",
+        "-n 0": "expected a number of workers of at least 1, got '0'",
+        "-n=-1": "expected a number of workers of at least 1, got '-1'",
+        "-n 3 --rank 3": "--rank 3: there are the ranks 0 to 2",
+        "-n 3 --rank 1 --out x": "--out takes a value of every rank. Leave --rank out and take x.rank(1)",
+        "-n 3 --out 3x": "expected a name to assign to, got '3x'",
+        "-n 3 --timeout 0": "expected seconds above 0, got '0'",
+        "-n 3 --in lock": "--in lock: a lock can't be sent to the workers: ",
+    }.items():
+        kernel.run("import threading\nlock = threading.Lock()")
+        [(kind, text)] = kernel.run(f"%%ltx {arguments}\n1")
+        assert said in text, (arguments, kind, text)
+    [(kind, text)] = kernel.run("%%ltx --help\n1 / 0")
+    assert kind == "stdout"
+    assert "--out OUT" in text
+    assert _pids(kernel) == before
+
+
+def test_commands_take_the_names_of_the_worker(kernel: Kernel) -> None:
+    """As IPython fills them in; what it can't fill in is the shell's."""
+    kernel.run("rank = 'of the notebook'")
+    kernel.run("%%ltx\nword = f'of rank {rank}'")
+    [(kind, text)] = kernel.run("%%ltx\n!echo {rank + 10} $word")
+    assert (kind, sorted(text.splitlines())) == ("stdout", ["[rank 0] 10 of rank 0", "[rank 1] 11 of rank 1"])
+    assert kernel.run("%%ltx --rank 1\n!echo {nowhere}") == [("stdout", "[rank 1] {nowhere}\n")]
+    cell = "%%ltx --rank 1\nlines = !echo {rank + 10} $word\nlines"
+    assert kernel.run(cell) == [("display", "[rank 1] ['11 of rank 1']")]
+
+
+@pytest.mark.parametrize("module", ["auto", "notebook"])
+def test_tqdm_of_notebooks(kernel: Kernel, module: str) -> None:
+    """Workers have no kernel to put a widget into: the bar is text."""
+    pytest.importorskip("tqdm", reason="no tqdm")
+    shown = kernel.run(f"%%ltx --rank 1\nfrom tqdm.{module} import tqdm\nfor _ in tqdm(range(3)): pass")
+    assert "3/3" in shown[-1][1], shown
+    assert all(text.startswith("[rank 1] ") for _, text in shown), shown
+
+
+def test_who_asks_every_module_for_names_gets_an_answer(kernel: Kernel) -> None:
+    """As pickle and inspect do."""
+    cell = "import sys\n'tqdm.notebook' in sys.modules, hasattr(sys.modules['tqdm.notebook'], 'no_such_name')"
+    assert kernel.run(f"%%ltx --rank 1\n{cell}") == [("display", "[rank 1] (True, False)")]
+
+
+def test_what_ipython_knows(kernel: Kernel) -> None:
+    """await, !command, %time, display, plt.show(); other magics say where they work."""
+    cell = "%%ltx --rank 1\nfrom asyncio import *\nx = await sleep(0, 4)\ny = ensure_future(sleep(0, 2))\nx + await y"
+    assert kernel.run(cell) == [("display", "[rank 1] 6")]
+    assert kernel.run("%%ltx --rank 0\n!echo one\nlines = !echo two; echo three\nlines") == [
+        ("stdout", "[rank 0] one\n"),
+        ("display", "[rank 0] ['two', 'three']"),
+    ]
+    [(_, text)] = kernel.run("%%ltx --rank 0\n%time timed = 3\ntimed and None")
+    assert re.fullmatch(r"\[rank 0\] CPU time [-\d.e]+ s, wall time [-\d.e]+ s\n", text)
+    [(_, text)] = kernel.run("%%ltx --rank 0\n%pip list")
+    assert "%pip works in the notebook's own cells, not on workers" in text
+    assert kernel.run("%%ltx --rank 1\ndisplay({'at': rank})") == [("display", "[rank 1] {'at': 1}")]
+    shown = kernel.run(
+        "%%ltx --rank 1\nimport matplotlib.pyplot as plt\nplt.switch_backend('module://ltx.notebook.figures')\n"
+        "plt.plot([1, 2])\nplt.show()"
+    )
+    assert [kind for kind, _ in shown if kind != "stderr"] == ["display", "image"]
+
+
+def test_a_line_that_is_written_over_moves(kernel: Kernel) -> None:
+    shown = kernel.run(
+        "%%ltx --rank 0\nimport sys, time\nfor i in range(4):\n    print(f'\\r{i} of 3', end='', file=sys.stderr)\n"
+        "    time.sleep(0.06)\nprint(file=sys.stderr)\nprint('after')"
+    )
+    assert shown[-1] == ("stdout", "[rank 0] after\n")
+    lines = [text for kind, text in shown if kind == "display"]
+    assert lines[0] == "[rank 0] 0 of 3"
+    assert lines[-1] == "[rank 0] 3 of 3"
+    assert len(lines) > 2
+
+
+@pytest.mark.full
+def test_many_lines_come_in_batches(kernel: Kernel) -> None:
+    shown = kernel.run(
+        "%%ltx --rank 0\nfor i in range(5000): print(i)",
+    )
+    assert shown == [("stdout", "".join(f"[rank 0] {i}\n" for i in range(5000)))]
+
+
+WAITING = "if rank == 1:\n    import time\n    time.sleep(100)\nltx.barrier()"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("waiting", [WAITING, "while True: pass"])
+def test_an_interrupt_reaches_every_rank_and_the_workers_stay(kernel: Kernel, waiting: str) -> None:
+    before = _pids(kernel)
+    shown = kernel.run(f"%%ltx\nprint('waiting', flush=True)\n{waiting}", interrupt_at="waiting")
+    took_s = time.monotonic() - kernel.interrupted_s
+    text = shown[-1][1]
+    assert text.startswith("CallInterruptedError: run_cell was interrupted: rank 0 ")
+    assert text.endswith("The workers keep their state, and the next run begins with a new world.")
+    assert took_s < 10  # a second on an idle machine: benchmarks.runtime
+    shown = kernel.run("%%ltx\nltx.psum(torch.ones(1) * (rank + 1))")
+    assert shown[-1] == ("display", "tensor([3.])")
+    assert _pids(kernel) == before
+
+
+@pytest.mark.full
+def test_other_numbers_of_workers_and_the_end(kernel: Kernel) -> None:
+    assert kernel.run("%%ltx -n 1\nimport ltx\nltx.world().size") == [
+        ("stdout", "%%ltx: 2 workers end, with what they kept, and 1 start\n"),
+        ("display", "1"),
+    ]
+    assert kernel.run("%ltx stop") == [("stdout", "no workers; the next %%ltx cell starts some\n")]

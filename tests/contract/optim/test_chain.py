@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW
+
+import ltx
+from ltx import Pool
+from ltx.errors import OptimError
+from ltx.optim import (
+    ClipState,
+    Optimizer,
+    add_noise,
+    chain,
+    clip_by_global_norm,
+    clip_by_value,
+    ema,
+    from_functions,
+    from_torch,
+    grad_norm,
+    identity,
+    masked,
+    partition,
+)
+from tests.contract.optim.cases import Case, clone, random_grads, random_params, same_bits
+from tests.twins.training import after_some_updates
+
+
+def no_state(params: Any) -> tuple[()]:
+    return ()
+
+
+def double(grads: Any, state: Any, params: Any) -> Any:
+    return optree.tree_map(lambda g: 2 * g, grads), state
+
+
+doubled = from_functions(no_state, double, elementwise=True)
+clip, adamw = clip_by_global_norm(1.0), from_torch(AdamW, lr=1e-3)
+
+
+def test_laws() -> None:
+    assert chain() == identity()
+    assert chain(adamw) is adamw
+    assert chain(identity(), clip, identity()) is clip
+    assert chain(chain(clip, doubled), adamw) == chain(clip, chain(doubled, adamw)) == chain(clip, doubled, adamw)
+    assert chain(clip, doubled) != chain(doubled, clip)
+    assert len({chain(clip, adamw), chain(clip, adamw), chain(adamw)}) == 2
+
+
+def test_identity_passes_gradients_on() -> None:
+    grads = {"w": torch.ones(2)}
+    assert identity().update(grads, identity().init(grads), grads) == (grads, ())
+    assert repr(identity()) == "identity()"
+    assert pickle.loads(pickle.dumps(identity())) == identity()
+
+
+def test_is_a_value() -> None:
+    made = chain(clip, doubled, adamw)
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert cloudpickle.loads(cloudpickle.dumps(made)) == made
+    assert repr(made) == (
+        "chain(clip_by_global_norm(1.0), from_functions(no_state, double, elementwise=True), "
+        "from_torch(torch.optim.AdamW, lr=0.001))"
+    )
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_is_its_members_in_turn(donate: bool, seed: int) -> None:
+    params = random_params(Case(AdamW))
+    expected, made = clone(params), chain(clip_by_global_norm(1.0), doubled, adamw)
+    state, own = made.init(params), adamw.init(params)
+    for _ in range(3):
+        grads = random_grads(Case(AdamW), params)
+        before = clone((grads, params, state))
+        clipped, clip_state = clip.update(grads, ClipState(torch.tensor(0.0)), params)
+        expected, own = adamw.apply(double(clipped, (), params)[0], own, expected)
+        new_params, new_state = made.apply(grads, state, params, donate=donate)
+        assert same_bits(grads, before[0])
+        assert (new_params is params) == donate
+        if not donate:
+            assert same_bits((params, state), before[1:])
+        assert new_state[2].count == own.count
+        assert same_bits((new_params, new_state[2], new_state[0]), (expected, own, clip_state))
+        assert same_bits(grad_norm(new_state), clip_state.norm)
+        params, state = new_params, new_state
+
+
+def test_update_of_a_chain_is_the_last_members(seed: int) -> None:
+    params = {"w": torch.randn(4)}
+    made = chain(doubled, from_torch(SGD, lr=0.5))
+    updates, state = made.update({"w": torch.ones(4)}, made.init(params), params)
+    torch.testing.assert_close(updates["w"], -torch.ones(4))
+    assert state[1].count == 1
+
+
+def test_elementwise_if_all_are() -> None:
+    assert chain(doubled, adamw).elementwise
+    assert chain().elementwise
+    assert not chain(clip, adamw).elementwise
+    assert not chain(doubled, from_torch(torch.optim.Adafactor)).elementwise
+    assert not chain(doubled, adamw).leafwise
+    assert not chain(clip, adamw).leafwise
+    assert chain(clip_by_value(1.0), add_noise(0.1, 0), adamw).leafwise
+
+
+@pytest.mark.parametrize(
+    ("transforms", "text"),
+    [
+        (
+            (adamw, clip),
+            "from_torch(torch.optim.AdamW, lr=0.001) must come last in a chain, before it only transformations of "
+            "gradients: it updates the parameters, so clip_by_global_norm(1.0) after it would not get gradients.",
+        ),
+        ((chain(clip, adamw), doubled), "must come last in a chain"),
+        ((clip, AdamW), "argument 1 is <class 'torch.optim.adamw.AdamW'>. Wrap the class: from_torch(AdamW, ...)."),
+        ((SGD([torch.ones(1)]),), "Wrap the class: from_torch(SGD, ...)."),
+        ((3,), "chain expected optimizers, but argument 0 is 3."),
+    ],
+)
+def test_refused(transforms: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(OptimError, match=re.escape(text)):
+        chain(*transforms)
+
+
+@pytest.mark.parametrize("state", [(), (1,), None])
+def test_state_of_another_chain(state: Any) -> None:
+    params = {"w": torch.ones(1)}
+    with pytest.raises(OptimError, match=re.escape("expected a state of 2 parts, one a member, got")):
+        chain(clip, adamw).apply(params, state, params)
+
+
+def test_leaf_by_leaf_is_refused_by_name() -> None:
+    made: Optimizer = chain(clip, adamw)
+    text = re.escape(f"{clip} can't be applied leaf by leaf: an update of one leaf may depend on the others.")
+    state = made.init({})
+    for call in (
+        lambda: made.apply_leaves([], [], [], made.counts(state)),
+        lambda: made.leaf_states(state, {}),
+        lambda: made.advance(state),
+    ):
+        with pytest.raises(OptimError, match=text):
+            call()
+
+
+# Chains all members of which work leaf by leaf.
+LEAFWISE = {
+    "clipped": chain(clip_by_value(0.02), adamw),
+    "masked": chain(masked(clip_by_value(0.02), "*bias"), adamw),
+    "noisy": chain(add_noise(0.01, 0), clip_by_value(0.1), adamw),
+    "in groups": chain(
+        clip_by_value(0.05),
+        partition({"0": chain(add_noise(0.01, 1), from_torch(SGD, lr=0.1)), "1": adamw}, {"*bias": "0", "*": "1"}),
+    ),
+    "averaged": ema(chain(masked(add_noise(0.01, 0), "0.*"), adamw), 0.9),
+}
+NET = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("name", LEAFWISE)
+def test_leaf_by_leaf_is_as_together(name: str, seed: int) -> None:
+    made, params = LEAFWISE[name], {key: torch.randn_like(p) for key, p in NET.named_parameters()}
+    together, mine, state, own = params, clone(params), *[after_some_updates(made.init(params)) for _ in range(2)]
+    for _ in range(3):
+        grads = {key: torch.randn_like(p) for key, p in params.items()}
+        together, state = made.apply(grads, state, together)
+        before, leaves, states = clone(grads), optree.tree_leaves(mine), made.leaf_states(own, mine)
+        for some in ([3, 1], [0, 2]):  # as buckets come
+            given = [optree.tree_leaves(grads)[i] for i in some]
+            made.apply_leaves(given, [states[i] for i in some], [leaves[i] for i in some], made.counts(own))
+        own = made.advance(own)
+        assert same_bits(grads, before)
+        assert same_bits((mine, own), (together, state))
+
+
+def loss_fn(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(ltx.functional_call(NET, params, (x,)), y)
+
+
+def problem() -> Any:
+    """Rank 0's, on every rank."""
+    first = {key: torch.randn_like(p) for key, p in NET.named_parameters()}
+    return ltx.broadcast((first, torch.randn(16, 4), torch.randint(3, (16,))))
+
+
+def trained(made: Optimizer, strategy: ltx.Strategy, overlap: Any) -> tuple[Any, Any]:
+    """A training's parameters, and those of the optimizer by hand with gradients of the whole batch."""
+    params, x, y = problem()
+    train = ltx.train_step(ltx.data_parallel(loss_fn, strategy), made, overlap=overlap)
+    state, alone = train.init(params), made.init(params)
+    for _ in range(3):
+        state, _ = train(state, *ltx.shard((x, y)))
+        params, alone = made.apply(torch.func.grad(loss_fn)(params, x, y), alone, params)
+    return dict(state.params), params
+
+
+STRATEGIES = {"ddp": ltx.DDPStrategy(bucket_bytes=64), "zero": ltx.ZeroStrategy()}
+WAYS = [(name, "ddp", overlap) for overlap in ("update", "backward") for name in LEAFWISE]
+WAYS += [(name, "zero", overlap) for overlap in ("update", "backward") for name in ("clipped", "masked")]
+
+
+@pytest.mark.full(but=6)
+@pytest.mark.parametrize(("name", "strategy", "overlap"), WAYS)
+def test_real_ranks_and_alone(name: str, strategy: str, overlap: str, ranks: Callable[[int], Pool], seed: int) -> None:
+    ways = LEAFWISE[name], STRATEGIES[strategy], overlap
+    for found, expected in (trained(*ways), *ranks(2).run(trained, *ways)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LEAFWISE)
+def test_simulated_ranks(name: str, seed: int) -> None:
+    (params, x, y), made = problem(), LEAFWISE[name]
+    train = ltx.train_step(ltx.data_parallel(loss_fn), made)
+    state, _ = ltx.vmap(train, in_dims=(None, 0, 0))(train.init(params), x.view(2, 8, 4), y.view(2, 8))
+    expected, _ = made.apply(torch.func.grad(loss_fn)(params, x, y), made.init(params), params)
+    for rank in range(2):
+        found = {key: p[rank] for key, p in state.params.items()}
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,166 @@
+"""The average in the optimizer's state, against torch's AveragedModel."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ltx
+from ltx import Pool
+from ltx.errors import OptimError, StrategyError
+from ltx.optim import averaged, chain, clip_by_global_norm, ema, from_torch, partition
+from tests.contract.optim.cases import clone, same_bits
+
+Ranks = Callable[[int], Pool]
+
+adamw = from_torch(AdamW, lr=1e-2)
+OPTIMIZERS = {
+    "adamw": adamw,
+    "clipped": chain(clip_by_global_norm(1.0), adamw),
+    "groups": partition({"0": from_torch(SGD, lr=0.1), "1": adamw}, {"bias": "0", "*": "1"}),
+}
+
+
+def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ params["weight"].t() + params["bias"]).square().mean()
+
+
+def trained(name: str, overlap: Any) -> tuple[Any, Any, Any]:
+    """Averages of a training, of the same on the whole batch by hand, and the first parameters."""
+    first, x = ltx.broadcast(({"weight": torch.randn(3, 4), "bias": torch.randn(3)}, torch.randn(8, 4)))
+    train = ltx.train_step(ltx.data_parallel(loss_fn), ema(OPTIMIZERS[name], 0.8), overlap=overlap)
+    state, alone = train.init(first), OPTIMIZERS[name].init(first)
+    params, average = first, clone(first)
+    for _ in range(4):
+        state, _ = train(state, ltx.shard(x))
+        params, alone = OPTIMIZERS[name].apply(torch.func.grad(loss_fn)(params, x), alone, params)
+        average = {key: 0.8 * average[key] + 0.2 * p for key, p in params.items()}
+    return dict(averaged(state.opt_state)), average, first
+
+
+@pytest.mark.full(but=3)
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    [(name, "backward") for name in OPTIMIZERS] + [(name, "update") for name in ("adamw", "groups")],
+)
+def test_real_ranks(name: str, overlap: str, ranks: Ranks, seed: int) -> None:
+    found, expected, first = ranks(2).run(trained, name, overlap)[1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(found["weight"], first["weight"])
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_as_torchs(donate: bool, seed: int) -> None:
+    net = torch.nn.Linear(4, 3)
+    params = {name: p.detach().clone() for name, p in net.named_parameters()}
+    model = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    model.update_parameters(net)  # its first call copies
+    optimizer, made = SGD(net.parameters(), lr=0.1), ema(from_torch(SGD, lr=0.1), 0.9)
+    state = made.init(params)
+    for _ in range(3):
+        for p in net.parameters():
+            p.grad = torch.randn_like(p)
+        grads = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+        before = clone((params, state))
+        after, next_state = made.apply(grads, state, params, donate=donate)
+        assert donate or same_bits(before, (params, state))
+        params, state = after, next_state
+        optimizer.step()
+        model.update_parameters(net)
+    assert same_bits(params, {name: p.detach() for name, p in net.named_parameters()})
+    torch.testing.assert_close(averaged(state), {n: p.detach() for n, p in model.module.named_parameters()})
+
+
+def test_update_averages_what_the_parameters_become(seed: int) -> None:
+    made, params = ema(from_torch(SGD, lr=0.5), 0.5), {"w": torch.randn(3)}
+    updates, state = made.update({"w": torch.ones(3)}, made.init(params), params)
+    torch.testing.assert_close(averaged(state)["w"], params["w"] + 0.5 * updates["w"])
+
+
+def test_simulated_ranks(seed: int) -> None:
+    first, x = {"weight": torch.randn(3, 4), "bias": torch.randn(3)}, torch.randn(2, 4, 4)
+    train = ltx.train_step(ltx.data_parallel(loss_fn), ema(adamw, 0.8))
+    state, _ = ltx.vmap(train, in_dims=(None, 0))(train.init(first), x)
+    whole, _ = train(train.init(first), x.flatten(0, 1))
+    torch.testing.assert_close(averaged(state.opt_state)["weight"][1], averaged(whole.opt_state)["weight"])
+
+
+LABELS = {"bias": "0", "*": "1"}
+#: Each group's average of its own, at any depth; with what one optimizer of all would have.
+IN_GROUPS = {
+    "one decay": partition({"0": ema(from_torch(SGD, lr=0.1), 0.8), "1": ema(adamw, 0.8)}, LABELS),
+    "in a chain": chain(
+        clip_by_global_norm(1e6), partition({"0": ema(from_torch(SGD, lr=0.1), 0.8), "1": ema(adamw, 0.8)}, LABELS)
+    ),
+    "nested": partition(
+        {
+            "0": ema(from_torch(SGD, lr=0.1), 0.8),
+            "1": partition({"w": ema(chain(clip_by_global_norm(1e6), adamw), 0.8)}, {"*": "w"}),
+        },
+        LABELS,
+    ),
+}
+
+
+def in_groups(name: str, overlap: Any) -> tuple[Any, Any]:
+    first, x = ltx.broadcast(({"weight": torch.randn(3, 4), "bias": torch.randn(3)}, torch.randn(8, 4)))
+    found = []
+    for made in (IN_GROUPS[name], ema(OPTIMIZERS["groups"], 0.8)):
+        train = ltx.train_step(ltx.data_parallel(loss_fn), made, overlap=overlap)
+        state = train.init(clone(first))
+        for _ in range(3):
+            state, _ = train(state, ltx.shard(x))
+        found.append(dict(averaged(state.opt_state)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("name", "overlap"), [(name, "backward") for name in IN_GROUPS] + [("one decay", "update")])
+def test_averages_of_groups_are_those_of_all(name: str, overlap: str, ranks: Ranks, seed: int) -> None:
+    for found, expected in (in_groups(name, overlap), *ranks(2).run(in_groups, name, overlap)):
+        assert None not in found.values()
+        torch.testing.assert_close(found, expected)
+
+
+def test_groups_without_an_average_and_frozen_parameters(seed: int) -> None:
+    params = {"weight": torch.randn(3, 4), "bias": torch.randn(3)}
+    some = partition({"0": adamw, "1": ema(adamw, 0.9)}, LABELS)
+    for made, of in ((some, lambda s: s), (chain(clip_by_global_norm(1.0), some), lambda s: s[1])):
+        state = made.init(params)
+        with pytest.raises(OptimError, match=r"the parameters of '0' have no average, .* ema\(partition"):
+            averaged(state)
+        assert same_bits(averaged(of(state)["1"]), {"weight": params["weight"], "bias": None})
+    frozen = {"weight": params["weight"], "bias": None}
+    each = partition({"0": ema(adamw, 0.9), "1": ema(adamw, 0.9)}, LABELS)
+    assert same_bits(averaged(each.init(frozen)), frozen)
+
+
+def test_averages_of_other_trees_are_not_put_together(seed: int) -> None:
+    states = [ema(adamw, 0.9).init({name: torch.zeros(1)}) for name in "ab"]
+    with pytest.raises(OptimError, match="holds 2 averages, which aren't of groups of one tree"):
+        averaged(states)
+
+
+def test_is_found_wherever_it_is_and_refused_where_it_cant_be(seed: int) -> None:
+    params = {"w": torch.zeros(2)}
+    made = ema(adamw, 0.9)
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert repr(made) == "ema(from_torch(torch.optim.AdamW, lr=0.01), 0.9)"
+    inside = partition({"0": made}, {"*": "0"})
+    assert same_bits(averaged(inside.init(params)), params)
+    with pytest.raises(OptimError, match="holds no average"):
+        averaged(adamw.init(params))
+    with pytest.raises(OptimError, match=r"decay must be from 0 to 1, got 1\.5"):
+        ema(adamw, 1.5)
+    with pytest.raises(OptimError, match="expected an optimizer"):
+        ema(AdamW, 0.9)  # type: ignore[arg-type]
+    with pytest.raises(OptimError, match="must come last"):
+        chain(made, clip_by_global_norm(1.0))
+    with pytest.raises(StrategyError, match="needs whole ones"):
+        ltx.train_step(ltx.data_parallel(loss_fn, ltx.ZeroStrategy()), made)

@@ -1,0 +1,401 @@
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cloudpickle
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
+
+from ltx.errors import LtxError, OptimError
+from ltx.optim import TorchState, apply_updates, from_torch
+from tests.contract.optim.cases import (
+    CASES,
+    DENSE_CASES,
+    FUSED_CASES,
+    Case,
+    TorchRun,
+    clone,
+    random_grads,
+    random_params,
+    same_bits,
+)
+
+STEPS = 10
+
+
+def test_every_class_of_torch_has_a_case() -> None:
+    classes = {
+        value
+        for value in vars(torch.optim).values()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    assert {case.cls for case in CASES} == classes - {torch.optim.LBFGS}
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_bit_equal_to_torch(case: Case, donate: bool, seed: int) -> None:
+    kwargs = {"fused": False} if case.has_fused else {}
+    _compare(case, donate, kwargs, kwargs)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("case", FUSED_CASES, ids=repr)
+def test_bit_equal_to_fused_torch_by_default(case: Case, donate: bool, seed: int) -> None:
+    _compare(case, donate, {}, {"fused": True})
+
+
+@pytest.mark.parametrize("case", [case for case in DENSE_CASES if case.cls is not torch.optim.Muon], ids=repr)
+def test_bit_equal_to_foreach_torch(case: Case, seed: int) -> None:
+    _compare(case, False, {"foreach": True}, {"foreach": True})
+
+
+@pytest.mark.parametrize("case", FUSED_CASES, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_bit_equal_in_other_dtypes(case: Case, dtype: torch.dtype, seed: int) -> None:
+    params = optree.tree_map(lambda x: x.to(dtype), random_params(case))
+    works = case.cls is not SGD or dtype is torch.float64  # torch issue 191763
+    _compare(case, True, {}, {"fused": works}, params)
+
+
+def _compare(case: Case, donate: bool, kwargs: dict, torch_kwargs: dict, params: object = None) -> None:
+    params = random_params(case) if params is None else params
+    twin = TorchRun(case, params, **torch_kwargs)
+    optimizer = from_torch(case.cls, **case.kwargs, **kwargs)
+    state = optimizer.init(params)
+    structure = optree.tree_structure(state.per_param)
+    for step in range(STEPS):
+        grads = random_grads(case, params)
+        before = clone((grads, state, params))
+        new_params, new_state = optimizer.apply(grads, state, params, donate=donate)
+        assert same_bits(grads, before[0])
+        if donate:
+            assert new_params is params
+            assert all(a is b for a, b in zip(optree.tree_leaves(state), optree.tree_leaves(new_state), strict=True))
+        else:
+            assert same_bits((state, params), before[1:])
+        params, state = new_params, new_state
+        twin.step(grads)
+        assert same_bits(params, twin.params), f"step {step}"
+        assert state.count == step + 1
+        assert optree.tree_structure(state.per_param) == structure
+    for index, own in enumerate(optimizer.leaf_states(state, params)):
+        theirs = {key: torch.as_tensor(value) for key, value in twin.state_of(index).items() if value is not None}
+        if case.cls is SparseAdam:
+            theirs["step"] = theirs["step"].float()
+        assert same_bits({key: own[key] for key in theirs}, theirs)
+        assert own.keys() - theirs.keys() <= {"step"}  # of SGD with dampening
+
+
+@pytest.mark.parametrize("case", DENSE_CASES, ids=repr)
+def test_leaves_without_gradient_are_kept(case: Case, seed: int) -> None:
+    random.seed(seed)
+    fused = {"fused": False} if case.has_fused else {}
+    params = random_params(case)
+    twin = TorchRun(case, params, **fused)
+    optimizer = from_torch(case.cls, **case.kwargs, **fused)
+    state = optimizer.init(params)
+    for donate in (False, True) * 3:
+        grads = optree.tree_map(lambda g: None if random.random() < 0.5 else g, random_grads(case, params))
+        params, state = optimizer.apply(grads, state, params, donate=donate)
+        twin.step(grads)
+        assert same_bits(params, twin.params)
+    alone = optimizer.apply(optree.tree_map(lambda p: None, params), state, params)
+    assert same_bits(alone[0], params)
+    assert same_bits(alone[1].per_param, state.per_param)
+
+
+@pytest.mark.parametrize("case", [Case(Adam), Case(SGD, {"momentum": 0.9}), Case(Adagrad)], ids=repr)
+def test_complex_parameters_are_updated_beside_fused_ones(case: Case, seed: int) -> None:
+    params = {"complex": torch.randn(3, 4, dtype=torch.complex64), "real": torch.randn(5)}
+    fused, plain = TorchRun(case, {"real": params["real"]}, fused=True), TorchRun(case, {"complex": params["complex"]})
+    optimizer = from_torch(case.cls, **case.kwargs)
+    state = optimizer.init(params)
+    for _ in range(3):
+        grads = {key: torch.randn_like(param) for key, param in params.items()}
+        params, state = optimizer.apply(grads, state, params)
+        fused.step({"real": grads["real"]})
+        plain.step({"complex": grads["complex"]})
+    assert torch.equal(params["real"], fused.params["real"])
+    assert torch.equal(params["complex"], plain.params["complex"])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("cls", [SGD, Adagrad])
+def test_sparse_gradients_where_torch_takes_them(cls: type[torch.optim.Optimizer], seed: int) -> None:
+    params = {"w": torch.randn(6, 3)}
+    twin = TorchRun(Case(cls), params)
+    optimizer = from_torch(cls)
+    state = optimizer.init(params)
+    for _ in range(3):
+        grads = random_grads(Case(SparseAdam), params)
+        params, state = optimizer.apply(grads, state, params)
+        twin.step(grads)
+    assert same_bits(params, twin.params)
+
+
+@pytest.mark.parametrize("case", DENSE_CASES, ids=repr)
+@pytest.mark.parametrize("donate", [True, False])
+def test_update_is_the_difference(case: Case, donate: bool, seed: int) -> None:
+    params = random_params(case)
+    optimizer = from_torch(case.cls, **case.kwargs)
+    state, grads = optimizer.init(params), random_grads(case, params)
+    new_params, new_state = optimizer.apply(grads, state, params)
+    before = clone(params)
+    updates, updated_state = optimizer.update(grads, state, params, donate=donate)
+    assert same_bits(params, before)
+    assert same_bits(updated_state, new_state)
+    sums = optree.tree_leaves(apply_updates(params, updates))
+    for got, expected in zip(sums, optree.tree_leaves(new_params), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_state_is_new_memory_and_round_trips(case: Case, seed: int) -> None:
+    params = random_params(case)
+    optimizer = from_torch(case.cls, **case.kwargs)
+    _, state = optimizer.apply(random_grads(case, params), optimizer.init(params), params)
+    owned = {t.untyped_storage().data_ptr() for t in optree.tree_leaves(params) if t.numel()}
+    leaves, spec = optree.tree_flatten(state)
+    assert not owned & {t.untyped_storage().data_ptr() for t in leaves if t.numel()}
+    for back in (pickle.loads(pickle.dumps(state)), optree.tree_unflatten(spec, leaves), copy.deepcopy(state)):
+        assert isinstance(back, TorchState)
+        assert back.count == 1
+        assert same_bits(back, state)
+
+
+@pytest.mark.parametrize("case", [Case(AdamW), Case(SGD, {"momentum": 0.9, "dampening": 0.3})], ids=repr)
+def test_a_subset_of_leaves_at_a_time(case: Case, seed: int) -> None:
+    params = random_params(case)
+    optimizer = from_torch(case.cls, **case.kwargs)
+    assert optimizer.leafwise
+    state, whole = optimizer.init(params), (clone(params), optimizer.init(params))
+    for _ in range(3):
+        grads = random_grads(case, params)
+        whole = optimizer.apply(grads, whole[1], whole[0])
+        leaves, states = optree.tree_leaves(params), optimizer.leaf_states(state, params)
+        for some in (slice(4, None), slice(0, 4)):
+            optimizer.apply_leaves(optree.tree_leaves(grads)[some], states[some], leaves[some], state.count)
+        state = optimizer.advance(state)
+    assert same_bits((params, state), whole)
+
+
+def test_schedule_gets_the_number_of_updates_done(seed: int) -> None:
+    asked = []
+
+    def schedule(count: int) -> float:
+        asked.append(count)
+        return 0.1 / (1 + count)
+
+    params = random_params(Case(Adam))
+    twin = TorchRun(Case(Adam), params, lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(twin.optimizer, lambda count: 1 / (1 + count))
+    optimizer = from_torch(Adam, lr=schedule)
+    state = optimizer.init(params)
+    for _ in range(4):
+        grads = random_grads(Case(Adam), params)
+        params, state = optimizer.apply(grads, state, params, donate=True)
+        twin.step(grads)
+        scheduler.step()
+    assert asked == [0, 0, 1, 2, 3]  # init asks for that of step 0
+    for got, expected in zip(optree.tree_leaves(params), optree.tree_leaves(twin.params), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_schedule_may_return_a_tensor_and_may_not_return_nonsense() -> None:
+    params = {"w": torch.ones(2)}
+    half = from_torch(SGD, lr=lambda count: torch.tensor(0.5))
+    assert half.apply(params, half.init(params), params)[0]["w"].tolist() == [0.5, 0.5]
+    negative = from_torch(SGD, lr=lambda count: -1.0 if count else 0.1)
+    state = negative.init(params)
+    with pytest.raises(
+        OptimError, match=re.escape("the schedule lr(1) must be a number >= 0 or a 0-dim tensor, got -1")
+    ):
+        negative.apply(params, negative.advance(state), params)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"differentiable": True}])
+def test_plain_autograd_sees_the_update_which_turns_donation_off(kwargs: dict[str, bool]) -> None:
+    optimizer = from_torch(SGD, lr=0.1, momentum=0.9, **kwargs)
+    params = {"w": torch.ones(2, requires_grad=True)}
+    grads = {"w": params["w"] ** 2}
+    new_params, _ = optimizer.apply(grads, optimizer.init(params), params, donate=True)
+    assert new_params is not params
+    new_params["w"].sum().backward()
+    assert torch.allclose(params["w"].grad, torch.full((2,), 1 - 0.1 * 2))
+
+
+def test_parameters_are_leaves_that_are_trained_or_are_differentiated() -> None:
+    params = {"w": torch.ones(2, requires_grad=True), "b": torch.ones(1, requires_grad=True)}
+    optimizer = from_torch(AdamW)
+    state = optimizer.init(params)
+    grads = {"w": torch.ones(2), "b": None}
+    new_params, _ = optimizer.apply(grads, state, params)  # a first-order derivative of the update
+    (new_params["w"].sum() + new_params["b"].sum()).backward()
+    assert torch.allclose(params["w"].grad, torch.full((2,), 1 - 1e-3 * 1e-2))  # AdamW's decay
+    assert params["b"].grad == 1
+    with torch.no_grad():
+        assert not optree.tree_leaves(optimizer.update(params, state, params)[0])[0].requires_grad
+    new_params, new_state = optimizer.apply(grads, state, params, donate=True)
+    assert new_params is params
+    assert params["w"].is_leaf
+    assert all(tensor.grad_fn is None for tensor in optree.tree_leaves(new_state))
+
+
+def test_empty_tree() -> None:
+    optimizer = from_torch(AdamW)
+    state = optimizer.init({})
+    assert optimizer.apply({}, state, {}) == ({}, TorchState({}, 1))
+    assert optimizer.apply({}, state, {}, donate=True) == ({}, TorchState({}, 1))
+
+
+def test_elementwise_by_class() -> None:
+    not_elementwise = {case.cls.__name__ for case in CASES if not from_torch(case.cls, **case.kwargs).elementwise}
+    assert not_elementwise == {"Adafactor", "Muon", "SparseAdam"}
+
+    class Mine(Adam):
+        pass
+
+    assert not from_torch(Mine).elementwise
+
+
+def test_no_value_survives_a_call() -> None:
+    optimizer = from_torch(AdamW)
+    params = {"w": torch.ones(2)}
+    before = pickle.dumps(optimizer.kernel.shell.__dict__)
+    optimizer.apply(params, optimizer.init(params), params)
+    assert pickle.dumps(optimizer.kernel.shell.__dict__) == before
+    assert params["w"].grad is None
+
+
+@dataclass(frozen=True)
+class Halving:
+    """A schedule that compares by value."""
+
+    start: float
+
+    def __call__(self, count: int) -> float:
+        return self.start / 2**count
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"lr": 1e-3}, {"lr": Halving(0.1), "betas": (0.5, 0.9)}], ids=str)
+def test_is_a_value(kwargs: dict) -> None:
+    optimizer, again = from_torch(AdamW, **kwargs), from_torch(AdamW, **kwargs)
+    for other in (again, pickle.loads(pickle.dumps(optimizer)), cloudpickle.loads(cloudpickle.dumps(optimizer))):
+        assert optimizer == other
+        assert hash(optimizer) == hash(other)
+        assert repr(optimizer) == repr(other)
+    assert optimizer != from_torch(AdamW, lr=0.5)
+    assert optimizer != from_torch(Adam, **kwargs)
+    assert optimizer != 1
+    assert replace(optimizer, lr=0.5) == from_torch(AdamW, **{**kwargs, "lr": 0.5})
+    assert from_torch(AdamW, betas=[0.5, 0.9], eps=1.0) == from_torch(AdamW, eps=1.0, betas=(0.5, 0.9))
+    with pytest.raises(AttributeError):
+        optimizer.lr = 1.0
+
+
+def test_prints_as_written() -> None:
+    written = "from_torch(torch.optim.AdamW, lr=0.001, weight_decay=0.1, betas=(0.9, 0.95))"
+    assert repr(from_torch(AdamW, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))) == written
+    assert repr(from_torch(SGD, lr=Halving(0.1))) == "from_torch(torch.optim.SGD, lr=Halving(start=0.1))"
+
+
+@pytest.mark.full
+def test_dynamo_is_not_imported() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch; from ltx.optim import from_torch; o = from_torch(torch.optim.AdamW);"
+        "p = {'w': torch.ones(2)}; o.apply(p, o.init(p), p); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_grads_and_state_must_fit() -> None:
+    params = {"layers": [torch.ones(2), torch.ones(3)]}
+    optimizer = from_torch(AdamW)
+    state = optimizer.init(params)
+    texts = {
+        "the gradient of leaf 'layers.1' is float32[2], but the parameter is float32[3]: cast or reshape": [
+            torch.ones(2),
+            torch.ones(2),
+        ],
+        "the gradient of leaf 'layers.0' is float64[2], but the parameter is float32[2]": [
+            torch.ones(2).double(),
+            None,
+        ],
+        "the gradient of leaf 'layers.1' must be a tensor or None, got 3.0.": [None, 3.0],
+        "grads must have the tree structure of params": [None],
+        "from_torch(AdamW): the gradient of leaf 'layers.0' is sparse, but AdamW takes dense ones only": [
+            torch.ones(2).to_sparse(),
+            None,
+        ],
+    }
+    before = clone((params, state))
+    for text, grads in texts.items():
+        with pytest.raises(OptimError, match=re.escape(text)):
+            optimizer.apply({"layers": grads}, state, params, donate=True)
+    with pytest.raises(OptimError, match="the optimizer's state must have the tree structure of params"):
+        optimizer.apply(params, optimizer.init({}), params)
+    with pytest.raises(OptimError, match=re.escape("from_torch(torch.optim.AdamW) expected the state that its init")):
+        optimizer.apply(params, (), params)
+    with pytest.raises(OptimError, match="the gradient of leaf 1 of the list is float32"):
+        optimizer.apply_leaves([torch.ones(2)] * 2, optimizer.leaf_states(state, params), params["layers"], 0)
+    assert same_bits((params, state), before)
+
+
+def test_errors_are_value_errors() -> None:
+    assert issubclass(OptimError, ValueError)
+    assert issubclass(OptimError, LtxError)
+
+
+class _MadeAtOnce(torch.optim.Optimizer):
+    """State made by the constructor, as that of torch 2.11's Adagrad."""
+
+    def __init__(self, params: Any, lr: float = 0.1, start: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "start": start})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.full_like(p, start)
+
+    def _init_group(self, group: Any, params: list[Tensor], grads: list[Tensor], sums: list[Tensor]) -> bool:
+        for p in group["params"]:
+            if p.grad is not None:
+                params.append(p)
+                grads.append(p.grad)
+                sums.append(self.state[p]["sum"])
+        return False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lists: tuple[list[Tensor], ...] = ([], [], [])
+            self._init_group(group, *lists)
+            for p, grad, total in zip(*lists, strict=True):
+                total.addcmul_(grad, grad)
+                p.addcdiv_(grad, total.sqrt(), value=-group["lr"])
+
+
+def test_state_of_the_constructor(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    params = {"w": torch.randn(3, 2, generator=generator), "b": torch.randn(4, generator=generator)}
+    theirs = {name: torch.nn.Parameter(x.clone()) for name, x in params.items()}
+    reference, mine = _MadeAtOnce(theirs.values(), start=2.0), from_torch(_MadeAtOnce, start=2.0)
+    state = mine.init(params)
+    for _ in range(3):
+        grads = {name: torch.randn(x.shape, generator=generator) for name, x in params.items()}
+        for name, p in theirs.items():
+            p.grad = grads[name]
+        reference.step()
+        params, state = mine.apply(grads, state, params)
+        for name, p in theirs.items():
+            assert torch.equal(params[name], p.detach())

@@ -1,0 +1,383 @@
+"""Classes of other authors that keep their arithmetic to themselves, beside themselves on torch's own terms."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import OptimError, StrategyError
+from ltx.optim import from_torch
+from tests.inside import Update
+
+
+class Lion(torch.optim.Optimizer):
+    """Ten lines, as people write them: no _init_group, state made at the first step."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.add_(m.lerp(p.grad, 1 - group["betas"][0]).sign_(), alpha=-group["lr"])
+                m.lerp_(p.grad, 1 - group["betas"][1])
+
+
+class Together(torch.optim.Optimizer):
+    """All that such classes do: one norm for all, a count in the group, numbers and None in the state, p.data set."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            with_grads = [p for p in group["params"] if p.grad is not None]
+            norm = math.sqrt(sum(float(p.grad.square().sum()) for p in with_grads)) or 1.0
+            for p in with_grads:
+                state = self.state[p]
+                if not state:
+                    state.update(n=0, rms=0.0, row=None, avg=torch.zeros_like(p))
+                state["n"] += 1
+                state["rms"] = 0.5 * state["rms"] + 0.5 * norm
+                p.grad.div_(norm).add_(p, alpha=group["decay"])  # in place, as many do
+                state["avg"].mul_(0.9).add_(p.grad)
+                p.data = p.data - group["lr"] * state["avg"] / (group["step"] * (1 + state["rms"]) + state["n"])
+
+
+class Lamb(torch.optim.Optimizer):
+    """As timm's: gradients clipped together, a trust ratio for each parameter, a tensor in the group that counts."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, max_norm: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "max_norm": max_norm, "snapshot": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        clip = (torch.stack([g.norm() for g in grads]).norm() / self.defaults["max_norm"]).clamp(min=1.0)
+        for group in self.param_groups:
+            if "step" not in group:
+                group["step"] = torch.tensor(0.0)
+            group["step"].add_(1)
+            debiased = 1 - 0.9 ** group["step"].item()
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad / clip, 0.1)
+                ratio = torch.where(m.norm() > 0, p.norm() / m.norm(), 1.0)
+                p.sub_(group["snapshot"] * ratio * m / debiased)
+
+
+class Hidden(torch.optim.SGD):
+    """Gathers its tensors, and keeps a state besides."""
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        found = super()._init_group(group, *lists)
+        for p in group["params"]:
+            self.state[p]["seen"] = self.state[p].get("seen", torch.zeros(())) + 1
+        return found
+
+
+class Anchored(torch.optim.Optimizer):
+    """Whose state begins with other numbers than 0, and the group's count, too, when there is none yet."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["turn"] = group.get("turn", 3) + 1
+        for p in (p for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if len(state) == 0:
+                state.update(anchor=p.clone(), n=2)
+            state["n"] += 1
+            p.sub_(p.grad, alpha=group["lr"] * group["turn"] / state["n"]).lerp_(state["anchor"], 0.25)
+
+
+def adafactor(params: Iterable[Tensor], **kwargs: Any) -> Any:
+    return pytest.importorskip("transformers.optimization").Adafactor(params, **kwargs)
+
+
+CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
+    "lion": (lambda: Lion, {"lr": 0.01, "betas": (0.5, 0.9)}),
+    "together": (lambda: Together, {"lr": 0.1, "decay": 0.01}),
+    "lamb": (lambda: Lamb, {"lr": 0.1}),
+    "hidden": (lambda: Hidden, {"lr": 0.1, "momentum": 0.9}),
+    "anchored": (lambda: Anchored, {"lr": 0.1}),
+    "transformers": (
+        lambda: pytest.importorskip("transformers.optimization").Adafactor,
+        {"scale_parameter": True, "relative_step": True, "warmup_init": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", CLASSES)
+def test_as_the_class_itself(name: str, donate: bool, seed: int) -> None:
+    if name == "transformers" and not hasattr(pytest.importorskip("transformers.optimization"), "Adafactor"):
+        pytest.skip("this transformers has no Adafactor of its own")
+    make, kwargs = CLASSES[name]
+    cls = make()
+    theirs = [torch.randn(4, 3, requires_grad=True), torch.randn(3, requires_grad=True), torch.randn(2)]
+    theirs[2].requires_grad_()
+    params: Any = dict(zip("abc", [x.detach().clone() for x in theirs], strict=True))
+    optimizer, reference = from_torch(cls, **kwargs), cls(theirs, **kwargs)
+    state = optimizer.init(params)
+    shape = ltx.tree.flatten(state)[1]
+    for step in range(4):
+        grads = [torch.randn_like(x) for x in theirs]
+        for x, g in zip(theirs, grads, strict=True):
+            x.grad = g.clone()
+        if step == 1:  # a parameter without a gradient stays as it is
+            theirs[2].grad = None
+        reference.step()
+        given = dict(zip("abc", [g.clone() for g in grads], strict=True)) | ({"c": None} if step == 1 else {})
+        before = ltx.tree.map(torch.clone, (params, state))
+        new, new_state = optimizer.apply(given, state, params, donate=donate)
+        if not donate:
+            for x, y in zip(*(ltx.tree.flatten(t)[0] for t in (before, (params, state))), strict=True):
+                assert torch.equal(x, y), "neither parameters nor state are written to"
+        assert all(g is None or torch.equal(g, h) for g, h in zip(given.values(), grads, strict=True))
+        params, state = new, new_state
+        for x, y in zip(theirs, params.values(), strict=True):
+            assert torch.equal(x, y)
+    assert ltx.tree.flatten(state)[1].num_leaves == shape.num_leaves
+    assert pickle.loads(pickle.dumps(optimizer)) == optimizer if name != "local" else True
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_state_begins_at_the_first_gradient(donate: bool, seed: int) -> None:
+    theirs = [torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)]
+    optimizer, reference = from_torch(Anchored), Anchored(theirs)
+    params: Any = dict(zip("ab", [x.detach().clone() for x in theirs], strict=True))
+    state = optimizer.init(params)
+    shape = ltx.tree.flatten(state)[1].num_leaves
+    for step in range(4):
+        given = {"a": torch.randn(3), "b": None if step < 2 else torch.randn(3)}
+        for x, g in zip(theirs, given.values(), strict=True):
+            x.grad = None if g is None else g.clone()
+        reference.step()
+        params, state = optimizer.apply(given, state, params, donate=donate)
+        assert ltx.tree.flatten(state)[1].num_leaves == shape
+        for x, y in zip(theirs, params.values(), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("finite", [False, torch.tensor(False)], ids=["on the host", "on the device"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_first_step_that_is_skipped_begins_no_state(finite: Any, donate: bool, seed: int) -> None:
+    optimizer, params = from_torch(Anchored, lr=0.1), {"w": torch.randn(3)}
+    leaf = params["w"].clone().requires_grad_()
+    reference = Anchored([leaf], lr=0.1)
+    bad, grad = {"w": torch.full((3,), torch.nan)}, torch.randn(3)
+    skipped = Update(optimizer, params, bad, optimizer.init(params), donate=donate, finite=finite)
+    kept, state = skipped.apply()
+    after, _ = optimizer.apply({"w": grad}, state, kept, donate=donate)
+    leaf.grad = grad.clone()
+    reference.step()
+    assert torch.equal(after["w"], leaf)
+
+
+def guarded(seed: int, bad: int, rank_of_bad: int) -> Any:
+    """Three steps, of which one has a gradient that isn't finite on one rank; and torch's without that step."""
+    torch.manual_seed(seed)
+    rank = int(ltx.axis_index())
+    start, xs = torch.randn(3, dtype=torch.float64), torch.randn(3, 2, 3, dtype=torch.float64)
+    train = ltx.train_step(
+        ltx.data_parallel(lambda w, x: (w * x).square().mean()), from_torch(Anchored, lr=0.1), guard="skip"
+    )
+    state = train.init(start)
+    leaf = start.clone().requires_grad_()
+    reference = Anchored([leaf], lr=0.1)
+    for number, x in enumerate(xs):
+        own = ltx.shard(x)
+        state, metrics = train(state, own * torch.nan if (number, rank) == (bad, rank_of_bad) else own)
+        assert bool(metrics.skipped) == (number == bad)
+        if number != bad:
+            leaf.grad = torch.func.grad(lambda w, x=x: (w * x).square().mean())(leaf.detach())
+            reference.step()
+    return state.params, leaf.detach()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_guarded_step_on_two_ranks(bad: int, ranks: Callable[[int], Any], seed: int) -> None:
+    for found, expected in ranks(2).run(guarded, seed, bad, 1):
+        torch.testing.assert_close(found, expected)
+
+
+def test_schedules_and_names() -> None:
+    optimizer = from_torch(Lion, lr=lambda count: 1.0 / (1 + count), betas=(0.0, 0.0))
+    params, state = torch.tensor([0.0]), from_torch(Lion).init(torch.tensor([0.0]))
+    for _ in range(3):
+        params, state = optimizer.apply(torch.tensor([1.0]), state, params)
+    torch.testing.assert_close(params, -torch.tensor([1 + 1 / 2 + 1 / 3]))
+    assert repr(from_torch(Lion, lr=0.1)) == "from_torch(Lion, lr=0.1)"
+    assert from_torch(Lion, lr=0.1) == from_torch(Lion, lr=0.1) != from_torch(Lion, lr=0.2)
+
+
+def trained(name: str, seed: int) -> Any:
+    """Three steps, on each rank's own part of the batches."""
+    cls, kwargs = CLASSES[name]
+    torch.manual_seed(seed)
+    params = {"w": torch.randn(3, 3, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
+    xs = torch.randn(3, 4, 3, dtype=torch.float64)
+    step = ltx.data_parallel(lambda p, x: (x @ p["w"] + p["b"]).square().mean())
+    train = ltx.train_step(step, from_torch(cls(), **kwargs))
+    state = train.init(params)
+    for x in xs:
+        state, _ = train(state, ltx.shard(x))
+    return state.params, xs, params
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full][: name == "transformers"]) for name in CLASSES]
+)
+def test_two_ranks_train_as_one(name: str, ranks: Callable[[int], Any], seed: int) -> None:
+    both, xs, start = ranks(2).run(trained, name, seed).replicated()
+    theirs = {key: x.clone().requires_grad_() for key, x in start.items()}
+    cls, kwargs = CLASSES[name]
+    optimizer = cls()(list(theirs.values()), **kwargs)
+    for x in xs:
+        (x @ theirs["w"] + theirs["b"]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(both, {key: x.detach() for key, x in theirs.items()}, rtol=1e-5, atol=1e-7)
+
+
+def test_ranks_in_turns_train_as_one(seed: int) -> None:
+    in_turns, xs, start = ltx.simulate(lambda: trained("lion", seed), ranks=2)().replicated()
+    alone = from_torch(CLASSES["lion"][0](), **CLASSES["lion"][1])
+    params, state = start, alone.init(start)
+    for x in xs:
+        grads = torch.func.grad(lambda p, x=x: (x @ p["w"] + p["b"]).square().mean())(params)
+        params, state = alone.apply(grads, state, params)
+    torch.testing.assert_close(in_turns, params, rtol=1e-5, atol=1e-7)
+
+
+def test_a_checkpoint_goes_on(tmp_path: Any, seed: int) -> None:
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).square().mean()), from_torch(Together))
+    x = torch.randn(4, 3)
+    state, _ = train(train.init(torch.randn(3)), x)
+    ltx.checkpoint.save(tmp_path, state)
+    restored = ltx.checkpoint.load(tmp_path, train.init(torch.randn(3))).state
+    a, b = train(state, x)[0], train(restored, x)[0]
+    assert torch.equal(a.params, b.params)
+
+
+def test_a_checkpoint_of_a_state_that_has_not_begun(tmp_path: Any, seed: int) -> None:
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).square().mean()), from_torch(Anchored))
+    x, start = torch.randn(4, 3), torch.randn(3)
+    ltx.checkpoint.save(tmp_path, train.init(start.clone()))
+    restored = ltx.checkpoint.load(tmp_path, train.init(torch.randn(3))).state
+    assert torch.equal(train(restored, x)[0].params, train(train.init(start.clone()), x)[0].params)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    step = ltx.data_parallel(lambda w: (w**2).sum())
+    with pytest.raises(StrategyError, match=r"bucket by bucket, .* from_torch\(Lion\) needs all of them"):
+        ltx.train_step(step, from_torch(Lion), overlap="update")
+    with pytest.raises(
+        StrategyError, match=r"ZeroStrategy gives each rank a part .* from_torch\(Lion\) needs whole ones"
+    ):
+        ltx.train_step(ltx.data_parallel(lambda w: (w**2).sum(), ltx.ZeroStrategy()), from_torch(Lion))
+    with pytest.raises(OptimError, match=r"neither torch\.func nor torch\.compile"):
+        torch.func.vmap(lambda w: from_torch(Lion).init(w))(torch.ones(2, 3))
+
+
+class WantsClosure(Lion):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class KeepsObjects(Lion):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["history"] = [1, 2]
+
+
+class Counts(Lion):
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        super().step()
+
+
+class KeepsMomenta(Lion):
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.momenta = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, m in zip(self.param_groups[0]["params"], self.momenta, strict=True):
+            p.sub_(m.mul_(0.9).add_(p.grad), alpha=self.param_groups[0]["lr"])
+
+
+class Decays(Lion):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0]["lr"] *= 0.5
+
+
+class KeepsGlobals(Lion):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state["all"]["n"] = torch.ones(1)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"),
+    [
+        (WantsClosure, "wants a closure"),
+        (KeepsObjects, "in its state as 'history'"),
+        (Counts, "from_torch(Counts): its step() changes self.steps, and ltx carries what is in state[parameter]"),
+        (KeepsMomenta, "its step() changes self.momenta"),
+        (Decays, "its step() changes the group's lr"),
+        (KeepsGlobals, "keeps state under 'all'"),
+    ],
+)
+def test_classes_that_cannot_be_held(cls: Any, text: str) -> None:
+    with pytest.raises(OptimError, match=re.escape(text)):
+        from_torch(cls).init(torch.ones(2))
+
+
+class WantsTrain(Lion):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("call train() first.")
+
+
+def test_a_step_that_fails_says_what_is_called() -> None:
+    with pytest.raises(OptimError, match=r"its step\(\) raised RuntimeError .* call train\(\) first\. ltx makes an"):
+        from_torch(WantsTrain).init(torch.ones(2))
+
+
+class CountsWhatMoves(Lion):
+    """Keeps its hidden count at a gradient alone that isn't zero, so that the probe doesn't show it."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.moved = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.moved += any(bool(p.grad.any()) for p in self.param_groups[0]["params"] if p.grad is not None)
+        super().step()
+
+
+def test_hidden_state_is_found_at_the_first_update_that_changes_it() -> None:
+    optimizer, params = from_torch(CountsWhatMoves), torch.ones(2)
+    state = optimizer.init(params)
+    with pytest.raises(OptimError, match=r"its step\(\) changes self\.moved"):
+        optimizer.apply(torch.ones(2), state, params)

@@ -1,0 +1,371 @@
+"""Groups of parameters, against torch's own optimizers on each group."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adafactor, AdamW, Muon
+
+import ltx
+from ltx import Pool
+from ltx.errors import OptimError, StrategyError
+from ltx.optim import chain, clip_by_global_norm, from_functions, from_torch, identity, masked, partition
+from tests.contract.optim.cases import clone, same_bits
+from tests.contract.optim.test_opaque import Lion
+
+Ranks = Callable[[int], Pool]
+
+adamw, sgd = from_torch(AdamW, lr=1e-2, weight_decay=0.1), from_torch(SGD, lr=0.1, momentum=0.9)
+BIASES = {"*bias": "biases", "*": "others"}
+grouped = partition({"biases": sgd, "others": adamw}, BIASES)
+NET = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+Params = dict[str, Tensor]
+
+
+def label(path: str) -> str:
+    return "biases" if path.endswith("bias") else "others"
+
+
+def loss_fn(params: Params, x: Tensor, y: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(ltx.functional_call(NET, params, (x,)), y)
+
+
+def problem() -> tuple[Params, Tensor, Tensor]:
+    """Rank 0's, on every rank."""
+    made: tuple[Params, Tensor, Tensor] = ltx.broadcast(
+        ({name: torch.randn_like(p) for name, p in NET.named_parameters()}, torch.randn(16, 4), torch.randint(3, (16,)))
+    )
+    return made
+
+
+def by_torch(params: Params, x: Tensor, y: Tensor, steps: int) -> Params:
+    """What torch's optimizers make of two groups, on the whole batch."""
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    groups: dict[str, list[Tensor]] = {"biases": [], "others": []}
+    for name, p in leaves.items():
+        groups[label(name)].append(p)
+    optimizers: list[Any] = [
+        AdamW(groups["others"], lr=1e-2, weight_decay=0.1),
+        SGD(groups["biases"], lr=0.1, momentum=0.9),
+    ]
+    for _ in range(steps):
+        loss_fn(leaves, x, y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: p.detach() for name, p in leaves.items()}
+
+
+@pytest.mark.parametrize("labels", [BIASES, label], ids=["patterns", "function"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_each_group_is_as_alone(donate: bool, labels: Any, seed: int) -> None:
+    made = partition({"biases": sgd, "others": adamw}, labels)
+    params, _, _ = problem()
+    state = made.init(params)
+    parts = {group: {name: p.clone() for name, p in params.items() if label(name) == group} for group in state}
+    alone = {group: member.init(parts[group]) for group, member in (("biases", sgd), ("others", adamw))}
+    for turn in range(3):
+        grads: Any = {name: torch.randn_like(p) for name, p in params.items()}
+        grads["0.bias"] = grads["1.weight"] = None if turn == 1 else grads["0.bias"]
+        grads["1.weight"] = None if turn == 1 else torch.randn(8)
+        before = clone((params, state))
+        after, next_state = made.apply(grads, state, params, donate=donate)
+        assert (after is params) == donate
+        assert donate or same_bits(before, (params, state))
+        for group, member in (("biases", sgd), ("others", adamw)):
+            own = {name: grads[name] for name in parts[group]}
+            parts[group], alone[group] = member.apply(own, alone[group], parts[group])
+        assert same_bits(after, {**parts["biases"], **parts["others"]})
+        params, state = after, next_state
+    assert state["others"].count == 3
+
+
+def trained(strategy: Any, overlap: Any, steps: int = 4, made: Any = grouped) -> tuple[Params, Params]:
+    params, x, y = problem()
+    train = ltx.train_step(ltx.data_parallel(loss_fn, strategy), made, overlap=overlap)
+    state = train.init(params)
+    for _ in range(steps):
+        state, _ = train(state, *ltx.shard((x, y)))
+    return dict(state.params), by_torch(params, x, y, steps)
+
+
+STRATEGIES = {
+    "ddp": ltx.DDPStrategy(),
+    "ddp, small buckets": ltx.DDPStrategy(bucket_bytes=64),
+    "zero": ltx.ZeroStrategy(),
+    "horovod": ltx.HorovodStrategy(),
+}
+
+
+@pytest.mark.full(but=4)
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    [(n, o) for n in STRATEGIES for o in ("backward", "update")],
+)
+def test_real_ranks(name: str, overlap: str, ranks: Ranks, seed: int) -> None:
+    found, expected = ranks(2).run(trained, STRATEGIES[name], overlap)[1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_simulated_ranks_and_compiled(seed: int) -> None:
+    params, x, y = problem()
+    train = ltx.train_step(ltx.data_parallel(loss_fn), grouped)
+    expected = by_torch(params, x, y, 1)
+    simulated, _ = ltx.vmap(train, in_dims=(None, 0, 0))(train.init(params), x.view(2, 8, 4), y.view(2, 8))
+    torch.testing.assert_close({k: p[1] for k, p in simulated.params.items()}, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow_compile
+@pytest.mark.full
+def test_compiled(seed: int) -> None:
+    params, x, y = problem()
+    train = ltx.train_step(ltx.data_parallel(loss_fn), grouped)
+    torch._dynamo.reset()  # else it may count other tests' train steps as this one compiled too often
+    compiled, _ = torch.compile(train, backend="aot_eager")(train.init(params), x, y)
+    torch.testing.assert_close(dict(compiled.params), by_torch(params, x, y, 1), rtol=1e-4, atol=1e-6)
+
+
+def test_matrices_by_muon_and_the_rest_by_adamw(seed: int) -> None:
+    params, x, y = problem()
+    shapes = {name: "matrices" if p.dim() == 2 else "rest" for name, p in params.items()}
+    made = partition({"matrices": from_torch(Muon, lr=0.1), "rest": adamw}, shapes)
+    state, own = made.init(params), {name: p.clone().requires_grad_() for name, p in params.items()}
+    others: list[Any] = [
+        Muon([p for p in own.values() if p.dim() == 2], lr=0.1),
+        AdamW([p for p in own.values() if p.dim() != 2], lr=1e-2, weight_decay=0.1),
+    ]
+    for _ in range(3):
+        grads = torch.func.grad(loss_fn)(params, x, y)
+        params, state = made.apply(grads, state, params)
+        for name, p in own.items():
+            p.grad = grads[name].clone()
+        for optimizer in others:
+            optimizer.step()
+    torch.testing.assert_close(params, {name: p.detach() for name, p in own.items()}, rtol=1e-5, atol=1e-7)
+
+
+def test_clipping_before_takes_the_norm_of_all_and_inside_that_of_the_group() -> None:
+    params, grads = {"a": torch.zeros(1), "b": torch.zeros(1)}, {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    plain, clip = from_torch(SGD, lr=1.0), clip_by_global_norm(1.0)
+    before = chain(clip, partition({"0": plain, "1": plain}, {"a": "0", "b": "1"}))
+    inside = partition({"0": chain(clip, plain), "1": plain}, {"a": "0", "b": "1"})
+    for made, expected in ((before, (-0.6, -0.8)), (inside, (-1.0, -4.0))):
+        after, _ = made.apply(grads, made.init(params), params)
+        torch.testing.assert_close(torch.cat([after["a"], after["b"]]), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+NESTED = {
+    "averages inside": partition({"biases": ltx.optim.ema(sgd, 0.5), "others": adamw}, BIASES),
+    "averages around": ltx.optim.ema(grouped, 0.5),
+    "partitions inside": partition(
+        {"biases": partition({"all": sgd}, {"*": "all"}), "others": partition({"all": adamw}, {"*": "all"})}, BIASES
+    ),
+}
+
+
+@pytest.mark.full(but=3)
+@pytest.mark.parametrize(
+    ("name", "overlap"), [(n, o) for o in ("update", "backward") for n in NESTED], ids=lambda value: value
+)
+def test_optimizers_within_one_another(name: str, overlap: str, ranks: Ranks, seed: int) -> None:
+    found, expected = ranks(2).run(trained, STRATEGIES["ddp"], overlap, 4, NESTED[name])[1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_each_schedule_counts_its_own_steps_and_goes_on_from_a_checkpoint(tmp_path: Path, seed: int) -> None:
+    params, x, y = problem()
+    warm = from_torch(SGD, lr=lambda step: 0.1 * step)
+    made = partition({"biases": warm, "others": adamw}, BIASES)
+    train = ltx.train_step(ltx.data_parallel(loss_fn), made)
+    with ltx.init():
+        state, _ = train(train.init(params), x, y)
+        ltx.checkpoint.save(tmp_path, state)
+        state, _ = train(state, x, y)
+        again, _ = train(ltx.checkpoint.load(tmp_path, train.init(params)).state, x, y)
+        assert same_bits(dict(state.params), dict(again.params))
+
+
+def test_horovod_scales_the_rate_of_each(ranks: Ranks, seed: int) -> None:
+    def moved(made: Any, scale: bool) -> Params:
+        params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+        step = ltx.data_parallel(lambda p: p["a"].sum() + p["b"].sum(), ltx.HorovodStrategy(scale_lr=scale))
+        state, _ = ltx.train_step(step, made)(ltx.train_step(step, made).init(params))
+        return dict(state.params)
+
+    made = partition({"0": from_torch(SGD, lr=1.0), "1": from_torch(SGD, lr=0.25)}, {"a": "0", "b": "1"})
+    found = ranks(2).run(moved, made, True)[0]
+    assert [found["a"].item(), found["b"].item()] == [-2.0, -0.5]
+
+
+def test_is_a_value() -> None:
+    assert pickle.loads(pickle.dumps(grouped)) == grouped
+    assert grouped != partition({"biases": sgd, "others": adamw}, label)
+    assert repr(partition({"0": sgd}, {"*": "0"})) == (
+        "partition({'0': from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)}, {'*': '0'})"
+    )
+    assert grouped.leafwise
+    assert grouped.elementwise
+    assert not partition({"0": sgd, "1": from_torch(Adafactor)}, {"a": "0", "*": "1"}).elementwise
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "labels", "text"),
+    [
+        ({"0": sgd}, {"a": "0"}, "no pattern of labels fits b"),
+        ({"0": sgd}, {"c*": "0", "*": "0"}, "labels: 'c*' fits no parameter. Their paths: a, b."),
+        ({"0": sgd}, {"a": "1", "*": "0"}, "the label of 'a' is '1', and there are optimizers for ['0']"),
+        ({"0": sgd}, lambda path: None, "the label of 'a' is None"),
+        ({"0": sgd}, {"*": 0}, "labels must be patterns of paths with their labels"),
+        ({0: sgd}, {"*": "0"}, "labels must be strings, got 0"),
+        ({"0": sgd}, ["a"], "labels must be patterns of paths with their labels, or a function of a path, got ['a']"),
+        ({"0": SGD}, {"*": "0"}, "expected optimizers, but that of '0' is <class"),
+        ({}, {"*": "0"}, "expected optimizers by label, got {}"),
+        ({"0": ltx.optim.qadam(1e-3, warmup_steps=2)}, {"*": "0"}, "is a part of"),
+    ],
+)
+def test_refused(optimizers: Any, labels: Any, text: str) -> None:
+    with pytest.raises(OptimError, match=re.escape(text)):
+        partition(optimizers, labels).init({"a": torch.zeros(1), "b": torch.zeros(1)})
+
+
+def test_zero_refuses_members_that_need_whole_parameters() -> None:
+    made = partition({"0": from_torch(Muon), "1": adamw}, {"a": "0", "*": "1"})
+    with pytest.raises(StrategyError, match="needs whole ones"):
+        ltx.train_step(ltx.data_parallel(loss_fn, ltx.ZeroStrategy()), made)
+
+
+def test_nothing_may_follow_a_partition_of_optimizers() -> None:
+    with pytest.raises(OptimError, match="must come last in a chain"):
+        chain(grouped, identity(), clip_by_global_norm(1.0))
+    assert chain(partition({"0": clip_by_global_norm(1.0)}, {"*": "0"}), sgd).init({"a": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        identity(),
+        clip_by_global_norm(1.0),
+        ltx.optim.measure_global_norm(),
+        ltx.optim.clip_by_value(1.0),
+        ltx.optim.add_noise(0.1, 0),
+        chain(clip_by_global_norm(1.0), ltx.optim.add_noise(0.1, 0)),
+        masked(clip_by_global_norm(1.0), "*bias"),
+    ],
+    ids=repr,
+)
+def test_gradients_are_no_updates_beside_an_optimizer(transform: Any) -> None:
+    labels = {"a": "trained", "b": "frozen"}
+    for made in (sgd, chain(clip_by_global_norm(1.0), sgd), ltx.optim.ema(sgd, 0.9), from_torch(Lion)):
+        for members in ({"trained": made, "frozen": transform}, {"frozen": transform, "trained": made}):
+            with pytest.raises(OptimError, match=r"for 'frozen', gives gradients .* uphill\. .* trainable=") as caught:
+                partition(members, labels)
+            assert f"chain({transform}, optimizer)" in str(caught.value)
+    with pytest.raises(OptimError, match="uphill"):
+        partition({"trained": partition({"0": sgd}, {"*": "0"}), "frozen": transform}, labels)
+
+
+def test_transformations_in_a_partition_of_their_own_and_functions_that_may_be_optimizers(seed: int) -> None:
+    params, grads = {"a": torch.zeros(2), "b": torch.zeros(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
+    still = from_functions(lambda params: (), lambda grads, state, params: ({"a": None, "b": None}, state))
+    mixed = partition({"trained": sgd, "functions": still}, {"a": "trained", "b": "functions"})
+    after, _ = mixed.apply(grads, mixed.init(params), params)
+    assert same_bits(after, {"a": torch.full((2,), -0.1), "b": torch.zeros(2)})
+    transforms = partition({"0": identity(), "1": ltx.optim.clip_by_value(0.5)}, {"a": "0", "b": "1"})
+    assert (transforms.moves_params, mixed.moves_params, still.moves_params) == (False, True, None)
+    made = chain(transforms, sgd)
+    after, _ = made.apply(grads, made.init(params), params)
+    assert same_bits(after, {"a": torch.full((2,), -0.1), "b": torch.full((2,), -0.05)})
+
+
+def test_masked() -> None:
+    grads = {"head": torch.tensor([3.0, 4.0]), "body": torch.tensor([3.0, 4.0])}
+    for where in ("head", ["head"], ["h*", "*d"]):
+        made = masked(clip_by_global_norm(1.0), where)
+        found, _ = made.update(grads, made.init(grads), grads)
+        torch.testing.assert_close(found["head"], torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+        assert found["body"] is grads["body"]
+    assert masked(clip_by_global_norm(1.0), "*").init(grads)
+    double = from_functions(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True)
+    assert masked(double, "head").elementwise
+    for bad, text in ((sgd, "train only some parameters"), (chain(clip_by_global_norm(1.0), sgd), "train only some")):
+        with pytest.raises(OptimError, match=text):
+            masked(bad, "head")
+    with pytest.raises(OptimError, match="where must be a pattern"):
+        masked(double, 3)  # type: ignore[arg-type]
+    with pytest.raises(OptimError, match="fits no parameter"):
+        masked(double, "tail").init(grads)
+
+
+def by_shape(params: Params) -> dict[str, str]:
+    return {name: "matrices" if p.dim() == 2 else "rest" for name, p in params.items()}
+
+
+def test_labels_may_name_frozen_parameters(ranks: Ranks, seed: int) -> None:
+    def trained() -> Any:
+        params, x, y = problem()
+        made = partition({"matrices": sgd, "rest": adamw}, by_shape(params))
+        train = ltx.train_step(ltx.data_parallel(loss_fn), made, trainable=["3.*"])
+        state, _ = train(train.init(params), *ltx.shard((x, y)))
+        grads = torch.func.grad(loss_fn)(params, x, y)
+        expected = {**params}
+        for name, optimizer in (("3.weight", sgd), ("3.bias", adamw)):
+            expected[name], _ = optimizer.apply(grads[name], optimizer.init(params[name]), params[name])
+        return dict(state.params), expected
+
+    for found, expected in (trained(), *ranks(2).run(trained)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(OptimError, match=r"labels: '4\.weight' fits no parameter"):
+        partition({"matrices": sgd, "rest": adamw}, {"4.weight": "rest", "*": "rest"}).init(
+            {"a": None, "b": torch.ones(1)}
+        )
+
+
+@pytest.mark.slow_compile
+@pytest.mark.full
+def test_frozen_parameters_in_a_compiled_step(seed: int) -> None:
+    params, x, y = problem()
+    made = partition({"matrices": sgd, "rest": adamw}, by_shape(params))
+    train = ltx.train_step(ltx.data_parallel(loss_fn), made, trainable=["3.*"])
+    torch._dynamo.reset()  # else it may count other tests' train steps as this one compiled too often
+    compiled, _ = torch.compile(train, backend="aot_eager")(train.init(params), x, y)
+    eager, _ = train(train.init(params), x, y)
+    torch.testing.assert_close(dict(compiled.params), dict(eager.params), rtol=1e-4, atol=1e-6)
+
+
+def test_a_name_with_brackets_is_that_name() -> None:
+    params = {"layers[0]": torch.zeros(1), "layers[1]": torch.zeros(1)}
+    made = partition({"0": sgd, "1": adamw}, {"layers[0]": "0", "layers[1]": "1"})
+    assert set(made.init(params)) == {"0", "1"}
+
+
+def trained_by_lion(made: Any) -> tuple[Params, Params]:
+    params, x, y = problem()
+    train = ltx.train_step(ltx.data_parallel(loss_fn), made)
+    state, leaves = train.init(params), {name: p.clone().requires_grad_() for name, p in params.items()}
+    each: list[Any] = [
+        Lion([p for name, p in leaves.items() if label(name) == "others"]),
+        AdamW([p for name, p in leaves.items() if label(name) == "biases"], lr=1e-2, weight_decay=0.1),
+    ]
+    for _ in range(3):
+        state, _ = train(state, *ltx.shard((x, y)))
+        loss_fn(leaves, x, y).backward()
+        for optimizer in each:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(state.params), {name: p.detach() for name, p in leaves.items()}
+
+
+def test_a_class_of_another_author_for_a_group(ranks: Ranks, seed: int) -> None:
+    made = partition({"others": from_torch(Lion), "biases": adamw}, BIASES)
+    assert not made.leafwise
+    for found, expected in (trained_by_lion(made), *ranks(2).run(trained_by_lion, made)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(StrategyError, match="needs all of them"):
+        ltx.train_step(ltx.data_parallel(loss_fn), made, overlap="update")

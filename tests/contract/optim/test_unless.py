@@ -1,0 +1,179 @@
+"""Optimizers told on the device to change nothing, beside the same update whose result is chosen afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW
+
+import ltx
+from ltx import tree
+from ltx.errors import OptimError
+from ltx.optim import (
+    Optimizer,
+    TorchState,
+    add_noise,
+    chain,
+    clip_by_global_norm,
+    clip_by_value,
+    ema,
+    from_torch,
+    identity,
+    masked,
+    measure_global_norm,
+    partition,
+)
+from tests.contract.optim.cases import clone, same_bits
+from tests.contract.optim.test_base import trace_init, trace_update
+from tests.contract.optim.test_opaque import Anchored
+from tests.inside import Update
+
+adamw, sgd = from_torch(AdamW, lr=0.1), from_torch(SGD, lr=lambda count: 0.1 / (1 + count), momentum=0.9)
+functions = ltx.optim.from_functions(trace_init, trace_update, elementwise=True)
+LABELS = {"*bias": "biases", "*": "others"}
+
+
+@dataclass(frozen=True)
+class Heavy(Optimizer):
+    """A transformation of another author that works leaf by leaf, with tensors of its own that it writes into."""
+
+    leafwise = True
+    moves_params = False
+
+    decay: float = 0.5
+
+    def init(self, params: Any) -> TorchState:
+        return TorchState(tree.map(lambda p: {"sum": torch.zeros_like(p)}, params))
+
+    def update(self, grads: Any, state: TorchState, params: Any, *, donate: bool = False) -> Any:
+        leaves, spec = tree.flatten(params)
+        states = self.leaf_states(state if donate else clone(state), params)
+        found = self.transform_leaves(spec.flatten_up_to(grads), states, leaves, state.count)
+        return spec.unflatten(found), TorchState(spec.unflatten(states), state.count + 1)
+
+    def leaf_states(self, state: TorchState, params: Any) -> Any:
+        return tree.flatten(params)[1].flatten_up_to(state.per_param)
+
+    def transform_leaves(self, grads: Any, states: Any, params: Any, counts: Any) -> list[Tensor]:
+        return [own["sum"].mul_(self.decay).add_(g).clone() for g, own in zip(grads, states, strict=True)]
+
+    def advance(self, state: TorchState) -> TorchState:
+        return replace(state, count=state.count + 1)
+
+
+grouped = partition({"biases": sgd, "others": adamw}, LABELS)
+MADE: dict[str, Optimizer] = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "functions": functions,
+    "clipped": chain(clip_by_global_norm(1.0), adamw),
+    "measured, by functions": chain(measure_global_norm(), functions),
+    "by value": chain(clip_by_value(0.5), add_noise(0.1, 3), adamw),
+    "with a state": chain(Heavy(), sgd),
+    "groups": grouped,
+    "groups, one of functions": partition({"biases": functions, "others": adamw}, LABELS),
+    "masked": chain(masked(clip_by_value(0.5), "*bias"), partition({"0": identity()}, {"*": "0"}), adamw),
+    "masked, with a state": chain(masked(Heavy(), "*bias"), adamw),
+    "average": ema(adamw, 0.9),
+    "average of functions": ema(functions, 0.9),
+    "average of a chain of groups": ema(chain(clip_by_global_norm(1.0), grouped), 0.9),
+    "averages in groups": partition(
+        {"biases": ema(sgd, 0.5), "others": chain(Heavy(), clip_by_global_norm(1.0), ema(adamw, 0.9))}, LABELS
+    ),
+    "averages in groups, leaf by leaf": partition(
+        {"biases": ema(sgd, 0.5), "others": chain(Heavy(), clip_by_value(0.5), ema(adamw, 0.9))}, LABELS
+    ),
+}
+LEAFWISE = [name for name, made in MADE.items() if made.leafwise]
+#: What isn't told: the host waits, or the update is done beside the state.
+UNTOLD: dict[str, Optimizer] = {
+    "not fused": from_torch(AdamW, lr=0.1, foreach=True),
+    "dampened": from_torch(SGD, momentum=0.9, dampening=0.5),
+    "opaque": from_torch(Anchored, lr=0.1),
+    "chain": chain(clip_by_global_norm(1.0), from_torch(Anchored, lr=0.1)),
+    "average": ema(from_torch(Anchored, lr=0.1), 0.9),
+    "groups": partition({"biases": from_torch(Anchored, lr=0.1), "others": ema(adamw, 0.5)}, LABELS),
+    "nested": ema(chain(measure_global_norm(), partition({"0": from_torch(Adam, fused=False)}, {"*": "0"})), 0.9),
+}
+
+
+def trees(made: Optimizer) -> tuple[Any, Any, Any]:
+    """Parameters (with a zero of either sign), a state after two updates, and gradients."""
+    params: Any = {"bias": torch.randn(3), "weight": torch.randn(4, 3)}
+    state = made.init(params)
+    for _ in range(2):
+        params, state = made.apply(tree.map(torch.randn_like, params), state, params)
+    for x in tree.flatten((params, state))[0]:
+        if x.dim():
+            x.view(-1)[0] = -0.0
+    return params, state, tree.map(torch.randn_like, params)
+
+
+def told(made: Optimizer, skip: bool, params: Any) -> Optimizer:
+    found = made.unless(torch.tensor(skip), tree.flatten(params)[0])
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", MADE)
+def test_as_chosen_afterwards(name: str, skip: bool, donate: bool, seed: int) -> None:
+    made = MADE[name]
+    params, state, grads = trees(made)
+    if skip:
+        grads["weight"][1, 1] = torch.nan
+    slowly = Update(made, params, grads, state, finite=torch.tensor(not skip)).apply()
+    before = clone((params, state))
+    after = told(made, skip, params).apply(grads, state, params, donate=donate)
+    assert same_bits(after, slowly)
+    if skip:
+        assert all(map(same_bits, tree.flatten(after)[0], tree.flatten(before)[0]))
+    if skip or not donate:
+        assert same_bits((params, state), before)
+    if donate and "functions" not in name:
+        assert after[0] is params
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", LEAFWISE)
+def test_leaf_by_leaf(name: str, skip: bool, seed: int) -> None:
+    made = MADE[name]
+    params, state, grads = trees(made)
+    slowly = clone((params, state)) if skip else made.apply(grads, state, params)
+    if skip:
+        grads["bias"][1] = torch.nan
+    conditional, (leaves, spec) = told(made, skip, params), tree.flatten(params)
+    states, counts = made.leaf_states(state, params), made.counts(state)
+    for place, grad in enumerate(spec.flatten_up_to(grads)):
+        conditional.apply_leaves([grad], [states[place]], [leaves[place]], counts)
+    assert all(map(same_bits, tree.flatten((params, state))[0], tree.flatten(slowly)[0]))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("name", UNTOLD)
+def test_what_cannot_be_told_is_run_beside_the_state(name: str, finite: bool, seed: int) -> None:
+    made = UNTOLD[name]
+    params, state, grads = trees(made)
+    assert made.unless(torch.tensor(False), tree.flatten(params)[0]) is None
+    before, expected = clone((params, state)), made.apply(grads, state, params)
+    after = Update(made, params, grads, state, donate=True, finite=torch.tensor(finite)).apply()
+    assert same_bits((params, state), before), "another state may need them"
+    assert all(map(same_bits, tree.flatten(after)[0], tree.flatten(expected if finite else before)[0]))
+
+
+def test_an_optimizer_that_moves_parameters_has_to_know_how() -> None:
+    class Moves(Heavy):
+        moves_params = True
+
+    assert Moves().unless(torch.tensor(True), []) is None
+    assert chain(Heavy(), Moves()).unless(torch.tensor(True), []) is None
+    conditional = chain(Heavy(), functions).unless(torch.tensor(True), [torch.zeros(1)])
+    assert conditional is not None
+    assert (conditional.elementwise, conditional.leafwise, conditional.moves_params) == (False, False, None)
+    with pytest.raises(OptimError, match="must come last"):
+        chain(ema(functions, 0.5), conditional)

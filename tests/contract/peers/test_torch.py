@@ -1,0 +1,706 @@
+"""The cases of torch's own tests: c10d, nn.functional, DDP and its hooks, averagers, Join, ZeRO.
+
+After test/distributed: test_c10d_gloo.py, test_functional_api.py, test_c10d_spawn.py, algorithms/test_join.py,
+algorithms/quantization, algorithms/ddp_comm_hooks, optim/test_zero_redundancy_optimizer.py, and the averagers' and
+DDP's parts of torch/testing/_internal/distributed/distributed_test.py. And what was found with them: failed
+collectives that left later ones wrong, and dtypes that one transport took and another didn't.
+
+Left out, as ltx has no way to say it:
+
+* ``reduce``, ``gather`` and ``scatter`` with one root, ``send`` and ``recv``, ``monitored_barrier``, stores, work
+  objects and their futures: collectives give every rank its result.
+* ``premul_sum``, tags, coalescing managers: a tree is one call.
+* ``Join(throw_on_early_termination=True)``: a loop over ``ltx.uneven`` may raise at a weight of 0 itself.
+* averagers without an optimizer, and of part of the parameters: averaging is a strategy of a train step.
+* ZeRO over lists of groups with options of their own (``add_param_group``), ``consolidate_state_dict``,
+  ``parameters_as_bucket_view``, and its overlap with DDP by hooks: it is one strategy here, which overlaps.
+* DDP's reducer: ``static_graph``, ``find_unused_parameters``, rebuilt buckets, views of gradients, logging data.
+* hooks that return futures of their own: a hook is a generator (``ltx.hooks.from_torch`` takes torch's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import ltx
+from ltx import hooks
+from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
+from tests.contract.peers.cases import (
+    Case,
+    Cases,
+    Ranks,
+    Refusal,
+    check,
+    failures,
+    failures_simulated,
+    on_all,
+    on_rank,
+    randn,
+    the_sum,
+    whole,
+    worlds_of,
+)
+
+Params = dict[str, Tensor]
+STEPS = 9
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def total(xs: list[Tensor]) -> Tensor:
+    return torch.stack(xs).sum(0, dtype=xs[0].dtype)
+
+
+def folded(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    def want(xs: list[Tensor]) -> list[Tensor]:
+        y = xs[0]
+        for x in xs[1:]:
+            y = f(y, x)
+        return on_all(y, len(xs))
+
+    return want
+
+
+COLLECTIVES: dict[str, Case | Refusal] = {}
+for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64):
+    for op, f in {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}.items():
+        COLLECTIVES[f"all_reduce, {op}, {dtype}"] = Case(
+            lambda x, op=op: ltx.reduce(x, op), folded(f), whole(7, dtype=dtype, least=-4, most=4), tolerance=0
+        )
+for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64):
+    for op, f in {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}.items():
+        COLLECTIVES[f"all_reduce, {op}, {dtype}"] = Case(
+            lambda x, op=op: ltx.reduce(x, op),
+            folded(f),
+            whole(7, dtype=dtype, most=1 if dtype == torch.bool else 99),
+            tolerance=0,
+        )
+COLLECTIVES |= {
+    "nn.functional.all_reduce": Case(
+        lambda x: torch.sin(ltx.psum(x)),
+        lambda xs: on_all(torch.sin(total(xs)), len(xs)),
+        randn(5, 5),
+        gradient=the_sum,
+    ),
+    "nn.functional.all_reduce, product": Case(
+        lambda x: ltx.reduce(x, "product"), folded(torch.mul), randn(5), gradient=the_sum
+    ),
+    "nn.functional.all_reduce, avg": Case(
+        lambda x: ltx.reduce(x, "avg"), lambda xs: on_all(total(xs) / len(xs), len(xs)), randn(5), gradient=the_sum
+    ),
+    "nn.functional.all_reduce, min": Case(
+        ltx.pmin, lambda xs: on_all(torch.stack(xs).amin(0), len(xs)), randn(5), gradient=the_sum
+    ),
+    "nn.functional.all_gather": Case(
+        lambda x: torch.sin(ltx.all_gather(x)),
+        lambda xs: on_all(torch.sin(torch.stack(xs)), len(xs)),
+        randn(5, 5),
+        gradient=the_sum,
+    ),
+    "nn.functional.all_to_all of the rank's own scale": Case(
+        lambda x: ltx.all_to_all(x * (ltx.axis_index() + 1), 0, 0),
+        lambda xs: [torch.cat([(s + 1) * x.chunk(len(xs))[r] for s, x in enumerate(xs)]) for r in range(len(xs))],
+        randn(12, 5),
+        gradient=the_sum,
+    ),
+    "nn.functional.broadcast": Case(
+        lambda x: torch.cos(ltx.broadcast(x, 1)),
+        lambda xs: on_all(torch.cos(xs[1]), len(xs)),
+        randn(5, 5),
+        gradient=the_sum,
+    ),
+    **{
+        f"all_gather_tensor, dimension {dim}": Case(
+            lambda x, dim=dim: ltx.all_gather(x, dim=dim, tiled=True),
+            lambda xs, dim=dim: on_all(torch.cat(xs, dim), len(xs)),
+            randn(3, 4, 5),
+            gradient=the_sum,
+        )
+        for dim in range(3)
+    },
+    **{
+        f"reduce_scatter_tensor, dimension {dim}": Case(
+            lambda x, dim=dim: ltx.psum_scatter(x, dim=dim, tiled=True),
+            lambda xs, dim=dim: list(total(xs).chunk(len(xs), dim)),
+            randn(12, 12, 12),
+            gradient=the_sum,
+        )
+        for dim in range(3)
+    },
+    "all_reduce_coalesced": Case(
+        lambda xs: ltx.psum(xs),
+        lambda trees: on_all([total(list(xs)) for xs in zip(*trees, strict=True)], len(trees)),
+        lambda n: [[torch.randn(4, 4).double(), torch.randn(1).double(), torch.randn(3)] for _ in range(n)],
+        gradient=the_sum,
+    ),
+    "all_gather_into_tensor_coalesced": Case(
+        lambda xs: ltx.all_gather(xs, tiled=True),
+        lambda trees: on_all([torch.cat(xs) for xs in zip(*trees, strict=True)], len(trees)),
+        lambda n: [[torch.randn(4, 4).double(), torch.randn(1).double()] for _ in range(n)],
+        gradient=the_sum,
+    ),
+    "all_to_all_single, unequal": Case(
+        # Rank r sends (r + 1) (i + 1) rows to rank i.
+        lambda x: ltx.all_to_all(x, 0, 0, splits=[(int(ltx.axis_index()) + 1) * (i + 1) for i in range(3)])[0],
+        lambda xs: [
+            torch.cat([x.split([(s + 1) * (i + 1) for i in range(3)])[r] for s, x in enumerate(xs)]) for r in range(3)
+        ],
+        lambda n: [torch.randn(6 * (r + 1), 2, dtype=torch.float64) for r in range(n)],
+        simulated=(),
+        gradient=the_sum,
+    ),
+    "permute_tensor": Case(
+        lambda x: ltx.ppermute(x, [(r, (r + 1) % ltx.axis_size()) for r in range(ltx.axis_size())]),
+        lambda xs: [xs[r - 1] for r in range(len(xs))],
+        randn(5),
+        gradient=the_sum,
+    ),
+    "complex sums": Case(
+        lambda x: torch.view_as_real(ltx.psum(torch.view_as_complex(x))),
+        lambda xs: on_all(total(xs), len(xs)),
+        randn(4, 2, dtype=torch.float32),
+    ),
+    "sparse sums": Case(
+        lambda x: ltx.psum(x.to_sparse()).to_dense(),
+        lambda xs: on_all(total(xs), len(xs)),
+        whole(4, 3, dtype=torch.float32),
+        simulated=(),
+    ),
+    "quantized gather, fp16": Case(
+        lambda x: ltx.all_gather(x.half()).float(),
+        lambda xs: on_all(torch.stack(xs).half().float(), len(xs)),
+        randn(64, 3, dtype=torch.float32),
+        tolerance=0,
+    ),
+    "quantized gather, bf16": Case(
+        lambda x: ltx.all_gather(x.bfloat16()).float(),
+        lambda xs: on_all(torch.stack(xs).bfloat16().float(), len(xs)),
+        randn(64, 3, dtype=torch.float32),
+        tolerance=0,
+    ),
+    "quantized all_to_all, bf16": Case(
+        lambda x: ltx.all_to_all(x.bfloat16(), 0, 0).float(),
+        lambda xs: [torch.cat([x.bfloat16().chunk(len(xs))[r] for x in xs]).float() for r in range(len(xs))],
+        randn(12, 3, dtype=torch.float32),
+        tolerance=0,
+    ),
+}
+
+REFUSALS: dict[str, Case | Refusal] = {
+    "the greatest of complex numbers": Refusal(
+        lambda r: ltx.pmax(torch.ones(3, dtype=torch.complex64)), UnsupportedError, ("complex64",)
+    ),
+    "bits of floats": Refusal(lambda r: ltx.reduce(torch.ones(3), "band"), TreeError, ("float32[3]",)),
+    "lists of different lengths": Refusal(
+        lambda r: ltx.psum([torch.ones(1, 1, 37)] * (r + 1)), RankMismatchError, ("rank 0",)
+    ),
+    "no such rank": Refusal(lambda r: ltx.broadcast(torch.ones(3), -1), AxisError, ("src=-1",)),
+    "parameters of different shapes": Refusal(
+        lambda r: ltx.train_step(
+            ltx.data_parallel(lambda p, x: p.sum() * x), ltx.optim.from_torch(torch.optim.SGD)
+        ).init(torch.ones(2 + r, 1, 41)),
+        RankMismatchError,
+        ("float32[2, 1, 41]", "float32[3, 1, 41]"),
+    ),
+    "gradients of different structure": Refusal(
+        lambda r: ltx.sync_gradients({"ab"[r]: torch.ones(1, 43)}), RankMismatchError, ("'a'",)
+    ),
+}
+
+# --- what a failed collective leaves behind, and dtypes ---------------------------------------------------------------
+
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: (call, dtype): refused by name, on every rank, before anything is sent.
+WITHOUT_SUM = {
+    f"{name} of {dtype}": (call, dtype)
+    for name, call in {
+        "psum": ltx.psum,
+        "pmax": ltx.pmax,
+        "pmin": ltx.pmin,
+        "psum_scatter": lambda x: ltx.psum_scatter(x, tiled=True),
+        "product": lambda x: ltx.reduce(x, "product"),
+    }.items()
+    for dtype in (*UNSIGNED, *NARROW)
+}
+
+
+def after_failures() -> dict[str, Any]:
+    """Each error, and the sums that follow: 0, 1, 2, 3 were once one behind for good."""
+    n, found = ltx.axis_size(), {}
+    for name, (call, dtype) in WITHOUT_SUM.items():
+        try:
+            call(torch.ones(4, dtype=torch.uint8).to(dtype))
+        except ltx.errors.LtxError as error:
+            sums = [float(ltx.psum(torch.tensor(float(k)))) / n for k in range(4)]
+            found[name] = type(error).__name__, str(error), sums
+        else:
+            found[name] = "no error"
+    return found
+
+
+def check_after_failures(found: dict[str, Any]) -> None:
+    for name, (kind, text, sums) in found.items():
+        assert kind == "UnsupportedError", (name, kind, text)
+        assert name.split("torch.")[1] in text, (name, text)
+        assert sums == [0, 1, 2, 3], (name, sums)
+
+
+MOVED = {
+    "all_gather": (ltx.all_gather, lambda xs, r: xs),
+    "broadcast": (lambda x: ltx.broadcast(x, 1), lambda xs, r: xs[1]),
+    "ppermute": (lambda x: ltx.ppermute(x, [(0, 1), (1, 0)]), lambda xs, r: xs[1 - r]),
+    "all_to_all": (lambda x: ltx.all_to_all(x, 0, 0), lambda xs, r: xs[:, 2 * r : 2 * r + 2].flatten(0, 1)),
+    "gather_all_tensors": (lambda x: torch.stack(ltx.gather_all_tensors(x)), lambda xs, r: xs),
+    "broadcast_object": (lambda x: ltx.broadcast_object(x, 1), lambda xs, r: xs[1]),
+    "Pool.run": (lambda x: x, lambda xs, r: xs[r]),
+}
+MOVES = (torch.bool, torch.int16, *UNSIGNED, *NARROW, torch.bfloat16, torch.complex64)
+
+
+def moved(xs: dict[torch.dtype, Tensor]) -> dict[tuple[str, torch.dtype], Any]:
+    rank = int(ltx.axis_index())
+    return {
+        (name, dtype): detached_call(call, x.view(torch.uint8)[rank].view(dtype))
+        for name, (call, _) in MOVED.items()
+        for dtype, x in xs.items()
+    }
+
+
+def detached_call(call: Any, x: Tensor) -> Any:
+    try:
+        return call(x)
+    except Exception as error:
+        return repr(error)
+
+
+def to_move() -> dict[torch.dtype, Tensor]:
+    """Four numbers for each of two ranks."""
+    return {dtype: torch.randint(0, 2, (2, 4)).to(torch.uint8).to(dtype) for dtype in MOVES}
+
+
+def check_moved(by_rank: Any, xs: dict[torch.dtype, Tensor]) -> None:
+    for rank, found in enumerate(by_rank):
+        for (name, dtype), got in found.items():
+            want = MOVED[name][1](xs[dtype].float() if not dtype.is_complex else xs[dtype], rank)
+            assert isinstance(got, Tensor), (name, dtype, got)
+            assert got.dtype == dtype, (name, dtype, got.dtype)
+            assert torch.equal(got if dtype.is_complex else got.float(), want), (name, dtype)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("transport", ["shared memory", "sockets"])
+def test_a_failed_collective_leaves_later_ones_right(
+    transport: str, ranks: Ranks, on_new_axis: Callable[..., Any]
+) -> None:
+    by_rank = (
+        ranks(2).run(after_failures)
+        if transport == "shared memory"
+        else on_new_axis(after_failures, 30.0, sockets=True)
+    )
+    for found in by_rank:
+        check_after_failures(found)
+
+
+def test_dtypes_without_sums_alone() -> None:
+    check_after_failures(after_failures())
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("transport", ["shared memory", "sockets"])
+def test_what_moves_is_of_any_dtype(transport: str, ranks: Ranks, on_new_axis: Callable[..., Any], seed: int) -> None:
+    xs = to_move()
+    by_sockets = transport == "sockets"
+    by_rank = on_new_axis(lambda: moved(xs), 30.0, sockets=True) if by_sockets else ranks(2).run(moved, xs)
+    check_moved(by_rank, xs)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+    """DDP's toy net, with a weight that is used twice."""
+    h = torch.tanh(functional.linear(x, params["w1"], params["b1"]))
+    return functional.mse_loss(functional.linear(torch.tanh(functional.linear(h, params["w2"])), params["w2"]), y)
+
+
+def recomputed(params: Params, x: Tensor, y: Tensor) -> Tensor:
+    """The same, whose first layer is computed again in the backward pass."""
+
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(functional.linear(x, w, b))
+
+    h = checkpoint(layer, x, params["w1"], params["b1"], use_reentrant=False)
+    return functional.mse_loss(functional.linear(torch.tanh(functional.linear(h, params["w2"])), params["w2"]), y)
+
+
+def data(n: int, steps: int = STEPS) -> list[dict[str, Any]]:
+    """Each rank's own start and batches; training must begin with rank 0's."""
+    return [
+        {
+            "start": {
+                "w1": torch.randn(5, 3).double(),
+                "b1": torch.randn(5).double(),
+                "w2": torch.randn(5, 5).double(),
+            },
+            "x": torch.randn(steps, 4, 3).double(),
+            "y": torch.randn(steps, 4, 5).double(),
+        }
+        for _ in range(n)
+    ]
+
+
+def slope(params: Params, x: Tensor, y: Tensor) -> Params:
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+    return dict(zip(leaves, torch.autograd.grad(loss(leaves, x, y), list(leaves.values())), strict=True))
+
+
+def slopes(xs: list[Params], given: list[dict[str, Any]], step: int) -> list[Params]:
+    return [slope(x, of_rank["x"][step], of_rank["y"][step]) for x, of_rank in zip(xs, given, strict=True)]
+
+
+def mean(trees: list[Params]) -> Params:
+    return {name: torch.stack([tree[name] for tree in trees]).mean(0) for name in trees[0]}
+
+
+def training(
+    strategy: ltx.Strategy, of: Any = loss, kind: Any = torch.optim.SGD, options: Any = None, **kwargs: Any
+) -> Any:
+    """What a rank calls: its parameters after each step."""
+
+    def call(given: dict[str, Any]) -> list[Params]:
+        options_of = {"lr": 0.1} if options is None else options
+        train = ltx.train_step(ltx.data_parallel(of, strategy), ltx.optim.from_torch(kind, **options_of), **kwargs)
+        state = train.init(given["start"])
+        history = []
+        for x, y in zip(given["x"], given["y"], strict=True):
+            state = train(state, x, y)[0]
+            history.append({name: p.clone() for name, p in state.params.items()})
+        return history
+
+    return call
+
+
+class Optimized:
+    """One rank's parameters, under one of torch's optimizers."""
+
+    def __init__(self, start: Params, kind: Any, options: dict[str, Any]):
+        self.params = {name: p.detach().clone().requires_grad_() for name, p in start.items()}
+        self.optimizer = kind(self.params.values(), **options)
+
+    def step(self, gradients: Params) -> None:
+        for name, p in self.params.items():
+            p.grad = gradients[name].clone()
+        self.optimizer.step()
+
+    @property
+    def now(self) -> Params:
+        return {name: p.detach().clone() for name, p in self.params.items()}
+
+    def put(self, params: Params) -> None:
+        with torch.no_grad():
+            for name, p in self.params.items():
+                p.copy_(params[name])
+
+
+def local(kind: Any = torch.optim.SGD, reduced: Any = mean, **options: Any) -> Callable[[list[Any]], list[Any]]:
+    """One process that steps along the reduced gradients of all ranks' batches."""
+
+    def want(given: list[Any]) -> list[Any]:
+        one, history = Optimized(given[0]["start"], kind, options or {"lr": 0.1}), []
+        for step in range(STEPS):
+            one.step(reduced(slopes([one.now] * len(given), given, step)))
+            history.append(one.now)
+        return on_all(history, len(given))
+
+    return want
+
+
+def averaged(
+    groups: Callable[[int, int], int | None], warmup: int = 0, node: int | None = None
+) -> Callable[[list[Any]], list[Any]]:
+    """torch's averagers: after step t, groups(t, n) neighbours take their mean, if any.
+
+    Before `warmup` gradients are the mean of all ranks', from then on a rank's own, or of its node of so many.
+    """
+
+    def want(given: list[Any]) -> list[Any]:
+        n, options = len(given), {"lr": 0.1, "momentum": 0.9}
+        each = [Optimized(given[0]["start"], torch.optim.SGD, options) for _ in given]
+        histories: list[list[Params]] = [[] for _ in given]
+        for step in range(STEPS):
+            gradients = slopes([one.now for one in each], given, step)
+            shared = n if step < warmup else (node or 1)
+            for rank, one in enumerate(each):
+                first = rank // shared * shared
+                one.step(mean(gradients[first : first + shared]))
+            size = groups(step, n)
+            if size:
+                now = [one.now for one in each]
+                for rank, one in enumerate(each):
+                    first = rank // size * size
+                    one.put(mean(now[first : first + size]))
+            for history, one in zip(histories, each, strict=True):
+                history.append(one.now)
+        return histories
+
+    return want
+
+
+def periodic(period: int, warmup: int) -> Callable[[int, int], int | None]:
+    return lambda step, n: n if step >= warmup and (step - warmup) % period == 0 else None
+
+
+def hierarchical(levels: dict[int, int], warmup: int) -> Callable[[int, int], int | None]:
+    """The longest period that divides the step decides how many take part; steps count from 0."""
+
+    def groups(step: int, n: int) -> int | None:
+        sizes = [size for period, size in levels.items() if step >= warmup and step % period == 0]
+        return max(sizes, default=None)
+
+    return groups
+
+
+def case(call: Any, want: Any, **options: Any) -> Case:
+    return Case(call, want, data, **{"tolerance": 1e-9, "worlds": (2,), "simulated": (2,), **options})
+
+
+def narrow_mean(trees: list[Params], dtype: torch.dtype) -> Params:
+    """Divided, rounded, added up and rounded again."""
+    n = len(trees)
+    return {name: sum((tree[name] / n).to(dtype).double() for tree in trees).to(dtype).double() for name in trees[0]}
+
+
+MOMENTUM = {"lr": 0.1, "momentum": 0.9}
+TRAINING: dict[str, Case | Refusal] = {
+    "DDP": case(training(ltx.DDPStrategy()), local(), worlds=(2, 3)),
+    "DDP in many buckets": case(training(ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8)), local(), worlds=(3,)),
+    "DDP with recomputation": case(training(ltx.DDPStrategy(), recomputed), local(), simulated=()),
+    "DDP whose optimizer overlaps": case(training(ltx.DDPStrategy(), overlap="update"), local(), simulated=()),
+    "hook: allreduce": case(training(ltx.DDPStrategy(comm_hook=hooks.AllReduce())), local()),
+    "hook: noop": case(
+        training(ltx.DDPStrategy(comm_hook=hooks.Noop()), options=MOMENTUM), averaged(lambda step, n: None)
+    ),
+}
+for hook, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+    TRAINING[f"hook: {hook}"] = case(
+        training(ltx.DDPStrategy(comm_hook=hook)),
+        local(reduced=lambda trees, dtype=dtype: narrow_mean(trees, dtype)),
+        tolerance={"fp16": 2e-3, "bf16": 2e-2}[hook],
+    )
+for kind, options in [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    (torch.optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.9)}),
+    (torch.optim.RMSprop, {"lr": 0.01}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+]:
+    # 15, 5 and 25 elements: parts of different lengths, whatever the number of ranks.
+    TRAINING[f"ZeRO, {kind.__name__}, {', '.join(options)}"] = case(
+        training(ltx.ZeroStrategy(), kind=kind, options=options), local(kind, **options), worlds=(2, 3), simulated=(2,)
+    )
+for period, warmup in [(1, 0), (2, 0), (3, 2), (4, 3), (100, 5)]:
+    TRAINING[f"PeriodicModelAverager, period {period}, warm-up {warmup}"] = case(
+        training(ltx.LocalSGDStrategy(period, warmup), options=MOMENTUM),
+        averaged(periodic(period, warmup), warmup),
+        worlds=(2,) if period == 1 else (3,),
+    )
+for levels, warmup in [({2: 2, 4: 4}, 0), ({1: 2, 3: 4}, 0), ({2: 2, 4: 4}, 3)]:
+    TRAINING[f"HierarchicalModelAverager, {levels}, warm-up {warmup}"] = case(
+        training(ltx.LocalSGDStrategy(levels, warmup), options=MOMENTUM),
+        averaged(hierarchical(levels, warmup), warmup),
+        worlds=(4,) if warmup == 3 else (),
+        simulated=(4,),
+    )
+TRAINING |= {
+    "HierarchicalModelAverager of three levels": case(
+        training(ltx.LocalSGDStrategy({1: 2, 2: 4, 4: 8}), options=MOMENTUM),
+        averaged(hierarchical({1: 2, 2: 4, 4: 8}, 0)),
+        worlds=(),
+        simulated=(8,),
+    ),
+    "post_localSGD_hook within a node": case(
+        training(ltx.LocalSGDStrategy(3, 2, subgroup=2), options=MOMENTUM),
+        averaged(periodic(3, 2), 2, node=2),
+        worlds=(4,),
+        simulated=(4,),
+    ),
+    "PostLocalSGDOptimizer by DDP's fields": case(
+        training(ltx.DDPStrategy(model_averaging_period=2, start_local_sgd_step=3), options=MOMENTUM),
+        averaged(periodic(2, 3), 3),
+    ),
+}
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def matrices(n: int) -> list[Params]:
+    return [{"m": torch.randn(8, 6).double(), "v": torch.randn(7).double()} for _ in range(n)]
+
+
+def of_low_rank(n: int) -> list[Params]:
+    """Matrices of rank 2, whose columns are all of one plane."""
+    plane = torch.randn(8, 2).double()
+    return [{"m": plane @ torch.randn(2, 6).double(), "v": torch.randn(7).double()} for _ in range(n)]
+
+
+def reduced_by(hook: Any) -> Callable[[Params], Params]:
+    """What a hook makes of gradients at its first step."""
+
+    def call(gradients: Params) -> Params:
+        strategy = ltx.DDPStrategy(comm_hook=hook)
+        step = ltx.data_parallel(lambda p, g: sum((p[name] * g[name]).sum() for name in p), strategy)
+        zeros = {name: torch.zeros_like(g) for name, g in gradients.items()}
+        found = ltx.grad_and_value(step)(zeros, gradients, sync_state=step.init(zeros))
+        return found[0][0]
+
+    return call
+
+
+def means(trees: list[Params]) -> list[Params]:
+    return on_all(mean(trees), len(trees))
+
+
+def affine(x: Tensor) -> Tensor:
+    """torch's per-tensor quantization: 256 levels of the range, extended to 0, which is one of them."""
+    low, high = x.min().clamp(max=0), x.max().clamp(min=0)
+    scale = (high - low) / 255
+    zero = (-low / scale).round()
+    return ((x / scale).round() + zero).clamp(0, 255).sub(zero) * scale
+
+
+def quantized_means(trees: list[Params]) -> list[Params]:
+    """To a half of one step each way: what is sent, and what is sent back."""
+    n = len(trees)
+    rows = [torch.cat([tree["v"].flatten(), tree["m"].flatten()]) / n for tree in trees]
+    length = -(-len(rows[0]) // n)
+    rows = [functional.pad(row, (0, n * length - len(row))) for row in rows]
+    parts = [affine(sum(affine(row[r * length : (r + 1) * length]) for row in rows)) for r in range(n)]
+    flat = torch.cat(parts)
+    return on_all({"v": flat[:7], "m": flat[7:55].view(8, 6)}, n)
+
+
+def uneven_training(divisor: str) -> Callable[[dict[str, Any]], Any]:
+    def call(given: dict[str, Any]) -> Any:
+        train = ltx.train_step(
+            ltx.data_parallel(lambda p, x, weight: weight * (p * x).sum()),
+            ltx.optim.from_torch(torch.optim.SGD, lr=1.0),
+        )
+        state, turns = train.init(given["start"]), 0.0
+        for x, weight in ltx.uneven(list(given["x"]), divisor=divisor):
+            turns += ltx.psum((weight > 0).double())
+            state = train(state, x, weight)[0]
+        return state.params.clone(), turns
+
+    return call
+
+
+def joined(by_all: bool) -> Callable[[list[dict[str, Any]]], list[Any]]:
+    """torch's Join: those that have run out give zeros; and its count of all-reduced ones."""
+
+    def want(given: list[dict[str, Any]]) -> list[Any]:
+        n, w = len(given), given[0]["start"].clone()
+        turns = max(len(of_rank["x"]) for of_rank in given)
+        for turn in range(turns):
+            batches = [of_rank["x"][turn] for of_rank in given if turn < len(of_rank["x"])]
+            w -= sum(batches) / (n if by_all else len(batches))
+        count = sum(len(of_rank["x"]) for of_rank in given)
+        return on_all((w, torch.tensor(float(count)).double()), n)
+
+    return want
+
+
+def of_uneven_numbers(n: int) -> list[dict[str, Any]]:
+    """Rank r has 3 + r batches, as in torch's test."""
+    return [{"start": torch.randn(5).double(), "x": torch.randn(3 + r, 5).double()} for r in range(n)]
+
+
+def not_synchronised(given: dict[str, Any]) -> Params:
+    """DDP's no_sync: all but the last of the gradients are local, and the last synchronisation is of their sum."""
+    step = ltx.data_parallel(loss)
+    local_step = ltx.block_backward_sync(step)
+    added: Params = {name: torch.zeros_like(p) for name, p in given["start"].items()}
+    for x, y in zip(given["x"], given["y"], strict=True):
+        found = torch.func.grad(local_step)(given["start"], x, y)
+        added = {name: g + found[name] for name, g in added.items()}
+    return ltx.sync_gradients(added)[0]
+
+
+def sums_of_all(given: list[dict[str, Any]]) -> list[Params]:
+    starts = [of_rank["start"] for of_rank in given]
+    by_step = [slopes(starts, given, step) for step in range(STEPS)]
+    trees = [{name: sum(of[r][name] for of in by_step) for name in starts[0]} for r in range(len(given))]
+    return means(trees)
+
+
+def with_auxiliary(given: dict[str, Any]) -> Any:
+    """A detached output is one on two ranks as on one: numpy() works."""
+
+    def both(params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return loss(params, x, y), x.detach() * 2
+
+    step = ltx.data_parallel(both)
+    _, (_, aux) = ltx.grad_and_value(step, has_aux=True)(given["start"], given["x"][0], given["y"][0])
+    return torch.from_numpy(aux.numpy().copy())
+
+
+GRADIENTS: dict[str, Case | Refusal] = {
+    "PowerSGD before it starts": Case(
+        reduced_by(hooks.PowerSGD(rank=1, start_step=3)), means, matrices, simulated=(2,)
+    ),
+    "PowerSGD of matrices of its rank": Case(
+        reduced_by(hooks.PowerSGD(rank=2, start_step=0, min_compression_rate=1.0)),
+        means,
+        of_low_rank,
+        simulated=(2,),
+        tolerance=1e-9,
+    ),
+    "quantization_pertensor_hook": Case(
+        reduced_by(hooks.Quantize(per="tensor")), quantized_means, matrices, simulated=(2,), tolerance=1e-9
+    ),
+    "no_sync": Case(not_synchronised, sums_of_all, lambda n: same_start(data(n)), simulated=(), tolerance=1e-9),
+    "Join, divided by all": Case(uneven_training("all"), joined(True), of_uneven_numbers, simulated=(), worlds=(2, 3)),
+    "Join, divided by those with data": Case(
+        uneven_training("data"), joined(False), of_uneven_numbers, simulated=(), worlds=(2, 3)
+    ),
+    "a detached output has no graph": Case(
+        with_auxiliary,
+        lambda given: [2 * of_rank["x"][0] for of_rank in given],
+        lambda n: same_start(data(n)),
+        simulated=(),
+        worlds=(2,),
+    ),
+}
+
+
+def same_start(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**of_rank, "start": {n: p.clone() for n, p in given[0]["start"].items()}} for of_rank in given]
+
+
+TABLES: dict[str, Cases] = {
+    "collectives": COLLECTIVES,
+    "refusals": REFUSALS,
+    "training": TRAINING,
+    "gradients": GRADIENTS,
+}
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize(("table", "n"), worlds_of(TABLES))
+def test_on_ranks(table: str, n: int, ranks: Ranks, seed: int) -> None:
+    cases = TABLES[table]
+    check(failures(cases, lambda xs, bars: on_rank(cases, xs, bars), ranks, n))
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("table", [name for name in TABLES if name != "refusals"])
+def test_on_simulated_ranks(table: str, seed: int) -> None:
+    check(failures_simulated(TABLES[table]))

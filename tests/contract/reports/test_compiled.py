@@ -1,0 +1,144 @@
+"""torch.compile of a train step: right, or refused with what to do, before anything of Dynamo's own shows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import DonatedStateError
+from tests.contract.training.compiled import MODULES, SGD, taken_over
+
+pytestmark = [pytest.mark.slow_compile, pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")]
+
+Ranks = Callable[[int], ltx.Pool]
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_taken_over(name: str, seed: int) -> None:
+    torch.testing.assert_close(*taken_over(name, "eager" if name == "linear" else "aot_eager", seed, name == "linear"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["linear", "checkpointed"])
+def test_a_module_taken_over_by_two_ranks(name: str, ranks: Ranks, seed: int) -> None:
+    for got, want in ranks(2).run(taken_over, name, "aot_eager", seed, name == "linear"):
+        torch.testing.assert_close(got, want)
+
+
+def on(module: torch.nn.Module) -> Callable[..., Tensor]:
+    return lambda params, x: ltx.functional_call(module, params, x)
+
+
+class Last(torch.nn.Module):
+    """The last state of a recurrent layer."""
+
+    def __init__(self, kind: type[torch.nn.RNNBase]):
+        super().__init__()
+        self.layer = kind(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[None])[0][0, -1]
+
+
+class Counted(torch.nn.Module):
+    """Writes to a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9)
+        return self.layer(x) - self.mean
+
+
+counted, given = Counted(), torch.ones(3)
+looked_up = torch.nn.Embedding(3, 3, max_norm=1.0)
+
+
+def with_buffers(params: Any, x: Tensor) -> Tensor:
+    """Buffers whose new values nobody takes."""
+    return ltx.functional_call(counted, (params, {"mean": given}), x)
+
+
+def raises(params: Any, x: Tensor) -> Tensor:
+    raise ValueError("the user's own error")
+
+
+linear = torch.nn.Linear(3, 3)
+TAKEN = r"this parameter of a Linear was taken over by train\.init\(module\)"
+
+#: What can't be one graph: a loss of the module that train.init has taken over, the error's type and text.
+REFUSED: dict[str, tuple[torch.nn.Module, Callable[..., Any], Any, str]] = {
+    **{
+        kind.__name__: (
+            (module := Last(kind)),
+            on(module),
+            torch._dynamo.exc.InternalTorchDynamoError,
+            rf"can't trace the gradient of a {kind.__name__}, 'layer' of this Last\. Don.t compile the step",
+        )
+        for kind in (torch.nn.LSTM, torch.nn.GRU)
+    },
+    "item": (linear, lambda p, x: float(p["bias"].sum()) * x, torch._dynamo.exc.Unsupported, r"Tensor\.item\(\)"),
+    "branch": (linear, lambda p, x: x if p["bias"].sum() > 0 else -x, torch._dynamo.exc.Unsupported, "Data-dependent"),
+    "random": (linear, lambda p, x: x * random.random(), torch._dynamo.exc.Unsupported, "Random.random"),
+    "own buffer": (counted, on(counted), torch._dynamo.exc.TorchRuntimeError, "in-place operation"),
+    "given buffer": (counted, with_buffers, torch._dynamo.exc.TorchRuntimeError, "in-place operation"),
+    "max_norm": (
+        looked_up,
+        lambda p, x: ltx.functional_call(looked_up, p, x.argmax(1)),
+        torch._dynamo.exc.InternalTorchDynamoError,
+        r"'weight' of Embedding: Embedding\(max_norm=1\.0\) renormalises, in place, the rows",
+    ),
+    "the user's error": (linear, raises, ValueError, "the user's own error"),
+    "the module itself": (linear, lambda p, x: linear(x), DonatedStateError, TAKEN),
+}
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, seed: int) -> None:
+    torch._dynamo.reset()
+    module, loss, error, text = REFUSED[name]
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: loss(p, x).square().mean()), SGD)
+    state = train.init(ltx.to_module(module, {k: torch.randn(p.shape) for k, p in module.named_parameters()}))
+    with pytest.raises(error, match=text):
+        torch.compile(train, backend="eager")(state, torch.randn(4, 3))
+    with pytest.raises(error if error in (ValueError, DonatedStateError) else torch._dynamo.exc.TorchDynamoException):
+        torch.compile(train, backend="eager")(state, torch.randn(4, 3))
+    assert state.step == 0
+    assert ltx.tree.flatten(state.params)[0][0].isfinite().all()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountsSteps(ltx.DDPStrategy):
+    @property
+    def stateful(self) -> bool:
+        return True
+
+
+def test_steps_of_trainings_that_are_at_different_steps_compile(seed: int) -> None:
+    """In one process: Dynamo takes what has been another number for a variable, and hooks need a constant."""
+    torch._dynamo.reset()  # Dynamo never compiles code again whose tracing raised a program's own error
+    torch.manual_seed(seed)
+    w = torch.randn(3)
+    for before in (0, 1, 5):
+        loss = ltx.data_parallel(lambda p, x: (p * x).square().mean(), CountsSteps())
+        train = ltx.train_step(loss, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state, expected = train.init(w), w
+        for step in range(before + 3):
+            x = torch.randn(3)
+            run = train if step < before else torch.compile(train, backend="eager", fullgraph=True)
+            state, _ = run(state, x)
+            expected = expected - 0.1 * 2 / 3 * expected * x * x
+        torch.testing.assert_close(state.params, expected)
+        assert state.step == before + 3

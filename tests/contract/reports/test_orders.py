@@ -1,0 +1,156 @@
+"""Derivatives of every order: words over {forward, reverse}, the first letter the outermost derivative.
+
+What is right comes from torch.func in one process, on one stacked tensor of all ranks' values, by the convention of
+tests/contract/conformance: a derivative is that of the sum over ranks of each one's own loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
+
+import ltx
+from ltx import Pool
+from tests.contract.conformance.table import OPS, Fn, Op, bend, draw, wide
+from tests.contract.hooks.table import FEW, HOOKS
+from tests.covering import some
+
+WORDS = ["".join(letters) for length in (1, 2, 3, 4) for letters in product("FR", repeat=length)]
+#: The fast suite's: every pair of letters, and forward mode three times.
+SHORT = ["F", "R", "FF", "FR", "RF", "RR", "FFR", "FRF", "RFF", "FFFR"]
+ROWS = {op.name: op for op in OPS if not op.rounding}
+FAST = ("data_parallel", "sync_gradients", "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all")
+FAST += ("ppermute in a ring", "broadcast", "pvary", "adasum", "weighted_mean", "data_parallel Weighted")
+
+
+def of_rank(word: str, f: Callable[..., Tensor], x: Tensor, t: Tensor, state: Any = ()) -> Tensor:
+    """One rank's number: the derivatives of `f(x, state)`, a scalar, at x, each in the direction t."""
+    for letter in reversed(word):
+        if letter == "F":
+            f = partial(lambda f, x, state: jvp(lambda x: f(x, state), (x,), (t,))[1], f)
+        else:  # of the state too, which would be lost otherwise
+            f = partial(lambda f, *at: wide(grad(f, (0, 1))(*at)[0] * t).sum() * (1 + ltx.axis_index()), f)
+    return f(x, state)
+
+
+def of_all(word: str, fs: Fn, xs: Tensor, ts: Tensor) -> Tensor:
+    """The same of all ranks: `fs` gives a number for each, and a reverse derivative is that of their sum."""
+    weights = 1 + torch.arange(len(xs))
+    for letter in reversed(word):
+        if letter == "F":
+            fs = partial(lambda fs, xs: jvp(fs, (xs,), (ts,))[1], fs)
+        else:
+            fs = partial(lambda fs, xs: (grad(lambda xs: fs(xs).sum())(xs) * ts).flatten(1).sum(1) * weights, fs)
+    return fs(xs)
+
+
+def curved(x: Tensor) -> Tensor:
+    """What goes into an operation: no tangent of a derivative is lost in it unless this has a second derivative."""
+    return x + x.sin() / 2
+
+
+def each_word(words: list[str], op: Op, x: Tensor, t: Tensor) -> Tensor:
+    return torch.stack([of_rank(word, lambda x, _: bend(op.output(curved(x))), x, t) for word in words])
+
+
+def each_word_of_process(words: list[str], name: str, xs: Tensor, ts: Tensor) -> Tensor:
+    rank = ltx.world().rank
+    return each_word(words, ROWS[name], xs[rank], ts[rank])
+
+
+def check(words: list[str], found: Tensor, expected: Tensor) -> None:
+    """`found` and `expected` have a row a rank and a column a word."""
+    wrong = {
+        word: (got.tolist(), want.tolist())
+        for word, got, want in zip(words, found.T, expected.T, strict=True)
+        if not torch.allclose(got, want, rtol=1e-8, atol=1e-8)
+    }
+    assert not wrong, f"word: (found on each rank, right): {wrong}"
+
+
+def words_of(request: pytest.FixtureRequest) -> list[str]:
+    return WORDS if request.config.getoption("--full") else SHORT
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("backing", ["processes", "simulated", "alone"])
+@pytest.mark.parametrize("name", some(ROWS, *FAST))
+def test_every_word(
+    name: str, backing: str, seed: int, ranks: Callable[[int], Pool], request: pytest.FixtureRequest
+) -> None:
+    op, words = ROWS[name], words_of(request)
+    xs, ts = draw(op, 1 if backing == "alone" else 2, seed)
+    expected = torch.stack([of_all(word, lambda xs: vmap(bend)(op.outputs(curved(xs))), xs, ts) for word in words], 1)
+    if backing == "processes":
+        found = torch.stack(list(ranks(2).run(each_word_of_process, words, name, xs, ts)))
+    elif backing == "simulated":
+        found = ltx.vmap(partial(each_word, words, op))(xs, ts)
+    else:
+        found = each_word(words, op, xs[0], ts[0])[None]
+    check(words, found, expected)
+
+
+def model_loss(params: list[Tensor], x: Tensor) -> Tensor:
+    w, v = params
+    return ((x @ w).tanh() @ v.sin() + w.square().sum() ** 2 / 50).sin().mean()
+
+
+#: Derivatives beyond the first reduction, which rounds: they count it as the mean.
+BEYOND = [word for word in WORDS if "R" in word[1:]]
+
+
+@pytest.mark.parametrize("name", [*some(HOOKS, *FEW[:3], "powersgd 1")])
+def test_every_hook_counts_as_the_mean(name: str, seed: int, request: pytest.FixtureRequest) -> None:
+    words = [word for word in BEYOND if word in words_of(request)]
+    params = [torch.randn(5, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
+    directions, xs = [torch.randn_like(p) for p in params], torch.randn(2, 4, 5, dtype=torch.float64)
+    step = ltx.data_parallel(model_loss, ltx.DDPStrategy(comm_hook=HOOKS[name]))
+    state = step.init(params)
+
+    def along(s: Tensor) -> list[Tensor]:
+        return [p + s * d for p, d in zip(params, directions, strict=True)]  # in which a first gradient is no factor
+
+    def on_rank(x: Tensor) -> Tensor:
+        return torch.stack(
+            [of_rank(word, lambda s, state: step(ltx.Synced(along(s), state), x), ZERO, ONE, state) for word in words]
+        )
+
+    def on_all(ss: Tensor) -> Tensor:
+        return torch.stack([model_loss(along(ss.mean()), x) for x in xs])
+
+    expected = torch.stack([of_all(word, on_all, ZERO.expand(2, 1), ONE.expand(2, 1)) for word in words], 1)
+    check(words, ltx.vmap(on_rank)(xs), expected)
+
+
+ZERO, ONE = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+
+
+def in_a_dual_level(loss: Callable[[list[Tensor], Tensor], Tensor], params: list[Tensor], x: Tensor) -> list[Tensor]:
+    """A plain backward pass whose gradients have tangents, by the batch; and that of its tangents."""
+    leaves = [p.clone().requires_grad_() for p in params]
+    with forward_ad.dual_level():
+        grads = torch.autograd.grad(
+            loss(leaves, forward_ad.make_dual(x, torch.ones_like(x))), leaves, create_graph=True
+        )
+        tangents = [forward_ad.unpack_dual(grad).tangent for grad in grads]
+        first = torch.autograd.grad(loss(leaves, forward_ad.make_dual(x, torch.ones_like(x))), leaves)
+        again = torch.autograd.grad(sum(t.sum() for t in tangents), leaves)
+        return [x.detach() for x in (*tangents, *(forward_ad.unpack_dual(grad).tangent for grad in first), *again)]
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 2**20])
+def test_plain_backward_passes_with_dual_numbers(bucket_bytes: int, seed: int, ranks: Callable[[int], Pool]) -> None:
+    params = [torch.randn(5, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
+    xs = torch.randn(2, 4, 5, dtype=torch.float64)
+    step = ltx.data_parallel(model_loss, ltx.DDPStrategy(bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes))
+    expected = in_a_dual_level(lambda w, xs: (model_loss(w, xs[0]) + model_loss(w, xs[1])) / 2, params, xs)
+    for found in ranks(2).run(lambda: in_a_dual_level(step, params, xs[ltx.world().rank])):
+        torch.testing.assert_close(found, expected)

@@ -1,0 +1,164 @@
+"""Bagua's algorithms: sums and 8-bit means of gradients, gossip about weights, compressed gossip on a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.contract.strategies.problem import Array, Params, Problem, Sgd, mean_of, on_each
+
+Reference = Callable[[Problem], list[list[Params]]]
+
+
+def sum_of_gradients(lr: float = 0.1) -> Reference:
+    """w <- w - lr v(sum_r grad f_r(w))"""
+
+    def train(problem: Problem) -> list[list[Params]]:
+        n, optimizer, params, history = problem.ranks, Sgd(lr), problem.start, []
+        for step in range(problem.steps):
+            params = optimizer.step(params, on_each(lambda g: n * g, mean_of(problem.grads([params] * n, step))))
+            history.append([params] * n)
+        return history
+
+    return train
+
+
+# --- eight bits -------------------------------------------------------------------------------------------------------
+
+
+def eight_bits(x: Array) -> Array:
+    """x as its receivers see it, by Bagua's MinMaxUInt8: codes of 0 to 255 of multiples of 1 / s, of which 0 is one.
+
+    Where 0 lies outside of the range no number is 0; there the grid begins at the least number.
+    """
+    if not x.size:
+        return x
+    span = x.max() - x.min()
+    if not x.min() <= 0 <= x.max() or span == 0:
+        step = span / 255 or 1.0
+        return np.asarray(x.min() + np.clip(np.rint((x - x.min()) / step), 0, 255) * step)
+    s = 255 / (span + (1e-7 if span >= 2.55e-4 else 0))
+    upper = np.rint(x.max() * s)
+    lower = upper - 255
+    codes = np.clip(np.minimum(np.rint(x * s), upper) - lower, 0, 255)
+    return np.asarray((codes + lower) / s)
+
+
+def flat(params: Params) -> Array:
+    """All parameters, as they lie in one bucket."""
+    return np.concatenate([params[name].reshape(-1) for name in sorted(params)])
+
+
+def unflat(vector: Array, like: Params) -> Params:
+    parts, start = {}, 0
+    for name in sorted(like):
+        parts[name] = vector[start : start + like[name].size].reshape(like[name].shape)
+        start += like[name].size
+    return parts
+
+
+def eight_bit_gradients(average: bool = True, lr: float = 0.1, node: int = 1) -> Reference:
+    """Bagua's pipeline: everyone's part r goes to rank r in 8 bits, is added up there, and comes back in 8 bits.
+
+    With nodes of m ranks, each m-th of a node's sum goes through it with those of the other nodes. All gradients are in
+    one bucket, w last.
+    """
+
+    def total(shares: list[Array]) -> Array:
+        n, size = len(shares), len(shares[0])
+        padded = [np.pad(inputs, (0, -size % n), "edge") for inputs in shares]
+        summed = [sum(eight_bits(row) for row in rows) for rows in zip(*(np.split(p, n) for p in padded), strict=True)]
+        return np.concatenate([eight_bits(np.asarray(row)) for row in summed])[:size]
+
+    def by_node(shares: list[Array]) -> Array:
+        m, size = min(node, len(shares)), len(shares[0])
+        sums = [np.asarray(sum(shares[first : first + m])) for first in range(0, len(shares), m)]
+        cut = [np.split(np.pad(vector, (0, -size % m)), m) for vector in sums]
+        return np.concatenate([total(list(parts)) for parts in zip(*cut, strict=True)])[:size]
+
+    def train(problem: Problem) -> list[list[Params]]:
+        n, optimizer, params, history = problem.ranks, Sgd(lr), problem.start, []
+        for step in range(problem.steps):
+            shares = [g / (n if average else 1) for g in map(flat, problem.grads([params] * n, step))]
+            params = optimizer.step(params, unflat(by_node(shares), params))
+            history.append([params] * n)
+        return history
+
+    return train
+
+
+# --- gossip -----------------------------------------------------------------------------------------------------------
+
+
+def peer_of(rank: int, n: int, k: int) -> int:
+    """Bagua's shift_one: the lower half goes round the upper one."""
+    if rank < n // 2:
+        return (k + rank) % (n // 2) + n // 2
+    return (rank - n // 2 - k) % (n // 2)
+
+
+def mean_of_nodes(x: list[Params], size: int) -> list[Params]:
+    """One for each node of `size` ranks, of which a world of one is one."""
+    return [mean_of(x[first : first + size]) for first in range(0, len(x), size)]
+
+
+def decentralized(shift_one: bool = False, interval: int = 1, node: int = 1) -> Reference:
+    """x_{t+1} = y_t - lr v(grad f_r(x_t)), y_t the mean of all nodes' x_t or of two"""
+
+    def mixed(x: list[Params], k: int) -> list[Params]:
+        x = mean_of_nodes(x, node)
+        n = len(x)
+        if not shift_one or n == 1:
+            y = [mean_of(x)] * n
+        else:
+            y = [mean_of([x[rank], x[peer_of(rank, n, k)]]) for rank in range(n)]
+        return [one for one in y for _ in range(node)]  # more than there are ranks in a world of one
+
+    def train(problem: Problem) -> list[list[Params]]:
+        optimizers, x, history = [Sgd() for _ in range(problem.ranks)], [problem.start] * problem.ranks, []
+        for step in range(problem.steps):
+            grads = problem.grads(x, step)
+            y = x if step % interval else mixed(x, step // interval)
+            x = [sgd.step(p, g) for sgd, p, g in zip(optimizers, y, grads, strict=False)]
+            history.append(x)
+        return history
+
+    return train
+
+
+def low_precision(interval: int = 1, one_bucket: bool = True, node: int = 1) -> Reference:
+    """z = x + L/3 + R/3 - 5/3 W, d = Q(z); every copy of a W moves by its d; x = W
+
+    x is the mean of a node; a node of m ranks cuts z in m parts with a grid each.
+    """
+
+    def q(z: Params, m: int) -> Params:
+        if not one_bucket:
+            return on_each(eight_bits, z)
+        vector = flat(z)
+        parts = np.split(np.pad(vector, (0, -len(vector) % m)), m)
+        return unflat(np.concatenate([eight_bits(part) for part in parts])[: len(vector)], z)
+
+    def train(problem: Problem) -> list[list[Params]]:
+        m = min(node, problem.ranks)
+        n, history = problem.ranks // m, []
+        optimizers, x = [Sgd() for _ in range(n * m)], [problem.start] * n * m
+        own, left, right = [problem.start] * n, [problem.start] * n, [problem.start] * n
+        for step in range(problem.steps):
+            x = [sgd.step(p, g) for sgd, p, g in zip(optimizers, x, problem.grads(x, step), strict=True)]
+            if step % interval == 0:
+                means = mean_of_nodes(x, m)
+                z = [
+                    on_each(lambda x, a, b, w: x + a / 3 + b / 3 - 5 / 3 * w, means[r], left[r], right[r], own[r])
+                    for r in range(n)
+                ]
+                d = [q(tree, m) for tree in z]
+                own = [on_each(np.add, own[r], d[r]) for r in range(n)]
+                left = [on_each(np.add, left[r], d[(r - 1) % n]) for r in range(n)]
+                right = [on_each(np.add, right[r], d[(r + 1) % n]) for r in range(n)]
+                x = [w for w in own for _ in range(m)]
+            history.append(x)
+        return history
+
+    return train

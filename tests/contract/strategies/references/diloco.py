@@ -1,0 +1,71 @@
+"""DiLoCo (Douillard et al., 2023, algorithm 1), in fragments (2025), and with outer gradients in eight bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tests.contract.strategies.problem import Array, Params, Problem, Sgd
+from tests.contract.strategies.references.bagua import eight_bits
+
+#: From each rank's outer gradient, flat, to the one that all use.
+Average = Callable[[list[Array]], Array]
+
+
+def mean(grads: list[Array]) -> Array:
+    return np.asarray(sum(grads) / len(grads))
+
+
+class EightBits:
+    """Bagua's bytegrad: each rank adds up its part of everyone's 8-bit messages, and sends the sum in 8 bits.
+
+    With `feedback`, what rounding loses of a rank's message, and of the sum that it sends, is in its next message.
+    """
+
+    def __init__(self, feedback: bool = False):
+        self.feedback = feedback
+        self.errors: list[Array] | float = 0.0
+
+    def __call__(self, grads: list[Array]) -> Array:
+        n, numel = len(grads), len(grads[0])
+        given = np.stack(grads) / n + np.asarray(self.errors)
+        rows = np.pad(given, ((0, 0), (0, -numel % n)), "edge").reshape(n, n, -1)  # from rank, part, number
+        sent = np.stack([[eight_bits(part) for part in rank] for rank in rows])
+        sums = sent.sum(0)
+        total = np.stack([eight_bits(part) for part in sums])
+        if self.feedback:
+            own = sent.copy()
+            for rank in range(n):
+                own[rank, rank] += total[rank] - sums[rank]
+            self.errors = given - own.reshape(n, -1)[:, :numel]
+        return total.reshape(-1)[:numel]
+
+
+def diloco(
+    problem: Problem,
+    period: int,
+    lr: float,
+    momentum: float,
+    average: Callable[[], Average] = lambda: mean,
+    fragments: Sequence[tuple[str, ...]] = (("b", "s", "w"),),
+) -> list[list[Params]]:
+    """`fragments`: the names of each; the numbers of a fragment are averaged together, in that order."""
+    n, k = problem.ranks, len(fragments)
+    optimizers, params, history = [Sgd() for _ in range(n)], [dict(problem.start) for _ in range(n)], []
+    anchor = [np.concatenate([problem.start[name].ravel() for name in names]) for names in fragments]
+    velocity, averages = [np.zeros_like(a) for a in anchor], [average() for _ in fragments]
+    for step in range(problem.steps):
+        params = [o.step(p, g) for o, p, g in zip(optimizers, params, problem.grads(params, step), strict=True)]
+        for j, names in enumerate(fragments):
+            if (step + 1 + j * period // k) % period == 0:
+                moved = [anchor[j] - np.concatenate([p[name].ravel() for name in names]) for p in params]
+                d = averages[j](moved)
+                velocity[j] = momentum * velocity[j] + d
+                anchor[j] = anchor[j] - lr * (d + momentum * velocity[j])
+                ends = np.cumsum([problem.start[name].size for name in names])[:-1]
+                parts = zip(names, np.split(anchor[j], ends), strict=True)
+                new = {name: part.reshape(problem.start[name].shape) for name, part in parts}
+                params = [{**p, **new} for p in params]
+        history.append(params)
+    return history

@@ -1,0 +1,64 @@
+"""QAdam: Adam on mean gradients, then Adam's step along momenta that are averaged in eight bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.contract.strategies.problem import Array, Params, Problem, mean_of, on_each
+from tests.contract.strategies.references.bagua import eight_bits
+
+#: The order in which one bucket holds the problem's parameters: that in which a backward pass is expected to end.
+ORDER = ("s", "b", "w")
+
+
+def eight_bit_mean(vectors: list[Array]) -> Array:
+    """Bagua's bytegrad: everyone's row r goes to rank r in codes; it adds them up and sends the sum's codes to all."""
+    n, numel = len(vectors), len(vectors[0])
+    rows = [np.pad(v / n, (0, -numel % n), "edge").reshape(n, -1) for v in vectors]
+    return np.concatenate([eight_bits(np.sum([eight_bits(of[r]) for of in rows], 0)) for r in range(n)])[:numel]
+
+
+def by_node(vectors: list[Array], node: int) -> Array:
+    """The same among nodes of so many ranks: exact means of each, whose parts go their own ways."""
+    m, numel = min(node, len(vectors)), len(vectors[0])
+    means = [np.mean(vectors[first : first + m], axis=0) for first in range(0, len(vectors), m)]
+    parts = [np.split(np.pad(mean, (0, -numel % m)), m) for mean in means]
+    return np.concatenate([eight_bit_mean(list(of_nodes)) for of_nodes in zip(*parts, strict=True)])[:numel]
+
+
+def mean_in_codes(trees: list[Params], node: int) -> Params:
+    flat = by_node([np.concatenate([tree[name].reshape(-1) for name in ORDER]) for tree in trees], node)
+    parts = np.split(flat, np.cumsum([trees[0][name].size for name in ORDER])[:-1])
+    return {name: part.reshape(trees[0][name].shape) for name, part in zip(ORDER, parts, strict=True)}
+
+
+def trained_by(
+    warmup_steps: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bagua_exact: bool = False,
+    node: int = 1,
+) -> Callable[[Problem], list[list[Params]]]:
+    b1, b2 = betas
+
+    def reference(problem: Problem) -> list[list[Params]]:
+        x, history = problem.start, []
+        m = v = on_each(np.zeros_like, x)
+        for s in range(1, problem.steps + 1):
+            grads = problem.grads([x] * problem.ranks, s - 1)
+            if s <= warmup_steps and not (bagua_exact and s == warmup_steps):
+                g = on_each(lambda g, x: g + weight_decay * x, mean_of(grads), x)
+                m = on_each(lambda m, g: b1 * m + (1 - b1) * g, m, g)
+                v = on_each(lambda v, g: b2 * v + (1 - b2) * g**2, v, g)
+            elif s > warmup_steps:
+                m = mean_in_codes([on_each(lambda m, g: b1 * m + (1 - b1) * g, m, g) for g in grads], node)
+            c1, c2 = 1 - b1**s, np.sqrt(1 - b2**s)
+            x = on_each(lambda x, m, v, c1=c1, c2=c2: x - lr / c1 * m / (np.sqrt(v) / c2 + eps), x, m, v)
+            history.append([x] * problem.ranks)
+        return history
+
+    return reference

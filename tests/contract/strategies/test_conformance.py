@@ -1,0 +1,138 @@
+"""One suite over all strategies: each does what its reference says, on every backing, and is a value.
+
+Rows come from table.py. Processes, simulated ranks and a world of one are compared with the reference after every step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from tests.contract.strategies.problem import Params, Problem, loss, make_problem
+from tests.contract.strategies.table import KINDS, ROWS, Row
+
+Ranks = Callable[[int], ltx.Pool]
+Trained = list[dict[str, Tensor]]
+
+NAMES = list(ROWS)
+PROCESSES = [(name, n) for name, row in ROWS.items() for n in row.ranks]
+
+
+def tensors(params: Params) -> dict[str, Tensor]:
+    return {name: torch.tensor(array) for name, array in params.items()}
+
+
+def trainer(row: Row, **kwargs: Any) -> Any:
+    return ltx.train_step(ltx.data_parallel(loss, row.strategy), row.optimizer, **kwargs)
+
+
+def trained(row: Row, problem: Problem, reload_at: int = -1, **kwargs: Any) -> tuple[Trained, Any, list[str]]:
+    """On one rank: (its parameters after each step, once finished in the end; its last state, what went out)"""
+    train, rank = trainer(row, **kwargs), int(ltx.axis_index())
+    state, history = train.init(tensors(problem.start)), []
+    with ltx.profile.record() as trace:
+        for step in range(problem.steps):
+            if step == reload_at:
+                state = pickle.loads(pickle.dumps(state))
+            state, _ = train(state, torch.tensor(problem.x[step, rank]), torch.tensor(problem.y[step, rank]))
+            history.append({name: x.clone() for name, x in state.params.items()})
+    state = train.finish(state)
+    return history, (state.params, state.opt_state, state.sync_state), [e.label for e in trace.events]
+
+
+def assert_is(history: Trained, expected: list[list[Params]], rank: int, tolerance: float) -> None:
+    for step, (got, by_rank) in enumerate(zip(history, expected, strict=True)):
+        for name, tensor in got.items():
+            np.testing.assert_allclose(
+                tensor.numpy(), by_rank[rank][name], tolerance, tolerance, err_msg=f"{name} of rank {rank}, step {step}"
+            )
+
+
+@pytest.mark.full(but=3)
+@pytest.mark.covering(1, of=lambda name, n: (name,))
+@pytest.mark.parametrize(("name", "n"), PROCESSES)
+def test_processes_do_what_the_reference_says(name: str, n: int, ranks: Ranks, seed: int) -> None:
+    row, problem = ROWS[name], make_problem(seed, n)
+    expected = row.reference(problem)
+    results = ranks(n).run(trained, row, problem)
+    for rank, (history, _, _) in enumerate(results):
+        assert_is(history, expected, rank, row.tolerance)
+    if row.replicated:  # to the last bit
+        for history, _, _ in results:
+            assert all(torch.equal(a[k], b[k]) for a, b in zip(history, results.rank(0)[0], strict=True) for k in a)
+        assert row.strategy.layout.params == "replicated"
+    else:
+        assert row.strategy.layout.params == "per_rank"
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.covering(1, of=lambda name: (KINDS[name],))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_may_be_kept_or_saved_halfway(name: str, ranks: Ranks, seed: int) -> None:
+    """donate=False and a pickled state give the same bits."""
+    row, n = ROWS[name], ROWS[name].ranks[0]
+    problem = make_problem(seed, n)
+    plain = ranks(n).run(trained, row, problem)
+    for kwargs in ({"donate": False}, {"reload_at": 5}):
+        for (history, end, _), (other, other_end, _) in zip(
+            plain, ranks(n).run(trained, row, problem, **kwargs), strict=True
+        ):
+            assert all(torch.equal(a[k], b[k]) for a, b in zip(history, other, strict=True) for k in a), kwargs
+            assert all(map(torch.equal, ltx.tree.flatten(end)[0], ltx.tree.flatten(other_end)[0])), kwargs
+
+
+@pytest.mark.full(but=4)
+@pytest.mark.covering(1, of=lambda name, n: (KINDS[name], n))
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_simulated_ranks_do_what_the_reference_says(name: str, n: int, seed: int) -> None:
+    row = ROWS[name]
+    if n not in row.ranks and n != 1:
+        n = next((k for k in (4, 3, 2) if k in row.ranks), row.ranks[0])
+    problem = make_problem(seed, n)
+    expected, train = row.reference(problem), trainer(row)
+    state = train.init(tensors(problem.start))
+    for step in range(problem.steps):
+        batch = torch.tensor(problem.x[step]), torch.tensor(problem.y[step])
+        state, _ = ltx.vmap(train, in_dims=(0 if step else None, 0, 0))(state, *batch)
+        for rank in range(n):
+            assert_is([{k: x[rank] for k, x in state.params.items()}], expected[step : step + 1], rank, row.tolerance)
+
+
+@pytest.mark.full(but=6)
+@pytest.mark.covering(1, of=lambda name: (KINDS[name],))
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_in_turns_do_what_the_reference_says(name: str, seed: int) -> None:
+    row = ROWS[name]
+    n = max(row.ranks)
+    problem = make_problem(seed, n)
+    expected = row.reference(problem)
+    for rank, (history, _, _) in enumerate(ltx.simulate(lambda: trained(row, problem), ranks=n)()):
+        assert_is(history, expected, rank, row.tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_world_of_one_does_what_the_reference_says(name: str, seed: int) -> None:
+    row, problem = ROWS[name], make_problem(seed, 1)
+    assert_is(trained(row, problem)[0], row.reference(problem), 0, row.tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values(name: str) -> None:
+    strategy = ROWS[name].strategy
+    again = pickle.loads(pickle.dumps(strategy))
+    assert again == strategy
+    assert hash(again) == hash(strategy)
+    assert replace(strategy, bucket_bytes=123) != strategy
+    assert "\n" not in repr(strategy)
+    assert repr(strategy).startswith(type(strategy).__name__)
+    with pytest.raises(AttributeError):
+        strategy.bucket_bytes = 1

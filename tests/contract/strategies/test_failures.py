@@ -1,0 +1,97 @@
+"""A rank that fails in a step whose ranks exchange parameters: peers are told, and nobody's state is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import DeadlockDetectedError, ReplicaDivergedError
+from tests.contract.strategies.test_protocol import Gossip, LocalSGD, problem, trainer
+
+OnNewAxis = Callable[..., Any]
+
+
+class BrokenError(Exception):
+    """What a rank's own program raises."""
+
+
+def fails_once(strategy: ltx.Strategy, fails_at: int) -> tuple[list[type], bool, dict[str, Tensor]]:
+    """Rank 1's loss raises at a step; every rank then does that step again.
+
+    Gives (what was raised, whether the state was as before it, the parameters in the end).
+    """
+    params, inputs = problem(2)
+    rank, broken = int(ltx.axis_index()), []
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        if broken and broken[-1] == "now":
+            broken.append("done")
+            raise BrokenError
+        return ((params["w"] * x).sum() + params["b"] - 1).square()
+
+    train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.Adam, lr=0.1))
+    state, raised, kept = train.init(params), [], True
+    for step, x in enumerate(inputs):
+        before = ltx.tree.map(torch.clone, (state.params, state.opt_state))
+        broken = ["now"] if rank == 1 and step == fails_at else []
+        try:
+            state, _ = train(state, x[rank])
+        except (BrokenError, DeadlockDetectedError) as error:
+            raised.append(type(error))
+            after = (state.params, state.opt_state)
+            kept = kept and all(map(torch.equal, ltx.tree.flatten(before)[0], ltx.tree.flatten(after)[0]))
+            state, _ = train(state, x[rank])
+    return raised, kept, state.params
+
+
+def undisturbed(strategy: ltx.Strategy) -> dict[str, Tensor]:
+    return fails_once(strategy, -1)[2]
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize(
+    ("strategy", "sockets"),
+    [(LocalSGD(period=3), False), (LocalSGD(period=3), True), (ltx.HorovodStrategy(op="adasum"), False)],
+    ids=["shared memory", "sockets", "several phases"],
+)
+def test_peers_are_told_and_the_step_can_be_done_again(
+    strategy: ltx.Strategy, sockets: bool, on_new_axis: OnNewAxis
+) -> None:
+    (raised, kept, params), (raised_1, kept_1, params_1) = on_new_axis(lambda: fails_once(strategy, 2), sockets=sockets)
+    assert (raised, raised_1) == ([DeadlockDetectedError], [BrokenError])
+    assert kept
+    assert kept_1
+    expected, expected_1 = on_new_axis(lambda: undisturbed(strategy), sockets=sockets)
+    torch.testing.assert_close(params, expected, rtol=0, atol=0)
+    torch.testing.assert_close(params_1, expected_1, rtol=0, atol=0)
+
+
+def test_peers_that_had_gone_on_are_told_too(on_new_axis: OnNewAxis) -> None:
+    """What rank 1 had sent when it failed was all that rank 0 needed for this step, but not for the next one."""
+
+    def run() -> tuple[str, float]:
+        with pytest.raises(ReplicaDivergedError) as raised:
+            fails_once(Gossip(), 3)
+        return str(raised.value), ltx.psum(torch.ones(())).item()
+
+    for said, total in on_new_axis(run):
+        assert "(passes completed: rank 0: 4, rank 1: 3)" in said
+        assert total == 2.0
+
+
+def test_a_rank_may_fail_alone_in_a_step_without_talk(on_new_axis: OnNewAxis) -> None:
+    (raised, _, params), (raised_1, _, params_1) = on_new_axis(lambda: fails_once(LocalSGD(period=3), 3))
+    assert (raised, raised_1) == ([], [BrokenError])
+    assert params.keys() == params_1.keys()
+
+
+def test_finish_gives_back_what_has_nothing_under_way() -> None:
+    train = trainer(LocalSGD())
+    state = train.init(problem(1)[0])
+    assert train.finish(state) is not None
+    assert train.finish(state).params["w"].equal(state.params["w"])

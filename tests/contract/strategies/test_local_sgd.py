@@ -1,0 +1,471 @@
+"""Local SGD: torch's schedules, torch's own run, what is sent and when, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging import averagers, utils
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+import ltx
+from ltx import hooks
+from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, UnsupportedError
+from tests import inside
+from tests.contract.strategies.test_failures import OnNewAxis, fails_once, undisturbed
+
+Ranks = Callable[[int], ltx.Pool]
+Params = dict[str, Tensor]
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+def groups_of(averager: averagers.ModelAverager, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The group in which an averager of torch averages after each step, or None."""
+    found: list[Any] = []
+    monkeypatch.setattr(utils, "average_parameters_or_parameter_groups", lambda params, group: found.append(group))
+    for step in range(steps):
+        averager.average_parameters([])
+        found.extend([None] * (step + 1 - len(found)))
+    return found
+
+
+@pytest.mark.parametrize("_", range(5))
+def test_the_schedule_is_that_of_torchs_averager(_: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    period, warmup = int(torch.randint(2, 7, ())), int(torch.randint(0, 9, ()))
+    theirs = groups_of(averagers.PeriodicModelAverager(period, warmup, process_group="all"), 40, monkeypatch)
+    mine = ltx.LocalSGDStrategy(period, warmup)
+    ddp = ltx.DDPStrategy(model_averaging_period=period, start_local_sgd_step=warmup)
+    for step, group in enumerate(theirs):
+        assert mine.group(step, 8) == (1 if group is None else 8)
+        assert mine.communicates_after_update(step) == ddp.communicates_after_update(step) == (group is not None)
+        assert (mine.hook(step) is None) == (ddp.hook(step) is None) == (step >= warmup)
+
+
+@pytest.mark.parametrize("period", [3, {2: 2, 4: 4, 8: 8}, {2: 4, 3: 8}, {4: 2, 6: 8}])
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_the_cycle_is_how_often_the_schedule_repeats(period: Any, warmup: int) -> None:
+    strategy = ltx.LocalSGDStrategy(period, warmup)
+    first, length = strategy.cycle
+    groups = [strategy.group(step, 8) for step in range(first, first + 4 * length)]
+    repeats = [n for n in range(1, 2 * length + 1) if groups[n:] == groups[:-n]]
+    assert (first, length) == (warmup, repeats[0])
+
+
+@pytest.mark.parametrize("levels", [{2: 2, 4: 4, 8: 8}, {3: 4, 5: 8}, {1: 2, 6: 8}, {7: 8}])
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_the_hierarchical_schedule_is_that_of_torchs_averager(
+    levels: dict[int, int], warmup: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 8)
+    monkeypatch.setattr(dist, "new_subgroups", lambda group_size, group: (group_size, []))
+    theirs = groups_of(HierarchicalModelAverager(OrderedDict(levels), warmup, process_group=8), 60, monkeypatch)
+    mine = ltx.LocalSGDStrategy(levels, warmup)
+    assert [mine.group(step, 8) for step in range(60)] == [group or 1 for group in theirs]
+    assert [mine.communicates_after_update(step) for step in range(60)] == [group is not None for group in theirs]
+
+
+# --- torch's own run -------------------------------------------------------------------------------------------------
+
+
+def batches(seed: int, ranks: int, steps: int = 8) -> tuple[nn.Module, Tensor]:
+    """(model, inputs by step and rank)"""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    return model, torch.randn(steps, ranks, 3, 4, generator=generator, dtype=torch.float64)
+
+
+def by_torch(seed: int, period: int, warmup: int) -> list[list[Tensor]]:
+    """Parameters after each step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own about itself
+        from torch.distributed.optim import PostLocalSGDOptimizer
+    model, inputs = batches(seed, ltx.world().size)
+    ddp, history = DistributedDataParallel(model), []
+    state = PostLocalSGDState(None, None, start_localSGD_iter=warmup, post_local_gradient_allreduce=False)
+    ddp.register_comm_hook(state, post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.Adam(ddp.parameters(), lr=0.1), averagers.PeriodicModelAverager(period, warmup)
+    )
+    for x in inputs:
+        optimizer.zero_grad()
+        ddp(x[ltx.world().rank]).square().mean().backward()
+        optimizer.step()
+        history.append([p.detach().clone() for p in ddp.parameters()])
+    return history
+
+
+def by_ltx(seed: int, strategy: ltx.Strategy) -> list[list[Tensor]]:
+    model, inputs = batches(seed, ltx.world().size)
+    names = [name for name, _ in model.named_parameters()]
+    step = ltx.data_parallel(lambda p, x: functional_call(model, p, (x,)).square().mean(), strategy)
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.Adam, lr=0.1))
+    state, history = train.init({name: p.detach() for name, p in model.named_parameters()}), []
+    for x in inputs:
+        state, _ = train(state, x[ltx.world().rank])
+        history.append([state.params[name].clone() for name in names])
+    return history
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize(
+    "strategy",
+    [ltx.LocalSGDStrategy(3, 2), ltx.DDPStrategy(model_averaging_period=3, start_local_sgd_step=2)],
+    ids=["local SGD", "DDP"],
+)
+def test_torchs_post_local_sgd_gives_the_same(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
+    for theirs, mine in zip(ranks(2).run(by_torch, seed, 3, 2), ranks(2).run(by_ltx, seed, strategy), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------------
+
+
+def loss(params: Params, x: Tensor) -> Tensor:
+    return ((params["w"] @ x).sum() + params["b"] - 1).square() + params["w"].square().sum()
+
+
+PARAMS = {"w": torch.ones(5, 4), "b": torch.zeros(())}
+NUMEL = 21
+
+
+def trainer(strategy: ltx.Strategy, **kwargs: Any) -> Any:
+    return ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.Adam, lr=0.1), **kwargs)
+
+
+def sent(
+    strategy: ltx.Strategy, steps: int = 8, **kwargs: Any
+) -> tuple[Params, list[list[tuple[str, int]]], list[Tensor]]:
+    """(parameters, what each step sent, losses)"""
+    train, generator = trainer(strategy, **kwargs), torch.Generator().manual_seed(int(ltx.axis_index()))
+    state, issued, losses = train.init(PARAMS), [], []
+    for _ in range(steps):
+        with ltx.profile.record() as trace:
+            state, metrics = train(state, torch.randn(4, generator=generator))
+        issued.append([(event.label, event.nbytes) for event in trace.events])
+        losses.append(metrics.loss)
+    return state.params, issued, losses
+
+
+def ring(nbytes: int, n: int) -> int:
+    return 2 * nbytes * (n - 1) // n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_local_steps_send_nothing_and_periods_send_the_parameters_once(n: int, ranks: Ranks) -> None:
+    results = ranks(n).run(sent, ltx.LocalSGDStrategy(3, warmup_steps=2))
+    _, issued, losses = results.rank(0)
+    header = ring(inside.SUMMARY_BYTES, n)
+    assert [sum(nbytes for _, nbytes in step) for step in issued[2:]] == [
+        ring(4 * NUMEL, n) + header if step in (2, 5) else 0 for step in range(2, 8)
+    ]
+    assert issued[3] == issued[4] == []
+    assert all("bucket 0" in [label for label, _ in step] for step in issued[:2])
+    assert losses[:2] == results.rank(1)[2][:2]
+    assert all(mine != other for mine, other in zip(losses[2:], results.rank(1)[2][2:], strict=True))
+
+
+def in_nodes(strategy: ltx.Strategy) -> tuple[Params, list[Any], bool]:
+    """(parameters, what each step sent, whether explain says so)"""
+    train = trainer(strategy)
+    state, issued = train.init(PARAMS), []
+    explained = True
+    for step in range(4):
+        with ltx.profile.record() as trace:
+            state, _ = train(state, torch.randn(4))
+        issued.append([(event.label, event.nbytes) for event in trace.events])
+        explained = explained and ltx.profile.explain(train, PARAMS, sync_step=step).matches(trace)
+    return state.params, issued, explained
+
+
+def test_gradients_stay_within_nodes(ranks: Ranks) -> None:
+    """Each step sends them around a node of two, and its header too."""
+    strategy = ltx.LocalSGDStrategy({2: 2, 3: 4}, subgroup=2)
+    results = ranks(4).run(in_nodes, strategy)
+    gradients = ("bucket 0", ring(4 * NUMEL, 2))
+    header, of_node = ring(inside.SUMMARY_BYTES, 4), ring(inside.SUMMARY_BYTES, 2)
+    for params, issued, explained in results:
+        assert explained
+        assert all(gradients in step for step in issued)
+        assert [sum(nbytes for _, nbytes in step) for step in issued] == [
+            gradients[1] + of_node + more
+            for more in (
+                ring(4 * NUMEL, 4) + header,  # of all four
+                0,
+                ring(4 * NUMEL, 2) + of_node,
+                ring(4 * NUMEL, 4) + header,
+            )
+        ]
+        assert params["w"].equal(results.rank(0)[0]["w"])
+
+
+# --- how it composes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ltx.LocalSGDStrategy(3, 2), ltx.DDPStrategy(model_averaging_period=3, start_local_sgd_step=2)],
+    ids=["local SGD", "DDP"],
+)
+def test_updates_bucket_by_bucket_give_the_same(strategy: ltx.Strategy, ranks: Ranks) -> None:
+    for plain, by_bucket in zip(
+        ranks(2).run(sent, strategy), ranks(2).run(sent, strategy, overlap="update"), strict=True
+    ):
+        assert all(plain[0][name].equal(by_bucket[0][name]) for name in PARAMS)
+
+
+def mean_loss(params: Params, x: Tensor) -> Tensor:
+    return torch.stack([loss(params, row) for row in x]).mean()
+
+
+def accumulated(strategy: ltx.Strategy, chunks: int) -> Params:
+    step = ltx.data_parallel(mean_loss, strategy)
+    train = ltx.train_step(
+        ltx.accumulate(step, steps=chunks) if chunks > 1 else step, ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
+    )
+    state, generator = train.init(PARAMS), torch.Generator().manual_seed(int(ltx.axis_index()))
+    for _ in range(6):
+        state, _ = train(state, torch.randn(6, 4, generator=generator))
+    return state.params
+
+
+@pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(3, 2), ltx.DiLoCoStrategy(2)], ids=["local SGD", "DiLoCo"])
+def test_accumulated(strategy: ltx.Strategy, ranks: Ranks) -> None:
+    for plain, chunked in zip(
+        ranks(2).run(accumulated, strategy, 1), ranks(2).run(accumulated, strategy, 3), strict=True
+    ):
+        torch.testing.assert_close(plain, chunked)
+
+
+def of_all_kinds(strategy: ltx.Strategy) -> tuple[Params, Params]:
+    """(parameters after one step, what they should be)"""
+    params = {
+        "transposed": torch.randn(3, 4, dtype=torch.float64).T,
+        "empty": torch.zeros(0, 2),
+        "scalar": torch.tensor(2.0),
+        "half": torch.randn(5).bfloat16(),
+    }
+    params = ltx.broadcast(params)
+    scale = 1.0 + int(ltx.axis_index())
+
+    def loss(p: Params) -> Tensor:
+        return scale * sum(x.double().square().sum() for x in p.values())
+
+    optimizer = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+    train = ltx.train_step(ltx.data_parallel(loss, strategy), optimizer)
+    state, _ = train(train.init(params))
+    expected = {k: (x - 0.1 * 2 * 1.5 * x.double()).to(x.dtype) for k, x in params.items()}
+    return state.params, expected
+
+
+def test_second_derivatives_of_a_nodes_mean_are_refused(ranks: Ranks) -> None:
+    """They would be those of the mean over all ranks, beside first ones of the node's."""
+
+    def run() -> float:
+        step = ltx.data_parallel(lambda w, x: x * w**2, ltx.LocalSGDStrategy(4, subgroup=2))
+        w, x = torch.tensor(1.0), torch.tensor(10.0 ** ltx.world().rank)
+        for derivative in (torch.func.grad(torch.func.grad(step)), torch.func.hessian(step)):
+            with pytest.raises(
+                UnsupportedError, match=r"all 4 ranks, and WithinNode\(ranks=2\) is the mean over a node"
+            ):
+                derivative(w, x)
+        return torch.func.grad(step)(w, x).item()
+
+    assert list(ranks(4).run(run)) == [11.0, 11.0, 1100.0, 1100.0]
+
+
+def test_sparse_gradients_stay_within_nodes_too(ranks: Ranks) -> None:
+    def run() -> tuple[Tensor, Tensor]:
+        mine = torch.zeros(4).index_fill(0, torch.tensor(ltx.world().rank), 1.0)
+        grads, _ = ltx.sync_gradients([mine, mine.to_sparse()], ltx.LocalSGDStrategy(4, subgroup=2))
+        return grads[0], grads[1].to_dense()
+
+    for rank, (dense, sparse) in enumerate(ranks(4).run(run)):
+        assert sparse.tolist() == dense.tolist() == ([0.5, 0.5, 0, 0] if rank < 2 else [0, 0, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(1), ltx.DiLoCoStrategy(1, 1.0, 0.0)], ids=["SGD", "DiLoCo"])
+def test_parameters_of_all_kinds(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
+    for params, expected in ranks(2).run(of_all_kinds, strategy):
+        half, expected_half = params.pop("half"), expected.pop("half")
+        torch.testing.assert_close(params, expected)
+        torch.testing.assert_close(half, expected_half, rtol=0.02, atol=0)  # three roundings of 2^-8
+
+
+def test_a_node_waits_for_no_other(ranks: Ranks) -> None:
+    """The ranks of the second node only begin once those of the first have done two steps alone."""
+
+    def run() -> list[float]:
+        rank, world = int(ltx.axis_index()), torch.distributed.distributed_c10d._get_default_store()
+        step = ltx.data_parallel(lambda w, x: (w - x).square(), ltx.LocalSGDStrategy(3, subgroup=2))
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+        x, losses = torch.tensor(float(rank)), []
+        state, _ = train(train.init(torch.zeros(())), x)  # averages
+        if rank > 1:
+            world.wait(["first/0", "first/1"])
+        for _ in range(2):
+            state, metrics = train(state, x)
+            losses.append(metrics.loss.item())
+        world.set(f"first/{rank}", "done")
+        state, _ = train(state, x)
+        return [*losses, state.params.item()]
+
+    found = list(ranks(4).run(run))
+    # After the mean of the first step, 1.5, each node goes to its own mean; then all average.
+    assert [row[0] for row in found] == [1.25, 1.25, 1.25, 1.25]
+    assert [row[1] for row in found] == [0.25] * 4
+    assert {row[2] for row in found} == {1.5}
+
+
+def test_nodes_may_reduce_in_half_precision(ranks: Ranks) -> None:
+    """Mixed precision rounds a node's shares, and they stay in the node."""
+
+    def run() -> Tensor:
+        step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.LocalSGDStrategy(5, 1, subgroup=2))
+        step = ltx.mixed_precision(step, ltx.Precision(reduce=torch.bfloat16))
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+        state = train.init(torch.zeros(2))
+        state = replace(state, sync_state=replace(state.sync_state, step=2))
+        return train(state, torch.full((2,), float(ltx.axis_index())))[0].params
+
+    assert [params.tolist() for params in ranks(4).run(run)] == [[-0.5, -0.5]] * 2 + [[-2.5, -2.5]] * 2
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+@pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(3, 2), ltx.DiLoCoStrategy(3)], ids=["local SGD", "DiLoCo"])
+def test_a_rank_that_fails_where_all_communicate_costs_nobody_its_state(
+    strategy: ltx.Strategy, sockets: bool, on_new_axis: OnNewAxis
+) -> None:
+    """Step 2 averages, or takes the outer step."""
+    ended = on_new_axis(lambda: fails_once(strategy, 2), sockets=sockets)
+    for (raised, kept, params), expected in zip(
+        ended, on_new_axis(lambda: undisturbed(strategy), sockets=sockets), strict=True
+    ):
+        assert len(raised) == 1
+        assert kept
+        torch.testing.assert_close(params, expected, rtol=0, atol=0)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+PERIOD = (
+    "LocalSGDStrategy.period must be a whole number of at least 1, or {period: number of ranks} with periods ascending "
+    "from 1 and numbers from 2, each of which divides the next one, got "
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"period": 0}, PERIOD + "0."),
+        ({"period": True}, PERIOD + "True."),
+        ({"period": 2.0}, PERIOD + "2.0."),
+        ({"period": {}}, PERIOD + "()."),
+        ({"period": {4: 2, 2: 4}}, PERIOD + "((4, 2), (2, 4))."),
+        ({"period": {2: 2, 4: 3}}, PERIOD + "((2, 2), (4, 3))."),
+        ({"period": {2: 4, 4: 4}}, PERIOD + "((2, 4), (4, 4))."),
+        ({"period": {2: 1}}, PERIOD + "((2, 1),)."),
+        ({"period": (2, 2)}, PERIOD + "(2, 2)."),
+        ({"warmup_steps": -1}, "LocalSGDStrategy.warmup_steps must be a whole number of at least 0, got -1."),
+        ({"subgroup": 1}, "LocalSGDStrategy.subgroup must be a whole number of at least 2, got 1."),
+        (
+            {"comm_hook": "fp17"},
+            "LocalSGDStrategy.comm_hook must be one of ['allreduce', 'bf16', 'fp16'] or an ltx.hooks.CommHook, got "
+            "'fp17'.",
+        ),
+    ],
+)
+def test_bad_fields(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        ltx.LocalSGDStrategy(**{"period": 2, **fields})
+    assert str(raised.value) == text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (
+            ltx.LocalSGDStrategy(2, subgroup=2),
+            "LocalSGDStrategy.subgroup=2: axis 'data' has 3 ranks, which don't divide into nodes of that size. Give a "
+            "divisor.",
+        ),
+        (
+            ltx.LocalSGDStrategy({2: 2, 4: 4}),
+            "LocalSGDStrategy.period=((2, 2), (4, 4)): the last number of ranks must be all of axis 'data', 3.",
+        ),
+    ],
+)
+def test_ranks_that_dont_divide(strategy: ltx.Strategy, text: str) -> None:
+    train = trainer(strategy)
+    train(train.init(PARAMS), torch.ones(4))  # one rank alone takes any
+    with pytest.raises(StrategyError) as raised:
+        ltx.vmap(train, in_dims=(None, 0))(train.init(PARAMS), torch.ones(3, 4))
+    assert str(raised.value) == text
+
+
+def test_fields() -> None:
+    assert ltx.LocalSGDStrategy(4, 2) == ltx.LocalSGDStrategy(period=4, warmup_steps=2, comm_hook="allreduce")
+    assert ltx.LocalSGDStrategy({2: 2, 4: 4}) == ltx.LocalSGDStrategy(((2, 2), (4, 4)))
+    assert ltx.LocalSGDStrategy(4, 2).hook(1) == hooks.AllReduce()
+    assert ltx.LocalSGDStrategy(4, 2, comm_hook=hooks.after(1, hooks.ByteGrad())).hook(1) == hooks.ByteGrad()
+
+
+def test_steps_have_to_be_counted() -> None:
+    with pytest.raises(SyncStateError, match=re.escape("was given bare parameters")):
+        ltx.data_parallel(loss, ltx.LocalSGDStrategy(2, warmup_steps=1))(PARAMS, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ltx.LocalSGDStrategy(3, 2), ltx.DDPStrategy(model_averaging_period=3, start_local_sgd_step=2)],
+    ids=["local SGD", "DDP"],
+)
+def test_a_graph_cant_hold_a_change_from_mean_to_local_gradients(strategy: ltx.Strategy) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape("leaves gradients local from step 2 on, and a graph that is")):
+        strategy.hook_in_graph(1)
+    assert strategy.hook_in_graph(2) is None
+
+
+def test_a_rank_that_fails_in_its_node_is_missed_there_alone(ranks: Ranks) -> None:
+    """Rank 1 raises in a backward pass, whose step rank 0 does again with it; the other node knows nothing of that."""
+
+    def run(fails: bool) -> tuple[list[str], float]:
+        rank, broken = int(ltx.axis_index()), []
+
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            product = w * x
+            if broken:
+                product.register_hook(lambda grad: 1 / broken.pop())
+            return (product - 1).square()
+
+        step = ltx.data_parallel(loss, ltx.LocalSGDStrategy(4, subgroup=2))
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state, raised = train.init(torch.zeros(())), []
+        for number in range(5):
+            broken += [0] if fails and (rank, number) == (1, 2) else []
+            try:
+                state, _ = train(state, torch.tensor(1.0 + rank))
+            except (ZeroDivisionError, DeadlockDetectedError) as error:
+                raised.append(type(error).__name__)
+                state, _ = train(state, torch.tensor(1.0 + rank))
+        return raised, state.params.item()
+
+    found, undisturbed = ranks(4).run(run, True), ranks(4).run(run, False)
+    assert [raised for raised, _ in found] == [["DeadlockDetectedError"], ["ZeroDivisionError"], [], []]
+    assert [params for _, params in found] == [params for _, params in undisturbed]

@@ -1,0 +1,406 @@
+"""The protocol of strategies: local SGD and its kin, written in a few lines, train as their slow twins say."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import hooks
+from ltx.errors import InvalidStateError, StrategyError
+from ltx.strategies import StateLayout, StepInfo, Updated
+from tests.inside import Exchange, Update
+
+Ranks = Callable[[int], ltx.Pool]
+Params = dict[str, Tensor]
+STEPS, LR = 7, 0.1
+
+
+def mean_over(strategy: ltx.Strategy, params: Params, info: StepInfo) -> Params:
+    mean, _ = strategy.exchange(hooks.AllReduce(), list(params.values()), list(params), info).wait()
+    return dict(zip(params, mean, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(ltx.Strategy):
+    """Local gradients; parameters are averaged after every `period` steps."""
+
+    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
+
+    period: int = 3
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def communicates_after_update(self, step: int) -> bool:
+        return (step + 1) % self.period == 0
+
+    def after_update(self, params: Any, states: Any, info: StepInfo) -> Any:
+        return (mean_over(self, params, info) if (info.step + 1) % self.period == 0 else params), states
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostLocalSGD(LocalSGD):
+    """Mean gradients for two steps, then local SGD."""
+
+    def hook(self, step: int) -> hooks.CommHook | None:
+        return hooks.AllReduce() if step < 2 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gossip(ltx.Strategy):
+    """Local gradients; the parameters' mean is made during the step, which is added to that mean instead."""
+
+    layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def begin(self, params: Params, states: Any, info: StepInfo, pending: Any) -> Exchange:
+        return self.exchange(hooks.AllReduce(), list(params.values()), list(params), info, background=True)
+
+    def update(self, update: Update, states: Any, info: StepInfo, pending: Exchange) -> Updated:
+        mean, _ = pending.wait()
+        params, opt_state = replace(update, params=dict(zip(update.params, mean, strict=True))).apply()
+        return Updated(params, opt_state, states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchored(LocalSGD):
+    """Local SGD towards an anchor, part of the state: w <- (anchor + mean w) / 2, which is the next anchor too."""
+
+    def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
+        return {"anchor": param.clone()}
+
+    def after_update(self, params: Params, states: Any, info: StepInfo) -> Any:
+        if (info.step + 1) % self.period:
+            return params, states
+        mean = mean_over(self, params, info)
+        anchors = {path: {"anchor": (state["anchor"] + mean[path]) / 2} for path, state in states.items()}
+        return {path: state["anchor"] for path, state in anchors.items()}, anchors
+
+
+def mean_of(by_rank: list[Params]) -> Params:
+    return ltx.tree.map(lambda *xs: sum(xs) / len(xs), *by_rank)
+
+
+def twin_local_sgd(params: list[Params], anchor: Params, step: int) -> tuple[list[Params], Params]:
+    """After the update: (each rank's parameters, the next anchor)"""
+    return ([mean_of(params)] * len(params) if (step + 1) % 3 == 0 else params), anchor
+
+
+def twin_anchored(params: list[Params], anchor: Params, step: int) -> tuple[list[Params], Params]:
+    if (step + 1) % 3:
+        return params, anchor
+    anchor = mean_of([anchor, mean_of(params)])
+    return [anchor] * len(params), anchor
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What a strategy should do, on all ranks' parameters at once."""
+
+    strategy: ltx.Strategy
+    moved: Callable[[list[Params]], list[Params]] = lambda params: params
+    after: Callable[..., Any] = lambda params, anchor, step: (params, anchor)
+    synchronous_steps: int = 0
+
+
+TWINS = {
+    "local SGD": Twin(LocalSGD(), after=twin_local_sgd),
+    "post-local SGD": Twin(PostLocalSGD(), after=twin_local_sgd, synchronous_steps=2),
+    "gossip": Twin(Gossip(), moved=lambda params: [mean_of(params)] * len(params)),
+    "anchored": Twin(Anchored(), after=twin_anchored),
+}
+
+
+def loss(params: Params, x: Tensor) -> Tensor:
+    return ((params["w"] * x).sum() + params["b"] - 1).square() + params["w"].square().sum()
+
+
+def problem(ranks: int) -> tuple[Params, Tensor]:
+    """(parameters, inputs by step and rank)"""
+    generator = torch.Generator().manual_seed(0)
+    return {"w": torch.ones(3), "b": torch.zeros(())}, 0.5 * torch.randn(STEPS, ranks, 3, generator=generator)
+
+
+def slow(twin: Twin, ranks: int) -> list[Params]:
+    """Each rank's parameters in the end."""
+    start, inputs = problem(ranks)
+    params, anchor = [start] * ranks, start
+    for step, x in enumerate(inputs):
+        grads = [torch.func.grad(loss)(p, x[rank]) for rank, p in enumerate(params)]
+        grads = [mean_of(grads)] * ranks if step < twin.synchronous_steps else grads
+        params = [{k: p[k] - LR * g[k] for k in p} for p, g in zip(twin.moved(params), grads, strict=True)]
+        params, anchor = twin.after(params, anchor, step)
+    return params
+
+
+def trainer(strategy: ltx.Strategy, **kwargs: Any) -> Any:
+    return ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=LR), **kwargs)
+
+
+def on_a_rank(strategy: ltx.Strategy, restart: bool = False, **kwargs: Any) -> tuple[Params, list[Tensor]]:
+    """(parameters, losses)"""
+    params, inputs = problem(ltx.world().size)
+    train = trainer(strategy, **kwargs)
+    state, losses = train.init(params), []
+    for step, x in enumerate(inputs):
+        state = pickle.loads(pickle.dumps(state)) if restart and step == 4 else state
+        state, metrics = train(state, x[ltx.world().rank])
+        losses.append(metrics.loss)
+    return state.params, losses
+
+
+def assert_like(got: Params, expected: Params) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full(but=5)
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        (name, kwargs)
+        for name in TWINS
+        for kwargs in ({}, {"donate": False}, {"restart": True}, {"overlap": "update"})
+        if name != "gossip" or "overlap" not in kwargs
+    ],
+    ids=str,
+)
+def test_real_ranks(name: str, kwargs: dict[str, Any], ranks: Ranks) -> None:
+    results = ranks(2).run(on_a_rank, TWINS[name].strategy, **kwargs)
+    for rank, ((params, losses), expected) in enumerate(zip(results, slow(TWINS[name], 2), strict=True)):
+        assert_like(params, expected)
+        together = TWINS[name].synchronous_steps
+        assert losses[:together] == results[0][1][:together]
+        assert losses[together:] != results[1 - rank][1][together:]  # ranks don't wait for one another's
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_world_of_one(name: str) -> None:
+    assert_like(on_a_rank(TWINS[name].strategy)[0], slow(TWINS[name], 1)[0])
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_simulated_ranks(name: str) -> None:
+    train = trainer(TWINS[name].strategy)
+    params, inputs = problem(3)
+    state = train.init(params)
+    for step, x in enumerate(inputs):
+        state, metrics = ltx.vmap(train, in_dims=(0 if step else None, 0))(state, x)
+        assert (metrics.loss == metrics.loss[0]).all() == (step < TWINS[name].synchronous_steps)
+    for rank, expected in enumerate(slow(TWINS[name], 3)):
+        assert_like({k: p[rank] for k, p in state.params.items()}, expected)
+
+
+def issued() -> list[list[str]]:
+    params, inputs = problem(2)
+    train = trainer(LocalSGD())
+    state, labels = train.init(params), []
+    for x in inputs:
+        with ltx.profile.record() as trace:
+            state, _ = train(state, x[ltx.world().rank])
+        labels.append([event.label for event in trace.events])
+    return labels
+
+
+def test_local_steps_send_nothing(ranks: Ranks) -> None:
+    labels = ranks(2).run(issued).replicated()
+    assert all("bucket" not in label for step in labels for label in step)
+    assert [bool(step) for step in labels] == [False, False, True] * 2 + [False]
+
+
+def test_work_on_all_parameters_together_cant_be_done_by_bucket() -> None:
+    with pytest.raises(StrategyError, match=re.escape("and Gossip does its part on all parameters together.")):
+        trainer(Gossip(), overlap="update")
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_hook_gradients_are_local() -> None:
+    grads = ltx.vmap(torch.func.grad(ltx.data_parallel(lambda w, x: w * x, LocalSGD())), in_dims=(None, 0))
+    assert grads(torch.tensor(1.0), torch.tensor([1.0, 3.0])).tolist() == [1.0, 3.0]
+    reduced = ltx.vmap(lambda g: ltx.sync_gradients(g, LocalSGD())[0])(torch.tensor([1.0, 3.0]))
+    assert reduced.tolist() == [1.0, 3.0]
+
+
+def test_subclasses_are_values() -> None:
+    assert LocalSGD() == LocalSGD(period=3) != LocalSGD(period=2)
+    assert hash(LocalSGD()) == hash(LocalSGD(period=3))
+    assert pickle.loads(pickle.dumps(Anchored(period=5))) == Anchored(period=5)
+    assert "period=5" in repr(Anchored(period=5))
+
+
+def test_what_a_strategy_must_define() -> None:
+    with pytest.raises(NotImplementedError, match=re.escape("Strategy must define hook(step)")):
+        ltx.data_parallel(lambda w: w.sum(), ltx.Strategy())(torch.ones(2, requires_grad=True))
+    with pytest.raises(NotImplementedError, match=re.escape("CommHook must define reduce(inputs)")):
+        hooks.CommHook().reduce(None)
+
+
+def test_base_fields_are_checked_in_subclasses() -> None:
+    with pytest.raises(
+        StrategyError, match=re.escape('LocalSGD.bucket_bytes must be "auto" or a whole number of at least 1, got 0.')
+    ):
+        LocalSGD(bucket_bytes=0)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undeclared(ltx.Strategy):
+    """Synchronous in the first step, local from then on, and no word about what ranks differ in."""
+
+    def hook(self, step: int) -> hooks.CommHook | None:
+        return hooks.AllReduce() if step == 0 else None
+
+    @property
+    def stateful(self) -> bool:
+        return True  # the count of steps
+
+
+def in_compiled(train: Any) -> Any:
+    return torch.compile(train, backend="eager")
+
+
+@pytest.mark.parametrize("way", ["one rank", "simulated", "compiled"])
+def test_ranks_that_differ_have_a_layout(way: str) -> None:
+    train = trainer(Undeclared())
+    params, inputs = problem(2)
+    text = "Undeclared: hook(1) leaves gradients local, so that ranks may differ, and Undeclared.layout doesn't say in"
+    if way == "simulated":
+        state, _ = ltx.vmap(train, in_dims=(None, 0))(train.init(params), inputs[0])
+        with pytest.raises(StrategyError, match=re.escape(text)):
+            ltx.vmap(train)(state, inputs[1])
+        return
+    state, _ = train(train.init(params), inputs[0, 0])
+    with pytest.raises(Exception, match=re.escape(text)):  # Dynamo's in a graph, with the text
+        (in_compiled(train) if way == "compiled" else train)(state, inputs[1, 0])
+
+
+PAIR = "Returns.after_update must return (params, states), states a dict by path, got "
+ANSWERS: dict[str, tuple[Callable[[Params, Any], Any], str]] = {
+    "parameters alone": (lambda p, s: p, PAIR + "dict."),
+    "three": (lambda p, s: (p, s, None), PAIR + "a tuple of 3."),
+    "no dict": (
+        lambda p, s: (p, None),
+        PAIR + "(dict, NoneType).",
+    ),
+    "no states": (
+        lambda p, s: (p, {}),
+        "Returns.after_update returned no 'anchor' and no 'extra' in the states of parameter 'b', which init made.",
+    ),
+    "a state less": (
+        lambda p, s: (p, {**s, "w": {"anchor": s["w"]["anchor"]}}),
+        "Returns.after_update returned no 'extra' in the states of parameter 'w', which init made. Return all states",
+    ),
+    "a leaf less": (
+        lambda p, s: ({"w": p["w"]}, s),
+        "Returns.after_update returned parameters with the leaves ['w'], and was given ['b', 'w'].",
+    ),
+    "another shape": (
+        lambda p, s: ({**p, "w": p["w"][:1]}, s),
+        "Returns.after_update returned float32[1] for parameter 'w', which is float32[3]. Return its shape and dtype.",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Returns(LocalSGD):
+    answer: str
+
+    def init(self, param: Tensor, path: str = "") -> dict[str, Tensor]:
+        return {"anchor": param.clone(), "extra": torch.zeros_like(param)}
+
+    def after_update(self, params: Params, states: Any, info: StepInfo) -> Any:
+        return ANSWERS[self.answer][0](params, states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatesTo(Returns):
+    """The same as the result of `update`."""
+
+    def update(self, update: Update, states: Any, info: StepInfo, pending: Any) -> Any:
+        params, opt_state = update.apply()
+        given = ANSWERS[self.answer][0](params, states)
+        return Updated(given[0], opt_state, given[1]) if self.answer != "parameters alone" else given
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("way", ["backward", "update", "simulated", "shapes"])
+def test_what_after_update_returns_is_looked_at(answer: str, way: str) -> None:
+    train = trainer(Returns(answer=answer), overlap="update" if way == "update" else "backward")
+    params, inputs = problem(2)
+    state = train.init(params)
+    run: dict[str, Callable[[], Any]] = {
+        "simulated": lambda: ltx.vmap(train, in_dims=(None, 0))(state, inputs[0]),
+        "shapes": lambda: ltx.profile.explain(train, state, world=2),
+    }
+    with pytest.raises(StrategyError, match=re.escape(ANSWERS[answer][1])):
+        run.get(way, lambda: train(state, inputs[0, 0]))()
+
+
+@pytest.mark.parametrize("answer", ["parameters alone", "no states", "another shape"])
+def test_what_update_returns_is_looked_at(answer: str) -> None:
+    train = trainer(UpdatesTo(answer=answer))
+    params, inputs = problem(1)
+    text = (
+        ANSWERS[answer][1]
+        .replace("Returns.after_update", "UpdatesTo.update")
+        .replace("(params, states), states a dict by path", "an ltx.strategies.Updated(params, opt_state, states)")
+    )
+    state = train.init(params)
+    with pytest.raises(StrategyError, match=re.escape(text)):
+        train(state, inputs[0, 0])
+    with pytest.raises(InvalidStateError, match="the optimizer had begun to update its tensors in place"):
+        train(state, inputs[0, 0])
+    kept = trainer(UpdatesTo(answer=answer), donate=False)
+    with pytest.raises(StrategyError, match=re.escape(text)):
+        kept(state := kept.init(params), inputs[0, 0])
+    assert all(torch.equal(x, y) for x, y in zip(state.params.values(), params.values(), strict=True))
+
+
+def test_states_may_come_and_go_beside_those_of_init() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Transient(LocalSGD):
+        stateful: ClassVar[bool] = True
+
+        def after_update(self, params: Params, states: Any, info: StepInfo) -> Any:
+            return params, {} if states else {path: {"own": x.clone()} for path, x in params.items()}
+
+    train = trainer(Transient())
+    params, inputs = problem(1)
+    state = train.init(params)
+    for count in (2, 0):
+        state, _ = train(state, inputs[0, 0])
+        assert len(state.sync_state.leaves) == count
+
+
+def test_numbers_of_numpy_are_taken_for_pythons() -> None:
+    strategies = [
+        ltx.DDPStrategy(bucket_bytes=np.int64(1 << 20), comm_hook=ltx.hooks.PowerSGD(rank=np.int32(2))),
+        ltx.DiLoCoStrategy(period=np.int64(3), outer_lr=np.float32(0.5), outer_momentum=np.float64(0.25)),
+        ltx.LocalSGDStrategy(np.int64(4)),
+        ltx.LocalSGDStrategy({np.int64(2): np.int64(2), 4: 4}),
+        ltx.HorovodStrategy(groups=np.int64(2), gradient_predivide_factor=np.float32(2)),
+        ltx.DDPStrategy(network=ltx.profile.Network(np.float32(1e9), np.float64(0.5))),
+    ]
+    assert strategies == [
+        ltx.DDPStrategy(bucket_bytes=1 << 20, comm_hook=ltx.hooks.PowerSGD(rank=2)),
+        ltx.DiLoCoStrategy(period=3, outer_lr=0.5, outer_momentum=0.25),
+        ltx.LocalSGDStrategy(4),
+        ltx.LocalSGDStrategy({2: 2, 4: 4}),
+        ltx.HorovodStrategy(groups=2, gradient_predivide_factor=2.0),
+        ltx.DDPStrategy(network=ltx.profile.Network(1e9, 0.5)),
+    ]
+    assert "np." not in repr(strategies), "ranks compare what they have by its repr"

@@ -1,0 +1,198 @@
+"""QAdam against DDP with torch's Adam during its warm-up; what it sends after; what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ltx
+from ltx import optim
+from ltx.errors import StrategyError, UnsupportedError
+from tests.inside import QAdam
+
+Ranks = Callable[[int], ltx.Pool]
+ADAM = {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}
+NEVER = QAdam(warmup_steps=100, betas=ADAM["betas"])
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).double()
+
+
+def mean_loss(module: nn.Module) -> Callable[..., Tensor]:
+    return lambda p, x: torch.func.functional_call(module, p, x).square().mean()
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_warm_up_is_adam_under_ddp_bit_for_bit(n: int, ranks: Ranks) -> None:
+    """With torch's fused kernel, which ltx uses where there is one; its default differs in the last bits."""
+
+    def run() -> Any:
+        module, rank = net(), int(ltx.axis_index())
+        ddp = DistributedDataParallel(net())
+        theirs = torch.optim.Adam(ddp.parameters(), fused=True, **ADAM)
+        train = ltx.train_step(ltx.data_parallel(mean_loss(module), NEVER), optim.qadam(warmup_steps=100, **ADAM))
+        state = train.init(dict(module.named_parameters()))
+        for step in range(8):
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(17 * step + rank)).double()
+            state, _ = train(state, x)
+            theirs.zero_grad()
+            ddp(x).square().mean().backward()
+            theirs.step()
+        return state.params, {name: p.detach() for name, p in ddp.module.named_parameters()}
+
+    for mine, expected in ranks(n).run(run):
+        if n == 2:
+            assert all(torch.equal(mine[name], x) for name, x in expected.items())
+        else:  # sums of three may be added up in another order
+            torch.testing.assert_close(mine, expected)
+
+
+def sent(strategy: QAdam, optimizer: optim.Optimizer) -> tuple[list[int], list[bool], list[torch.dtype]]:
+    """(bytes of each step's buckets, whether they are what explain says, dtypes of the momenta)"""
+    params = {"w": torch.randn(30, 40), "h": torch.randn(50).bfloat16()}
+    step = ltx.data_parallel(lambda p, x: sum((x * p[k].float()).square().mean() for k in p), strategy)
+    train = ltx.train_step(step, optimizer)
+    state, nbytes, explained = train.init(params), [], []
+    for _ in range(4):
+        explanation = ltx.profile.explain(train, state)
+        with ltx.profile.record() as trace:
+            state, _ = train(state, torch.tensor(1.0 + int(ltx.axis_index())))
+        nbytes.append(sum(event.nbytes for event in trace.buckets))
+        explained.append(explanation.matches(trace))
+    return nbytes, explained, [entry["momentum"].dtype for _, entry in sorted(state.sync_state.leaves.items())]
+
+
+def test_a_quarter_of_the_bytes_after_the_warm_up(ranks: Ranks) -> None:
+    nbytes, explained, dtypes = ranks(2).run(sent, QAdam(warmup_steps=2), optim.qadam(warmup_steps=2)).replicated()
+    assert nbytes[0] == nbytes[1] == 1200 * 4 + 50 * 2
+    assert nbytes[2] == nbytes[3] < 1200 + 50 + 2 * 2 * 8 + 1
+    assert all(explained)
+    assert dtypes == [torch.float32, torch.float32], "momenta of half-precision parameters are kept in float32"
+
+
+def test_the_momentum_and_the_optimizers_are_one(seed: int) -> None:
+    """After the switch both hold the same numbers; the second moment stays."""
+    step = ltx.data_parallel(lambda p, x: (p["w"] * x).square().sum(), QAdam(warmup_steps=2))
+    train = ltx.train_step(step, optim.qadam(warmup_steps=2))
+    state, frozen = train.init({"w": torch.randn(3)}), None
+    for t in range(5):
+        state, _ = train(state, torch.randn(3))
+        momentum, adam = state.sync_state.leaves["w"]["momentum"], state.opt_state.per_param["w"]
+        assert torch.equal(momentum, adam["exp_avg"]) == (t >= 1)
+        # Adam writes into its own during the warm-up. After it, nobody writes into the one that both hold.
+        assert (momentum.data_ptr() == adam["exp_avg"].data_ptr()) == (t >= 2)
+        assert adam["step"].item() == state.opt_state.count == t + 1
+        assert frozen is None or torch.equal(frozen, adam["exp_avg_sq"])
+        frozen = adam["exp_avg_sq"].clone() if t == 1 else frozen
+
+
+# --- what doesn't go together ----------------------------------------------------------------------------------------
+
+
+def weighted(w: Tensor, x: Tensor) -> ltx.Weighted:
+    return ltx.Weighted((w * x).square().sum(), torch.tensor(float(len(x))))
+
+
+def test_weighted_losses_are_refused_once_momenta_travel() -> None:
+    """What is divided by the sum of the weights, after the reduction, wouldn't be a gradient."""
+    train = ltx.train_step(ltx.data_parallel(weighted, QAdam(warmup_steps=1)), optim.qadam(warmup_steps=1))
+    for run, x in ((train, torch.ones(2)), (ltx.vmap(train, in_dims=(None, 0)), torch.ones(3, 2))):
+        state, _ = run(train.init(torch.tensor(1.0)), x)
+        run = train if run is train else ltx.vmap(train)
+        with pytest.raises(UnsupportedError, match=re.escape("MeanMomentum(beta1=0.9) of QAdam doesn't give grad")):
+            run(state, x)
+
+
+def test_weighted_losses_are_refused_between_processes(ranks: Ranks) -> None:
+    ranks(2).run(test_weighted_losses_are_refused_once_momenta_travel)
+
+
+STEP = ltx.data_parallel(lambda w, x: (w * x).sum(), QAdam(warmup_steps=5))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (
+            optim.from_torch(torch.optim.SGD, lr=0.1),
+            "QAdam averages the momenta of its own optimizer, got from_torch(torch.optim.SGD, lr=0.1). Use "
+            "ltx.optim.qadam(lr, warmup_steps=5), by itself: what comes before it in a chain would take momenta for "
+            "gradients.",
+        ),
+        (
+            optim.chain(optim.clip_by_global_norm(1.0), optim.qadam(warmup_steps=5)),
+            "QAdam averages the momenta of its own optimizer, got chain(clip_by_global_norm(1.0), qadam(",
+        ),
+        (
+            optim.qadam(warmup_steps=6),
+            "QAdam.warmup_steps must be the optimizer's: got 5, and 6 in qadam(lr=0.001, warmup_steps=6, betas=(0.9, "
+            "0.999), eps=1e-08, weight_decay=0.0).",
+        ),
+        (
+            optim.qadam(warmup_steps=5, betas=(0.5, 0.999)),
+            "QAdam.betas must be the optimizer's: got (0.9, 0.999), and (0.5, 0.999) in qadam(",
+        ),
+    ],
+)
+def test_other_optimizers_are_refused(optimizer: optim.Optimizer, text: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        ltx.train_step(STEP, optimizer)
+    assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize("made", [ltx.DDPStrategy, ltx.HorovodStrategy, ltx.ZeroStrategy])
+@pytest.mark.parametrize("chained", [False, True])
+def test_other_strategies_refuse_its_optimizer(chained: bool, made: Callable[[], ltx.Strategy]) -> None:
+    strategy = made()
+    optimizer: optim.Optimizer = optim.qadam(warmup_steps=5)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optimizer) if chained else optimizer
+    with pytest.raises(StrategyError) as raised:
+        ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), optimizer)
+    assert str(raised.value) == (
+        f"{type(strategy).__name__} can't train with {optimizer!r}, which is a part of the QAdam "
+        "strategy: later in training it takes for gradients what that strategy gives it. Train with that strategy, or "
+        "use another optimizer."
+    )
+
+
+def test_states_that_have_counted_other_steps_are_refused() -> None:
+    train = ltx.train_step(STEP, optim.qadam(warmup_steps=5))
+    first = train.init(torch.ones(2))
+    later, _ = train(train.init(torch.ones(2)), torch.ones(2))
+    with pytest.raises(StrategyError, match="optimizer's state has counted 0 steps and the communication state 1, so"):
+        train(replace(later, opt_state=first.opt_state), torch.ones(2))
+
+
+def test_a_compiled_graph_holds_one_phase() -> None:
+    strategy = QAdam(warmup_steps=2)
+    with pytest.raises(UnsupportedError, match="changes with the number of steps, which is 1 for good"):
+        strategy.hook_in_graph(1)
+    assert strategy.hook_in_graph(2) == strategy.hook(2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"warmup_steps": 0}, "QAdam.warmup_steps must be a whole number of at least 1, got 0."),
+        ({"warmup_steps": 2.0}, "QAdam.warmup_steps must be a whole number of at least 1, got 2.0."),
+        (
+            {"warmup_steps": 1, "betas": (0.9, 1.0)},
+            "QAdam.betas must be a pair of numbers in [0, 1), got (0.9, 1.0).",
+        ),
+        ({"warmup_steps": 1, "betas": 0.9}, "QAdam.betas must be a pair of numbers in [0, 1), got 0.9."),
+    ],
+)
+def test_bad_fields(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        QAdam(**fields)
+    assert str(raised.value) == text

@@ -1,0 +1,86 @@
+"""torch.compile of a whole training step: forward, backward, reductions and optimizer as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.errors import UnsupportedError
+from tests.contract.training.compiled import STEPS, trained
+from tests.covering import some
+
+Ranks = Callable[[int], ltx.Pool]
+
+
+def assert_alike(state: Any, other: Any) -> None:
+    for part in ("params", "opt_state", "sync_state"):
+        mine, others = (ltx.tree.flatten(getattr(each, part))[0] for each in (state, other))
+        if part == "sync_state":
+            mine, others = mine[:-2], others[:-2]  # its count of steps is in a tensor there, and in the structure here
+        for x, y in zip(mine, others, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.full
+def test_models_of_other_sizes_one_after_the_other() -> None:
+    """From the second on Dynamo takes sizes for variables."""
+    torch._dynamo.reset()
+    step = ltx.data_parallel(lambda params, x: (x @ params["w"]).square().mean())
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=0.1))
+    compiled = torch.compile(train, fullgraph=True, backend="aot_eager")
+    for size in (3, 4, 5, 7):
+        state, x = train.init({"w": torch.randn(size, 2 * size)}), torch.randn(size + 3, size)
+        got, expected = compiled(state, x)[0], train(state, x)[0]
+        torch.testing.assert_close(got.params, expected.params)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", some(STEPS, "guarded"))
+def test_alone(name: str) -> None:
+    assert_alike(*trained(name, "aot_eager"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", some(STEPS, "powersgd"))
+def test_two_ranks(name: str, ranks: Ranks) -> None:
+    results = ranks(2).run(trained, name, "aot_eager")
+    for state, other in results:
+        assert_alike(state, other)
+    for x, y in zip(*(ltx.tree.flatten(other.params)[0] for _, other in results), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_inductor(ranks: Ranks) -> None:
+    for state, other in ranks(2).run(trained, "adamw", "inductor", timeout_s=170):  # a C++ compiler's time
+        assert_alike(state, other)
+
+
+@pytest.mark.full
+def test_a_schedule_of_the_learning_rate_is_refused() -> None:
+    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step), momentum=0.9)
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), sgd)
+    torch._dynamo.reset()
+    refused = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
+    with pytest.raises(refused, match="can't ask for the learning rate of each step"):
+        torch.compile(train, fullgraph=True, backend="eager")(train.init(torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd(momentum: float, seed: int) -> None:
+    """Without momentum SGD has no state, and an empty dict is a constant to Dynamo."""
+    step = ltx.data_parallel(lambda p, x: (p["w"] * x + p["b"]).square().mean())
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=momentum))
+    compiled = torch.compile(train, fullgraph=True, backend="eager")
+    params = {"w": torch.randn(4), "b": torch.randn(4)}
+    state, other = train.init(params), train.init(params)
+    for _ in range(3):
+        x = torch.randn(4)
+        (state, _), (other, _) = train(state, x), compiled(other, x)
+    torch.testing.assert_close(other.params, state.params)

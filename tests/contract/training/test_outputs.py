@@ -1,0 +1,163 @@
+"""What a train step is given and returns: batches by keyword, models' outputs, aux and buffers as means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import StepError
+from tests.contract.base.test_containers import Output
+
+Ranks = Callable[[int], ltx.Pool]
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)
+
+
+def in_all_worlds(f: Callable[[Tensor], Any], ranks: Ranks, xs: Tensor) -> list[list[Any]]:
+    """What `f` gives on two ranks, each with its row of `xs`, as processes and simulated."""
+    simulated = ltx.vmap(f)(xs)
+    real = ranks(2).run(lambda: f(xs[int(ltx.axis_index())]))
+    return [list(real), [torch.utils._pytree.tree_map(lambda x, r=r: x[r], simulated) for r in range(2)]]
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("outputs", ["local", "mean"])
+def test_aux_and_buffers(outputs: Any, weighted: bool, ranks: Ranks) -> None:
+    """With "mean" they are means over ranks, integers excepted; with "local" this rank's own."""
+
+    def step(w: Tensor, buffer: Tensor, x: Tensor) -> Any:
+        loss = (w * x).sum()
+        aux = {"sum": x.sum(), "own": ltx.pmean(x.sum()), "count": x.sum().long(), "text": "kept"}
+        return (ltx.Weighted(loss, 2.0) if weighted else loss), buffer + x.sum(), aux
+
+    def run(x: Tensor) -> Any:
+        plain = ltx.data_parallel(step, outputs=outputs)
+        train = ltx.train_step(plain, SGD, has_aux=True)
+        state, metrics = train(train.init(torch.tensor(1.0), torch.tensor(0.0)), x)
+        value = plain(torch.tensor(1.0), torch.tensor(0.0), x)
+        assert metrics.aux.pop("text") == value[2].pop("text") == "kept"
+        return metrics.loss, metrics.aux, state.buffers, value[1], value[2]
+
+    for found in in_all_worlds(run, ranks, torch.tensor([[1.0, 2.0], [3.0, 4.0]])):
+        for (loss, aux, buffers, value_buffers, value_aux), own in zip(found, (3.0, 7.0), strict=True):
+            want = 5.0 if outputs == "mean" else own
+            assert loss == (2.5 if weighted else 5.0)
+            assert aux == value_aux == {"sum": want, "own": 5.0, "count": own}
+            assert buffers == value_buffers == want
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda step: step, lambda step: ltx.accumulate(step, 2)], ids=["whole", "accumulated"]
+)
+def test_batches_by_keyword(wrap: Any, ranks: Ranks) -> None:
+    def step(w: Tensor, *, x: Tensor, scale: Tensor) -> Tensor:
+        return (w * x * scale).mean()
+
+    def run(x: Tensor) -> Tensor:
+        train = ltx.train_step(wrap(ltx.data_parallel(step)), SGD)
+        state, _ = train(train.init(torch.tensor(0.0)), x=x, scale=torch.tensor(2.0))
+        return state.params
+
+    for found in in_all_worlds(run, ranks, torch.tensor([[1.0, 2.0], [3.0, 4.0]])):
+        assert found == [-5.0, -5.0]
+
+
+def test_tensors_by_keyword_are_split_into_micro_batches() -> None:
+    seen: list[int] = []
+
+    def step(w: Tensor, *, x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return (w * x).mean()
+
+    assert ltx.grad(ltx.accumulate(step, 2))(torch.tensor(1.0), x=torch.tensor([1.0, 2.0, 3.0, 6.0])) == 3.0
+    assert seen == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "make", [Output, lambda loss, logits: {"loss": loss, "logits": logits}], ids=["output", "dict"]
+)
+def test_what_a_model_returns_holds_its_loss(make: Any, ranks: Ranks) -> None:
+    def step(w: Tensor, x: Tensor) -> Any:
+        return make((w * x).mean(), w * x)
+
+    def run(x: Tensor) -> Any:
+        w, plain = torch.tensor(1.0), ltx.data_parallel(step)
+        found: list[Tensor] = []
+        for has_aux in (False, True):
+            train = ltx.train_step(plain, SGD, has_aux=has_aux)
+            state, metrics = train(train.init(w), x)
+            found += [metrics.loss, 1.0 - state.params]
+        assert not metrics.aux["logits"].requires_grad
+        value = plain(w, x)
+        assert type(value) is type(metrics.aux) is type(make(w, x))
+        return [*found, torch.func.grad(lambda w: plain(w, x)["loss"])(w)], metrics.aux["logits"]
+
+    for found in in_all_worlds(run, ranks, torch.tensor([[1.0, 2.0], [3.0, 4.0]])):
+        assert [logits.tolist() for _, logits in found] == [[1.0, 2.0], [3.0, 4.0]]
+        assert all(x == 2.5 for numbers, _ in found for x in numbers)
+
+
+def test_channels_last_stays_so(ranks: Ranks) -> None:
+    """From a model's parameters through broadcast, init, a step, and a broadcast of the state."""
+
+    def run() -> bool:
+        w = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
+        train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum()), SGD)
+        state = train.init({"w": ltx.broadcast(w)})
+        found = [ltx.broadcast(w), state.params["w"].clone()]
+        assert torch.equal(*found)
+        state, _ = train(state, torch.ones(()))
+        state = train.broadcast(state)
+        found += [state.params["w"], train.broadcast(train.init({"w": w.contiguous()}), 0).params["w"]]
+        return [x.stride() == w.stride() for x in found] == [True, True, True, False]
+
+    assert run()
+    assert ranks(2).run(run).replicated()
+
+
+def test_detached_outputs_stay_detached(ranks: Ranks) -> None:
+    """On two ranks as alone: what a step detaches has no graph."""
+
+    def run() -> list[bool]:
+        step = ltx.data_parallel(lambda w, x: ((w * x).sum(), (w * x).detach()))
+        loss, seen = step(torch.ones(2, requires_grad=True), torch.ones(2))
+        assert seen.numpy().tolist() == [1.0, 1.0]
+        return [loss.requires_grad, seen.requires_grad]
+
+    assert [run(), *ranks(2).run(run)] == [[True, False]] * 3
+
+
+def test_a_step_that_takes_buffers_and_a_state_that_has_none(ranks: Ranks) -> None:
+    def with_buffers(w: Tensor, buffer: Tensor, x: Tensor) -> Any:
+        return (w * x).sum(), buffer + 1
+
+    def without(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).sum()
+
+    def fails(w: Tensor, x: Tensor) -> Any:
+        raise TypeError("of the step's own")
+
+    def run() -> None:
+        w, buffer, x = torch.ones(2), torch.zeros(()), torch.ones(2, 2)
+        for wrap, of_buffers in (
+            (lambda step: step, r"takes \(w.*as the state has buffers"),
+            (lambda step: ltx.accumulate(step, steps=2), r"would cut the buffers into micro-batches.*carry=1"),
+        ):
+            train = ltx.train_step(wrap(ltx.data_parallel(with_buffers)), SGD)
+            with pytest.raises(StepError, match=r"takes \(w.*train\.init\(params, dict\(module\.named_buffers\(\)\)\)"):
+                train(train.init(w), x)
+            train = ltx.train_step(wrap(ltx.data_parallel(without)), SGD)
+            with pytest.raises(StepError, match=of_buffers):
+                train(train.init(w, buffer), x)
+            with pytest.raises(TypeError, match="positional argument"):
+                train(train.init(w), x, x, x)
+            with pytest.raises(TypeError, match="of the step's own"):
+                ltx.train_step(wrap(ltx.data_parallel(fails)), SGD)(train.init(w), x)
+
+    run()
+    ranks(2).run(run)

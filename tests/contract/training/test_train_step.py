@@ -1,0 +1,470 @@
+"""Training with ltx.train_step against DDP with torch's optimizers, and against one process with all the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+import ltx
+from ltx.errors import DonatedStateError, StrategyError
+from tests.twins import training
+from tests.twins.cases import Params, assert_same_bits, params_of, plain_step, seeded
+from tests.twins.training import (
+    LR,
+    adamw,
+    after_some_updates,
+    mean_step,
+    on_a_rank,
+    one_process,
+    problem,
+    run,
+    sgd,
+    weighted_step,
+    whole,
+)
+
+Ranks = Callable[[int], ltx.Pool]
+BUCKETS = ltx.DDPStrategy(bucket_bytes=128, first_bucket_bytes=16)
+EQUAL = (16, 16)
+
+LIKE_DDP: dict[str, Callable[[nn.Module], Any]] = {
+    "defaults": lambda m: ltx.train_step(mean_step(m), adamw()),
+    "small buckets": lambda m: ltx.train_step(mean_step(m, BUCKETS), adamw()),
+    "overlap=update": lambda m: ltx.train_step(mean_step(m, BUCKETS), adamw(), overlap="update"),
+    "donate=False": lambda m: ltx.train_step(mean_step(m), adamw(), donate=False),
+    "overlap=update, donate=False": lambda m: ltx.train_step(mean_step(m), adamw(), overlap="update", donate=False),
+    "not fused": lambda m: ltx.train_step(mean_step(m), adamw(fused=False)),
+    "not fused, overlap=update": lambda m: ltx.train_step(mean_step(m, BUCKETS), adamw(fused=False), overlap="update"),
+    "outputs=mean": lambda m: ltx.train_step(mean_step(m, outputs="mean"), adamw()),
+    "accumulate outside": lambda m: ltx.train_step(ltx.accumulate(mean_step(m), 4), adamw()),
+    "accumulate inside": lambda m: ltx.train_step(ltx.data_parallel(ltx.accumulate(plain_step(m), 4)), adamw()),
+    "accumulate, overlap=update": lambda m: ltx.train_step(
+        ltx.accumulate(mean_step(m, BUCKETS), 4), adamw(), overlap="update"
+    ),
+    "weighted": lambda m: ltx.train_step(weighted_step(m), adamw()),
+    "weighted, accumulate, overlap=update": lambda m: ltx.train_step(
+        ltx.accumulate(weighted_step(m, BUCKETS), 4), adamw(), overlap="update"
+    ),
+}
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("name", LIKE_DDP)
+def test_fifty_steps_are_those_of_ddp(name: str, ranks: Ranks, seed: int) -> None:
+    def both() -> Any:
+        return on_a_rank(LIKE_DDP[name], seed, EQUAL), training.ddp(seed, EQUAL)
+
+    (losses, _), (expected, _) = ranks(2).run(both).replicated()
+    assert losses[-10:].mean() < 0.9 * losses[:10].mean()
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+def test_half_precision_hooks_are_near_ddps(hook: str, overlap: Any, ranks: Ranks, seed: int) -> None:
+    def both() -> Any:
+        strategy = ltx.DDPStrategy(comm_hook=hook)
+        mine = on_a_rank(lambda m: ltx.train_step(mean_step(m, strategy), adamw(), overlap=overlap), seed, EQUAL)
+        return mine, training.ddp(seed, EQUAL, fp16=True)
+
+    (losses, params), (expected, _) = ranks(2).run(both).replicated()
+    torch.testing.assert_close(losses, expected, rtol=0.02, atol=0)
+    assert all(p.dtype == torch.float32 for p in params.values())
+
+
+# --- ranks whose batches differ --------------------------------------------------------------------------------------
+
+WEIGHTED: dict[str, Callable[[nn.Module], Any]] = {
+    "plain": lambda m: ltx.train_step(weighted_step(m), adamw()),
+    "small buckets": lambda m: ltx.train_step(weighted_step(m, BUCKETS), adamw()),
+    "overlap=update": lambda m: ltx.train_step(weighted_step(m, BUCKETS), adamw(), overlap="update"),
+    "accumulate": lambda m: ltx.train_step(ltx.accumulate(weighted_step(m), 3), adamw()),
+}
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("sizes", [(7, 2), (1, 11), (5, 0), (0, 5)], ids=str)
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weighted_is_the_mean_of_the_whole_batch(name: str, sizes: tuple[int, ...], ranks: Ranks, seed: int) -> None:
+    losses, params = ranks(2).run(on_a_rank, WEIGHTED[name], seed, sizes, 12).replicated()
+    module, batches = problem(seed, sizes, 12)
+    expected, expected_params = one_process(module, whole(batches))
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(params, expected_params, rtol=1e-4, atol=1e-4)  # Adam divides by small gradients
+
+
+def test_without_weights_it_is_the_mean_of_means_of_ddp(ranks: Ranks, seed: int) -> None:
+    def both() -> Any:
+        return on_a_rank(LIKE_DDP["defaults"], seed, (7, 2)), training.ddp(seed, (7, 2))
+
+    (losses, _), (expected, _) = ranks(2).run(both).replicated()
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    module, batches = problem(seed, (7, 2))
+    assert not torch.allclose(losses, one_process(module, whole(batches))[0], rtol=1e-3)
+
+
+# --- world of one, and simulated ranks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["defaults", "overlap=update", "donate=False", "outputs=mean"])
+def test_world_of_one_is_the_bare_loop_bit_for_bit(name: str, seed: int) -> None:
+    module, batches = problem(seed, (8,), 10)
+    losses, params = run(LIKE_DDP[name](module), module, whole(batches))
+    assert_same_bits((losses, params), one_process(module, whole(batches), fused=True))  # as ltx does by default
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("each_step", [True, False], ids=["vmap a step", "vmap the loop"])
+@pytest.mark.parametrize("name", ["defaults", "small buckets", "accumulate outside", "weighted", "not fused"])
+def test_simulated_ranks_train_as_real_ones(name: str, each_step: bool, ranks: Ranks, seed: int) -> None:
+    steps = 4
+    real = ranks(2).run(on_a_rank, LIKE_DDP[name], seed, EQUAL, steps).replicated()
+    module, batches = problem(seed, EQUAL, steps)
+    train = LIKE_DDP[name](module)
+    x, y = (torch.stack([torch.stack([batch[i] for batch in by_rank]) for by_rank in batches], 1) for i in (0, 1))
+    if each_step:
+        state, losses = train.init(params_of(module)), []
+        for t in range(steps):
+            state, metrics = ltx.vmap(train, in_dims=(0 if t else None, 0, 0))(state, x[:, t], y[:, t])
+            losses.append(metrics.loss)
+        simulated = torch.stack(losses, 1), state.params
+    else:
+        simulated = ltx.vmap(lambda x, y: run(train, module, list(zip(x, y, strict=True))))(x, y)
+    for rank in range(2):
+        mine = ltx.tree.map(lambda leaf, rank=rank: leaf[rank], simulated)
+        torch.testing.assert_close(mine, real, rtol=1e-5, atol=1e-5)
+
+
+# --- what else a step passes in and out ------------------------------------------------------------------------------
+
+
+def normed(seed: int) -> nn.Module:
+    with seeded(seed):
+        return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def with_buffers(module: nn.Module) -> Callable[..., Any]:
+    """(loss, next buffers, predictions)"""
+
+    def step(params: Params, buffers: Params, x: Tensor, y: Tensor) -> Any:
+        buffers = {name: b.clone() for name, b in buffers.items()}  # batch norm writes into them
+        output = functional_call(module, (params, buffers), (x,))
+        return (output - y).square().mean(), buffers, {"predictions": output}
+
+    return step
+
+
+def batch_norm(seed: int, strategy: ltx.Strategy | None = None) -> tuple[Any, Any]:
+    """By ltx and by DDP: (losses, parameters, this rank's buffers and aux)"""
+    _, batches = problem(seed, EQUAL, 5)
+    batches = [by_rank[ltx.world().rank] for by_rank in batches]
+    module = normed(seed)
+    train = ltx.train_step(ltx.data_parallel(with_buffers(module), strategy), sgd(), has_aux=True)
+    state, losses = train.init(params_of(module), dict(module.named_buffers())), []
+    for batch in batches:
+        state, metrics = train(state, *batch)
+        losses.append(metrics.loss)
+    mine = torch.stack(losses), state.params, state.buffers, metrics.aux["predictions"]
+
+    replica = DistributedDataParallel(module, broadcast_buffers=False)
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=LR), []
+    for x, y in batches:
+        output = replica(x)
+        loss = (output - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(ltx.pmean(loss.detach()))
+    return mine, (torch.stack(losses), params_of(module), dict(module.named_buffers()), output.detach())
+
+
+def test_buffers_and_aux(ranks: Ranks, seed: int) -> None:
+    results = ranks(2).run(batch_norm, seed)
+    for mine, ddp in results:
+        torch.testing.assert_close(mine, ddp, rtol=1e-5, atol=1e-6)
+    assert_same_bits(*(mine[:2] for mine, _ in results))
+    buffers = [mine[2] for mine, _ in results]
+    assert not torch.equal(buffers[0]["1.running_mean"], buffers[1]["1.running_mean"])
+    assert [b["1.num_batches_tracked"] for b in buffers] == [5, 5]
+
+
+def test_buffers_and_aux_on_simulated_ranks(seed: int) -> None:
+    _, batches = problem(seed, EQUAL, 1)
+    module = normed(seed)
+    x, y = (torch.stack([batch[i] for batch in batches[0]]) for i in (0, 1))
+    train = ltx.train_step(ltx.data_parallel(with_buffers(module)), sgd(), has_aux=True)
+    state = train.init(params_of(module), dict(module.named_buffers()))
+    state = ltx.tree.map(lambda t: torch.stack([t, t]), state)  # batch norm can't write into what all ranks share
+    state, metrics = ltx.vmap(train)(state, x, y)
+    for rank in range(2):
+        alone = normed(seed)
+        assert torch.allclose(alone(x[rank]), metrics.aux["predictions"][rank], atol=1e-6)
+        assert torch.allclose(alone[1].running_var, state.buffers["1.running_var"][rank], atol=1e-6)
+
+
+def clipped(m: nn.Module) -> Any:
+    return ltx.train_step(mean_step(m, BUCKETS), ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), sgd(lr=0.5)))
+
+
+def clipped_norms(seed: int) -> tuple[list[Tensor], Params]:
+    module, batches = problem(seed, EQUAL, 6)
+    train = clipped(module)
+    state, norms = train.init(params_of(module)), []
+    for by_rank in batches:
+        state, metrics = train(state, *by_rank[ltx.world().rank])
+        norms.append(metrics.grad_norm)
+    return norms, state.params
+
+
+def test_clipping_is_by_the_norm_of_the_global_gradient(ranks: Ranks, seed: int) -> None:
+    norms, params = ranks(2).run(clipped_norms, seed).replicated()
+    module, batches = problem(seed, EQUAL, 6)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for norm, batch in zip(norms, whole(batches), strict=True):
+        optimizer.zero_grad()
+        module(*batch).backward()
+        expected = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        assert expected > 0.1
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        optimizer.step()
+    torch.testing.assert_close(params, params_of(module), rtol=1e-5, atol=1e-6)
+
+
+def measured_norms(seed: int, strategy: ltx.Strategy) -> tuple[list[Tensor], Params]:
+    module, batches = problem(seed, EQUAL, 4)
+    train = ltx.train_step(
+        mean_step(module, strategy), ltx.optim.chain(ltx.optim.measure_global_norm(), sgd(lr=0.5, momentum=0.9))
+    )
+    state, norms = train.init(params_of(module)), []
+    for by_rank in batches:
+        state, metrics = train(state, *by_rank[int(ltx.axis_index())])
+        norms.append(metrics.grad_norm)
+    return norms, state.params
+
+
+@pytest.mark.parametrize("backing", ["processes", "in turns"])
+@pytest.mark.parametrize("strategy", [BUCKETS, ltx.ZeroStrategy(bucket_bytes=64, first_bucket_bytes=64)], ids=repr)
+def test_the_norm_is_measured_without_clipping(backing: str, strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
+    if backing == "processes":
+        norms, params = ranks(2).run(measured_norms, seed, strategy).replicated()
+    else:
+        norms, params = ltx.simulate(lambda: measured_norms(seed, strategy), ranks=2)().replicated()
+    module, batches = problem(seed, EQUAL, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    for norm, batch in zip(norms, whole(batches), strict=True):
+        optimizer.zero_grad()
+        module(*batch).backward()
+        expected = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        optimizer.step()
+    torch.testing.assert_close(params, params_of(module), rtol=1e-5, atol=1e-6)
+
+
+def test_local_gradients_have_a_norm_each() -> None:
+    strategy = ltx.LocalSGDStrategy(period=4, warmup_steps=1)
+    train = ltx.train_step(
+        ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), ltx.optim.chain(ltx.optim.measure_global_norm(), sgd())
+    )
+    xs = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
+    state = train.init(torch.zeros(2))
+    state, metrics = ltx.vmap(train, in_dims=(None, 0))(state, xs)
+    assert metrics.grad_norm.tolist() == [7.5, 7.5]  # the first step is a warm-up, with mean gradients
+    state, metrics = ltx.vmap(train)(state, xs)
+    assert metrics.grad_norm.tolist() == [5.0, 10.0]
+
+
+def test_a_skipped_step_has_a_norm_too() -> None:
+    optimizer = ltx.optim.chain(ltx.optim.measure_global_norm(), sgd(lr=1.0))
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), optimizer, guard="skip")
+    state, metrics = train(train.init(torch.zeros(2)), torch.tensor([3.0, 4.0]))
+    assert metrics.grad_norm == 5.0
+    state, metrics = train(state, torch.tensor([torch.inf, 1.0]))
+    assert (bool(metrics.skipped), float(metrics.grad_norm)) == (True, 5.0)  # of the last update
+    assert state.params.tolist() == [-3.0, -4.0]
+
+
+def test_the_norm_needs_all_gradients() -> None:
+    with pytest.raises(StrategyError, match=r"chain\(measure_global_norm\(\), .* needs all of them"):
+        ltx.train_step(
+            ltx.data_parallel(lambda w, x: (w * x).sum()),
+            ltx.optim.chain(ltx.optim.measure_global_norm(), sgd()),
+            overlap="update",
+        )
+
+
+def test_without_clipping_there_is_no_norm() -> None:
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum()), sgd())
+    assert train(train.init({"w": torch.ones(2)}), torch.ones(2))[1].grad_norm is None
+
+
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+def test_schedules(overlap: Any, ranks: Ranks, seed: int) -> None:
+    def rate(step: int) -> float:
+        return LR / (1 + step)
+
+    losses, _ = (
+        ranks(2)
+        .run(on_a_rank, lambda m: ltx.train_step(mean_step(m), adamw(rate), overlap=overlap), seed, EQUAL, 8)
+        .replicated()
+    )
+    module, batches = problem(seed, EQUAL, 8)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
+    for t, batch in enumerate(whole(batches)):
+        optimizer.param_groups[0]["lr"] = rate(t)
+        loss = module(*batch)
+        torch.testing.assert_close(losses[t], loss.detach(), rtol=1e-5, atol=0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def after_three_steps(seed: int, strategy: ltx.Strategy, overlap: Any, start: Callable[[Any], Any]) -> Any:
+    """What comes of three steps, of which the optimizer begins with the state that `start` makes of its first one."""
+    module, batches = problem(seed, EQUAL, 3)
+    scheduled = ltx.optim.from_torch(torch.optim.Adam, lr=lambda count: LR * (1 + count))
+    optimizer = ltx.optim.partition({"bias": scheduled, "weight": scheduled}, {"*bias": "bias", "*": "weight"})
+    train = ltx.train_step(mean_step(module, strategy), optimizer, overlap=overlap)
+    state = train.init(params_of(module))
+    state = replace(state, opt_state=start(state.opt_state))
+    for batch in batches:
+        state, _ = train(state, *batch[ltx.world().rank])
+    return state.params, state.opt_state, state.step
+
+
+@pytest.mark.parametrize("strategy", [BUCKETS, ltx.ZeroStrategy(bucket_bytes=128, first_bucket_bytes=16)])
+def test_the_optimizer_counts_its_own_updates(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
+    expected, updated = (
+        ranks(2).run(after_three_steps, seed, strategy, overlap, after_some_updates)
+        for overlap in ("backward", "update")
+    )
+    assert_same_bits(list(updated), list(expected))
+    from_zero = ranks(2).run(after_three_steps, seed, strategy, "update", lambda state: state)
+    for (params, _, steps), (others, _, _) in zip(updated, from_zero, strict=True):
+        assert steps == 3
+        assert not any(torch.equal(params[path], others[path]) for path in params)
+
+
+@pytest.mark.filterwarnings("ignore::ltx.errors.UnusedParameterWarning")
+def test_frozen_parameters() -> None:
+    frozen = torch.tensor([1.0, 3.0])
+    train = ltx.train_step(
+        ltx.data_parallel(lambda p, x: (p["w"] * frozen * p["fixed"].detach() * x).sum()), sgd(lr=1.0)
+    )
+    state, _ = train(train.init({"w": torch.zeros(2), "fixed": torch.ones(2), "unused": torch.ones(2)}), torch.ones(2))
+    assert state.params["w"].tolist() == [-1.0, -3.0]
+    assert state.params["fixed"].tolist() == state.params["unused"].tolist() == [1.0, 1.0]
+
+
+def init_of_different_ranks() -> tuple[Any, bool]:
+    rank = ltx.world().rank
+    given = {"w": torch.full((3,), float(rank))}
+    train = ltx.train_step(ltx.data_parallel(lambda p, b, x: ((p["w"] * x).sum(), b)), sgd())
+    state = train.init(given, {"seen": torch.tensor(rank)})
+    state, _ = train(state, torch.ones(3))
+    return (state.params, state.buffers), given["w"].tolist() == [rank] * 3
+
+
+def test_init_takes_rank_0s_values_and_copies(ranks: Ranks) -> None:
+    (params, buffers), untouched = ranks(2).run(init_of_different_ranks).replicated()
+    assert untouched
+    assert buffers["seen"] == 0
+    torch.testing.assert_close(params["w"], torch.full((3,), -LR))
+
+
+# --- donation, and steps that fail -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_donation(donate: bool, overlap: Any, ranks: Ranks, seed: int) -> None:
+    def on_rank() -> Any:
+        module, batches = problem(seed, EQUAL, 1)
+        train = ltx.train_step(mean_step(module), adamw(), donate=donate, overlap=overlap)
+        old = train.init(params_of(module))
+        before, place = ltx.tree.map(torch.clone, old.params), old.params["0.weight"].data_ptr()
+        new, _ = train(old, *batches[0][ltx.world().rank])
+        assert (new.params["0.weight"].data_ptr() == place) is donate
+        if not donate:
+            assert_same_bits(old.params, before)
+            return train(old, *batches[0][ltx.world().rank])[1].loss, ""
+        try:
+            train(old, *batches[0][ltx.world().rank])
+        except DonatedStateError as error:
+            return new.params, str(error)
+
+    for _, text in ranks(2).run(on_rank):
+        assert text == "" or text == (
+            "this TrainState (step 0) was donated to the step that made state 1: its tensors were updated in place and "
+            "hold other values now. Use the state that the step returned; to keep an old one, copy.deepcopy(state) "
+            "before the step, or train_step(..., donate=False)."
+        )
+        assert bool(text) is donate
+
+
+class OutOfDataError(Exception):
+    pass
+
+
+def failing(where: str, seed: int) -> tuple[Any, Any, list[float]]:
+    """(state before a failing step, after it, losses of the steps around it)"""
+    module, batches = problem(seed, EQUAL, 3)
+    plain, fail = plain_step(module), [False]
+
+    def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        if fail[0] and where == "forward":
+            raise OutOfDataError
+        value = plain(params, x, y)
+        if fail[0]:
+            value.register_hook(broken)
+        return value
+
+    def broken(_: Tensor) -> Tensor:
+        raise OutOfDataError
+
+    train = ltx.train_step(ltx.data_parallel(loss, BUCKETS), adamw())
+    mine = [by_rank[ltx.world().rank] for by_rank in batches]
+    state, first = train(train.init(params_of(module)), *mine[0])
+    before = ltx.tree.map(torch.clone, state)
+    fail[0] = True
+    with pytest.raises(OutOfDataError):
+        train(state, *mine[1])
+    fail[0] = False
+    after = ltx.tree.map(torch.clone, state)
+    losses = [first.loss]
+    for batch in mine[1:]:
+        state, metrics = train(state, *batch)
+        losses.append(metrics.loss)
+    return before, after, [loss.item() for loss in losses]
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("real", [True, False])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_raises_leaves_the_state_as_it_was(where: str, real: bool, ranks: Ranks, seed: int) -> None:
+    results = ranks(2).run(failing, where, seed).replicated() if real else failing(where, seed)
+    before, after, losses = results
+    assert_same_bits((before.params, before.opt_state), (after.params, after.opt_state))
+    module, batches = problem(seed, EQUAL, 3)
+    expected, _ = one_process(module, whole(batches) if real else [by_rank[0] for by_rank in batches])
+    torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=0)
+
+
+def test_an_eager_step_after_compiled_ones_counts_once() -> None:
+    """Compiled steps count in the clock; the next eager step counts them in the structure, and not again."""
+    step = ltx.data_parallel(lambda p, x: (p["w"] * x).square().mean())
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    state = train.init({"w": torch.tensor(1.0)})
+    clock = torch.tensor(2.0, dtype=torch.float64)
+    state = replace(state, sync_state=replace(state.sync_state, clock=clock))
+    state, _ = train(state, torch.tensor([1.0, 2.0]))
+    assert state.sync_state.checked_step() == 3

@@ -1,0 +1,268 @@
+"""Frozen parameters, tied ones, and modules whose tensors a state takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import ltx
+from ltx import Pool
+from ltx.errors import DonatedStateError, StepError, TreeError
+from tests.twins.training import adamw, sgd
+
+Ranks = Callable[[int], Pool]
+
+
+def model() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def loss_of(net: torch.nn.Module) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    return lambda params, x: functional_call(net, params, (x,)).square().mean()
+
+
+STRATEGIES = [
+    ltx.DDPStrategy(),
+    ltx.DDPStrategy(comm_hook=ltx.hooks.OneBit()),
+    ltx.ZeroStrategy(),
+    ltx.LocalSGDStrategy(2),
+    ltx.BaguaStrategy("decentralized"),
+    ltx.BaguaStrategy("low_precision_decentralized"),
+    ltx.HorovodStrategy(op="adasum"),
+]
+
+
+def test_frozen_parameters_stay(ranks: Ranks, seed: int) -> None:
+    """On every kind of strategy and overlap, with an optimizer that decays weights; what is trained is trained."""
+
+    def run() -> list[str]:
+        torch.manual_seed(seed)
+        x = torch.randn(4, 6, 4)[ltx.axis_index()]
+        wrong = []
+        for strategy in STRATEGIES:
+            for overlap in ("backward", "update"):
+                if (
+                    overlap != "backward"
+                    and not strategy.updates_in_buckets
+                    and not strategy.communicates_after_update(0)
+                ):
+                    continue
+                net = model()
+                net[0].requires_grad_(False)
+                optimizer = adamw(lr=0.1, weight_decay=0.5)
+                try:
+                    train = ltx.train_step(ltx.data_parallel(loss_of(net), strategy), optimizer, overlap=overlap)
+                except ltx.errors.StrategyError:
+                    continue
+                state = train.init(dict(net.named_parameters()))
+                before = {name: value.clone() for name, value in state.params.items()}
+                for _ in range(3):
+                    state, _ = train(state, x)
+                after = state.params
+                frozen = {name for name in before if torch.equal(before[name], after[name])}
+                if frozen != {"0.weight", "0.bias"}:
+                    wrong.append(f"{strategy} {overlap}: {frozen}")
+                paths = ltx.tree.leaf_paths((state.opt_state, state.sync_state))
+                if any("0.weight" in path or "0.bias" in path for path in paths):
+                    wrong.append(f"{strategy} {overlap}: {paths}")
+        return wrong
+
+    assert run() == []
+    assert list(ranks(2).run(run)) == [[], []]
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_they_train_like_torch(donate: bool, seed: int) -> None:
+    net, x = model(), torch.randn(6, 4)
+    net[0].weight.requires_grad_(False)
+    train = ltx.train_step(ltx.data_parallel(loss_of(net)), adamw(lr=0.1), donate=donate)
+    state = train.init(dict(net.named_parameters()))
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        state, _ = train(state, x)
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(state.params, {name: p.detach() for name, p in net.named_parameters()})
+
+
+def test_on_simulated_ranks(seed: int) -> None:
+    net = model()
+    net[2].requires_grad_(False)
+    train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd(lr=0.1))
+    state, x = train.init(dict(net.named_parameters())), torch.randn(3, 6, 4)
+    after = ltx.vmap(lambda x: train(state, x)[0].params)(x)
+    whole, _ = train(state, x.flatten(0, 1))
+    for name, value in whole.params.items():
+        torch.testing.assert_close(after[name], value.expand(3, *value.shape))
+
+
+@pytest.mark.parametrize(
+    ("trainable", "trained"),
+    [("2.*", {"2.weight", "2.bias"}), (["*.bias"], {"0.bias", "2.bias"}), (lambda path: "0" in path, {"0.bias"})],
+)
+def test_trainable(trainable: Any, trained: set[str]) -> None:
+    net = model()
+    net[0].weight.requires_grad_(False)
+    train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd(lr=0.1), trainable=trainable)
+    state = train.init(dict(net.named_parameters()))
+    after, _ = train(state, torch.randn(6, 4))
+    assert {name for name, p in net.named_parameters() if not torch.equal(p, after.params[name])} == trained
+    assert {path.removeprefix("params.") for path in ltx.tree.leaf_paths(after) if path.startswith("params")} == trained
+
+
+def test_plain_tensors_are_all_trained() -> None:
+    """A dict of tensors without gradients says nothing of what is frozen; beside some with gradients it does."""
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["a"] * p["b"] * x).sum()), sgd(lr=1.0))
+    plain, _ = train(train.init({"a": torch.ones(2), "b": torch.ones(2)}), torch.ones(2))
+    mixed, _ = train(train.init({"a": torch.ones(2, requires_grad=True), "b": torch.ones(2)}), torch.ones(2))
+    assert [plain.params[name].tolist() for name in "ab"] == [[0.0, 0.0], [0.0, 0.0]]
+    assert [mixed.params[name].tolist() for name in "ab"] == [[0.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("trainable", "error", "text"),
+    [
+        ("3.*", StepError, r"trainable='3\.\*' fits no parameter\. Their paths: 0\.bias, 0\.weight, "),
+        (lambda _: False, StepError, "every parameter is frozen, so there is nothing to train"),
+        (
+            3,
+            StepError,
+            r"trainable must be a pattern of paths, a list of patterns, a function of a path, or None, got 3",
+        ),
+    ],
+)
+def test_what_is_refused(trainable: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        ltx.train_step(ltx.data_parallel(loss_of(model())), sgd(), trainable=trainable).init(
+            dict(model().named_parameters())
+        )
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.embedding(x))
+
+
+def test_tied_leaves_are_refused_by_name_and_kept_by_one_name() -> None:
+    net = Tied()
+    train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd(lr=0.1))
+    with pytest.raises(
+        TreeError, match=r"leaves 'embedding\.weight' and 'head\.weight' are one tensor \(tied weights\)"
+    ):
+        train.init(net.state_dict())
+    x = torch.tensor([1, 2])
+    state, _ = train(train.init(dict(net.named_parameters())), x)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(x).square().mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(state.params["embedding.weight"], net.head.weight.detach())
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("way", ["module", "dict"])
+def test_hooks_of_parameters_are_refused(way: str, hook: str) -> None:
+    """Where the module's author masks a gradient, a step that doesn't would train what mustn't be trained."""
+    net = Tied()
+    handle = getattr(net.embedding.weight, hook)(lambda x: None)
+    train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd(lr=0.1))
+    with pytest.raises(
+        TreeError, match=r"leaf 'embedding\.weight' has hooks \(register_hook\), and steps.* wouldn't call"
+    ):
+        train.init(net if way == "module" else dict(net.named_parameters()))
+    handle.remove()
+    train.init(net)
+
+
+def test_a_module_whose_tensors_are_taken_over(ranks: Ranks) -> None:
+    """No second copy: the state is in the module's memory, which says so when it is used; and is given values back."""
+
+    def run() -> tuple[bool, Any]:
+        torch.manual_seed(7 + ltx.axis_index())  # other values on every rank
+        net = torch.nn.Sequential(Tied(), torch.nn.BatchNorm1d(5))
+        net[1].bias.requires_grad_(False)
+        places = {name: p.data_ptr() for name, p in net.named_parameters()}
+        buffers = {name: b.clone() for name, b in net.named_buffers()}
+
+        def loss(params: Any, buffers: Any, x: torch.Tensor) -> Any:
+            buffers = {name: b.clone() for name, b in buffers.items()}
+            return functional_call(net, (params, buffers), (x,)).square().mean(), buffers
+
+        train = ltx.train_step(ltx.data_parallel(loss), adamw())
+        state = train.init(net, buffers)
+        alone = ltx.axis_size() == 1
+        same = not alone or {n: state.params[n].data_ptr() for n in places} == places
+        x = torch.tensor([1, 2, 3])
+        try:
+            net(x)
+            return False, None
+        except DonatedStateError as error:
+            assert "ltx.to_module(module, state)" in str(error)  # noqa: PT017
+        for _ in range(2):
+            state, _ = train(state, x)
+        back = ltx.to_module(net, state).eval()
+        assert back[0].head.weight is back[0].embedding.weight
+        assert [p.requires_grad for p in back.parameters()] == [True, True, False]
+        assert torch.equal(back[1].running_mean, state.buffers["1.running_mean"])
+        after, _ = train(state, x)  # the module has copies
+        assert after.step == 3
+        return same, back(x).detach()
+
+    same, out = run()
+    assert same
+    assert out.isfinite().all()
+    on_ranks = ranks(2).run(run)
+    assert torch.equal(on_ranks[0][1], on_ranks[1][1])
+
+
+def test_to_module_refuses_another_model() -> None:
+    with pytest.raises(TreeError, match="the state has 'x', and Linear has no parameter or buffer of that name"):
+        ltx.to_module(torch.nn.Linear(2, 2), {"x": torch.ones(2)})
+    with pytest.raises(TreeError, match=r"'bias' has shape \[3\] in the state, and \[2\] in the Linear"):
+        ltx.to_module(torch.nn.Linear(2, 2), {"bias": torch.ones(3)})
+
+
+def test_to_module_takes_a_state_dict_with_all_names_of_tied_parameters() -> None:
+    net, given = Tied(), {name: torch.full((5, 3), torch.nan) for name in ("embedding.weight", "head.weight")}
+    for values in ({name: torch.full((5, 3), 2.0) for name in given}, dict(Tied().state_dict()), given):
+        back = ltx.to_module(net, values)
+        assert back.head.weight is back.embedding.weight
+        torch.testing.assert_close(back.head.weight.detach(), values["head.weight"], equal_nan=True)
+    given["head.weight"] = torch.zeros(5, 3)
+    with pytest.raises(
+        TreeError, match=r"'embedding\.weight' and 'head\.weight' are one parameter of the module .* Give one of them"
+    ):
+        ltx.to_module(net, given)
+
+
+def test_a_module_given_its_values_in_inference_mode_can_be_trained() -> None:
+    net = torch.nn.Linear(2, 2)
+    with torch.inference_mode():
+        ltx.to_module(net, {"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
+    net(torch.ones(1, 2)).sum().backward()
+    assert net.weight.grad is not None
+
+
+def test_values_of_the_meta_device_are_named(ranks: Ranks) -> None:
+    def run() -> None:
+        with torch.device("meta"):
+            net = torch.nn.Linear(2, 2)
+        train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd())
+        for given, text in (
+            (net, r"train\.init\(module\): leaf 'bias'"),
+            (dict(net.named_parameters()), "leaf 'bias'"),
+        ):
+            with pytest.raises(TreeError, match=f"{text} is on the meta device, and its values are needed"):
+                train.init(given)
+
+    ranks(2).run(run)

@@ -1,0 +1,378 @@
+"""Parameters that aren't the same on every rank, found by debug_checks at the next step; and those that are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ltx
+from ltx import PerRank, Pool
+from ltx.errors import LtxError, RankMismatchError, ReplicaDivergedError
+from tests import inside
+
+Ranks = Callable[[int], Pool]
+OnFreshAxis = Callable[..., PerRank[Any]]
+P = {"b": torch.zeros(()), "w": torch.tensor([1.0, -2.0, 3.0])}
+FIX = (
+    "Fix: start from the same values on every rank (train.init(params), or ltx.broadcast(params)), and change them by "
+    "synchronised steps alone."
+)
+
+
+def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (params["w"] * x).square().sum() + params["b"]
+
+
+def backward(params: dict[str, Tensor], x: Tensor) -> None:
+    wanted = {name: p.detach().requires_grad_() for name, p in params.items()}
+    ltx.data_parallel(loss)(wanted, x).backward()
+
+
+def train(params: dict[str, Tensor], x: Tensor) -> None:
+    stepped = ltx.train_step(ltx.data_parallel(loss), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    state = stepped.init(params)
+    for name, p in params.items():
+        state.params[name].copy_(p)  # broken again, as a stray update would
+    before = ltx.tree.map(torch.clone, state.params)
+    try:
+        stepped(state, x)
+    except ReplicaDivergedError:
+        assert all(torch.equal(state.params[name], before[name]) for name in params), "nothing was applied"
+        raise
+
+
+def over_samples(params: dict[str, Tensor], x: Tensor) -> None:
+    torch.func.vmap(torch.func.grad(ltx.data_parallel(loss)), in_dims=(None, 0))(params, torch.stack([x, x]))
+
+
+def over_models(params: dict[str, Tensor], x: Tensor) -> None:
+    stacked = {name: torch.stack([torch.zeros_like(p), p]) for name, p in params.items()}
+    torch.func.vmap(torch.func.grad(ltx.data_parallel(loss)), in_dims=(0, None))(stacked, x)
+
+
+def local_gradients(params: dict[str, Tensor], x: Tensor) -> None:
+    ltx.data_parallel(torch.func.grad(loss), returns="grads")(params, x)
+
+
+WAYS: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
+    "backward": backward,
+    "grad": lambda p, x: torch.func.grad(ltx.data_parallel(loss))(p, x),
+    "hessian": lambda p, x: torch.func.hessian(ltx.data_parallel(loss))(p, x),
+    "jvp of grad": lambda p, x: torch.func.jvp(lambda q: torch.func.grad(ltx.data_parallel(loss))(q, x), (p,), (p,)),
+    "vmap over samples": over_samples,
+    "vmap over models": over_models,
+    "accumulate": lambda p, x: torch.func.grad(ltx.accumulate(ltx.data_parallel(loss), steps=1))(p, x[None]),
+    'returns="grads"': local_gradients,
+    "train_step": train,
+}
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_that_differ(on_new_axis: OnFreshAxis, way: str) -> None:
+    def run() -> tuple[str, list[float]]:
+        x = torch.ones(3)
+        WAYS[way](P, x)  # known
+        mine = dict(P, w=P["w"] + torch.tensor([0.0, 0.25, -0.5]) * ltx.axis_index())
+        with pytest.raises(ReplicaDivergedError) as caught, ltx.debug_checks():
+            WAYS[way](mine, x)
+        with ltx.debug_checks():
+            WAYS[way](P, x)
+        return str(caught.value), ltx.psum(torch.ones(2)).tolist()
+
+    text, after = on_new_axis(run).replicated()
+    stacked = way == "vmap over models"
+    what, counted, at = ("float32[2, 3]", "2 of 6", [1, 2]) if stacked else ("float32[3]", "2 of 3", [2])
+    assert text.startswith(
+        f"axis 'data': parameters should be the same on every rank, but leaf 'w' ({what}) isn't rank 0's on rank 1: "
+        f"{counted} elements differ, most at {at}, by 0.5 (2.5 instead of 3.0). This is the step called at "
+    )
+    assert "test_compare.py:" in text
+    assert text.endswith(FIX)
+    assert after == [2.0, 2.0]
+
+
+def nans(payload: int) -> Tensor:
+    return torch.tensor([0x7FC00000 + payload, 0], dtype=torch.int32).view(torch.float32)
+
+
+#: name: (a leaf of rank 0, of rank 1, how the latter differs)
+VALUES: dict[str, tuple[Tensor, Tensor, str]] = {
+    "0-dim": (torch.tensor(1.0), torch.tensor(2.0), "1 of 1 elements differ, most at [], by 1 (2.0 instead of 1.0)"),
+    "order": (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), "2 of 2 elements differ, most at [0], by 1 ("),
+    "equal pairs": (torch.ones(4), torch.zeros(4), "4 of 4 elements differ, most at [0], by 1 (0.0 instead of 1.0)"),
+    "one bit": (
+        torch.ones(2, 2),
+        torch.ones(2, 2).index_put_((torch.tensor(1), torch.tensor(0)), torch.tensor(1.0 + 2**-23)),
+        "1 of 4 elements differ, most at [1, 0], by 1.19209e-07",
+    ),
+    "NaN": (torch.ones(2), torch.tensor([1.0, torch.nan]), "1 of 2 elements differ, most at [1], by nan (nan instead"),
+    "NaN and more": (torch.zeros(2), torch.tensor([9.0, torch.nan]), "2 of 2 elements differ, most at [1], by nan"),
+    "bits of NaN": (nans(0), nans(1), "1 of 2 elements differ, most at [0], by nan (nan instead of nan)"),
+    "infinite": (torch.ones(1), torch.tensor([torch.inf]), "1 of 1 elements differ, most at [0], by inf"),
+    "signed zero": (torch.zeros(1), -torch.zeros(1), "1 of 1 elements differ, most at [0], by 0 (-0.0 instead of 0.0)"),
+    "bfloat16": (torch.ones(3).bfloat16(), torch.zeros(3).bfloat16(), "3 of 3 elements differ, most at [0], by 1"),
+    "float8": (
+        torch.ones(3),
+        torch.zeros(3),
+        "3 of 3 elements differ, most at [0], by 1 (0.0 instead of 1.0)",
+    ),
+    "complex": (torch.ones(2, dtype=torch.complex64), torch.tensor([1, 1 + 1j]), "most at [1], by 1 ((1+1j) instead"),
+    "conjugate": (torch.tensor([1j]), torch.tensor([1j]).conj(), "1 of 1 elements differ, most at [0], by 2"),
+    "bool": (torch.tensor([True]), torch.tensor([False]), "most at [0], by 1 (False instead of True)"),
+    "int64": (torch.tensor([7, 7]), torch.tensor([7, 2]), "1 of 2 elements differ, most at [1], by 5 (2 instead of 7)"),
+    "strided": (torch.zeros(2, 3).T, torch.eye(2, 3).T, "2 of 6 elements differ, most at [0, 0], by 1"),
+    "expanded": (torch.zeros(2, 3), torch.ones(1).expand(2, 3), "6 of 6 elements differ, most at [0, 0], by 1"),
+}
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("name", VALUES)
+def test_every_dtype_and_layout(on_new_axis: OnFreshAxis, name: str) -> None:
+    """The differing leaf is frozen, so that integers may be tried too."""
+    *pair, expected = VALUES[name]
+
+    def run() -> tuple[str, str]:
+        if name == "float8":  # which can't be sent to a worker
+            pair[:] = [x.to(torch.float8_e4m3fn) for x in pair]
+
+        def step(params: dict[str, Tensor]) -> Tensor:
+            return params["trained"].sum()
+
+        def call(frozen: Tensor) -> None:
+            trained = torch.ones(2, requires_grad=True)
+            ltx.data_parallel(step)({"frozen": frozen, "trained": trained, "void": torch.ones(0, 2)}).backward()
+
+        with ltx.debug_checks():
+            call(pair[0])
+            call(pair[1].clone(memory_format=torch.preserve_format))
+        with pytest.raises(ReplicaDivergedError) as caught, ltx.debug_checks():
+            call(pair[int(ltx.axis_index())])
+        return str(caught.value), ltx.tree.describe(pair[0])
+
+    text, what = on_new_axis(run).replicated()
+    assert f"leaf 'frozen' ({what}) isn't rank 0's on rank 1: " in text
+    assert expected in text
+
+
+def test_several_ranks_and_leaves(ranks: Ranks) -> None:
+    def run() -> str:
+        r = int(ltx.axis_index())
+        mine = {name: p + int(r == 2) for name, p in P.items()} | {"w": P["w"] - int(r == 1)}
+        with pytest.raises(ReplicaDivergedError) as caught, ltx.debug_checks():
+            torch.func.grad(ltx.data_parallel(loss))(mine, torch.ones(3))
+        return str(caught.value)
+
+    text = ranks(3).run(run).replicated()
+    assert (
+        "leaf 'b' (float32[]) isn't rank 0's on rank 2: 1 of 1 elements differ, most at [], by 1 (1.0 instead of 0.0). "
+        "2 leaves differ: b, w." in text
+    )
+
+
+def test_structures_of_frozen_leaves_that_differ(on_new_axis: OnFreshAxis) -> None:
+    def run() -> str:
+        trained = torch.ones(2, requires_grad=True)
+        params = [trained, torch.ones(2 + int(ltx.axis_index()))]
+        with pytest.raises(RankMismatchError) as caught, ltx.debug_checks():
+            ltx.data_parallel(lambda p: p[0].sum())(params).backward()
+        return str(caught.value)
+
+    assert (
+        "the parameters of data_parallel, leaf '1': rank 0: float32[2]; rank 1: float32[3]"
+        in on_new_axis(run).replicated()
+    )
+
+
+def test_replicas_that_may_differ(on_new_axis: OnFreshAxis) -> None:
+    """Where gradients stay local, and where none are wanted."""
+
+    def run() -> list[float]:
+        mine = {name: p + ltx.axis_index() for name, p in P.items()}
+        step = ltx.data_parallel(loss)
+        x = torch.ones(3)
+        with ltx.debug_checks():
+            blocked = torch.func.grad(ltx.block_backward_sync(step))(mine, x)
+            value = step(mine, x)
+        return [blocked["w"][0].item(), value.item()]
+
+    assert list(on_new_axis(run)) == [[2.0, 14.0], [4.0, 4.0 + 1.0 + 16.0 + 1.0]]
+
+
+def calls_that_differentiate() -> dict[str, Callable[[Any, dict[str, Tensor], Tensor], object]]:
+    """A step's first differentiated call, in each way that there is."""
+
+    def backward(step: Any, p: dict[str, Tensor], x: Tensor) -> None:
+        step({name: leaf.clone().requires_grad_() for name, leaf in p.items()}, x).backward()
+
+    return {
+        "backward": backward,
+        "torch.func.grad": lambda step, p, x: torch.func.grad(step)(p, x),
+        "ltx.grad": lambda step, p, x: ltx.grad(step)(p, x),
+        "hessian": lambda step, p, x: torch.func.hessian(step)(p, x),
+        "vmap": lambda step, p, x: torch.func.vmap(torch.func.grad(step), in_dims=(None, 0))(p, x.expand(2, 3)),
+        "accumulate": lambda step, p, x: ltx.grad(ltx.accumulate(step, 3))(p, x),
+        'returns="grads"': lambda step, p, x: ltx.data_parallel(torch.func.grad(step.fn), returns="grads")(p, x),
+    }
+
+
+def test_the_first_call_compares_parameters(on_new_axis: OnFreshAxis) -> None:
+    """Ranks that start from their own values are told so, by name, before anything is reduced; equal ones go on."""
+
+    def run() -> dict[str, tuple[str, bool]]:
+        told = {}
+        for name, call in calls_that_differentiate().items():
+            mine = {name: p + ltx.axis_index() for name, p in P.items()}
+            step = ltx.data_parallel(lambda p, x: loss(p, x))
+            text = ""
+            try:
+                call(step, mine, torch.ones(3))
+            except ReplicaDivergedError as error:
+                text = str(error)
+            call(step, ltx.broadcast(mine), torch.ones(3))
+            told[name] = text, all(torch.equal(q, P[k]) for k, q in ltx.broadcast(mine).items())
+        return told
+
+    for name, (text, same) in on_new_axis(run, timeout_s=30.0).replicated().items():
+        assert text.startswith("axis 'data': leaf 'b' (float32[]) should be the same on every rank, and differs"), name
+        assert "params = ltx.broadcast(params)" in text
+        assert "So do 1 more: 'w'" in text
+        assert same
+
+
+def test_each_step_is_compared_once(on_new_axis: OnFreshAxis) -> None:
+    """A second model of the same structure is compared too; the same step isn't again."""
+
+    def run() -> tuple[list[int], bool]:
+        axis_comm, counts = inside.resolve("data").comm, []
+        first, second = ltx.data_parallel(loss), ltx.data_parallel(lambda p, x: loss(p, x))
+        for _ in range(3):
+            ltx.grad(first)(P, torch.ones(3))
+            counts.append(int(axis_comm.store_exchange.new_place().rpartition("/")[2]) - len(counts))
+        try:
+            ltx.grad(second)({name: p + ltx.axis_index() for name, p in P.items()}, torch.ones(3))
+        except ReplicaDivergedError:
+            return counts, True
+        return counts, False
+
+    counts, caught = on_new_axis(run).replicated()
+    assert len(set(counts)) == 1
+    assert caught
+
+
+def test_comparing_often_leaves_no_more_in_the_store(ranks: Ranks) -> None:
+    def run() -> list[int]:
+        store: Any = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        counts = []
+        for times in (3, 5):
+            for turn in range(times):
+                ltx.check_replicas(P)
+                with suppress(ReplicaDivergedError):  # which takes a second exchange
+                    ltx.check_replicas({name: p + ltx.axis_index() for name, p in P.items()})
+                    raise AssertionError(f"not found in turn {turn}")
+            ltx.barrier()
+            counts.append(store.num_keys())
+            ltx.barrier()
+        return counts
+
+    for first, later in ranks(3).run(run):
+        assert later <= first
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("simulated", [False, True])
+def test_nodes_whose_parameters_may_differ(simulated: bool, ranks: Ranks) -> None:
+    """Ranks that share gradients within their nodes are compared within them; a stray rank of a node is found."""
+    train = ltx.train_step(
+        ltx.data_parallel(loss, ltx.LocalSGDStrategy(4, warmup_steps=1, subgroup=2)),
+        ltx.optim.from_torch(torch.optim.SGD, lr=0.1),
+    )
+
+    def run(x: Tensor, stray: Tensor) -> Tensor:
+        state = train.init(P)
+        with ltx.debug_checks():
+            for step in range(5):
+                if step == 4:
+                    state = replace(state, params=ltx.tree.map(lambda p: p + stray, state.params))
+                state, _ = train(state, x)
+        return state.params["w"]
+
+    x, none = torch.tensor([[1.0, 0.5, 0.1], [0.2, 0.1, 0.3], [0.4, 0.4, 0.1], [0.1, 0.2, 0.2]]), torch.zeros(4)
+    stray = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    if simulated:
+        w = ltx.vmap(run)(x, none)
+        with pytest.raises(ReplicaDivergedError) as caught:
+            ltx.vmap(run)(x, stray)
+        told = [str(caught.value)]
+    else:
+        pool = ranks(4)
+        w = torch.stack(list(pool.run(lambda: run(x[ltx.world().rank], none[0]))))
+
+        def found() -> str:
+            try:
+                run(x[ltx.world().rank], stray[ltx.world().rank])
+            except LtxError as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        told = [text for text in pool.run(found) if text.startswith("ReplicaDivergedError")]
+    assert torch.equal(w[0], w[1])
+    assert torch.equal(w[2], w[3])
+    assert not torch.equal(w[0], w[2])
+    assert told
+    assert all("isn't rank 0's on rank 1: " in text for text in told)
+
+
+@pytest.mark.parametrize("inner", ["grad", "vmap of grad", "jvp of grad"])
+def test_simulated_ranks(inner: str) -> None:
+    step = torch.func.grad(ltx.data_parallel(loss))
+    calls: dict[str, Callable[[Any, Tensor], Any]] = {
+        "grad": step,
+        "vmap of grad": lambda p, x: torch.func.vmap(step, in_dims=(None, 0))(p, x.expand(2, 3)),
+        "jvp of grad": lambda p, x: torch.func.jvp(lambda q: step(q, x), (p,), (p,)),
+    }
+    x = torch.ones(4, 3)
+    stacked = {name: torch.stack([p] * 4) for name, p in P.items()}
+    broken = dict(stacked, w=stacked["w"].clone())
+    broken["w"][3, 1] = 0.0
+    with ltx.debug_checks():
+        ltx.vmap(calls[inner], in_dims=(None, 0))(P, x)
+        ltx.vmap(calls[inner])(stacked, x)
+        with pytest.raises(ReplicaDivergedError) as caught:
+            ltx.vmap(calls[inner])(broken, x)
+    with pytest.raises(ReplicaDivergedError, match=r"leaf 'w' .* differs on rank 3 from what 3 of 4 ranks have"):
+        ltx.vmap(calls[inner])(broken, x)
+    assert str(caught.value) == (
+        "axis 'data': parameters should be the same on every rank, but leaf 'w' (float32[3]) isn't rank 0's on rank 3: "
+        f"1 of 3 elements differ, most at [1], by 2 (0.0 instead of -2.0). {FIX}"
+    )
+
+
+@pytest.mark.parametrize(("outer", "within"), [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)])
+def test_simulated_ranks_under_another_vmap(outer: int, within: int) -> None:
+    """Models may differ from each other, on every rank alike, wherever the two dimensions lie."""
+    step = torch.func.grad(ltx.data_parallel(lambda p, x: (p * x).square().sum()))
+    p = torch.arange(5.0)[:, None] * torch.ones(3)  # 5 models
+    x = torch.ones(4, 3)
+    on_ranks = ltx.vmap(step, in_dims=(within, 0))
+    logical = p[:, None].expand(5, 4, 3)  # (models, ranks, values)
+
+    def stacked(broken: bool) -> Tensor:
+        values = logical.clone()
+        values[4, 2, 0] += broken
+        return values.movedim(1, 1 + within).movedim(0, outer)  # `within` counts without the models
+
+    call = torch.func.vmap(on_ranks, in_dims=(outer, None))
+    with ltx.debug_checks():
+        call(stacked(False), x)
+        with pytest.raises(ReplicaDivergedError, match=r"on rank 2: 1 of 15 elements differ, .* by 1 \("):
+            call(stacked(True), x)

@@ -1,0 +1,415 @@
+"""Gradients of DTensors: data parallelism over one dimension of a mesh beside tensor parallelism over another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import ltx
+from ltx import Pool
+from ltx.errors import LtxError, StepError, UnsupportedError
+from tests import inside
+from tests.meshes import LENGTH, WIDTH, Block, full, loss_of, mesh_of, parallelize, placements
+
+Ranks = Callable[[int], Pool]
+
+pytestmark = pytest.mark.full  # importing DTensors takes seconds, in each of four processes
+
+
+def _drawn() -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The weights of a block, and a batch."""
+    return Block().state_dict(), torch.randn(4, LENGTH, WIDTH), torch.randn(4, LENGTH, WIDTH)
+
+
+def _model(weights: dict[str, Tensor]) -> Block:
+    model = Block()
+    model.load_state_dict(weights)
+    return model
+
+
+def _expected(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """The gradients on one process, of the whole batch."""
+    model = _model(weights)
+    params = dict(model.named_parameters())
+    return dict(zip(params, torch.autograd.grad(mse_loss(model(x), y), list(params.values())), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakesItsHook(ltx.Strategy):
+    """One that holds no hook in a field."""
+
+    def hook(self, step: int) -> ltx.hooks.CommHook:
+        return ltx.hooks.PowerSGD(start_step=0)
+
+
+def _text(error: type[LtxError] | tuple[type[Exception], ...], f: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        f()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_are_those_of_one_process(sequence: bool, ranks: Ranks, seed: int) -> None:
+    """By each way to take them; with a sequence that is split, those of norms come as sums (Partial) that are due."""
+
+    def run(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[bool, dict[str, dict[str, Tensor]], Any]:
+        with mesh_of(2, 2) as mesh:
+            model = parallelize(_model(weights), mesh["model"], sequence)
+            params = dict(model.named_parameters())
+            loss = loss_of(model, mesh["model"], sequence)
+            step, batch = ltx.data_parallel(loss, axis=mesh["data"]), ltx.shard((x, y), axis=mesh["data"])
+            values = list(params.values())
+
+            def backward() -> dict[str, Tensor]:
+                step(params, *batch).backward()
+                return {name: p.grad for name, p in params.items() if p.grad is not None}
+
+            local = ltx.grad(lambda p, *batch: loss(p, *batch).full_tensor() if sequence else loss(p, *batch))
+            detached = {name: p.detach() for name, p in params.items()}
+            ways: dict[str, Any] = {
+                "backward": backward(),
+                "autograd": dict(zip(params, torch.autograd.grad(step(params, *batch), values), strict=True)),
+                "ltx.grad": ltx.grad(step)(params, *batch),
+                "func.grad": torch.func.grad(step)(detached, *batch),
+                "at hand": ltx.sync_gradients(local(params, *batch), axis=mesh["data"])[0],
+                "micro-batches": ltx.grad(ltx.accumulate(step, 2))(params, *batch),
+                "float64": ltx.grad(ltx.mixed_precision(step, ltx.Precision(compute=torch.float64)))(params, *batch),
+            }
+            kept = all(placements(grads) == placements(params) for grads in ways.values())
+            value = step(params, *batch)
+            return kept, {name: full(grads) for name, grads in ways.items()}, (type(value), value.item())
+
+    weights, x, y = _drawn()
+    expected, loss = _expected(weights, x, y), mse_loss(_model(weights)(x), y).item()
+    values = []
+    for kept, ways, (kind, value) in ranks(4).run(run, weights, x, y):
+        assert kept
+        assert kind is Tensor
+        values.append(value)
+        for grads in ways.values():
+            torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-6)
+    assert values[0] == values[1]  # ranks of one part of the batch
+    assert sum(values) / 4 == pytest.approx(loss, rel=1e-5)
+
+
+def test_partial_gradients_at_hand(ranks: Ranks, seed: int) -> None:
+    """Sums that are due are taken before the reduction, which may not be linear."""
+
+    def run(x: Tensor) -> tuple[str, Tensor]:
+        from torch.distributed.tensor import DTensor, Partial
+
+        with mesh_of(2, 2) as mesh:
+            grad = DTensor.from_local(x[torch.distributed.get_rank()], mesh["model"], [Partial()])
+            reduced = ltx.sync_gradients({"w": grad}, axis=mesh["data"])[0]["w"]
+            return str(reduced.placements), reduced.to_local()
+
+    x = torch.randn(4, 3)
+    for where, reduced in ranks(4).run(run, x):
+        assert where == "(Replicate(),)"
+        torch.testing.assert_close(reduced, x.sum(0) / 2)
+
+
+def test_parts_of_unequal_and_of_no_size(ranks: Ranks, seed: int) -> None:
+    """Rows that don't divide: ranks of the model's dimension reduce buckets of different sizes."""
+
+    def run(weights: list[Tensor], x: Tensor) -> list[Tensor]:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            model = mesh["model"]
+            params = [distribute_tensor(w, model, [Shard(0)]) for w in weights]
+
+            def loss(params: list[Any], x: Tensor) -> Tensor:
+                w, v, s = (p.redistribute(placements=[Replicate()]).to_local() for p in params)
+                return ((x @ w.T).sin() * v * s.sum()).sum(1).mean()
+
+            step = ltx.data_parallel(loss, axis=mesh["data"])
+            grads = ltx.grad(step)(params, ltx.shard(x, axis=mesh["data"]))
+            return [g.full_tensor() for g in grads]
+
+    weights, x = [torch.randn(5, 3), torch.randn(5), torch.randn(1)], torch.randn(6, 3)
+    expected = torch.func.grad(lambda p: ((x @ p[0].T).sin() * p[1] * p[2].sum()).sum(1).mean())(weights)
+    for grads in ranks(4).run(run, weights, x):
+        torch.testing.assert_close(grads, expected)
+
+
+def test_several_axes_of_a_mesh(ranks: Ranks, seed: int) -> None:
+    """Two dimensions of three are one axis: of the mesh, or of ltx beside it."""
+
+    def run(w: Tensor, x: Tensor) -> list[Tensor]:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        names, found = ("node", "data", "model"), []
+        for sizes in ((2, 1, 2), (2, 2, 1)):
+            with mesh_of(*sizes, names=names, **dict(zip(names, sizes, strict=True))) as mesh:
+                part = distribute_tensor(w, mesh["model"], [Shard(0)])
+                for axis in (mesh["node", "data"], (mesh["node"], mesh["data"]), ("node", "data")):
+                    step = ltx.data_parallel(lambda w, x: (x @ w.full_tensor().T).sin().mean(), axis=axis)
+                    found.append(ltx.grad(step)(part, ltx.shard(x, axis=axis)).full_tensor())
+        return found
+
+    w, x = torch.randn(3, 2), torch.randn(4, 2)
+    expected = torch.func.grad(lambda w: (x @ w.T).sin().mean())(w)
+    for found in ranks(4).run(run, w, x):
+        for grad in found:
+            torch.testing.assert_close(grad, expected)
+
+
+def test_second_derivatives(ranks: Ranks, seed: int) -> None:
+    """By plain autograd, through what torch's DTensors can differentiate twice."""
+
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            part = nn.Parameter(distribute_tensor(w, mesh["model"], [Shard(0)]))
+
+            def loss(w: Any, x: Tensor) -> Tensor:
+                return (x @ w.redistribute(placements=[Replicate()]).to_local().T).sin().mean()
+
+            step = ltx.data_parallel(loss, axis=mesh["data"])
+            (grad,) = torch.autograd.grad(step(part, ltx.shard(x, axis=mesh["data"])), part, create_graph=True)
+            (second,) = torch.autograd.grad((grad.full_tensor() ** 2).sum(), part)
+            return second.full_tensor()
+
+    w, x = torch.randn(4, 2), torch.randn(4, 2)
+    grad = torch.func.grad(lambda w: (x @ w.T).sin().mean())
+    expected = torch.func.grad(lambda w: (grad(w) ** 2).sum())(w)
+    for second in ranks(4).run(run, w, x):
+        torch.testing.assert_close(second, expected)
+
+
+def test_lossy_hooks_and_their_state(ranks: Ranks, seed: int) -> None:
+    """Error feedback is by parts; what is sent of a part is what a hook sends of such a tensor."""
+
+    def run(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            part = distribute_tensor(w, mesh["model"], [Shard(0)])
+            strategy = ltx.DDPStrategy(comm_hook=ltx.hooks.TopK(0.5))
+            step = ltx.data_parallel(lambda w, x: (w.full_tensor() * x).sum(), strategy, axis=mesh["data"])
+            state, total = step.init(part), torch.zeros(4, 3)
+            for _ in range(4):
+                grad, state = ltx.grad(step)(part, x[mesh["data"].get_local_rank()], sync_state=state)
+                total += grad.full_tensor()
+            (own,) = ltx.tree.flatten(state.leaves)[0]
+            return total, own, list(part.to_local().shape)
+
+    w, x = torch.randn(4, 3), torch.randn(2, 4, 3)
+    for total, own, shape in ranks(4).run(run, w, x):
+        assert list(own.shape) == shape == [2, 3]
+        assert (total - 4 * x.mean(0)).abs().max() <= 4 * x.abs().max()
+
+
+def test_parameters_are_compared_part_by_part(ranks: Ranks, seed: int) -> None:
+    """Along the data axis: parts of one parameter differ, and those that should be the same mustn't."""
+
+    def run(w: Tensor, odd: bool) -> str:
+        from torch.distributed.tensor import DTensor, Shard
+
+        with mesh_of(2, 2) as mesh:
+            rank = torch.distributed.get_rank()
+            mine = w[rank % 2] + (1.0 if odd and rank >= 2 else 0.0)
+            part = {"w": DTensor.from_local(mine, mesh["model"], [Shard(0)])}
+            step = ltx.data_parallel(lambda p: p["w"].full_tensor().sum(), axis=mesh["data"])
+            if not odd:
+                ltx.check_replicas(part, mesh["data"])
+                ltx.grad(step)(part)
+                return ""
+            text = _text(ltx.errors.ReplicaDivergedError, lambda: ltx.grad(step)(part))
+            same = ltx.sync_params(part, src=0, axis=mesh["data"])
+            ltx.check_replicas(same, mesh["data"])
+            assert same["w"].placements == part["w"].placements
+            return text
+
+    w = torch.randn(2, 2, 3)
+    assert ranks(4).run(run, w, False).replicated() == ""
+    assert all("leaf 'w'" in text and "differs on rank 1" in text for text in ranks(4).run(run, w, True))
+
+
+def test_outputs_that_are_dtensors(ranks: Ranks, seed: int) -> None:
+    """A loss comes as its value; what has dimensions stays what it is, and its gradients are reduced too."""
+
+    def run(w: Tensor, x: Tensor) -> tuple[str, Tensor, Tensor]:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            model = mesh["model"]
+            part = nn.Parameter(distribute_tensor(w, model, [Shard(0)]))
+
+            def scores(w: Any, x: Tensor) -> Any:
+                return {"scores": distribute_tensor(x, model, [Replicate()]) @ w.T}
+
+            step = ltx.data_parallel(scores, axis=mesh["data"])
+            out = step(part, ltx.shard(x, axis=mesh["data"]))["scores"]
+            (grad,) = torch.autograd.grad(out.sin().sum().full_tensor() / 2, part)
+            return str(out.placements), out.full_tensor().detach(), grad.full_tensor()
+
+    w, x = torch.randn(4, 3), torch.randn(4, 3)
+    expected = torch.func.grad(lambda w: (x @ w.T).sin().sum() / 4)(w)
+    for rank, (where, out, grad) in enumerate(ranks(4).run(run, w, x)):
+        assert where == "(Shard(dim=1),)"
+        torch.testing.assert_close(out, (x @ w.T).chunk(2)[rank // 2])
+        torch.testing.assert_close(grad, expected)
+
+
+def test_what_is_refused(ranks: Ranks) -> None:
+    """By name, and on every rank."""
+
+    def run() -> list[str]:
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        with mesh_of(2, 2) as mesh:
+            w = {"w": DTensor.from_local(torch.ones(2, 2), mesh["model"], [Shard(0)])}
+            bare = {name: nn.Parameter(x) for name, x in w.items()}
+
+            def step(p: Any) -> Tensor:
+                return p["w"].full_tensor().sum()
+
+            def grad(strategy: Any = None, params: Any = w, axis: Any = mesh["data"], **named: Any) -> Any:
+                wrapped = ltx.data_parallel(step, strategy, axis=axis)
+                state = wrapped.init(params) if wrapped.strategy.stateful else None
+                return ltx.grad(wrapped)(params, sync_state=state)
+
+            power, adasum = ltx.hooks.PowerSGD(start_step=0), ltx.hooks.Adasum()
+            part = {"w": DTensor.from_local(torch.ones(2, 2), mesh["model"], [Partial()])}
+            both = {"w": DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Shard(0)])}
+            at_hand = {"w": torch.ones(2, 2), "v": w["w"]}
+            beside = {**w, "b": DTensor.from_local(torch.ones(2), mesh["model"], [Replicate()])}
+            grad(ltx.DDPStrategy(comm_hook=ltx.hooks.FP16()), beside)
+            wrapped = ltx.data_parallel(step, axis=mesh["data"])
+            compiled: Any = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
+            return [
+                _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=power))),
+                _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=ltx.hooks.after(5, adasum)))),
+                _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_wrapper=lambda _: power))),
+                _text(
+                    UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_wrapper=lambda _: ltx.hooks.after(5, power)))
+                ),
+                _text(UnsupportedError, lambda: grad(MakesItsHook())),
+                _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=ltx.hooks.TopK(0.5)), beside)),
+                _text(
+                    UnsupportedError,
+                    lambda: grad(ltx.DDPStrategy(comm_hook=ltx.hooks.after(5, ltx.hooks.ByteGrad())), beside),
+                ),
+                _text(UnsupportedError, lambda: grad(ltx.BaguaStrategy("qadam", warmup_steps=7), beside)),
+                _text(UnsupportedError, lambda: ltx.sync_gradients({"w": w["w"]}, MakesItsHook(), axis=mesh["data"])),
+                _text(UnsupportedError, lambda: ltx.sync_gradients(at_hand, ltx.DDPStrategy(comm_hook=adasum))),
+                _text(UnsupportedError, lambda: grad(params=part)),
+                _text(UnsupportedError, lambda: grad(params=both)),
+                _text(UnsupportedError, lambda: grad(axis=None)),
+                _text(UnsupportedError, lambda: torch.func.grad(wrapped)(bare)),
+                _text(UnsupportedError, lambda: torch.func.hessian(wrapped)(w)),
+                _text(UnsupportedError, lambda: ltx.vmap(ltx.grad(ltx.data_parallel(step)), None, axis_size=2)(w)),
+                _text(UnsupportedError, lambda: ltx.psum(w, mesh["data"])),
+                _text(StepError, lambda: ltx.data_parallel(lambda p: p, axis=mesh["data"])(bare)),
+                _text(compiled, lambda: torch.compile(wrapped, fullgraph=True, backend="eager")(w)),
+            ]
+
+    split = "leaf 'w' is a DTensor of which ranks hold parts"
+    beside = ["Of leaf 'w' (a DTensor)", "that leaf 'b', which they share"]
+    wanted = [
+        ["PowerSGD(start_step=0) works on whole parameters", split, "ltx.hooks.FP16()"],
+        ["Adasum() works on whole parameters", split],
+        *[["PowerSGD(start_step=0) works on whole parameters", split]] * 3,
+        ["what TopK(ratio=0.5) makes of a gradient depends", *beside],
+        ["what ByteGrad() makes of a gradient depends", *beside],
+        ["makes of a gradient depends", *beside],
+        ["PowerSGD(start_step=0) works on whole parameters", split],
+        ["sync_gradients: ", "leaf 'v' is a DTensor whose mesh"],
+        ["leaf 'w' is a DTensor with placements (Partial(sum),)", "x.redistribute"],
+        ["leaf 'w' is a DTensor whose mesh", "so does the axis", 'axis=mesh["data"]'],
+        ["leaf 'w' is a DTensor whose mesh", "so does the axis", 'axis=mesh["data"]'],
+        ["torch.func's transforms, ", "can't look into DTensors", "ltx.grad"],
+        ["torch.func's transforms, ", "can't look into DTensors"],
+        ["simulated ranks (ltx.vmap) among them", "x.full_tensor()"],
+        ["psum: leaf 'w' is a DTensor, and a plain tensor was expected", "x.to_local()"],
+        ["a tree with the structure and shapes of its parameters", "shape [4, 2]"],
+        ["a compiled graph can't reduce the gradients of DTensors"],
+    ]
+    for texts in ranks(4).run(run):
+        for text, parts in zip(texts, wanted, strict=True):
+            assert all(part in text for part in parts), text
+
+
+def test_fully_sharded_modules(ranks: Ranks, seed: int) -> None:
+    """torch's fully_shard over one dimension, the gradients at hand over the other; it takes no parameters."""
+
+    def run(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[str, bool, dict[str, Tensor]]:
+        from torch.distributed.fsdp import fully_shard
+
+        with mesh_of(2, 2) as mesh:
+            model = _model(weights)
+            fully_shard(model.up, mesh=mesh["model"])
+            fully_shard(model, mesh=mesh["model"])
+            params = dict(model.named_parameters())
+            text = _text(UnsupportedError, lambda: ltx.functional_call(model, params, (x,)))
+            row = torch.distributed.get_rank()
+            mse_loss(model(x[row : row + 1]), y[row : row + 1]).backward()  # fully_shard takes the mean over its ranks
+            grads, _ = ltx.sync_gradients({name: p.grad for name, p in params.items()}, axis=mesh["data"])
+            return text, placements(grads) == placements(params), full(grads)
+
+    weights, x, y = _drawn()
+    expected = _expected(weights, x, y)
+    for text, kept, grads in ranks(4).run(run, weights, x, y):
+        assert "functional_call: FSDPBlock is under torch's fully_shard" in text
+        assert kept
+        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_reductions_overlap_the_backward_pass(ranks: Ranks) -> None:
+    """A bucket goes out when its gradients are there, though DTensors stand between the marker and the step."""
+
+    def run() -> list[str]:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        events: list[str] = []
+
+        class Seen(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, name: str, x: Tensor) -> Tensor:
+                ctx.name = name
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+                events.append(ctx.name)
+                return None, grad
+
+        with mesh_of(2, 2) as mesh:
+            axis = inside.resolve(mesh["data"])
+            bare = axis.comm.bucket_channel(0)
+            issue = bare.issue
+
+            def issued(*args: Any, **named: Any) -> Any:
+                events.append("reduced")
+                return issue(*args, **named)
+
+            bare.issue = issued
+            ws = [distribute_tensor(torch.ones(4, 4), mesh["model"], [Shard(0)]) for _ in range(3)]
+
+            def loss(ws: list[Any], x: Tensor) -> Tensor:
+                for i, w in enumerate(ws):
+                    x = Seen.apply(f"layer {i}", x @ w.full_tensor())  # type: ignore[no-untyped-call]
+                return x.sum()
+
+            strategy = ltx.DDPStrategy(bucket_bytes=1, first_bucket_bytes=1)
+            step = ltx.data_parallel(loss, strategy, axis=mesh["data"])
+            try:
+                step([w.requires_grad_() for w in ws], torch.randn(2, 4)).backward()
+            finally:
+                del bare.issue
+            return events
+
+    for events in ranks(4).run(run):
+        layers = [e for e in events if e != "reduced"]
+        assert layers == ["layer 2", "layer 1", "layer 0"]
+        first = events.index("layer 2")
+        assert "reduced" in events[first : events.index("layer 0")], events

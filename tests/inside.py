@@ -1,0 +1,38 @@
+"""The one door through which tests of ``tests/contract`` see inside: what no public name shows or closes yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ltx
+from ltx.core.base import noise
+from ltx.core.comm import SUMMARY_BYTES, close_axis, open_axes, open_axis, resolve
+from ltx.core.gradients.pending import Exchange
+from ltx.core.optim.update import Update
+from ltx.core.ranks.axis import axes_in_scope, find, inner, outer
+from ltx.core.ranks.backings import VmapBacking
+from ltx.strategies.async_averaging import AsyncAveraging
+from ltx.strategies.qadam import QAdam
+
+__all__ = [
+    "SUMMARY_BYTES",
+    "AsyncAveraging",
+    "Exchange",
+    "OnFreshAxis",
+    "QAdam",
+    "Update",
+    "VmapBacking",
+    "axes_in_scope",
+    "close_axis",
+    "find",
+    "inner",
+    "noise",
+    "open_axes",
+    "open_axis",
+    "outer",
+    "resolve",
+]
+
+#: What the fixture ``on_new_axis`` is.
+OnFreshAxis = Callable[..., ltx.PerRank[Any]]

@@ -1,0 +1,333 @@
+"""The command line: what is parsed, what is handed to torch's launcher, and whole runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.run import get_rdzv_endpoint
+
+import ltx.cli
+from ltx.demo.options import Options, options_of
+from ltx.demo.options import parse as parse_demo
+from ltx.runtime.failures import Ended, first_failure
+
+torchrun = pytest.importorskip("torch.distributed.run")
+
+
+def run_ltx(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """``python -m ltx`` in a process of its own, warnings shown."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "ltx", *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=55)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """What the elastic launcher would have been started with."""
+    calls: list[argparse.Namespace] = []
+    monkeypatch.setattr(torchrun, "run", calls.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LTX_KEY", "the test's own")  # or the command's would stay behind
+    return calls
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"], ["run", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        ltx.cli.main(arguments)
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ltx")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        ltx.cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"ltx {ltx.__version__}, torch {torch.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["run"], "the following arguments are required: training_script"),
+        (["run", "--standalone", "--nnodes", "2", "script.py"], "--standalone is of one machine, and --nnodes=2 of"),
+        (["demo", "--ranks", "0"], "argument --ranks: expected an integer of at least 1, got 0"),
+        (["doctor", "--timeout", "0"], "argument --timeout: expected an integer of at least 1, got 0"),
+        (["demo", "--steps", "-1"], "argument --steps: expected an integer of at least 1, got -1"),
+        (["demo", "--strategy", "int4"], "argument --strategy: invalid choice: 'int4'"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        ltx.cli.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_run_hands_the_rest_to_the_script(launched: list[argparse.Namespace]) -> None:
+    assert ltx.cli.main(["run", "-n", "3", "--max-restarts", "1", "script.py", "-n", "7", "--help"]) == 0
+    (parsed,) = launched
+    assert parsed.nproc_per_node == "3"
+    assert parsed.max_restarts == 1
+    assert parsed.training_script == "script.py"
+    assert parsed.training_script_args == ["-n", "7", "--help"]
+    assert parsed.rdzv_backend == "ltx-loopback"
+    assert not parsed.module
+
+
+@pytest.mark.parametrize("backend", [[], ["--standalone"], ["--nnodes", "2"]])
+def test_the_id_of_a_run_is_kept(backend: list[str], launched: list[argparse.Namespace]) -> None:
+    ltx.cli.main(["run", *backend, "--rdzv-id", "job7", "script.py"])
+    ltx.cli.main(["run", "script.py"])
+    ltx.cli.main(["run", "script.py"])
+    given, *made = [parsed.rdzv_id for parsed in launched]
+    assert given == "job7"
+    assert len({"none", *made}) == 3, "runs at once on one machine have ids of their own"
+
+
+def test_run_takes_a_module_and_defaults_to_one_rank(launched: list[argparse.Namespace]) -> None:
+    ltx.cli.main(["run", "-m", "package.module", "x"])
+    (parsed,) = launched
+    assert parsed.module
+    assert (parsed.nproc_per_node, parsed.training_script) == ("1", "package.module")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "endpoint"),
+    [
+        (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host:1"], "host:1"),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "host"], "host:29500"),
+        (["--nnodes", "2", "--master-addr", "host", "--master-port", "29512"], "host:29512"),
+        (["--master-port", "29511"], "127.0.0.1:29511"),
+        ([], "127.0.0.1:0"),
+    ],
+)
+def test_a_meeting_point_that_is_asked_for_is_kept(
+    arguments: list[str], endpoint: str, launched: list[argparse.Namespace]
+) -> None:
+    ltx.cli.main(["run", "--nproc-per-node", "2", *arguments, "script.py"])
+    assert not launched[0].standalone
+    assert get_rdzv_endpoint(launched[0]) == endpoint
+
+
+def test_the_port_that_the_environment_asks_for(
+    launched: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_MASTER_PORT", "29513")
+    ltx.cli.main(["run", "script.py"])
+    ltx.cli.main(["run", "--nnodes", "2", "--master-addr", "host", "script.py"])
+    assert [get_rdzv_endpoint(parsed) for parsed in launched] == ["127.0.0.1:29513", "host:29513"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (["--redirects", "3"], True),
+        (["--tee", "0:1"], True),
+        ([], False),
+        (["--redirects", "3", "--log-dir", "logs"], False),
+    ],
+)
+def test_output_that_goes_to_files_is_kept(
+    arguments: list[str],
+    kept: bool,
+    launched: list[argparse.Namespace],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert ltx.cli.main(["run", *arguments, "script.py"]) == 0
+    assert [str(path) for path in tmp_path.iterdir()] == ([launched[0].log_dir] if kept else [])
+    said = f"ltx run: the ranks' output is kept in {launched[0].log_dir}\n"
+    assert capsys.readouterr().err == (said if kept else "")
+
+
+def test_machines_that_are_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def lose(_: argparse.Namespace) -> None:
+        raise RendezvousConnectionError("the store is gone")
+
+    monkeypatch.setattr(torchrun, "run", lose)
+    assert ltx.cli.main(["run", "--nnodes", "2", "--rdzv-backend", "c10d", "script.py"]) == 1
+    assert capsys.readouterr().err == (
+        "ltx run: this machine couldn't meet the others, or lost them: the store is gone\n"
+    )
+
+
+def test_demo_starts_its_module(launched: list[argparse.Namespace]) -> None:
+    assert ltx.cli.main(["demo", "--ranks", "4", "--steps", "9", "--strategy", "bf16", "--out", "here"]) == 0
+    (parsed,) = launched
+    assert (parsed.nproc_per_node, parsed.module, parsed.training_script) == ("4", True, "ltx.demo.train")
+    assert parse_demo(parsed.training_script_args) == Options(steps=9, strategy="bf16", out=Path("here"))
+
+
+def test_demo_options_survive_the_command_line() -> None:
+    options = Options(steps=3, batch_size=2, strategy="accumulate", out=Path("a b"), seed=-1)
+    assert parse_demo(options.arguments()) == options
+    assert parse_demo([]) == Options() == options_of(argparse.Namespace(**vars(Options())))
+    assert [configuration.name for configuration in options.configurations] == ["accumulate x 4"]
+    assert len(Options().configurations) == 3
+
+
+def test_run_starts_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "rank = os.environ['RANK']\n"
+        "pathlib.Path(f'rank{rank}').write_text(' '.join([os.environ['WORLD_SIZE'], *sys.argv[1:]]))\n"
+    )
+    done = run_ltx("run", "-n", "2", "script.py", "--flag", "-n", "5", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name: path.read_text() for path in tmp_path.glob("rank*")} == {
+        "rank0": "2 --flag -n 5",
+        "rank1": "2 --flag -n 5",
+    }
+
+
+@pytest.mark.full
+def test_redirected_output_outlives_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("LTX_KEY", raising=False)
+    (tmp_path / "script.py").write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    done = run_ltx("run", "-n", "2", "--redirects", "3", "script.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    said = re.fullmatch(r"ltx run: the ranks' output is kept in (.+)\n", done.stderr)
+    assert said is not None, done.stderr
+    assert sorted(path.read_text() for path in Path(said[1]).rglob("stdout.log")) == ["rank 0\n", "rank 1\n"]
+
+
+@pytest.mark.full
+def test_run_fails_when_a_rank_does(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
+    done = run_ltx("run", "-n", "2", "script.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ltx run: rank 1 exited with status 3\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+FAILING = """
+import os, sys, time, torch, ltx
+from contextlib import ExitStack
+with ExitStack() as late:
+    if os.environ["RANK"] == "1":
+        late.callback(time.sleep, 3.0)  # the launcher sees its peer end first
+    with ltx.init():
+        ltx.psum(torch.ones(()))
+        if os.environ["RANK"] == "1":
+            raise ValueError("the first to raise")
+        ltx.psum(torch.ones(()))
+"""
+
+
+@pytest.mark.full
+def test_run_names_the_rank_whose_exception_came_first(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FAILING)
+    done = run_ltx("run", "-n", "2", "script.py", cwd=tmp_path)
+    assert done.returncode == 1
+    said = done.stderr[done.stderr.index("ltx run: ") :]
+    assert said.startswith("ltx run: rank 1 raised ValueError: the first to raise (script.py:10 in <module>: raise Val")
+    assert "\nOther ranks: rank 0 raised DeadlockDetectedError: " in said
+    assert "FAILED" not in done.stderr  # the launcher's block
+    assert "Root Cause" not in done.stderr
+
+
+@pytest.mark.full
+def test_the_failure_of_an_earlier_run_is_not_told_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys, ltx\nwith ltx.init():\n    raise ValueError(sys.argv[1])\n")
+    logs = ("--log-dir", "logs", "--rdzv-id", "job7")
+    for said, options in (("first", ("--max-restarts", "1")), ("second", ())):
+        done = run_ltx("run", *logs, *options, "script.py", said, cwd=tmp_path)
+        assert f"ltx run: rank 0 raised ValueError: {said} (" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ended", "first"),
+    [
+        ({0: Ended("", "PeerLostError", 1.0), 1: Ended("was killed by SIGKILL")}, 1),
+        ({0: Ended("was killed by SIGTERM"), 1: Ended("was killed by SIGKILL")}, 1),
+        ({0: Ended("was killed by SIGABRT"), 1: Ended("", "KeyError", 5.0), 2: Ended("", "ValueError", 4.0)}, 2),
+        ({0: Ended("", "DeadlockDetectedError", 5.0), 1: Ended("", "DeadlockDetectedError", 4.0)}, 1),
+    ],
+)
+def test_the_first_failure(ended: dict[int, Ended], first: int) -> None:
+    assert first_failure(ended) == first
+
+
+LISTENING = r"""
+import os, sys, torch, ltx
+with ltx.init() as world:
+    ltx.psum(torch.ones(()))
+    inodes = {os.readlink(f"/proc/{pid}/fd/{fd}") for pid in (os.getpid(), os.getppid())
+              for fd in os.listdir(f"/proc/{pid}/fd") if os.path.exists(f"/proc/{pid}/fd/{fd}")}
+    for name in ("tcp", "tcp6"):
+        for line in open(f"/proc/net/{name}").read().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in inodes:
+                sys.stdout.write(f"listens {local.split(':')[0]}\n")
+    ltx.barrier()
+"""
+
+
+@pytest.mark.full
+def test_on_one_machine_nothing_listens_beyond_loopback_and_others_are_told_where_to_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(LISTENING)
+    monkeypatch.setenv("LTX_KEY", "secret")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    done = run_ltx("run", "-n", "2", "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"listens", "0100007F"}  # 127.0.0.1
+    assert re.fullmatch(r"ltx run: processes with the same LTX_KEY may join: LTX_JOIN=127.0.0.1:\d+\n", done.stderr)
+    assert "secret" not in done.stderr
+
+
+#: Steps of each configuration. One rank is quick enough with one of them; tests/internal/demo trains the others.
+SHORT = {1: {"accumulate x 4": 1}, 2: {"fp32": 3, "bf16": 3, "accumulate x 4": 1}}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_short_demo(ranks: int, tmp_path: Path) -> None:
+    chosen = ["--strategy", "accumulate"] if ranks == 1 else []
+    arguments = ["--steps", "3", "--ranks", str(ranks), "--batch-size", "2", "--out", "out", *chosen]
+    done = run_ltx("demo", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "strategy        steps  validation loss  tokens/s  bytes/step  hidden" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    results = {line["strategy"]: line for line in lines if line["kind"] == "result"}
+    assert {name: result["steps"] for name, result in results.items()} == SHORT[ranks]
+    assert all(2 < result["validation_loss"] < 5 for result in results.values())
+    sent = {name: result["bytes_per_step"] for name, result in results.items()}
+    if ranks == 1:
+        assert set(sent.values()) == {0}
+    else:
+        assert sent["fp32"] > 3e6
+        assert sent["bf16"] == pytest.approx(sent["fp32"] / 2, rel=0.01)
+        assert sent["accumulate x 4"] == pytest.approx(sent["fp32"], rel=0.01)
+    assert sum(line["kind"] == "step" for line in lines) == sum(SHORT[ranks].values())
+
+
+@pytest.mark.full
+def test_the_demo_under_plain_torchrun(tmp_path: Path) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    script = Path(ltx.cli.__file__).parent / "demo" / "train.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, str(script), "--steps=1", "--batch-size=1", "--strategy=bf16", f"--out={tmp_path}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "metrics.jsonl").exists()
+    assert "bf16" in done.stdout

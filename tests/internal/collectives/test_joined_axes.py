@@ -1,0 +1,358 @@
+"""A tuple of names is one axis of all their ranks: the same as one flat axis, on processes and on simulated ranks.
+
+The world is a table of 2 x 2 ranks, rank r at ``divmod(r, 2)``. Without a name, several axes are no axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import Pool
+from ltx.core import comm
+from ltx.core.ranks.backings import mesh_part
+from ltx.errors import AxisError
+
+Ranks = Callable[[int], Pool]
+
+BOTH = ("node", "data")
+TURNED = ("data", "node")
+
+OPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "psum": ltx.psum,
+    "pmean": ltx.pmean,
+    "pmax": ltx.pmax,
+    "pmin": ltx.pmin,
+    "pvary": ltx.pvary,
+    "adasum": ltx.adasum,
+    "weighted_mean": lambda x, axis: ltx.weighted_mean(x, 1.0 + ltx.axis_index(axis), axis),
+    "all_gather": lambda x, axis: ltx.all_gather(x, axis, dim=1),
+    "psum_scatter": lambda x, axis: ltx.psum_scatter(x, axis, dim=1, tiled=True),
+    "broadcast": lambda x, axis: ltx.broadcast(x, 2, axis),
+    "all_to_all": lambda x, axis: ltx.all_to_all(x, 0, 1, axis),
+    "ppermute": lambda x, axis: ltx.ppermute(x, [(1, 0), (3, 1), (0, 2)], axis),
+    "reduce": lambda x, axis: ltx.reduce(x, "product", axis),
+    "axis_index": lambda x, axis: x * ltx.axis_index(axis),
+    "axis_size": lambda x, axis: x * ltx.axis_size(axis),
+    "shard": lambda x, axis: ltx.shard(x, axis),
+}
+
+
+def _of_each(x: Tensor, axis: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each collective's value, and the gradient of a loss that weighs rank r by r + 1."""
+
+    def loss(x: Tensor, name: str) -> Tensor:
+        return ((1 + ltx.axis_index(axis)) * OPS[name](x, axis).sin()).sum()
+
+    return {name: (op(x, axis), torch.func.grad(loss)(x, name)) for name, op in OPS.items()}
+
+
+def _trained(x: Tensor, axis: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of data_parallel, and parameters and loss after a few steps."""
+    step = ltx.data_parallel(lambda w, x: (w * x - 1).square().mean(), axis=axis)
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.Adam, lr=0.1))
+    state = train.init(torch.ones_like(x))
+    for _ in range(3):
+        state, metrics = train(state, x)
+    return torch.func.grad(step)(torch.ones_like(x), x), state.params, metrics.loss
+
+
+def _draw() -> Tensor:
+    return torch.randn(2, 2, 4, 4, dtype=torch.float64)
+
+
+def _on_flat(f: Callable[[Tensor, Any], Any], xs: Tensor) -> Any:
+    return ltx.vmap(lambda x: f(x, None))(xs.flatten(0, 1))
+
+
+def _assert_same(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("outer", ["node", "data"], ids=["outermost first", "innermost first"])
+def test_nested_simulated_axes_are_as_a_flat_one(outer: str, seed: int) -> None:
+    """Whichever is nested in the other: the order of ranks is that of the tuple."""
+    inner = "data" if outer == "node" else "node"
+    xs, at = _draw(), int(outer == "data")  # the place of the outer dimension in xs
+    for f in (_of_each, _trained):
+        nested = ltx.vmap(ltx.vmap(lambda x, f=f: f(x, BOTH), axis_name=inner, in_dims=0), axis_name=outer, in_dims=at)(
+            xs
+        )
+        _assert_same(ltx.tree.map(lambda y: y.transpose(0, at).flatten(0, 1), nested), _on_flat(f, xs))
+
+
+def test_transforms_between_nested_levels(seed: int) -> None:
+    """A batch, and a gradient, between the two levels of one axis; second derivatives of a marked step."""
+    xs, w = torch.randn(2, 3, 2, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    step = ltx.data_parallel(lambda w, x: (w * x).sin().sum(), axis=BOTH)
+
+    def of_loss(x: Tensor, axis: Any) -> Tensor:
+        return torch.func.grad(lambda x: ((1 + ltx.axis_index(axis)) * ltx.pmax(x * ltx.psum(x, axis), axis)).sum())(x)
+
+    batched = ltx.vmap(torch.vmap(ltx.vmap(lambda x: of_loss(x, BOTH), axis_name="data")), axis_name="node")(xs)
+    for i in range(3):
+        _assert_same(batched[:, i].flatten(0, 1), _on_flat(of_loss, xs[:, i]))
+
+    def on_node(w: Tensor, xs: Tensor) -> Tensor:
+        return ltx.vmap(lambda x: step(w, x), axis_name="data")(xs).sum()
+
+    def twice(grad: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return torch.func.grad(lambda w, xs: grad(w, xs).sin().sum())
+
+    first = torch.func.grad(on_node)
+    # The two ranks of a node share what is differentiated: their gradients, each the mean over all four, add up.
+    mean = torch.func.grad(lambda w: 2 * (w * xs[:, 0]).sin().sum() / 4)
+    got = ltx.vmap(lambda xs: first(w, xs), axis_name="node")(xs[:, 0])
+    _assert_same(got, mean(w).expand(2, 4))
+    got = ltx.vmap(lambda xs: twice(first)(w, xs), axis_name="node")(xs[:, 0])
+    _assert_same(got, torch.func.grad(lambda w: mean(w).sin().sum())(w).expand(2, 4))
+
+
+@contextmanager
+def _mesh(**sizes: int) -> Iterator[None]:
+    """The worker's world, with these axes."""
+    ltx.shutdown()
+    try:
+        with ltx.init(mesh=sizes):
+            yield
+    finally:
+        ltx.init()
+
+
+@pytest.mark.full
+def test_processes_of_a_mesh_are_as_a_flat_world(ranks: Ranks, seed: int) -> None:
+    """Bit for bit, as the same ranks send the same buckets; in the other order of axes, as that order has it."""
+
+    def objects(axis: Any) -> tuple[Any, ...]:
+        at = int(ltx.axis_index(axis))
+        ltx.barrier("here", axis)
+        ltx.check_replicas({"w": torch.ones(2)}, axis)
+        return (
+            ltx.all_gather_object(at, axis),
+            ltx.broadcast_object(at, 3, axis),
+            ltx.reduce_boolean_decision(at < 3, all=True, axis=axis),
+            [x.tolist() for x in ltx.gather_all_tensors(torch.full((at,), at), axis)],
+            ltx.rank_seed(7, axis),
+            [weight for _, weight in ltx.uneven([1] * (2 + at), axis=axis)],
+            ltx.sync_params(torch.tensor(float(at)), 2, axis).item(),
+        )
+
+    def run(xs: Tensor) -> tuple[Any, ...]:
+        rank = ltx.world().rank
+        x = xs.flatten(0, 1)[rank]
+        flat = _of_each(x, None), _trained(x, "data"), objects(None)
+        with _mesh(node=2, data=2):
+            joined = _of_each(x, BOTH), _trained(x, BOTH), objects(BOTH)
+            turned = _of_each(x, TURNED)
+            text = ""
+            try:
+                ltx.psum(x)
+            except AxisError as error:
+                text = str(error)
+            try:
+                ltx.vmap(lambda x: ltx.all_gather(x, ("data", "r")), axis_name="r")(x)
+            except AxisError as error:
+                text += str(error)
+        return flat, joined, turned, text
+
+    xs = _draw()
+    in_turn = ltx.vmap(lambda x: _of_each(x, None))(xs.transpose(0, 1).flatten(0, 1))
+    for rank, (flat, joined, turned, text) in enumerate(ranks(4).run(run, xs)):
+        torch.testing.assert_close(joined, flat, rtol=0, atol=0)
+        place = (rank % 2) * 2 + rank // 2
+        _assert_same(turned, ltx.tree.map(lambda y, place=place: y[place], in_turn))
+        assert "several are in scope: 'node' (2), 'data' (2), outermost first" in text
+        assert "Write axis='data' for one of them, or axis=('node', 'data') for all." in text
+        assert "axis=('data', 'r') mixes axes of different kinds" in text
+
+
+@pytest.mark.full
+def test_some_axes_of_a_mesh(ranks: Ranks) -> None:
+    """Axes of one rank count as axes, for names and for what None means."""
+
+    def run() -> tuple[Any, ...]:
+        with _mesh(pod=2, node=1, data=2):
+            x = torch.tensor(1.0 + ltx.world().rank)
+            sums = [ltx.psum(x, axis).item() for axis in (("node", "data"), ("pod", "node"), ("pod", "node", "data"))]
+            with pytest.raises(AxisError, match=r"'pod' \(2\), 'node' \(1\), 'data' \(2\)"):
+                ltx.axis_size()
+            with pytest.raises(AxisError, match="'pod' occurs more than once"):
+                ltx.psum(x, ("pod", "pod"))
+            return (*sums, ltx.psum(x, ("pod",)).item())
+
+    for rank, found in enumerate(ranks(4).run(run)):
+        row, column = (3.0 if rank < 2 else 7.0), (4.0 if rank % 2 == 0 else 6.0)
+        assert found == (row, column, 10.0, column)
+
+
+def test_as_many_messages_as_on_a_flat_axis(ranks: Ranks, seed: int) -> None:
+    """Not one for each name; also over some of the mesh's axes, in either order, and with axes of one rank."""
+
+    def sent(x: Tensor, axis: Any) -> dict[str, list[tuple[str, str, int]]]:
+        found = {}
+        for name, op in OPS.items():
+            op(x, axis)  # opens what it needs
+            with ltx.profile.record() as trace:
+                op(x, axis)
+            found[name] = [(event.operation, event.label, event.nbytes) for event in trace.events]
+        return found
+
+    def run(x: Tensor) -> tuple[Any, ...]:
+        flat = sent(x, None)
+        with _mesh(pod=2, one=1, data=2):
+            several = [sent(x, axis) for axis in (("pod", "data"), ("data", "one", "pod"))]
+            some = {name: OPS[name](x, ("data", "one")) for name in ("psum", "all_gather")}
+            with ltx.profile.record() as trace:
+                for name in some:
+                    OPS[name](x, ("data", "one"))
+            opened = len(comm.resolve(("pod", "data")).comm.parts)
+        return flat, several, some, [event.operation for event in trace.events], opened
+
+    xs = torch.randn(4, 4, 4, dtype=torch.float64)
+    for rank, (flat, several, some, on_some, opened) in enumerate(ranks(4).run(lambda: run(xs[ltx.axis_index()]))):
+        assert several == [flat, flat]
+        assert flat["psum"] == [("psum", "psum", flat["psum"][0][2])]
+        assert len(flat["pmean"]) == len(flat["all_gather"]) == len(flat["reduce"]) == 1
+        row = xs[rank - rank % 2 : rank - rank % 2 + 2]
+        torch.testing.assert_close(some, {"psum": row.sum(0), "all_gather": row.movedim(0, 1)})
+        assert on_some == ["psum", "all_gather"]
+        assert opened == 1  # for ("data", "one", "pod"), whose ranks have another order
+
+
+def test_members_of_a_part_of_a_mesh() -> None:
+    for rank in range(24):
+        a, b, c = rank // 12, rank // 4 % 3, rank % 4
+        expected = {
+            (0, 2): [i * 12 + b * 4 + k for i in range(2) for k in range(4)],
+            (2, 1): [a * 12 + j * 4 + k for k in range(4) for j in range(3)],
+            (1,): [a * 12 + j * 4 + c for j in range(3)],
+        }
+        for dims, members in expected.items():
+            part = mesh_part((2, 3, 4), dims)
+            assert part.members(rank) == tuple(members)
+            assert part.place(rank) == members.index(rank)
+            assert sorted(sum(part.groups, ())) == list(range(24))
+
+
+def test_what_none_means() -> None:
+    xs = torch.ones(2, 3)
+
+    def nested(axis: Any, inner: str = "data") -> Tensor:
+        return ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, axis), axis_name=inner), axis_name="node")(xs)
+
+    with pytest.raises(AxisError, match=r"'node' \(2\), 'data' \(3\), outermost first.* axis=\('node', 'data'\)"):
+        nested(None)
+    assert nested(None, inner="node").unique().item() == 3  # the inner one hides the outer one of its name
+    with pytest.raises(AxisError, match="'data' occurs more than once"):
+        nested(("data", "data"))
+    deep: Any = "data"
+    for _ in range(5000):
+        deep = [deep]
+    for names in (("data", 1), (deep,)):
+        with pytest.raises(AxisError, match="a tuple of axes holds names"):
+            nested(names)
+    with pytest.raises(AxisError, match="no axis called 'x' is in scope"):
+        nested(("node", "x"))
+    with ltx.init(mesh={"node": 1, "data": 1}):  # of one process, whose axes have nobody on them
+        assert ltx.vmap(ltx.psum)(torch.ones(3)).tolist() == [3.0] * 3
+        assert ltx.psum(torch.ones(()), ("node", "data")).item() == 1.0
+        with pytest.raises(AxisError, match=r"'node' \(1\), 'data' \(1\)"):
+            ltx.psum(torch.ones(()))
+
+
+def test_axes_that_no_mesh_made(ranks: Ranks) -> None:
+    def run() -> str:
+        with pytest.raises(AxisError) as caught:
+            ltx.vmap(lambda x: ltx.psum(x), axis_name="r")(torch.ones(2))
+        assert comm.resolve(("data",)) is comm.resolve("data")
+        return str(caught.value)
+
+    text = ranks(2).run(run).replicated()
+    assert "several are in scope: 'data' (2), 'r' (2)" in text
+    assert text.endswith("Write axis='r'.")
+
+
+@pytest.mark.full
+def test_in_a_compiled_graph(seed: int) -> None:
+    xs = torch.randn(2, 2, 3)
+
+    def f(xs: Tensor) -> Tensor:
+        inner = ltx.vmap(lambda x: ltx.psum(x, BOTH) * ltx.axis_index(BOTH), axis_name="data")
+        return ltx.vmap(inner, axis_name="node")(xs)
+
+    torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(xs), f(xs))
+
+
+def mixed(seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Sums over processes and simulated ranks at once, and gradients of one."""
+    torch.manual_seed(seed)
+    xs, rank = torch.randn(2, 3, 4), int(ltx.axis_index())  # by process, simulated rank, element
+    axis, mine = ("data", "sim"), xs[rank]
+
+    def of(f: Any, axis: Any = axis) -> Tensor:
+        out: Tensor = ltx.vmap(lambda x: f(x, axis), axis_name="sim")(mine)
+        return out
+
+    whole = xs.flatten(0, 1)
+    scaled = of(lambda x, axis: ltx.psum(x, axis, prescale=0.5, postscale=3.0))
+    found = [
+        (of(ltx.psum), whole.sum(0).expand(3, 4)),
+        (of(ltx.psum, list(axis)), whole.sum(0).expand(3, 4)),
+        (of(ltx.psum, axis[::-1]), whole.sum(0).expand(3, 4)),
+        (of(ltx.pmean), whole.mean(0).expand(3, 4)),
+        (of(ltx.pmax), whole.amax(0).expand(3, 4)),
+        (of(ltx.pmin), whole.amin(0).expand(3, 4)),
+        (scaled, 1.5 * whole.sum(0).expand(3, 4)),
+        (of(lambda x, axis: x * ltx.axis_size(axis)), 6 * mine),
+        (ltx.psum(mine, ()), mine),
+        (of(ltx.pmean, ()), mine),
+        (of(ltx.psum, ["sim"]), mine.sum(0).expand(3, 4)),
+    ]
+    w = torch.randn(4)
+    w = ltx.broadcast(w)
+    grad = torch.func.grad(lambda x: (of_x(x) * w).sum())(mine)
+    return [*found, (grad, (6 * w).expand(3, 4))]
+
+
+def of_x(x: Tensor) -> Tensor:
+    out: Tensor = ltx.vmap(lambda x: ltx.psum(x, ("data", "sim")), axis_name="sim")(x)
+    return out
+
+
+def test_processes_and_simulated_ranks_together(ranks: Ranks, seed: int) -> None:
+    for by_rank in ranks(2).run(mixed, seed):
+        for got, want in by_rank:
+            torch.testing.assert_close(got, want)
+
+
+def refused() -> list[str]:
+    said, both, groups = [], ("data", "sim"), [[0], [1]]
+    for call in (
+        lambda x: ltx.all_gather(x, both),
+        *(partial(op, axis=both, axis_index_groups=groups) for op in (ltx.psum, ltx.pmean, ltx.pmax)),
+    ):
+        with pytest.raises(AxisError) as caught:
+            ltx.vmap(call, axis_name="sim")(torch.ones(2))
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_does_not_take_both_refuses_both(ranks: Ranks) -> None:
+    for said in ranks(2).run(refused).replicated():
+        assert "mixes axes of different kinds ('data', 'sim')" in said
+
+
+def test_no_axes_and_lists() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    assert torch.equal(ltx.psum(x, ()), x)
+    assert ltx.axis_size(()) == 1
+    found = ltx.vmap(lambda x, y: ltx.psum(x, ["data"]) + y, in_dims=[0, None])(x, x[0])
+    assert torch.equal(found, x.sum(0) + x[[0, 0]])

@@ -1,0 +1,410 @@
+"""debug_checks: one test for each kind of fault, that nothing is left behind, and what is found without it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx import Pool
+from ltx.core import comm
+from ltx.core.ranks.axis import axes_in_scope
+from ltx.errors import LtxError, RankMismatchError
+from tests.inside import OnFreshAxis
+
+Ranks = Callable[[int], Pool]
+Call = Callable[[int], Any]
+
+
+def step(w: torch.Tensor) -> torch.Tensor:
+    return (w**2).sum()
+
+
+#: name: (what both ranks have called before, what rank r calls, what the error says)
+FAULTS: dict[str, tuple[list[Callable[[], Any]], Call, tuple[str, ...]]] = {
+    "order of different shapes": (
+        [lambda: ltx.psum({"a": torch.ones(2, 3)}), lambda: ltx.psum({"b": torch.ones(3, 2)})],
+        lambda r: [ltx.psum({n: torch.ones(s)}) for n, s in [("a", (2, 3)), ("b", (3, 2))][:: 1 - 2 * r]],
+        ("on psum, leaf 'a'", "rank 0: psum(a: float32[2, 3]) at ", "rank 1: psum(b: float32[3, 2]) at "),
+    ),
+    "order of equal shapes": (
+        [lambda: ltx.psum({"a": torch.ones(2)}), lambda: ltx.psum({"b": torch.ones(2)})],
+        lambda r: [ltx.psum({name: torch.ones(2)}) for name in "ab"[:: 1 - 2 * r]],
+        ("on psum, leaf 'a'", "rank 0: psum(a: float32[2]) at ", "rank 1: psum(b: float32[2]) at "),
+    ),
+    "sizes that a backend dies of": (
+        [lambda: ltx.psum(torch.ones(2)), lambda: ltx.psum(torch.ones(3))],
+        lambda r: ltx.psum(torch.ones(2 + r)),
+        ("on psum, leaf", "rank 0: float32[2]; rank 1: float32[3]"),
+    ),
+    "operations": (
+        [lambda: ltx.psum(torch.ones(2)), lambda: ltx.all_gather(torch.ones(2))],
+        lambda r: [ltx.psum, ltx.all_gather][r](torch.ones(2)),
+        ("on the operation: rank 0: psum; rank 1: all_gather",),
+    ),
+    "src": (
+        [lambda: ltx.broadcast(torch.ones(2), src=0), lambda: ltx.broadcast(torch.ones(2), src=1)],
+        lambda r: ltx.broadcast(torch.ones(2), src=r),
+        ("on broadcast, its arguments", "rank 0: arguments [(0,)]; rank 1: arguments [(1,)]"),
+    ),
+    "src of an object": (
+        [lambda: ltx.broadcast_object(1, src=0), lambda: ltx.broadcast_object(1, src=1)],
+        lambda r: ltx.broadcast_object(1, src=r),
+        ("on broadcast_object, its arguments", "rank 0: src=0; rank 1: src=1"),
+    ),
+    "dim": (
+        [lambda: ltx.all_gather(torch.ones(2, 2)), lambda: ltx.all_gather(torch.ones(2, 2), dim=1)],
+        lambda r: ltx.all_gather(torch.ones(2, 2), dim=r),
+        ("on all_gather, its arguments", "rank 0: arguments [(0, 0)]; rank 1: arguments [(1, 0)]"),
+    ),
+    "barriers": (
+        [lambda: ltx.barrier("load"), lambda: ltx.barrier("save")],
+        lambda r: ltx.barrier(["load", "save"][r]),
+        ("on the operation: rank 0: barrier 'load'; rank 1: barrier 'save'",),
+    ),
+    "hooks": (
+        [
+            lambda: ltx.sync_gradients(torch.ones(2), ltx.DDPStrategy(comm_hook="fp16")),
+            lambda: ltx.sync_gradients(torch.ones(2), ltx.DDPStrategy(comm_hook="bf16")),
+        ],
+        lambda r: ltx.sync_gradients(torch.ones(2), ltx.DDPStrategy(comm_hook=["fp16", "bf16"][r])),
+        ("on sync_gradients, its arguments", "rank 0: FP16()", "rank 1: BF16()"),
+    ),
+    "a step and a collective": (
+        [lambda: torch.func.grad(ltx.data_parallel(step))(torch.ones(2)), lambda: ltx.psum(torch.ones(2))],
+        lambda r: [torch.func.grad(ltx.data_parallel(step)), ltx.psum][r](torch.ones(2)),
+        ("on the operation: rank 0: data_parallel; rank 1: psum",),
+    ),
+    "a new call and a known one": (
+        [lambda: ltx.psum(torch.ones(2))],
+        lambda r: ltx.psum(torch.ones(2 + r)),
+        ("rank 0: float32[2]; rank 1: float32[3]",),
+    ),
+    "one call more before another": (
+        [lambda: ltx.psum(torch.ones(2)), lambda: ltx.barrier("end")],
+        lambda r: [[ltx.psum(torch.ones(2)) for _ in range(2 + r)], ltx.barrier("end")],
+        ("on the operation: rank 0: barrier 'end'; rank 1: psum",),
+    ),
+    "one call more at the end": (
+        [lambda: ltx.psum(torch.ones(2))],
+        lambda r: [ltx.psum(torch.ones(2)) for _ in range(2 + r)],
+        ("on the operation: rank 0: the end of debug_checks(); rank 1: psum",),
+    ),
+    "derivatives": (
+        [lambda: torch.func.grad(lambda x: ltx.psum(x).sum())(torch.ones(2)), lambda: ltx.barrier("end")],
+        lambda r: [[torch.func.grad, lambda f: f][r](lambda x: ltx.psum(x).sum())(torch.ones(2)), ltx.barrier("end")],
+        ("on the operation: rank 0: psum; rank 1: barrier 'end'",),
+    ),
+}
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("name", FAULTS)
+def test_known_calls_that_differ(on_new_axis: OnFreshAxis, name: str) -> None:
+    known, call, expected = FAULTS[name]
+
+    def run() -> tuple[str, float]:
+        for each in known:
+            each()
+        with pytest.raises(RankMismatchError) as caught, ltx.debug_checks():
+            call(int(ltx.axis_index()))
+        after = ltx.psum(torch.ones(()), axis="data").item()
+        with ltx.debug_checks():  # the ranks find together again
+            after += ltx.psum(torch.ones(())).item()
+        return str(caught.value), after
+
+    text, after = on_new_axis(run, timeout_s=20.0).replicated()
+    assert text.startswith("axis 'data': ranks disagree on ")
+    assert [part for part in expected if part not in text] == []
+    assert len(re.findall(r"test_debug\.py:\d+", text)) == 2 if "at the end" not in name else "test_debug.py" in text
+    assert after == 4.0, "nothing of the call has moved: the axis works as before"
+
+
+def test_equal_calls_from_different_lines(on_new_axis: OnFreshAxis) -> None:
+    def run(same_lines: bool) -> tuple[list[float], str]:
+        a, b = torch.ones(2), torch.full((2,), 2.0)
+        sums, text = [], ""
+        try:
+            with ltx.debug_checks(same_lines=same_lines):
+                if int(ltx.axis_index()) == 0:
+                    sums.append(ltx.psum(a)[0].item())
+                    ltx.barrier()
+                    sums.append(ltx.psum(b)[0].item())
+                else:
+                    sums.append(ltx.psum(b)[0].item())
+                    ltx.barrier()
+                    sums.append(ltx.psum(a)[0].item())
+        except RankMismatchError as error:
+            text = str(error)
+        return sums, text
+
+    sums, text = on_new_axis(lambda: run(True)).replicated()
+    assert sums == []
+    assert re.search(
+        r"ranks disagree on the line that calls psum: rank 0: test_debug.py:\d+; rank 1: test_debug.py:\d+\. Fix: call "
+        r"the same collectives in the same order; if these calls belong together, "
+        r"ltx.debug_checks\(same_lines=False\)\.",
+        text,
+    ), text
+    assert on_new_axis(lambda: run(False)).replicated() == ([3.0, 3.0], "")
+
+
+def test_what_ranks_may_call_from_different_lines(on_new_axis: OnFreshAxis) -> None:
+    def run() -> tuple[str, float]:
+        with ltx.debug_checks():
+            if int(ltx.axis_index()) == 0:
+                ltx.barrier("first")
+                got = ltx.broadcast_object("x"), ltx.broadcast(torch.ones(()))
+            else:
+                ltx.barrier("first")
+                got = ltx.broadcast_object(""), ltx.broadcast(torch.zeros(()))
+        return got[0], got[1].item()
+
+    assert on_new_axis(run).replicated() == ("x", 1.0)
+
+
+@pytest.mark.full
+def test_a_peer_that_comes_to_nothing(on_new_axis: OnFreshAxis) -> None:
+    """Rank 1 calls one psum fewer and then nothing for as long as rank 0 waits."""
+
+    def run() -> tuple[str, str]:
+        axis_comm = axes_in_scope()[-1].comm
+
+        @ltx.debug_checks()
+        def calls() -> None:
+            ltx.psum({"w": torch.ones(2)})
+            while int(ltx.axis_index()) == 1 and "nothing: " not in str(axis_comm.negotiation.peek("checks/1/2", 0)):
+                time.sleep(0.01)
+            ltx.all_gather(torch.ones(2))
+
+        with pytest.raises(LtxError) as caught:
+            calls()
+        return type(caught.value).__name__, str(caught.value)
+
+    (kind, text), (later, told) = on_new_axis(run, timeout_s=1.0)
+    assert (kind, later) == ("CollectiveTimeoutError", "RankMismatchError")
+    assert "rank 0: all_gather on axis 'data': ranks [1] didn't come to compare it within 1 s." in text
+    assert re.search(r"This is all_gather\(.*: float32\[2\], .*\) at \S+test_debug.py:\d+\.", text)
+    assert re.search(r"Rank 1 was last at psum\(w: float32\[2\]\) at \S+test_debug.py:\d+\.", text)
+    assert "rank 0: nothing: CollectiveTimeoutError: rank 0: all_gather" in told
+
+
+def test_a_rank_that_leaves_by_an_exception(on_new_axis: OnFreshAxis) -> None:
+    def run() -> tuple[str, str, float]:
+        @ltx.debug_checks()
+        def calls() -> None:
+            ltx.psum(torch.ones(2))
+            if int(ltx.axis_index()) == 1:
+                raise ZeroDivisionError("no data")
+            ltx.psum(torch.ones(2))
+
+        with pytest.raises((ZeroDivisionError, RankMismatchError)) as caught:
+            calls()
+        with ltx.debug_checks():
+            after = ltx.psum(torch.ones(())).item()
+        return type(caught.value).__name__, str(caught.value), after
+
+    (kind, text, after), other = on_new_axis(run)
+    assert other == ("ZeroDivisionError", "no data", 2.0)
+    assert (kind, after) == ("RankMismatchError", 2.0)
+    assert "rank 1: nothing: it has left debug_checks() by ZeroDivisionError: no data at " in text
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("peer", ["new", "known", "step", "nothing"])
+def test_entered_by_one_rank(on_new_axis: OnFreshAxis, peer: str) -> None:
+    def run() -> tuple[str, str]:
+        stepped = torch.func.grad(ltx.data_parallel(step))
+        stepped(torch.ones(2)), ltx.psum(torch.ones(2))
+        error = None
+        try:
+            if int(ltx.axis_index()) == 0:
+                with ltx.debug_checks():
+                    pass
+            elif peer == "step":
+                stepped(torch.ones(2))
+            elif peer != "nothing":
+                ltx.psum(torch.ones(2 if peer == "known" else 3))
+        except LtxError as raised:
+            error = raised
+        assert not comm.debug.under_way
+        if peer == "new":  # nothing has moved: the ranks find together again
+            with ltx.debug_checks():
+                assert ltx.psum(torch.ones(())).item() == 2.0
+        return type(error).__name__, str(error)
+
+    (kind, text), (other, same) = on_new_axis(run, timeout_s=1.0 if peer == "nothing" else 10.0)
+    if peer == "nothing":
+        assert (kind, other) == ("CollectiveTimeoutError", "NoneType")
+        assert "debug_checks on axis 'data': ranks [1] didn't come to compare it" in text
+        assert "Rank 1 hasn't entered." in text
+        return
+    assert (kind, other) == ("RankMismatchError", "RankMismatchError")
+    assert text == same
+    calls = {"new": "psum", "known": "psum (outside ltx.debug_checks())"}
+    called = calls.get(peer, "data_parallel (outside ltx.debug_checks())")
+    assert f"ranks disagree on the operation: rank 0: debug_checks; rank 1: {called}. Fix" in text
+
+
+def test_left_by_one_rank(on_new_axis: OnFreshAxis) -> None:
+    """Rank 1 leaves without an exception, where the peer doesn't: its end is a call that differs."""
+
+    def run() -> str:
+        @ltx.debug_checks()
+        def calls(count: int) -> None:
+            for _ in range(count):
+                ltx.psum(torch.ones(2))
+
+        with pytest.raises(RankMismatchError) as caught:
+            calls(1 - int(ltx.axis_index()))
+        return str(caught.value)
+
+    assert "rank 0: psum; rank 1: the end of debug_checks()" in on_new_axis(run).replicated()
+
+
+def test_a_backward_pass_on_one_rank(on_new_axis: OnFreshAxis) -> None:
+    def run() -> str:
+        stepped = ltx.data_parallel(step)
+        torch.func.grad(stepped)(torch.ones(2)), ltx.psum(torch.ones(2))
+        w = torch.ones(2, requires_grad=True)
+
+        @ltx.debug_checks()
+        def calls() -> None:
+            loss = stepped(w)
+            if int(ltx.axis_index()) == 0:
+                loss.backward()
+            ltx.psum(torch.ones(2))
+
+        with pytest.raises(RankMismatchError) as caught:
+            calls()
+        return str(caught.value)
+
+    text = on_new_axis(run).replicated()
+    assert "on the operation: rank 0: data_parallel (under way, unlike its peer); rank 1: psum." in text
+
+
+def test_without_it_the_next_step_tells(on_new_axis: OnFreshAxis) -> None:
+    def run() -> tuple[list[float], str]:
+        stepped = torch.func.grad(ltx.data_parallel(step))
+        a, b = torch.ones(2), torch.full((2, 1), 2.0)
+        ltx.psum(a), ltx.psum(b), stepped(torch.ones(2))
+        mixed = [ltx.psum(x).sum().item() for x in [a, b][:: 1 - 2 * int(ltx.axis_index())]]
+        with pytest.raises(RankMismatchError) as caught:
+            stepped(torch.ones(2))
+        return mixed, str(caught.value)
+
+    mixed, text = on_new_axis(run, sockets=True).replicated()
+    assert mixed == [6.0, 6.0], "the sum of a and b, twice"
+    assert "Wrap the program in ltx.debug_checks()" in text
+
+
+def everything(x: torch.Tensor) -> list[torch.Tensor]:
+    """Calls of all kinds that agree."""
+    stepped = ltx.data_parallel(lambda w, x: (w["a"] * ltx.psum(x)).sum() + w["b"])
+    w = {"a": torch.ones(3), "b": torch.ones(())}
+    train = ltx.train_step(stepped, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    state, metrics = train(train.init(w), x)
+    got = [
+        *ltx.psum([x, x.new_empty(0), x.double()]),
+        ltx.pvary(x),
+        torch.func.grad(lambda x: (ltx.psum(x) ** 2).sum())(x),
+        torch.func.jvp(ltx.psum, (x,), (x,))[1],
+        torch.func.vmap(lambda y: ltx.psum({"y": y, "z": y})["z"])(x),
+        torch.func.hessian(lambda x: (ltx.all_gather(x) ** 3).sum())(x),
+        ltx.broadcast(x, src=1),
+        *torch.func.grad(stepped)(w, x).values(),
+        *state.params.values(),
+        metrics.loss,
+    ]
+    ltx.barrier("end")
+    return [t.detach() for t in got]
+
+
+@pytest.mark.full
+def test_calls_that_agree_are_let_through(on_new_axis: OnFreshAxis, seed: int) -> None:
+    x = torch.randn(2, 3)
+
+    def run() -> list[tuple[list[torch.Tensor], int]]:
+        mine = x[int(ltx.axis_index())]
+        axis_comm = axes_in_scope()[-1].comm
+        first = everything(mine), axis_comm.user.digest
+        with ltx.debug_checks():
+            checked = everything(mine), axis_comm.user.digest
+            again = ltx.debug_checks()(everything)(mine), axis_comm.user.digest  # nested, as a decorator
+        assert not comm.debug.under_way
+        after = everything(mine), axis_comm.user.digest
+        return [first, checked, again, after]
+
+    for results in on_new_axis(run):
+        plain = results[0][0]
+        for values, _ in results[1:]:
+            torch.testing.assert_close(values, plain, rtol=0, atol=0)
+    digests = [[digest for _, digest in results] for results in on_new_axis(run)]
+    assert digests[0] == digests[1]
+
+
+def test_new_under_the_checks_is_known_after_them(on_new_axis: OnFreshAxis) -> None:
+    """The order of buckets too, which is rank 0's."""
+
+    def run() -> tuple[int, list[float]]:
+        names = "xyz"[:: 1 - 2 * int(ltx.axis_index())]
+        grads = {name: torch.full((2,), float("xyz".index(name))) * (1 + ltx.axis_index()) for name in names}
+        strategy = ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8)
+        got = []
+        with ltx.debug_checks():
+            got.append(ltx.sync_gradients(grads, strategy)[0])
+            got.append(ltx.sync_gradients(grads, strategy)[0])
+        got.append(ltx.sync_gradients(grads, strategy)[0])
+        axis_comm = axes_in_scope()[-1].comm
+        return axis_comm.bucket_channel(0).compared, [g[n][0].item() for g in got for n in "xyz"]
+
+    assert on_new_axis(run).replicated() == (0, [0.0, 1.5, 3.0] * 3)
+
+
+def test_a_world_of_one_and_simulated_ranks() -> None:
+    with ltx.debug_checks():
+        assert ltx.psum(torch.ones(())).item() == 1.0
+        assert ltx.vmap(ltx.psum)(torch.ones(3)).tolist() == [3.0] * 3
+    with pytest.raises(ZeroDivisionError), ltx.debug_checks():
+        raise ZeroDivisionError
+    assert not comm.debug.under_way
+
+
+def test_three_ranks_of_which_one_differs(ranks: Ranks) -> None:
+    def run() -> str:
+        ltx.psum(torch.ones(2)), ltx.barrier("odd")
+        with pytest.raises(RankMismatchError) as caught, ltx.debug_checks():
+            ltx.barrier("odd") if int(ltx.axis_index()) == 1 else ltx.psum(torch.ones(2))
+        return str(caught.value)
+
+    text = ranks(3).run(run).replicated()
+    assert "on the operation: ranks 0, 2: psum; rank 1: barrier 'odd'. Fix" in text
+
+
+def test_one_comparison_a_call_and_a_store_that_stays_small(on_new_axis: OnFreshAxis) -> None:
+    def run() -> list[bool]:
+        axis_comm = axes_in_scope()[-1].comm
+        with ltx.debug_checks():
+            for _ in range(5):
+                ltx.psum([torch.ones(2), torch.ones(3), torch.ones(2)])
+            # The entry is call 0; of the last call the peers may still read.
+            return [axis_comm.negotiation.peek(f"checks/1/{call}", axis_comm.rank) is not None for call in range(6)]
+
+    assert on_new_axis(run).replicated() == [False] * 5 + [True]
+
+
+@pytest.mark.full
+@pytest.mark.slow_compile
+def test_compiled_calls_are_not_compared(on_new_axis: OnFreshAxis) -> None:
+    def run() -> tuple[list[float], tuple[int, int]]:
+        compiled = torch.compile(torch.func.grad(ltx.data_parallel(step)), fullgraph=True, backend="aot_eager")
+        with ltx.debug_checks():
+            got = compiled(torch.ones(2) * (1 + ltx.axis_index()))
+            return got.tolist(), axes_in_scope()[-1].comm.negotiation.next_check
+
+    assert on_new_axis(run).replicated() == ([3.0, 3.0], (1, 1))

@@ -1,0 +1,212 @@
+"""Peers that fall silent: stopped processes are told from slow ones, and a rank that never comes is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ltx
+from ltx.core.comm.heartbeat import hold_heartbeat, release_heartbeat
+from ltx.errors import LtxError
+from tests.forks import Ranks, free_port
+
+ROOT = Path(__file__).parents[3]
+SIZE = 3
+Body = Callable[[int, Callable[[str], None]], None]
+
+
+def _sum(tell: Callable[[str], None]) -> None:
+    began = time.monotonic()
+    try:
+        ltx.psum(torch.ones(3))
+        tell("completed")
+    except LtxError as error:
+        tell(f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}")
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    started: list[Ranks] = []
+
+    def start(body: Body, held_by: str = "rank 0", timeout_s: float = 30.0, **kwargs: Any) -> Ranks:
+        def goes_on(tell: Callable[[Any], None]) -> None:
+            ltx.psum(torch.ones(3))
+            tell("up")
+            body(ltx.world().rank, tell)
+            time.sleep(60)  # the others are to find their errors by themselves, not by this one's end
+
+        started.append(Ranks(SIZE, goes_on, held_by, timeout_s=timeout_s, **kwargs))
+        assert [started[-1].told(rank) for rank in range(SIZE)] == ["up"] * SIZE
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("sockets", [False, True])
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_is_stopped(stopped: int, sockets: bool, ranks: Callable[..., Ranks]) -> None:
+    def body(rank: int, tell: Callable[[str], None]) -> None:
+        if rank == stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        _sum(tell)
+
+    world = ranks(body, sockets=sockets)
+    others = [rank for rank in range(SIZE) if rank != stopped]
+    began = time.monotonic()
+    told = {rank: world.told(rank) for rank in others}
+    assert time.monotonic() - began < 15
+    for rank, text in told.items():
+        assert text.startswith("PeerLostError after "), text
+        assert f"rank {rank}: " in text
+        if stopped == 0:  # it holds the store
+            assert "the store through which the ranks meet hasn't answered for 2 s" in text
+            assert "rank 0's" in text
+        else:
+            assert f"rank {stopped} on axis 'data' has shown no sign of life for 2 s" in text
+        assert "It waited for psum (issue 2)." in text
+
+
+def test_a_shorter_heartbeat_than_before_has_shorter_pauses() -> None:
+    """As where a process group was an axis before ``ltx.init(heartbeat_timeout=)``."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    stores = [store, dist.TCPStore("127.0.0.1", store.port)]  # type: ignore[attr-defined]
+    beats = [hold_heartbeat(each, rank, heartbeat_s) for heartbeat_s in (10.0, 1.5) for rank, each in enumerate(stores)]
+    try:
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            assert beats[0].stale_ranks([0, 1]) == []
+            time.sleep(0.05)
+        for _ in range(2):
+            release_heartbeat(beats[1])
+        began = time.monotonic()
+        while beats[0].stale_ranks([0, 1]) != [1]:
+            assert time.monotonic() - began < 10
+            time.sleep(0.05)
+        assert time.monotonic() - began < 5
+    finally:
+        for _ in range(2):
+            release_heartbeat(beats[0])
+
+
+@pytest.mark.full
+def test_who_waited_for_a_stopped_peer_can_end() -> None:
+    """Though that still holds its end of every connection, and gloo waits for it."""
+    script = (
+        "import os, signal, torch, ltx\nfrom datetime import timedelta\n"
+        "with ltx.init(heartbeat_timeout=timedelta(seconds=2)) as world:\n"
+        "    ltx.psum(torch.ones(3))\n"
+        "    if world.rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    ltx.psum(torch.ones(3))\n"
+    )
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC_", "LTX_"))}
+    meeting = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = clean | meeting | {"PYTHONPATH": str(ROOT), "LTX_SHARED_MEMORY": "0"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        for rank in (0, 2):
+            _, err = processes[rank].communicate(timeout=50)
+            assert processes[rank].returncode == 1, err
+            # Seen by itself, or heard from the other that left because of it.
+            assert f"PeerLostError: rank {rank}: " in err
+            assert "rank 1 on axis 'data' has shown no sign of life" in err
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.full
+def test_a_slow_peer_is_no_lost_one(ranks: Callable[..., Ranks]) -> None:
+    """One that computes in Python, one that sleeps: both for longer than the heartbeat timeout."""
+
+    def body(rank: int, tell: Callable[[str], None]) -> None:
+        end = time.monotonic() + 4
+        while rank == 0 and time.monotonic() < end:
+            pass
+        if rank == 1:
+            time.sleep(4)
+        _sum(tell)
+
+    world = ranks(body)
+    assert [world.told(rank) for rank in range(SIZE)] == ["completed"] * SIZE
+
+
+@pytest.mark.full
+def test_a_rank_that_never_comes_is_named_with_what_it_never_issued(ranks: Callable[..., Ranks]) -> None:
+    def body(rank: int, tell: Callable[[str], None]) -> None:
+        while rank == 1:
+            pass
+        _sum(tell)
+
+    world = ranks(body, timeout_s=3)
+    for rank in (0, 2):
+        text = world.told(rank)
+        assert text.startswith("CollectiveTimeoutError after 3."), text
+        assert f"rank {rank}: psum (issue 2) on axis 'data', channel 'user', didn't complete within 3 s" in text
+        assert "rank 1 is at issue 1 and never came to it" in text
+
+
+def test_a_rank_that_came_is_not_named_though_it_is_behind(ranks: Callable[..., Ranks]) -> None:
+    """What counts is the collective that is waited for, not the last one that this rank has issued."""
+
+    def body(rank: int, tell: Callable[[str], None]) -> None:
+        issued = [ltx.async_(ltx.psum)(torch.ones(3)) for _ in range((6, 4, 1)[rank])]
+        if rank == 0:
+            try:
+                issued[2].wait()
+            except LtxError as error:
+                tell(f"{type(error).__name__}: {error}")
+
+    text = ranks(body, timeout_s=3).told(0)
+    assert text.startswith("CollectiveTimeoutError: rank 0: async psum (issue 4) on axis 'data'"), text
+    assert "within 3 s: rank 2 is at issue 2 and never came to it. Every rank must call" in text
+
+
+@pytest.mark.full
+def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
+    """It was another process', such as a launcher's. Only what is new can't be compared any more."""
+    dead = get_context("fork").Event()
+
+    def body(rank: int, tell: Callable[[str], None]) -> None:
+        tell("ready")
+        while not dead.is_set():
+            time.sleep(0.01)
+        if rank == 1:
+            time.sleep(1.5)  # the others wait, and look around meanwhile
+        _sum(tell)
+        try:
+            ltx.psum(torch.ones(4))
+            tell("compared")
+        except LtxError as error:
+            tell(f"{type(error).__name__}: {error}")
+
+    world = ranks(body, held_by="launcher", sockets=True)
+    assert [world.told(rank) for rank in range(SIZE)] == ["ready"] * SIZE
+    world.holder.kill()
+    world.holder.join()
+    dead.set()
+    assert [world.told(rank) for rank in range(SIZE)] == ["completed"] * SIZE
+    for rank in range(SIZE):
+        text = world.told(rank)
+        assert text.startswith(f"StoreGoneError: rank {rank}: the store through which the ranks meet is gone"), text
+        assert "Save a checkpoint" in text

@@ -1,0 +1,177 @@
+"""What eager tensors on the CPU take instead of the readable path: the same bits, or the same up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import hooks
+from ltx.core.gradients import packing
+from ltx.core.gradients.packing import CHUNK
+from ltx.hooks import CompressedAllReduce
+from tests.contract.hooks.table import FED_BACK, HOOKS
+
+CODECS: dict[str, CompressedAllReduce] = {
+    "one grid": hooks.ByteGrad(),
+    "one grid with zero": hooks.Quantize(),
+    "a grid a block": hooks.Quantize("channel", 512),
+    "blocks longer than a chunk": hooks.Quantize("channel", CHUNK + 512),
+    "a bit": hooks.OneBit(),
+    "a bit, blocks longer than a chunk": hooks.OneBit(CHUNK + 512),
+}
+LENGTH = 2 * (CHUNK + 512)  # two chunks and a rest
+
+
+def with_specials(rows: Tensor) -> Tensor:
+    rows[0, 512:1024] = 0.25  # a step of zero
+    rows[0, 1024:1536] = 0
+    rows[0, 1100:1200] = -0.0
+    rows[1, 7], rows[1, CHUNK + 9] = torch.nan, -torch.inf
+    return rows
+
+
+@pytest.fixture
+def readable(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on codecs take the readable path."""
+
+    def turn() -> None:
+        monkeypatch.setattr(packing, "IN_PIECES", frozenset())
+
+    return turn
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads share the sum of a long row, which then rounds otherwise than where each sums rows of its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CODECS)
+def test_codecs_in_chunks(name: str, dtype: torch.dtype, readable: Callable[[], None], seed: int) -> None:
+    codec, rows = CODECS[name], torch.randn(3, LENGTH, dtype=dtype)
+    rows[2] *= 1e-3
+    messages, left = codec.encode(rows, None), rows.clone()
+    decoded = codec.decode(messages, LENGTH, dtype)
+    assert torch.equal(codec.encode_and_keep(left, None), messages)
+    assert torch.equal(left, rows - decoded)
+    readable()
+    assert torch.equal(codec.encode(rows, None), messages)
+    assert torch.equal(codec.decode(messages, LENGTH, dtype), decoded)
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("name", CODECS)
+def test_codecs_in_chunks_of_what_isnt_finite(name: str, readable: Callable[[], None], seed: int) -> None:
+    codec, rows = CODECS[name], with_specials(torch.randn(2, LENGTH))
+    messages, left = codec.encode(rows, None), rows.clone()
+    decoded = codec.decode(messages, LENGTH, rows.dtype)
+    assert not decoded[1, 7].isfinite()
+    assert decoded[0].isfinite().all()
+    codec.encode_and_keep(left, None)
+    torch.testing.assert_close(left, rows - decoded, rtol=0, atol=0, equal_nan=True)
+    readable()
+    again = codec.decode(codec.encode(rows, None), LENGTH, rows.dtype)
+    finite = again.isfinite()
+    assert torch.equal(decoded.isfinite(), finite)
+    assert torch.equal(decoded[finite], again[finite])
+
+
+def few_large(row: Tensor) -> Tensor:
+    return row**9
+
+
+def sampled_large(row: Tensor) -> Tensor:
+    row[::101] += 100  # the sample says that all numbers are large
+    return row
+
+
+def mostly_zeros(row: Tensor) -> Tensor:
+    return row * (torch.rand(len(row)) < 0.005)
+
+
+def ties(row: Tensor) -> Tensor:
+    return (3 * row).round()
+
+
+def one_nan(row: Tensor) -> Tensor:
+    row[50], row[60] = torch.nan, -torch.inf
+    return row
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("change", [torch.clone, few_large, sampled_large, mostly_zeros, ties, one_nan])
+@pytest.mark.parametrize("ratio", [1e-5, 0.01, 0.5, 1.0])
+def test_greatest_are_those_of_topk(change: Callable[[Tensor], Tensor], ratio: float, seed: int) -> None:
+    rows = torch.stack([change(torch.randn(LENGTH)) for _ in range(2)])
+    codec = hooks.TopK(ratio)
+    count = max(1, round(ratio * LENGTH))
+    messages, left = codec.encode(rows, None), rows.clone()
+    assert messages.shape == (2, 8 * count)
+    places = messages[:, 4 * count :].clone().view(torch.int32).long()
+    for row, mine in zip(rows, places, strict=True):
+        assert len(mine.unique()) == count
+        expected = torch.topk(row.abs(), count).values
+        torch.testing.assert_close(
+            row[mine].abs().sort(descending=True).values, expected, rtol=0, atol=0, equal_nan=True
+        )
+    assert torch.equal(codec.encode_and_keep(left, None), messages)
+    assert (left.gather(1, places) == 0).all()
+    assert torch.equal(left.scatter(1, places, rows.gather(1, places)).nan_to_num(), rows.nan_to_num())
+
+
+SHAPES = {
+    "tall": (40, 6),
+    "wide": (5, 64),
+    "bias": (9,),
+    "square": (12, 12),
+    "like it": (12, 12),
+    "row": (1, 8),
+    "kernel": (6, 3, 5),
+}
+
+
+@pytest.mark.full(but=5)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("spoilt", [None, "square", "bias"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("name", FED_BACK)
+def test_hooks_with_residuals(
+    name: str, accelerator: bool, spoilt: str | None, value: float, readable: Callable[[], None], seed: int
+) -> None:
+    """A world of one takes the short ways, or those of an accelerator; a simulated rank the readable ones."""
+    if accelerator:
+        readable()
+    grads = [{path: torch.randn(shape, dtype=torch.float64) for path, shape in SHAPES.items()} for _ in range(5)]
+    grads[1]["tall"] = torch.zeros(40, 6, dtype=torch.float64)
+    if spoilt is not None:
+        grads[2][spoilt].view(-1)[4] = value
+    strategy = ltx.DDPStrategy(comm_hook=HOOKS[name], bucket_bytes=3000)
+
+    def run(*given: Any) -> Any:
+        state = ltx.data_parallel(lambda p: p, strategy).init({p: torch.zeros_like(x) for p, x in given[0].items()})
+        results = []
+        for tree in given:
+            result, state = ltx.sync_gradients(tree, strategy, state)
+            results.append(result)
+        return results, state.leaves
+
+    results, leaves = run(*grads)
+    expected = ltx.vmap(run)(*ltx.tree.map(lambda x: x[None], grads))
+    found, wanted = (ltx.tree.flatten(tree)[0] for tree in ((results, leaves), expected))
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other[0], rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert all(x.isfinite().all() for x in ltx.tree.flatten(leaves)[0])
+    if spoilt is not None:
+        assert not results[2][spoilt].isfinite().all()

@@ -1,0 +1,151 @@
+"""qadam's two phases on explicit momenta; the strategy that makes them is tested with the strategies."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+from ltx.core.gradients import packing
+from ltx.errors import OptimError
+from ltx.optim import from_torch, qadam
+from tests.contract.optim.cases import Case, clone, random_grads, random_params, same_bits
+
+CASE = Case(torch.optim.Adam)
+OPTIONS: dict[str, Any] = {"lr": 0.02, "betas": (0.7, 0.9), "eps": 1e-4, "weight_decay": 0.1}
+WARMUP, STEPS = 3, 7
+
+
+def by_hand(params: Any, given: list[Any], bagua_exact: bool) -> list[Any]:
+    """Bagua's equations in float64, leaf by leaf."""
+    (b1, b2), lr, eps, decay = OPTIONS["betas"], OPTIONS["lr"], OPTIONS["eps"], OPTIONS["weight_decay"]
+
+    def one(x: Tensor, gs: list[Tensor]) -> Tensor:
+        x, m, v = x.double(), torch.zeros_like(x).double(), torch.zeros_like(x).double()
+        for s, g in enumerate((g.double() for g in gs), 1):
+            if s < WARMUP + (not bagua_exact):
+                g = g + decay * x
+                m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            elif s > WARMUP:
+                m = g
+            x = x - lr / (1 - b1**s) * m / (v.sqrt() / (1 - b2**s) ** 0.5 + eps)
+        return x
+
+    return optree.tree_map(lambda x, *gs: one(x, list(gs)), params, *given)
+
+
+@pytest.mark.parametrize("bagua_exact", [False, True])
+@pytest.mark.parametrize("how", ["donate", "pure", "leaves", "updates"])
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_both_phases(
+    how: str, bagua_exact: bool, accelerator: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    if accelerator:
+        monkeypatch.setattr(packing, "IN_PIECES", frozenset())
+    start = random_params(CASE)
+    given = [random_grads(CASE, start) for _ in range(STEPS)]
+    optimizer = qadam(warmup_steps=WARMUP, bagua_exact=bagua_exact, **OPTIONS)
+    params, state = clone(start), optimizer.init(start)
+    for grads in given:
+        kept = clone((grads, state, params))
+        if how == "leaves":
+            leaves, states = optree.tree_leaves(params), optimizer.leaf_states(state, params)
+            for i in reversed(range(len(leaves))):
+                optimizer.apply_leaves([optree.tree_leaves(grads)[i]], [states[i]], [leaves[i]], state.count)
+            state = optimizer.advance(state)
+        elif how == "updates":
+            updates, state = optimizer.update(grads, state, params)
+            params = optree.tree_map(torch.add, params, updates)
+        else:
+            before = grads, state, params
+            params, state = optimizer.apply(grads, state, params, donate=how == "donate")
+            assert same_bits(before[0], kept[0])
+            assert how == "donate" or same_bits(before, kept)
+    assert state.count == STEPS
+    torch.testing.assert_close(
+        optree.tree_leaves(params), [x.float() for x in optree.tree_leaves(by_hand(start, given, bagua_exact))]
+    )
+
+
+def test_the_warm_up_is_adam_to_the_bit(seed: int) -> None:
+    params = random_params(CASE)
+    mine, theirs = qadam(warmup_steps=STEPS, **OPTIONS), from_torch(torch.optim.Adam, **OPTIONS)
+    left = right = (params, theirs.init(params))
+    for _ in range(STEPS):
+        grads = random_grads(CASE, params)
+        left, right = mine.apply(grads, left[1], left[0]), theirs.apply(grads, right[1], right[0])
+        assert same_bits(left, right)
+
+
+def test_each_example_of_a_vmap_gets_what_it_would_get_alone(seed: int) -> None:
+    optimizer = qadam(warmup_steps=1, **OPTIONS)
+    params, grads = torch.randn(3, 4), torch.randn(2, 3, 4)
+
+    def two(p: Tensor, g: Tensor) -> Tensor:
+        p, state = optimizer.apply(g[0], optimizer.init(p), p)
+        return optimizer.apply(g[1], state, p)[0]
+
+    together = torch.vmap(two, in_dims=(0, 1))(params, grads)
+    assert all(torch.equal(row, two(params[i], grads[:, i])) for i, row in enumerate(together))
+
+
+def test_its_second_phase_can_be_differentiated(seed: int) -> None:
+    """The step is linear in the momentum."""
+    optimizer = qadam(warmup_steps=1, **OPTIONS)
+    p = torch.randn(3, dtype=torch.float64)
+    p, state = optimizer.apply(torch.randn(3, dtype=torch.float64), optimizer.init(p), p)
+    m = torch.randn(3, dtype=torch.float64)
+    slope = torch.func.grad(lambda m: optimizer.apply(m, state, p)[0].sum())(m)
+    torch.testing.assert_close((optimizer.apply(m, state, p)[0] - p), slope * m)
+
+
+def test_a_schedule_and_parameters_without_a_gradient() -> None:
+    optimizer = qadam(lambda count: 0.1 * (count < 2), warmup_steps=1)
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    state, moved = optimizer.init(params), []
+    for _ in range(3):
+        before = params
+        params, state = optimizer.apply({"a": torch.ones(2), "b": None}, state, params)
+        assert torch.equal(params["b"], torch.ones(2))
+        moved.append(not torch.equal(before["a"], params["a"]))
+    assert moved == [True, True, False]
+
+
+def test_is_a_value() -> None:
+    optimizer = qadam(0.1, warmup_steps=5, bagua_exact=True)
+    assert pickle.loads(pickle.dumps(optimizer)) == optimizer
+    assert hash(qadam(0.1, warmup_steps=5)) == hash(qadam(0.1, warmup_steps=5))
+    others = [qadam(0.1, warmup_steps=5), qadam(0.1, warmup_steps=6), qadam(0.2, warmup_steps=5)]
+    assert all(optimizer != other for other in [*others, from_torch(torch.optim.Adam, lr=0.1)])
+    assert repr(optimizer) == (
+        "qadam(lr=0.1, warmup_steps=5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, bagua_exact=True)"
+    )
+    assert optimizer.strategy == "QAdam"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"warmup_steps": 0}, "qadam: warmup_steps must be a whole number of at least 1, got 0."),
+        ({"warmup_steps": True}, "qadam: warmup_steps must be a whole number of at least 1, got True."),
+        (
+            {"warmup_steps": 1, "bagua_exact": True},
+            "qadam with bagua_exact: warmup_steps must be a whole number of at least 2, got 1.",
+        ),
+        ({"warmup_steps": 1, "betas": (1.5, 0.9)}, "Adam refused its arguments: Invalid beta parameter at index 0"),
+        ({"warmup_steps": 1, "lr": "fast"}, "lr must be a number or a function of the step, got 'fast'."),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, Any], text: str) -> None:
+    with pytest.raises(OptimError, match=re.escape(text)):
+        qadam(**kwargs)
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(OptimError, match=re.escape("qadam: leaf 'z' is complex64[2]: momenta travel in 8 bits, for")):
+        qadam(warmup_steps=1).init({"w": torch.ones(1), "z": torch.ones(2, dtype=torch.complex64)})

@@ -1,0 +1,272 @@
+"""Timelines: what steps computed and when, pictures of it, and files for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import ltx
+from ltx import Pool
+from ltx.core.comm import ledger
+from ltx.core.comm.ledger import Event, Span
+from ltx.errors import InputError, UnsupportedError
+from ltx.profile import Trace
+
+Ranks = Callable[[int], Pool]
+
+
+@pytest.fixture
+def pyplot() -> Iterator[Any]:
+    matplotlib = pytest.importorskip("matplotlib", reason="pictures need pip install 'ltx[demo]'")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+    return sum((w**2).sum() for w in params.values())  # type: ignore[return-value]
+
+
+def recorded(overlap: Literal["backward", "update"] = "backward", steps: int = 1) -> Trace:
+    """Steps of three parameters in two buckets."""
+    strategy = ltx.DDPStrategy(first_bucket_bytes=400, bucket_bytes=800)
+    optimizer = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+    train = ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, overlap=overlap)
+    state = train.init({name: torch.ones(100) for name in "abc"})
+    with ltx.profile.record() as trace:
+        for _ in range(steps):
+            state, _ = train(state)
+    return trace
+
+
+def check_order(trace: Trace, updates: int) -> None:
+    """One step: forward, then backward, then the updates, all within it."""
+    step, *parts = trace.spans
+    assert [span.name for span in trace.spans] == ["step", "forward", "backward", *["update"] * updates]
+    assert all(span.ended_s is not None for span in trace.spans)
+    ends = [step.began_s, *(time for span in parts for time in (span.began_s, span.ended_s)), step.ended_s]
+    assert ends == sorted(ends)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+def test_spans_of_a_step(ranks: Ranks, overlap: Literal["backward", "update"]) -> None:
+    check_order(recorded(overlap), updates=1)
+    for rank, trace in enumerate(ranks(2).run(recorded, overlap)):
+        check_order(trace, updates=2 if overlap == "update" else 1)
+        assert trace.rank == rank
+        step, forward, backward = trace.spans[:3]
+        header, *buckets = trace.events
+        assert header.label == "summary"
+        assert forward.ended_s is not None
+        assert step.ended_s is not None
+        assert forward.ended_s <= header.issued_s <= backward.began_s
+        assert all(backward.began_s <= event.issued_s <= step.ended_s for event in buckets)
+
+
+def test_spans_of_a_step_that_raises() -> None:
+    step = ltx.data_parallel(lambda w: (1 // 0) * w)
+    with ltx.profile.record() as trace, pytest.raises(ZeroDivisionError):
+        step(torch.tensor(1.0))
+    assert [span.name for span in trace.spans] == ["forward"]
+    assert trace.spans[0].ended_s is not None
+
+
+@pytest.mark.full
+def test_spans_of_a_data_parallel_step_by_itself(ranks: Ranks) -> None:
+    def run() -> list[list[str]]:
+        step = ltx.data_parallel(loss)
+        params = {"a": torch.ones(3)}
+        calls: list[Callable[[], object]] = [
+            lambda: step(params),
+            lambda: torch.func.grad(step)(params),
+            lambda: ltx.grad_and_value(step)(params),
+            lambda: step({"a": torch.ones(3, requires_grad=True)}).backward(),
+        ]
+        seen = []
+        for call in calls:
+            with ltx.profile.record() as trace:
+                call()
+            seen.append([span.name for span in trace.spans])
+        return seen
+
+    both = ["forward", "backward"]
+    assert ranks(2).run(run).replicated() == [["forward"], both, both, ["forward"]]
+
+
+def test_nested_recordings_and_none() -> None:
+    assert ledger.span("x") is ledger.span("y"), "while nobody records, nothing is made"
+    with ltx.profile.record() as outer, ledger.span("a"):
+        with ltx.profile.record() as inner, ledger.span("b"):
+            pass
+        with ledger.span("c"):
+            pass
+    with ledger.span("d"):
+        pass
+    assert [span.name for span in outer.spans] == ["a", "b", "c"]
+    assert [span.name for span in inner.spans] == ["b"]
+    assert all(span.ended_s is not None for span in outer.spans)
+
+
+def test_times_of_day() -> None:
+    with ltx.profile.record() as trace:
+        before = time.time()
+        with ledger.span("a"):
+            after = time.time()
+    (span,) = trace.spans
+    assert before - 1e-3 < trace.epoch_s + span.began_s < after + 1e-3
+
+
+def made_by_hand(rank: int = 0) -> Trace:
+    """Two buckets under way together, of which the second waits, and a user's own that isn't complete."""
+    events = [
+        Event("buckets 0", "psum", "bucket 0", 100, 1.25, 1.75),
+        Event("buckets 0", "psum", "bucket 1", 200, 1.5, 2.25, waited_s=0.25),
+        Event("buckets 0", "psum", "bucket 2", 300, 1.75, 2.0),
+        Event("user", "psum", "psum", 4, 2.5),
+    ]
+    spans = [
+        Span("step", 1.0, 2.75),
+        Span("forward", 1.0, 1.25),
+        Span("backward", 1.25, 2.0),
+        Span("update", 2.25, 2.75),
+    ]
+    return Trace(events, spans, rank=rank, epoch_s=100.0 + rank)
+
+
+def test_a_file_for_perfetto(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    ltx.profile.timeline([made_by_hand(0), made_by_hand(1)]).save(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(tracks.values()) == ["compute", "buckets 0", "buckets 0 (2)", "user"] * 2
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
+    found = {
+        (e["pid"], tracks[e["pid"], e["tid"]], e["name"]): (e["ph"], e["ts"], e.get("dur")) for e in events if "ts" in e
+    }
+    assert found == {
+        (rank, track, name): (kind, (rank + start) * 1e6, None if duration is None else duration * 1e6)
+        for rank in range(2)
+        for track, name, kind, start, duration in [
+            ("compute", "step", "X", 0.0, 1.75),
+            ("compute", "forward", "X", 0.0, 0.25),
+            ("compute", "backward", "X", 0.25, 0.75),
+            ("compute", "update", "X", 1.25, 0.5),
+            ("buckets 0", "bucket 0", "X", 0.25, 0.5),
+            ("buckets 0 (2)", "bucket 1", "X", 0.5, 0.75),
+            ("buckets 0", "bucket 2", "X", 0.75, 0.25),
+            ("user", "psum", "B", 1.5, None),
+        ]
+    }
+    second = next(e for e in events if e["name"] == "bucket 1")
+    assert second["args"] == {"operation": "psum", "bytes": 200, "waited_ms": 250.0}
+    assert second["cat"] == "bucket"
+
+
+def test_recordings_come_back_from_ranks_and_are_saved_together(ranks: Ranks, tmp_path: Path) -> None:
+    traces = ranks(2).run(recorded, "backward", 3)
+    path = tmp_path / "trace.json"
+    ltx.profile.timeline(traces).save(path)
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] != "M"]
+    assert all(e["ph"] == "X" and e["ts"] >= 0 and e["dur"] >= 0 for e in events)
+    for rank, trace in enumerate(traces):
+        mine = [e for e in events if e["pid"] == rank]
+        assert len(mine) == len(trace.spans) + len(trace.events) == 3 * (4 + 3)
+        assert sum(e["args"].get("bytes", 0) for e in mine) == trace.bytes
+    by_track = defaultdict(list)
+    for e in events:
+        by_track[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+    for track in by_track.values():  # within a track, Perfetto wants events that nest
+        for i, (start, end) in enumerate(track):
+            for other_start, other_end in track[:i]:
+                inside = (start >= other_start and end <= other_end) or (other_start >= start and other_end <= end)
+                assert inside or end <= other_start + 1e-3 or start >= other_end - 1e-3
+    # Ranks of one machine have one clock: they take their steps at the same time.
+    first = [min(e["ts"] for e in events if e["pid"] == rank) for rank in range(2)]
+    last = [max(e["ts"] + e["dur"] for e in events if e["pid"] == rank) for rank in range(2)]
+    assert max(first) < min(last)
+
+
+def test_a_trace_is_pickled_whole() -> None:
+    trace = made_by_hand()
+    assert pickle.loads(pickle.dumps(trace)) == trace
+
+
+def test_a_picture(pyplot: Any) -> None:
+    trace = made_by_hand()
+    ax = trace.plot()
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["compute", "buckets 0", "user"]
+    assert ax.get_title() == f"{trace.hidden:.0%} of the communication hidden" == "75% of the communication hidden"
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "step",
+        "forward",
+        "backward",
+        "update",
+        "bucket",
+    ]
+    boxes = [bars.get_paths()[0].get_extents() for bars in ax.collections]
+    drawn = [(round(box.x0), round(box.x1), round((box.y0 + box.y1) / 2)) for box in boxes]
+    assert drawn == [
+        *[(0, 1750, 0), (0, 250, 0), (250, 1000, 0), (1250, 1750, 0)],
+        *[(250, 750, 1), (500, 1250, 1), (750, 1000, 1)],
+    ]
+    assert boxes[0].height > boxes[1].height == boxes[2].height, "what is within something is drawn within it"
+
+
+def test_a_picture_of_several_ranks(pyplot: Any) -> None:
+    other = made_by_hand(1)
+    other.events[1].waited_s = 0.5
+    _, mine = pyplot.subplots()
+    ax = ltx.profile.timeline([made_by_hand(), other]).plot(mine)
+    assert ax is mine
+    labels = [tick.get_text() for tick in ax.get_yticklabels()]
+    assert labels == [f"rank {r}  {track}" for r in range(2) for track in ("compute", "buckets 0", "user")]
+    assert ax.get_title() == "50% to 75% of the communication hidden"
+
+
+def test_a_picture_of_a_world_of_one(pyplot: Any) -> None:
+    ax = recorded().plot()
+    assert ax.get_title() == "no communication"
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["compute"]
+    assert Trace().plot().get_title() == "no communication"
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"matplotlib, which isn't installed.*save\(path\)"):
+        made_by_hand().plot()
+
+
+def test_what_is_no_recording() -> None:
+    with pytest.raises(InputError, match=r"ltx\.profile\.timeline takes the recordings of one or more ranks, got none"):
+        ltx.profile.timeline([])
+    with pytest.raises(InputError, match="got int"):
+        ltx.profile.timeline([Trace(), 3])  # type: ignore[list-item]
+
+
+@pytest.mark.full
+def test_with_torchs_profiler(tmp_path: Path) -> None:
+    step = ltx.data_parallel(lambda w: (w @ w).sum())
+    with ltx.profile.record(profiler=True) as trace:
+        step(torch.ones(300, 300))
+    path = tmp_path / "trace.json"
+    trace.save(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    (forward,) = [e for e in events if e["name"] == "forward"]
+    (product,) = [e for e in events if e["name"] == "aten::mm"]
+    assert product["pid"] == forward["pid"] == 0
+    assert product["tid"] != forward["tid"]
+    assert forward["ts"] - 1e3 < product["ts"], "one clock, to a millisecond"
+    assert product["ts"] + product["dur"] < forward["ts"] + forward["dur"] + 1e3
+    assert all(-1e6 < e.get("ts", 0.0) < 1e9 for e in events), "names of threads aren't at the time 0 of the day"
+    assert pickle.loads(pickle.dumps(trace)) == trace

@@ -1,0 +1,431 @@
+"""Calls that fail: what the driver is told, how soon, and that the pool works afterwards."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import ltx
+from ltx import Pool, init, shutdown, world
+from ltx.errors import CallFailedError, CallInterruptedError, CallTimeoutError, InputError, WorkerError
+from ltx.runtime import collecting
+from ltx.runtime.collecting import failure_error
+from ltx.runtime.failures import failure_of, text_of
+from ltx.runtime.messages import Failure, Result, pack
+
+Ranks = Callable[[int], Pool]
+
+
+class TwoArgumentsError(Exception):
+    """Pickles, but doesn't unpickle: pickle calls it with the one argument that it passed on."""
+
+    def __init__(self, first: str, second: str):
+        super().__init__(f"{first} and {second}")
+
+
+def _works(pool: Pool) -> bool:
+    return bool(pool.run(lambda: ltx.psum(torch.ones(1))).replicated().item() == len(pool))
+
+
+def test_an_exception_arrives_with_rank_type_text_and_cause(ranks: Ranks) -> None:
+    def fails_on_one() -> None:
+        if world().rank == 1:
+            raise ValueError("no such luck")
+
+    with pytest.raises(CallFailedError, match=r"^rank 1 of 2 raised ValueError: no such luck\n") as caught:
+        ranks(2).run(fails_on_one)
+    error = caught.value
+    assert (error.rank, error.type_name) == (1, "ValueError")
+    assert isinstance(error, WorkerError)
+    assert isinstance(error.__cause__, ValueError)
+    assert error.__cause__.args == ("no such luck",)
+    assert 'raise ValueError("no such luck")' in error.traceback_text
+    assert "in fails_on_one" in str(error)
+    assert "worker.py" not in str(error), "ltx's own frames are no news"
+    assert "Other ranks" not in str(error)
+    assert pickle.loads(pickle.dumps(error)).rank == 1
+    assert _works(ranks(2))
+
+
+def test_the_first_to_fail_is_shown_and_the_others_listed(ranks: Ranks) -> None:
+    def fails_in_turn() -> None:
+        if world().rank == 0:
+            time.sleep(0.1)  # well within what others get to answer in
+        raise KeyError(f"from {world().rank}")
+
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised KeyError") as caught:
+        ranks(2).run(fails_in_turn)
+    assert str(caught.value).endswith("Other ranks: rank 0 raised KeyError: 'from 0'.")
+
+
+def test_what_comes_of_a_peers_failure_is_not_the_first_even_if_it_came_first() -> None:
+    def failed(kind: str, at_s: float) -> Failure:
+        return Failure(kind, f"of {kind}", "", at_s)
+
+    def first(answers: dict[int, Failure | str]) -> int:
+        error = failure_error("f", answers, range(3), 3, None, kept=None)
+        assert isinstance(error, CallFailedError)
+        return error.rank
+
+    assert first({0: failed("DeadlockDetectedError", 1.0), 1: failed("KeyError", 3.0), 2: failed("OSError", 2.0)}) == 2
+    assert first({0: failed("PeerLostError", 2.0), 1: failed("PeerLostError", 1.0), 2: Result(None)}) == 1
+    # torch's words for a peer that is gone are those of any RuntimeError
+    assert first({0: failed("RuntimeError", 1.0), 1: "was killed by SIGKILL", 2: failed("PeerLostError", 0.5)}) == 1
+
+
+def test_an_interrupt_while_others_give_up_interrupts_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        """Two workers: one fails, and the user interrupts the wait for the other, twice."""
+
+        answers: ClassVar[list[dict[int, Any]]] = [{0: Failure("ValueError", "", "", 0.0)}]
+
+        def send(self, *_: Any) -> bool:
+            return True
+
+        def cancel(self, *_: Any) -> None:
+            pass
+
+        def receive(self, *_: Any) -> dict[int, Any]:
+            if not self.answers:
+                raise KeyboardInterrupt
+            return self.answers.pop()
+
+    monkeypatch.setattr(collecting, "PATIENCE_S", 0.0)
+    with pytest.raises(CallInterruptedError, match=r"f was interrupted: .*in code that Python") as caught:
+        collecting.collect(Group(), 1, pack(None), [0, 1], "f", None)  # type: ignore[arg-type]
+    assert not caught.value.kept
+
+
+def test_a_workers_traceback_points_at_what_pythons_own_does() -> None:
+    def fails(values: dict[str, int]) -> int:
+        return values["there"] + values["missing"] + values["there"]
+
+    with pytest.raises(KeyError) as caught:
+        fails({"there": 1})
+    assert text_of(caught.value) == "".join(traceback.format_exception(caught.value))
+
+
+def test_a_rank_that_prints_without_end_is_not_waited_for_without_end() -> None:
+    def flood() -> None:
+        while True:
+            os.write(1, b"y" * 1000 + b"\n")
+
+    with Pool(1, show_output=True) as pool, redirect_stdout(io.StringIO()):
+        began = time.monotonic()
+        with pytest.raises(CallTimeoutError, match=r"within 0\.5 s: rank 0 was .* in flood"):
+            pool.run(flood, timeout_s=0.5)
+        assert time.monotonic() - began < 10
+        assert _works(pool)
+
+
+def test_workers_keep_their_state_after_a_failure(ranks: Ranks) -> None:
+    def fails() -> None:
+        torch.ltx_test_note = os.getpid()  # type: ignore[attr-defined]
+        raise RuntimeError("everywhere")
+
+    before = list(ranks(2).run(os.getpid))
+    with pytest.raises(CallFailedError):
+        ranks(2).run(fails)
+    assert list(ranks(2).run(lambda: torch.__dict__.pop("ltx_test_note"))) == before
+    assert _works(ranks(2))
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+def test_a_peer_that_waits_in_a_collective_is_told_at_once(ranks: Ranks, sockets: bool) -> None:
+    def one_fails() -> None:
+        if sockets:
+            os.environ["LTX_SHARED_MEMORY"] = "0"
+            shutdown()
+            init()
+            ltx.psum(torch.ones(3))
+        if world().rank == 1:
+            raise ValueError("before the collective")
+        ltx.psum(torch.ones(3))
+
+    before = list(ranks(2).run(os.getpid))
+    try:
+        began = time.monotonic()
+        with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: before") as caught:
+            ranks(2).run(one_fails)
+        took_s = time.monotonic() - began
+        assert _works(ranks(2))
+    finally:
+        ranks(2).run(lambda: os.environ.pop("LTX_SHARED_MEMORY", None))
+    assert "Other ranks: rank 0 raised DeadlockDetectedError: rank 0: rank 1 has left axis 'data'" in str(caught.value)
+    assert "(ValueError: before the collective)" in str(caught.value)
+    assert took_s < 10
+    assert list(ranks(2).run(os.getpid)) == before
+
+
+@pytest.mark.full
+def test_a_peer_that_computes_is_asked_to_give_up(ranks: Ranks) -> None:
+    def endless() -> None:
+        if world().rank == 1:
+            raise ValueError("on one")
+        while True:
+            time.sleep(0.01)
+
+    before = list(ranks(2).run(os.getpid))
+    began = time.monotonic()
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one") as caught:
+        ranks(2).run(endless)
+    assert time.monotonic() - began < 10
+    assert re.search(
+        r"Other ranks: rank 0 was given up at test_failures\.py:\d+ in endless: time\.sleep\(0\.01\)", str(caught.value)
+    )
+    assert list(ranks(2).run(os.getpid)) == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("grace_s", "kept"), [(0.5, False), (1.5, False), (40.0, True)])
+def test_patience_is_the_pools(grace_s: float, kept: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """With code that Python can't interrupt; where it is more than a second, it is told first what will be lost."""
+
+    def stuck() -> None:
+        if world().rank == 1:
+            raise ValueError("on one")
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        time.sleep(4)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+    with Pool(2, grace_s=grace_s) as pool:
+        before = list(pool.run(os.getpid))
+        with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one"):
+            pool.run(stuck)
+        assert (list(pool.run(os.getpid)) == before) == kept
+    told = "Unless they end within" in capfd.readouterr().err
+    assert told == (grace_s > 1)
+
+
+@pytest.mark.full
+def test_a_peer_that_python_cannot_interrupt_is_ended(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ltx.runtime.collecting.GRACE_S", 0.5)
+
+    def stuck() -> None:
+        if world().rank == 1:
+            raise ValueError("on one")
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        time.sleep(100)
+
+    before = list(ranks(2).run(os.getpid))
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one") as caught:
+        ranks(2).run(stuck)
+    assert re.search(
+        r"rank 0 didn't give up \(it is in code that Python can't interrupt, at test_failures\.py:\d+ in stuck: "
+        r"time\.sleep\(100\)\)",
+        str(caught.value),
+    )
+    assert "The workers were ended, with what they had kept" in str(caught.value)
+    assert repr(ranks(2)) == "<ltx.Pool of 2: starts new workers at the next run>"
+    assert set(ranks(2).run(os.getpid)).isdisjoint(before)
+    assert _works(ranks(2))
+
+
+@pytest.mark.full
+def test_a_peer_that_catches_the_interrupt_is_told_from_one_that_cant_be_interrupted(ranks: Ranks) -> None:
+    def stubborn() -> None:
+        if world().rank == 1:
+            raise ValueError("on one")
+        while True:
+            with suppress(BaseException):
+                time.sleep(0.01)
+
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one") as caught:
+        ranks(2).run(stubborn)
+    assert "rank 0 didn't give up (it catches KeyboardInterrupt, as BaseException, and goes on, at " in str(
+        caught.value
+    )
+    assert "can't interrupt" not in str(caught.value)
+    assert _works(ranks(2))
+
+
+def test_exceptions_that_do_not_pickle(ranks: Ranks) -> None:
+    def fails() -> None:
+        error = ValueError("with a lock")
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(CallFailedError, match=r"rank [01] of 2 raised ValueError: with a lock") as caught:
+        ranks(2).run(fails)
+    assert caught.value.__cause__ is None
+    assert "error.lock = threading.Lock()" not in caught.value.traceback_text
+    assert "raise error" in caught.value.traceback_text
+
+
+def test_exceptions_that_do_not_unpickle(ranks: Ranks) -> None:
+    def fails() -> None:
+        raise TwoArgumentsError("this", "that")
+
+    with pytest.raises(CallFailedError, match="raised TwoArgumentsError: this and that") as caught:
+        ranks(2).run(fails)
+    assert caught.value.__cause__ is None
+
+
+def test_exceptions_whose_text_raises(ranks: Ranks) -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("mute")
+
+    def fails() -> None:
+        raise MuteError
+
+    with pytest.raises(CallFailedError, match=r"raised .*MuteError: <no text: its __str__ raised RuntimeError>"):
+        ranks(2).run(fails)
+
+
+def test_results_that_do_not_pickle(ranks: Ranks) -> None:
+    with pytest.raises(
+        CallFailedError, match=r"raised TypeError: pickling the result, which is of type lock: cannot pickle"
+    ):
+        ranks(2).run(threading.Lock)
+
+
+def test_wrong_arguments(ranks: Ranks) -> None:
+    with pytest.raises(CallFailedError, match=r"raised TypeError: .*takes 0 positional arguments but 1 was given"):
+        ranks(2).run(lambda: None, 1)
+
+
+def test_sys_exit_ends_the_call_and_not_the_worker(ranks: Ranks) -> None:
+    before = list(ranks(2).run(os.getpid))
+    with pytest.raises(CallFailedError, match="raised SystemExit: 3"):
+        ranks(2).run(sys.exit, 3)
+    assert list(ranks(2).run(os.getpid)) == before
+
+
+def test_a_rank_that_is_killed(ranks: Ranks) -> None:
+    def killed() -> None:
+        if world().rank == 1:
+            os.kill(os.getpid(), 9)
+        ltx.psum(torch.ones(3))
+
+    began = time.monotonic()
+    with pytest.raises(
+        CallFailedError, match=r"rank 1 of 2 was killed by SIGKILL .*memory.* while it ran .*killed"
+    ) as caught:
+        ranks(2).run(killed)
+    assert time.monotonic() - began < 10
+    assert (caught.value.rank, caught.value.type_name, caught.value.__cause__) == (1, "", None)
+    assert "Other ranks: rank 0 raised PeerLostError: " in str(caught.value)
+    assert _works(ranks(2))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells that a process is stopped")
+def test_a_rank_that_is_stopped(ranks: Ranks) -> None:
+    def stopped() -> None:
+        if world().rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        ltx.psum(torch.ones(3))
+
+    before = list(ranks(2).run(os.getpid))
+    began = time.monotonic()
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 has been stopped \(SIGSTOP, or Ctrl-Z\)") as caught:
+        ranks(2).run(stopped)
+    assert time.monotonic() - began < 20
+    assert "rank 0 was given up at test_failures.py" in str(caught.value)
+    assert _works(ranks(2))
+    assert set(ranks(2).run(os.getpid)).isdisjoint(before)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before), "ended, and reaped"
+
+
+def test_a_rank_that_runs_out_of_memory(ranks: Ranks) -> None:
+    def greedy() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 33, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        try:
+            if world().rank == 1:
+                torch.empty(1 << 34, dtype=torch.uint8)
+            ltx.psum(torch.ones(3))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
+
+    with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised RuntimeError: .*(can't|not enough memory|allocate)"):
+        ranks(2).run(greedy)
+    assert _works(ranks(2))
+
+
+@pytest.mark.full
+def test_a_rank_that_exits(ranks: Ranks) -> None:
+    with pytest.raises(CallFailedError, match="of 2 exited with status 7 while it ran _exit"):
+        ranks(2).run(os._exit, 7)
+    assert _works(ranks(2))
+
+
+@pytest.mark.full
+def test_a_rank_that_ends_between_calls(ranks: Ranks) -> None:
+    def end_soon() -> None:
+        if world().rank == 0:
+            threading.Timer(0.2, os._exit, (5,)).start()
+
+    pid = ranks(2).run(os.getpid).rank(0)
+    ranks(2).run(end_soon)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # all of its threads: until then its pipe is open
+    with pytest.raises(CallFailedError, match="rank 0 of 2 exited with status 5 before it could run getpid"):
+        ranks(2).run(os.getpid)
+    assert _works(ranks(2))
+
+
+@pytest.mark.full
+def test_a_run_that_takes_too_long(ranks: Ranks) -> None:
+    def slow_on_one() -> None:
+        if world().rank == 1:
+            time.sleep(40)
+
+    ranks(2).run(os.getpid)
+    began = time.monotonic()
+    with pytest.raises(
+        CallTimeoutError,
+        match=r"slow_on_one didn't return on rank 1 of 2 within 1 s, while it returned on 0: "
+        r"rank 1 was at test_failures\.py:\d+ in slow_on_one: time\.sleep\(40\)",
+    ) as caught:
+        ranks(2).run(slow_on_one, timeout_s=1.0)
+    assert time.monotonic() - began < 10
+    assert isinstance(caught.value, TimeoutError)
+    assert isinstance(caught.value, WorkerError)
+    assert _works(ranks(2))
+
+
+@pytest.mark.parametrize("limit", ["1", 0, -1.0, float("nan"), timedelta(0)])
+def test_a_limit_that_is_none_leaves_the_pool_as_it_is(limit: Any, ranks: Ranks) -> None:
+    pool, pids = ranks(2), ranks(2).pids
+    with pytest.raises(InputError, match=r"timeout_s must be a number of seconds or a datetime\.timedelta"):
+        pool.run(world, timeout_s=limit)
+    with pytest.raises(InputError, match="timeout_s must be"):
+        pool.run_on(0, world, timeout_s=limit)
+    assert pool.run_on(1, lambda: world().rank, timeout_s=timedelta(minutes=1)) == 1
+    assert pool.pids == pids
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"threads": 0}, {"start_timeout_s": 0}, {"timeout_s": "5"}, {"grace_s": -1}],
+    ids=lambda kw: next(iter(kw)),
+)
+def test_a_pool_of_wrong_arguments_starts_nothing(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"ltx.Pool: {next(iter(kwargs))} must be"):
+        Pool(1, **kwargs)
+
+
+def test_the_place_of_a_failure_is_the_users_line_not_pythons_library() -> None:
+    def waits() -> None:
+        threading.Event().wait(timeout="not a number")  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError) as caught:
+        waits()
+    assert "test_failures.py" in failure_of(caught.value).where
+    assert "in waits" in failure_of(caught.value).where

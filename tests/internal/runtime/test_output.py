@@ -1,0 +1,142 @@
+"""What workers write, and what the driver makes of it: nothing is lost, and nothing stands in the way of a call."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ltx
+from ltx import Pool
+from ltx.errors import CallFailedError
+from ltx.runtime.output import Line, Output, Printed, Writer, open_pipe
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_last_words_of_a_process_that_ends_in_the_middle_of_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    reading, writing = open_pipe()
+    output = Output()
+    output.add(reading, 0, "stderr")
+    os.write(writing, b"a line\nlast words")
+    os.close(writing)
+    output.show()
+    output.show(finish=True)
+    output.close()
+    assert capsys.readouterr().err == "[rank 0] a line\n[rank 0] last words\n"
+
+
+@pytest.mark.parametrize("seen", [Printed("stdout", "plain\nGrüße, \udcff\n"), Line("stdout", "Grüße, \udcff", True)])
+def test_letters_that_the_drivers_encoding_has_not(seen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    seen.shown(0, 1, {})
+    assert raw.getvalue().splitlines()[-1] == rb"[rank 0] Gr\xfc\xdfe, \udcff"
+
+
+def test_a_driver_without_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    Printed("stdout", "a line\n").shown(0, 1, {})
+    Line("stdout", "a line", True).shown(0, 1, {})
+    ltx.show("a value")
+
+
+def test_threads_that_write_at_once() -> None:
+    delivered: list[Any] = []
+    writer = Writer("stdout", 1, delivered.append)
+    other = threading.Thread(target=writer.write, args=("other\n",))
+
+    class Meanwhile(str):
+        """The other thread begins to write when this is put behind what there is."""
+
+        def __radd__(self, begun: str) -> str:
+            other.start()
+            other.join(0.2)  # it can't write yet
+            return begun + str(self)
+
+    writer.write("begun ")
+    writer.write(Meanwhile("and ended\n"))
+    other.join()
+    assert "".join(message.text for message in delivered) == "begun and ended\nother\n"
+
+
+@pytest.mark.full
+def test_forks_of_a_worker_write_beside_it(capfd: pytest.CaptureFixture[str]) -> None:
+    long = 30_000  # a message to the driver takes several writes
+
+    def speak() -> int:
+        print("begun, ", end="")
+        children = []
+        for child in range(3):
+            pid = os.fork()
+            if pid == 0:
+                for _ in range(100):
+                    print("c" * long)
+                ltx.show(f"shown by child {child}")
+                print("the end", end="", flush=True)
+                os._exit(0)
+            children.append(pid)
+        for _ in range(100):
+            print("p" * long)
+        return sum(os.waitpid(pid, 0)[1] for pid in children)
+
+    with Pool(1, show_output=True) as pool:
+        assert pool.run(speak)[0] == 0
+    out = capfd.readouterr().out
+    assert out.count("c") == 300 * long + 3  # long lines of several children mix, as in any pipe
+    assert out.count("p" * long) == 100
+    assert out.count("begun, ") == 1
+    assert out.count("the end") == 3
+    assert all(f"shown by child {child}" in out for child in range(3))
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Iterator[Path]:
+    """A file for the id of a process that is to be ended with the test."""
+    file = tmp_path / "pid"
+    yield file
+    os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["fork", "command"])
+def test_the_end_of_a_worker_whose_children_live_on(kind: str, pids: Path) -> None:
+    def end() -> None:
+        if kind == "fork":
+            child = os.fork()
+            if child == 0:
+                time.sleep(100)
+        else:
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], close_fds=False).pid
+        pids.write_text(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Pool(1) as pool, pytest.raises(CallFailedError, match=r"^rank 0 of 1 was killed by SIGKILL"):
+        pool.run(end, timeout_s=10.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_process_that_was_started_without_stdout(shows: bool) -> None:
+    script = f"""
+import sys, ltx
+def speak():
+    print("to nobody")
+    ltx.show("to nobody")
+    return sys.stdout is None
+with ltx.Pool(1, show_output={shows}) as pool:
+    print(pool.run(speak), file=sys.stderr)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-c", script]
+    ended = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *run], env=environment, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (0, f"PerRank(rank 0: {not shows})\n")

@@ -1,0 +1,183 @@
+"""Worker processes: how they start, and that nothing of them is left however they or the driver end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ltx.errors import WorkerError
+from ltx.runtime.starting import starter
+from ltx.runtime.worker_group import WorkerGroup
+
+ROOT = Path(__file__).parents[3]
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process has ended; a zombie that its parent (here maybe a container's init) hasn't reaped has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _wait_until_gone(pids: list[int], limit_s: float = 10.0) -> list[int]:
+    deadline = time.monotonic() + limit_s
+    while (left := [pid for pid in pids if not _is_gone(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _workers(size: int, start_timeout_s: float) -> WorkerGroup:
+    return WorkerGroup(size, starter("popen", size, threads=1), 1, start_timeout_s)
+
+
+class Driver:
+    """A process of its own that runs `script`, with a temp folder of its own."""
+
+    def __init__(self, script: str, temp: Path):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temp)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def temp(tmp_path: Path) -> Path:
+    (tmp_path / "temp").mkdir()
+    return tmp_path / "temp"
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[Driver]]:
+    started: list[Driver] = []
+    yield started
+    for driver in started:
+        driver.close()
+
+
+HANGS = """
+import os, time, torch, ltx
+from ltx.runtime.pool import Pool
+from ltx.core.world.world import world
+pool = Pool(2)
+print(*pool.run(os.getpid), flush=True)
+def hang():
+    if world().rank == 1:
+        print("hanging", flush=True)
+        time.sleep(100)
+    ltx.psum(torch.ones(1))
+def again():
+    print("again", *pool.run(os.getpid), flush=True)
+"""
+
+
+@pytest.mark.full
+def test_workers_end_when_the_driver_is_killed(drivers: list[Driver], temp: Path) -> None:
+    driver = Driver(HANGS + "pool.run(hang)", temp)
+    drivers.append(driver)
+    pids = [int(pid) for pid in driver.line().split()]
+    assert driver.line() == "hanging"
+    driver.process.kill()
+    assert _wait_until_gone(pids) == []
+    assert list(temp.iterdir()) == []
+
+
+@pytest.mark.full
+def test_workers_end_with_a_driver_that_forgets_to_close(drivers: list[Driver], temp: Path) -> None:
+    driver = Driver(HANGS, temp)
+    drivers.append(driver)
+    pids = [int(pid) for pid in driver.line().split()]
+    assert driver.process.wait(timeout=30) == 0
+    assert _wait_until_gone(pids, limit_s=0.0) == [], "the driver waits for them before it ends"
+    assert list(temp.iterdir()) == []
+
+
+@pytest.mark.full
+def test_an_interrupt_reaches_the_driver_and_the_pool_works_after(drivers: list[Driver], temp: Path) -> None:
+    script = (
+        HANGS + "try:\n    pool.run(hang)\nexcept KeyboardInterrupt:\n    print('interrupted', repr(pool))\nagain()\n"
+    )
+    driver = Driver(script, temp)
+    drivers.append(driver)
+    pids = [int(pid) for pid in driver.line().split()]
+    assert driver.line() == "hanging"
+    began = time.monotonic()
+    driver.process.send_signal(signal.SIGINT)
+    assert driver.line() == f"interrupted <ltx.Pool of 2: pids {pids}>"
+    assert time.monotonic() - began < 5
+    assert driver.line() == f"again {pids[0]} {pids[1]}", "the same workers"
+    assert driver.process.wait(timeout=30) == 0
+    assert list(temp.iterdir()) == []
+
+
+@pytest.mark.full
+def test_close_leaves_nothing() -> None:
+    sockets = len(os.listdir("/proc/self/fd"))
+    began = time.monotonic()
+    workers = _workers(2, start_timeout_s=50.0)
+    print(f"cold start of 2 workers: {time.monotonic() - began:.2f} s")
+    pids = workers.pids
+    assert not any(_is_gone(pid) for pid in pids)
+    workers.stop()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "reaped, so not even zombies"
+    assert len(os.listdir("/proc/self/fd")) == sockets
+    workers.stop()
+    workers.kill()
+
+
+@pytest.mark.full
+def test_a_forgotten_crew_ends() -> None:
+    pids = _workers(1, start_timeout_s=50.0).pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.full
+def test_a_fork_of_the_driver_leaves_the_workers_alone() -> None:
+    workers = _workers(1, start_timeout_s=50.0)
+    try:
+        assert workers.is_ours
+        child = os.fork()
+        if child == 0:
+            seen_as_ours = workers.is_ours
+            workers.kill()
+            workers.stop()
+            os._exit(int(seen_as_ours))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not _is_gone(workers.pids[0])
+    finally:
+        workers.stop()
+
+
+def test_workers_that_are_not_up_in_time() -> None:
+    with pytest.raises(WorkerError, match=r"the workers of ranks \[0, 1\] of 2 weren't up after 0.05 s"):
+        _workers(2, start_timeout_s=0.05)
+
+
+@pytest.mark.full
+def test_a_worker_that_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
+    with pytest.raises(WorkerError, match=r"the worker of rank 0 of 1 failed to start: WorldError: (.|\n)*Traceback"):
+        _workers(1, start_timeout_s=50.0)
+
+
+def test_a_worker_that_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(WorkerError, match=r"the worker of rank 0 of 1 exited with status 1 while it started"):
+        _workers(1, start_timeout_s=50.0)

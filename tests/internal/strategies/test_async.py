@@ -1,0 +1,433 @@
+"""Asynchronous averaging by the clock, between processes of very different speeds; and what its rows don't say."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.errors import CollectiveTimeoutError, InputError, PeerLostError, StrategyError, UnsupportedError, WorkerError
+from ltx.strategies.async_averaging import AsyncAveraging, Round
+from tests.contract.strategies.problem import loss as problem_loss
+from tests.contract.strategies.problem import make_problem
+from tests.contract.strategies.references import async_averaging
+
+Ranks = Callable[[int], ltx.Pool]
+OnNewAxis = Callable[..., Any]
+ALWAYS = AsyncAveraging(sync_interval_ms=0)
+LR = 0.01
+
+
+def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Its gradient is x, whatever the parameters are: so all that ranks have learned can be added up."""
+    return x * sum(p.double().sum() for p in params.values())
+
+
+def trainer(strategy: ltx.Strategy, fn: Callable[..., Tensor] = loss, **kwargs: Any) -> Any:
+    return ltx.train_step(ltx.data_parallel(fn, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=LR), **kwargs)
+
+
+def start() -> dict[str, Tensor]:
+    return {"w": torch.arange(6.0, dtype=torch.float64).view(2, 3).t(), "b": torch.tensor(0.5, dtype=torch.float64)}
+
+
+def went(state: Any) -> dict[str, Tensor]:
+    """What was added to the parameters since the start."""
+    return {name: x - start()[name] for name, x in state.params.items()}
+
+
+def rounds_of(trace: Any) -> int:
+    """The rounds that this rank has begun: one bucket each."""
+    return sum(event.label.startswith("background") for event in trace.events)
+
+
+# --- by the clock ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_go_at_their_own_pace_and_end_together(n: int, ranks: Ranks) -> None:
+    """Nobody waits in a step, nothing that a rank learns is lost, and finish ends with the same mean for all."""
+
+    def run() -> Any:
+        rank = int(ltx.axis_index())
+        blocked = [rank == n - 1]
+
+        def held_up(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            if blocked.pop() if blocked else False:
+                ltx.barrier()  # in its first step the last rank waits until the others have done all of theirs
+            return loss(params, x)
+
+        train, results = trainer(ALWAYS, held_up), []
+        state = train.init(start())
+        with ltx.profile.record() as trace:
+            for steps in (5 * rank + 3, 2 * (n - rank)):  # after the first finish the others are the slow ones
+                for step in range(steps):
+                    state, metrics = train(state, torch.tensor(float(rank + 1)))
+                    if rank < n - 1 and not results and step == steps - 1:
+                        ltx.barrier()
+                state = train.finish(state)
+                results.append((went(state), state.pending, state.step))
+        return results, rounds_of(trace), metrics.loss.item()
+
+    both = ranks(n).run(run)
+    learned = 0.0
+    for phase in range(2):
+        phases = [results[phase] for results, _, _ in both]
+        learned -= LR * sum((r + 1) * (5 * r + 3, 2 * (n - r))[phase] for r in range(n)) / n
+        for by_name, pending, _ in phases:
+            assert pending is None
+            for name, x in by_name.items():
+                torch.testing.assert_close(x, torch.full_like(x, learned), rtol=0, atol=1e-9)
+                assert torch.equal(x, phases[0][0][name])
+    assert [results[1][2] for results, _, _ in both] == [5 * r + 3 + 2 * (n - r) for r in range(n)]
+    counts = {rounds for _, rounds, _ in both}
+    assert len(counts) == 1, "all have begun the same number of rounds"
+    assert counts.pop() >= 4
+    assert len({own for _, _, own in both}) == n, "losses are the ranks' own"
+
+
+def test_nodes_go_at_their_own_pace_and_end_together(ranks: Ranks) -> None:
+    """The ranks of a node hold the same parameters at every step, with the mean gradient; nodes don't wait."""
+
+    def run() -> Any:
+        rank = int(ltx.axis_index())
+        place, blocked = rank // 2, [rank > 1]
+
+        def held_up(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            if blocked.pop() if blocked else False:
+                ltx.barrier()  # in its first step the second node waits until the first one has done all of its own
+            return loss(params, x)
+
+        train = trainer(AsyncAveraging(sync_interval_ms=0, hierarchical=True, node_size=2), held_up)
+        state, same, results = train.init(start()), True, []
+        mates = ltx.core.ranks.axis.inner(ltx.core.comm.resolve(None), 2)
+        with ltx.profile.record() as trace:
+            for steps in (5 * place + 3, 2 * (2 - place)):  # after the first finish the first node is the slow one
+                for step in range(steps):
+                    state, metrics = train(state, torch.tensor(float(rank + 1)))
+                    both = ltx.all_gather(state.params["w"], mates)
+                    same = same and torch.equal(both[0], both[1])
+                    if place == 0 and not results and step == steps - 1:
+                        ltx.barrier()
+                state = train.finish(state)
+                results.append(went(state))
+        return results, rounds_of(trace), metrics.loss.item(), same
+
+    found = list(ranks(4).run(run))
+    learned = 0.0
+    for phase in range(2):
+        for place in range(2):
+            learned -= LR * (2 * place + 1.5) * (5 * place + 3, 2 * (2 - place))[phase] / 2
+        for results, _, _, _ in found:
+            for name, x in results[phase].items():
+                torch.testing.assert_close(x, torch.full_like(x, learned), rtol=0, atol=1e-9)
+                assert torch.equal(x, found[0][0][phase][name])
+    assert all(same for _, _, _, same in found)
+    assert len({rounds for _, rounds, _, _ in found}) == 1
+    assert found[0][1] >= 4
+    losses = [own for _, _, own, _ in found]
+    assert losses[0] == losses[1] != losses[2] == losses[3]
+
+
+def test_rounds_keep_their_distance(ranks: Ranks) -> None:
+    """With an hour between two rounds there is the first, and that of finish."""
+
+    def run() -> tuple[int, int, bool]:
+        train = trainer(AsyncAveraging(sync_interval_ms=3.6e6))
+        state = train.init(start())
+        with ltx.profile.record() as trace:
+            for _ in range(5):
+                state, _ = train(state, torch.tensor(1.0))
+            before = rounds_of(trace)
+            kept = pickle.loads(pickle.dumps(state))
+            state = train.finish(state)
+        return before, rounds_of(trace), kept.pending is None and isinstance(state.params["w"], Tensor)
+
+    assert ranks(2).run(run).replicated() == (1, 2, True)
+
+
+def test_warm_up_is_together(ranks: Ranks) -> None:
+    def run() -> tuple[list[float], list[float]]:
+        rank, strategy = int(ltx.axis_index()), AsyncAveraging(warmup_steps=2, sync_interval_ms=0)
+        train = trainer(strategy)
+        state, losses, at = train.init(start()), [], []
+        for _ in range(3):
+            state, metrics = train(state, torch.tensor(rank + 1.0))
+            losses.append(metrics.loss.item())
+            at.append(went(state)["b"].item())
+        train.finish(state)
+        return losses, at
+
+    (losses, at), (losses_1, at_1) = ranks(2).run(run)
+    assert losses[:2] == losses_1[:2]
+    assert losses[2] != losses_1[2]
+    np.testing.assert_allclose(at, [-LR * 1.5, -LR * 3, -LR * 4])
+    np.testing.assert_allclose(at_1, [-LR * 1.5, -LR * 3, -LR * 5])
+
+
+def test_all_kinds_of_leaves(ranks: Ranks) -> None:
+    def run() -> dict[str, Tensor]:
+        rank = int(ltx.axis_index())
+        params = {
+            "half": torch.ones(3, dtype=torch.bfloat16),
+            "empty": torch.ones(0, 2),
+            "number": torch.tensor(1.0),
+            "turned": torch.ones(2, 4, dtype=torch.float64).t(),
+        }
+        train = trainer(AsyncAveraging(sync_interval_ms=0, bucket_bytes=8))
+        state = train.init(params)
+        for _ in range(3 + rank):
+            state, _ = train(state, torch.tensor(100.0 * rank, dtype=torch.float64))
+        return train.finish(state).params
+
+    mine, theirs = ranks(2).run(run)
+    for name, x in mine.items():
+        assert torch.equal(x, theirs[name])
+        # Rounds differ from run to run, and each rounds.
+        tolerance = 0.05 if x.dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(x, torch.full_like(x, -1.0), rtol=0, atol=tolerance)
+
+
+def test_a_rank_may_fail_alone_and_do_its_step_again(ranks: Ranks) -> None:
+    """Its peer hears nothing of it, and what is under way stays."""
+
+    def run() -> Tensor:
+        rank, fails = int(ltx.axis_index()), [False]
+
+        def faulty(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            if fails[0]:
+                raise ArithmeticError
+            return loss(params, x)
+
+        train = trainer(ALWAYS, faulty)
+        state = train.init(start())
+        for step in range(6):
+            fails[0] = rank == 1 and step in (1, 4)
+            if fails[0]:
+                with pytest.raises(ArithmeticError):
+                    train(state, torch.tensor(1.0))
+                fails[0] = False
+            state, _ = train(state, torch.tensor(rank + 1.0))
+        return went(train.finish(state))["b"]
+
+    for b in ranks(2).run(run):
+        torch.testing.assert_close(b.item(), -LR * 1.5 * 6, rtol=0, atol=1e-9)
+
+
+def test_it_goes_with_debug_checks_and_accumulation(ranks: Ranks) -> None:
+    def run() -> Tensor:
+        rank = int(ltx.axis_index())
+        step = ltx.accumulate(ltx.data_parallel(lambda p, x: loss(p, x.mean()), ALWAYS), 2)
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=LR))
+        with ltx.debug_checks():
+            state = train.init(start())
+            for _ in range(2 + 2 * rank):
+                state, _ = train(state, torch.full((4,), rank + 1.0))
+            return went(train.finish(state))["b"]
+
+    for b in ranks(2).run(run):
+        torch.testing.assert_close(b.item(), -LR * (2 * 1 + 4 * 2) / 2, rtol=0, atol=1e-9)
+
+
+@pytest.mark.full
+def test_a_peer_that_dies(ranks: Ranks, tmp_path: Path) -> None:
+    """The next step that would begin or wait for a round raises, and the state is as it was before it."""
+
+    def run(strategy: ltx.Strategy, told: Path) -> None:
+        rank, train = int(ltx.axis_index()), trainer(strategy)
+        state = train.init(start())
+        for _ in range(3):
+            state, _ = train(state, torch.tensor(1.0))
+        ltx.barrier()
+        if rank == 1:
+            os._exit(3)
+        said = []
+        while not said:
+            before = ltx.tree.map(torch.clone, state.params)
+            try:
+                state, _ = train(state, torch.tensor(1.0))
+            except PeerLostError as error:
+                said.append(str(error))
+        for again in (lambda: train(state, torch.tensor(1.0)), lambda: train.finish(state)):
+            with pytest.raises(PeerLostError):
+                again()
+        assert all(torch.equal(before[name], x) for name, x in state.params.items())
+        told.write_text(said[0])
+
+    for i, strategy in enumerate((ALWAYS, AsyncAveraging(schedule=(1, 1)))):
+        told = tmp_path / str(i)
+        with pytest.raises(WorkerError, match="exited with status 3"):
+            ranks(2).run(run, strategy, told)
+        assert "background 0 on axis 'data'" in told.read_text()
+
+
+@pytest.mark.full
+def test_a_peer_that_begins_no_round(on_new_axis: OnNewAxis) -> None:
+    """It counts as lost after the axis' timeout; until then steps go on."""
+
+    def run() -> int:
+        train, steps, lost = trainer(ALWAYS), 0, False
+        state = train.init(start())
+        if int(ltx.axis_index()) == 1:
+            return 0
+        while not lost:
+            try:
+                state, _ = train(state, torch.tensor(1.0))
+                steps += 1
+            except CollectiveTimeoutError:
+                lost = True
+        assert torch.allclose(went(state)["b"], torch.tensor(-LR * steps, dtype=torch.float64))
+        return steps
+
+    assert on_new_axis(run, timeout_s=1.0).rank(0) > 1
+
+
+def test_a_state_with_a_round_under_way_gives_and_takes_no_state_dict(ranks: Ranks) -> None:
+    """What the round comes to would be lost, or be added to other parameters than it is of."""
+
+    def run() -> bool:
+        train, x = trainer(AsyncAveraging(schedule=(2, 2))), torch.tensor(1.0 + ltx.world().rank)
+        state, _ = train(train.init(start()), x)
+        saved = train.init(start()).state_dict()
+        for use in (state.state_dict, lambda: state.load_state_dict(saved)):
+            with pytest.raises(
+                InputError, match=r"^state_dict: AsyncAveraging\(.* exchange under way between two steps"
+            ):
+                use()
+        state = train.finish(state)
+        expected = went(state)
+        other = train.init(start())
+        other.load_state_dict(state.state_dict())
+        return all(torch.equal(went(other)[name], x) for name, x in expected.items())
+
+    assert list(ranks(2).run(run)) == [True, True]
+
+
+def test_simulated_ranks_have_no_clock() -> None:
+    train = trainer(AsyncAveraging())
+    with pytest.raises(UnsupportedError, match=re.escape("Give the rounds a schedule: AsyncAveraging(schedule=(")):
+        ltx.vmap(train, in_dims=(None, 0))(train.init(start()), torch.ones(2))
+
+
+def test_a_world_of_one_has_nobody_to_average_with() -> None:
+    train = trainer(AsyncAveraging(sync_interval_ms=0))
+    state = train.init(start())
+    for _ in range(3):
+        state, _ = train(state, torch.tensor(2.0))
+        assert state.pending is None
+    torch.testing.assert_close(train.finish(state).params["b"].item(), 0.5 - 3 * LR * 2.0)
+
+
+# --- on a schedule ---------------------------------------------------------------------------------------------------
+
+
+def on_processes(strategy: ltx.Strategy, seed: int, steps: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    rank = int(ltx.axis_index())
+    problem = make_problem(seed, int(ltx.axis_size()), steps)
+    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    train = ltx.train_step(ltx.data_parallel(problem_loss, strategy), sgd)
+    state, history = train.init({k: torch.tensor(x) for k, x in problem.start.items()}), []
+    for x, y in zip(problem.x, problem.y, strict=True):
+        state, _ = train(state, torch.tensor(x[rank]), torch.tensor(y[rank]))
+        assert isinstance(state.pending, Round)
+        history.append({k: v.clone() for k, v in state.params.items()})
+    return history, train.finish(state).params
+
+
+@pytest.mark.full
+def test_a_round_always_under_way(ranks: Ranks, seed: int) -> None:
+    """Two runs give the same bits, those of the reference; finished, all hold the mean."""
+    strategy = AsyncAveraging(schedule=(2, 2))
+    expected = async_averaging.rounds(0, 2, 2)(make_problem(seed, 2))
+    results = ranks(2).run(on_processes, strategy, seed, 9)
+    again = ranks(2).run(on_processes, strategy, seed, 9)
+    for rank, ((history, end), (other, other_end)) in enumerate(zip(results, again, strict=True)):
+        for step, (got, same) in enumerate(zip(history, other, strict=True)):
+            for name, x in got.items():
+                np.testing.assert_allclose(x.numpy(), expected[step][rank][name], 1e-9, 1e-9)
+                assert torch.equal(x, same[name])
+        for name, x in end.items():
+            assert torch.equal(x, other_end[name])
+            assert torch.equal(x, results.rank(0)[1][name])
+            np.testing.assert_allclose(x.numpy(), sum(e[name] for e in expected[-1]) / 2, 1e-9, 1e-9)
+
+
+def test_simulated_ranks_keep_the_round_in_their_state(seed: int) -> None:
+    problem, strategy = make_problem(seed, 3), AsyncAveraging(schedule=(1, 1))
+    expected = async_averaging.rounds(0, 1, 1)(problem)
+    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    train = ltx.train_step(ltx.data_parallel(problem_loss, strategy), sgd)
+    state = train.init({k: torch.tensor(x) for k, x in problem.start.items()})
+    for step in range(problem.steps):
+        batch = torch.tensor(problem.x[step]), torch.tensor(problem.y[step])
+        state, _ = ltx.vmap(train, in_dims=(0 if step else None, 0, 0))(pickle.loads(pickle.dumps(state)), *batch)
+        assert [sorted(entry) for entry in state.sync_state.leaves.values()] == [["delta"]] * 3
+        for rank, params in enumerate(expected[step]):
+            for name, x in state.params.items():
+                np.testing.assert_allclose(x[rank].numpy(), params[name], 1e-9, 1e-9)
+    finished = ltx.vmap(train.finish)(state)
+    assert finished.sync_state.leaves == {}
+    for name, x in finished.params.items():
+        assert (x == x[0]).all()
+        np.testing.assert_allclose(x[0].numpy(), sum(e[name] for e in expected[-1]) / 3, 1e-9, 1e-9)
+
+
+# --- as a value ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"warmup_steps": -1}, "AsyncAveraging.warmup_steps must be a whole number of at least 0, got -1."),
+        (
+            {"sync_interval_ms": -1.0},
+            "AsyncAveraging.sync_interval_ms must be a finite number of at least 0, got -1.0.",
+        ),
+        (
+            {"sync_interval_ms": float("nan")},
+            "AsyncAveraging.sync_interval_ms must be a finite number of at least 0, got nan.",
+        ),
+        (
+            {"sync_interval_ms": True},
+            "AsyncAveraging.sync_interval_ms must be a finite number of at least 0, got True.",
+        ),
+        (
+            {"schedule": (2, 3)},
+            "AsyncAveraging.schedule must be None or a pair (period, delay) of whole numbers with 1 <= delay <= "
+            "period, got (2, 3).",
+        ),
+        (
+            {"schedule": (2, 0)},
+            "AsyncAveraging.schedule must be None or a pair (period, delay) of whole numbers with 1 <= delay <= "
+            "period, got (2, 0).",
+        ),
+        (
+            {"peer_selection_mode": "shift_one"},
+            "AsyncAveraging.peer_selection_mode must be \"all\", got 'shift_one': ranks of which nobody knows which "
+            "round they are in can't be paired.",
+        ),
+    ],
+)
+def test_bad_fields(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        AsyncAveraging(**fields)
+    assert str(raised.value) == text
+
+
+@pytest.mark.full
+def test_a_compiled_graph_doesnt_leave_the_warm_up() -> None:
+    strategy = AsyncAveraging(warmup_steps=2)
+    with pytest.raises(UnsupportedError, match=re.escape("averages gradients at steps before 2 alone")):
+        strategy.hook_in_graph(1)
+    assert strategy.hook_in_graph(2) is None
+    assert strategy.stateful
+    assert not AsyncAveraging().stateful

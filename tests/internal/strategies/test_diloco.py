@@ -1,0 +1,223 @@
+"""DiLoCo: fragments, the outer optimizer against torch's, bytes, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import hooks
+from ltx.core import comm
+from ltx.errors import StrategyError
+from ltx.strategies.diloco import cut
+
+Ranks = Callable[[int], ltx.Pool]
+Params = dict[str, Tensor]
+
+SIZES = {"a": 40, "b": 8, "c": 24, "d": 24}
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+
+
+def loss(params: Params, x: Tensor) -> Tensor:
+    return sum(((p - x) ** 2).mean() for p in params.values())
+
+
+def start(dtype: torch.dtype = torch.float32) -> Params:
+    return {name: torch.linspace(-1, 1, size, dtype=dtype) for name, size in SIZES.items()}
+
+
+def trainer(strategy: ltx.Strategy, optimizer: ltx.optim.Optimizer = SGD, **kwargs: Any) -> Any:
+    return ltx.train_step(ltx.data_parallel(loss, strategy), optimizer, **kwargs)
+
+
+def trained(strategy: ltx.Strategy, steps: int = 12, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+    """(the last state, what each step sent)"""
+    train, generator = trainer(strategy, **kwargs), torch.Generator().manual_seed(int(ltx.axis_index()))
+    state, issued = train.init(start(dtype)), []
+    for _ in range(steps):
+        with ltx.profile.record() as trace:
+            state, _ = train(state, torch.randn((), generator=generator, dtype=dtype))
+        issued.append([(event.label, event.nbytes) for event in trace.events])
+    return state, issued
+
+
+# --- the outer optimizer ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_outer_step_is_torchs_nesterov(momentum: float) -> None:
+    """On simulated ranks, against torch.optim.SGD on the anchor with mean_r (anchor - w_r) as its gradient."""
+    strategy = ltx.DiLoCoStrategy(2, outer_lr=0.7, outer_momentum=momentum)
+    train = trainer(strategy)
+    state = train.init({"w": torch.randn(5, dtype=torch.float64)})
+    anchor = state.params["w"].clone().requires_grad_()
+    outer = torch.optim.SGD([anchor], lr=0.7, momentum=momentum, nesterov=momentum > 0)
+    params = [anchor.detach().clone()] * 3
+    for step in range(8):
+        x = torch.randn(3, dtype=torch.float64)
+        state, _ = ltx.vmap(train, in_dims=(0 if step else None, 0))(state, x)
+        params = [p - 0.1 * 2 * (p - x[rank]) / 5 for rank, p in enumerate(params)]
+        if step % 2:
+            anchor.grad = anchor.detach() - torch.stack(params).mean(0)
+            outer.step()
+            params = [anchor.detach().clone()] * 3
+        torch.testing.assert_close(state.params["w"], torch.stack(params))
+
+
+def test_with_rate_1_and_without_momentum_it_is_local_sgd(ranks: Ranks) -> None:
+    adam, pool = ltx.optim.from_torch(torch.optim.Adam, lr=0.1), ranks(2)
+    outer = pool.run(trained, ltx.DiLoCoStrategy(1, 1.0, 0.0), 6, torch.float64, optimizer=adam)
+    mean = pool.run(trained, ltx.LocalSGDStrategy(1), 6, torch.float64, optimizer=adam)
+    for (one, _), (other, _) in zip(outer, mean, strict=True):
+        torch.testing.assert_close(one.params, other.params)
+        torch.testing.assert_close(ltx.tree.flatten(one.opt_state)[0], ltx.tree.flatten(other.opt_state)[0])
+
+
+def test_half_precision_has_wide_anchors() -> None:
+    """Where nobody moves, the anchor stays as it is: what bfloat16 rounds off of it is no outer gradient."""
+    still = trainer(ltx.DiLoCoStrategy(1), ltx.optim.from_torch(torch.optim.SGD, lr=0.0))
+    state = still.init({"w": torch.randn(100).bfloat16()})
+    anchors = {"w": {**state.sync_state.leaves["w"], "anchor": torch.randn(100)}}
+    params = {"w": anchors["w"]["anchor"].bfloat16()}
+    state = ltx.TrainState(params, None, state.opt_state, ltx.SyncState.new(anchors))
+    before, rounded = anchors["w"]["anchor"].clone(), params["w"].clone()
+    after, _ = still(state, torch.zeros(()))
+    assert after.sync_state.leaves["w"]["anchor"].equal(before)
+    assert after.params["w"].equal(rounded)
+
+
+def test_local_steps_copy_no_anchors() -> None:
+    """They are as large as the model, and pass through."""
+    train = trainer(ltx.DiLoCoStrategy(3, outer_hook=hooks.ByteGrad(error_feedback=True)))
+    state = train.init(start())
+    before = [x.data_ptr() for x in ltx.tree.flatten(state.sync_state.leaves)[0]]
+    state, _ = train(state, torch.ones(()))
+    assert [x.data_ptr() for x in ltx.tree.flatten(state.sync_state.leaves)[0]] == before
+
+
+# --- fragments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("_", range(5))
+def test_every_fragment_is_due_once_a_period_and_alone(_: int, seed: int) -> None:
+    period = int(torch.randint(1, 20, ()))
+    k = int(torch.randint(1, period + 1, ()))
+    strategy = ltx.DiLoCoStrategy(period, fragments=k)
+    for step in range(3 * period):
+        due = [j for j in range(k) if (step + 1 + j * period // k) % period == 0]
+        assert len(due) <= 1
+        assert strategy.due(step) == (due[0] if due else None)
+        assert strategy.communicates_after_update(step) == bool(due)
+
+
+@pytest.mark.parametrize("_", range(20))
+def test_cuts_are_balanced(_: int, seed: int) -> None:
+    sizes = torch.randint(0, 100, (int(torch.randint(1, 30, ())),)).tolist()
+    for parts in range(1, len(sizes) + 1):
+        runs = cut(sizes, parts)
+        assert [i for run in runs for i in run] == list(range(len(sizes)))
+        assert len(runs) == parts
+        assert all(len(run) for run in runs)
+        assert max(sum(sizes[i] for i in run) for run in runs) <= sum(sizes) / parts + max(sizes)
+
+
+def ring(nbytes: int, n: int) -> int:
+    return 2 * nbytes * (n - 1) // n
+
+
+def test_bytes(ranks: Ranks) -> None:
+    """Two fragments: (a, b) of 48 numbers and (c, d) of 48; at most half of the model at a time."""
+    n, header = 2, ring(comm.SUMMARY_BYTES, 2)
+    for fragments, expected in (
+        (1, [0, 0, 0, ring(4 * 96, n) + header]),
+        (2, [0, ring(4 * 48, n) + header] * 2),
+    ):
+        for _, issued in ranks(n).run(trained, ltx.DiLoCoStrategy(4, fragments=fragments)):
+            assert [sum(nbytes for _, nbytes in step) for step in issued] == expected * 3
+
+
+def test_eight_bits_are_a_quarter(ranks: Ranks) -> None:
+    plain = ranks(2).run(trained, ltx.DiLoCoStrategy(4)).rank(0)[1]
+    coded = ranks(2).run(trained, ltx.DiLoCoStrategy(4, outer_hook=hooks.ByteGrad())).rank(0)[1]
+    assert [bool(step) for step in coded] == [bool(step) for step in plain] == [False, False, False, True] * 3
+    header, grids = ring(comm.SUMMARY_BYTES, 2), 2 * 8  # a grid a message: centre and step
+    assert sum(nbytes for _, nbytes in coded[3]) - header - grids == ring(96, 2)
+    assert sum(nbytes for _, nbytes in plain[3]) - header == ring(4 * 96, 2)
+
+
+def test_outer_hooks_count_outer_steps(ranks: Ranks) -> None:
+    """Plain for one outer step of each fragment, then in 8 bits."""
+    strategy = ltx.DiLoCoStrategy(4, outer_hook=hooks.after(1, hooks.ByteGrad(error_feedback=True)), fragments=2)
+    sent = [sum(nbytes for _, nbytes in step) for step in ranks(2).run(trained, strategy).rank(0)[1]]
+    assert sent[1] == sent[3] > sent[5] == sent[7] == sent[9] == sent[11] > 0
+
+
+def test_anchors_are_the_same_everywhere_and_residuals_arent(ranks: Ranks) -> None:
+    strategy = ltx.DiLoCoStrategy(4, outer_hook=hooks.ByteGrad(error_feedback=True), fragments=3)
+    (one, _), (other, _) = ranks(2).run(trained, strategy)
+    for path, state in one.sync_state.leaves.items():
+        theirs = other.sync_state.leaves[path]
+        assert sorted(state) == ["anchor", "residual", "velocity"]
+        assert state["anchor"].equal(theirs["anchor"])
+        assert state["velocity"].equal(theirs["velocity"])
+        assert not state["residual"].equal(theirs["residual"])
+    assert one.layout.sync_state == "per_rank"
+    assert ltx.DiLoCoStrategy(4).layout.sync_state == "replicated"
+
+
+def test_updates_bucket_by_bucket_give_the_same(ranks: Ranks) -> None:
+    strategy, pool = ltx.DiLoCoStrategy(3, fragments=2), ranks(2)
+    for (plain, _), (other, _) in zip(
+        pool.run(trained, strategy), pool.run(trained, strategy, overlap="update"), strict=True
+    ):
+        assert all(map(torch.equal, ltx.tree.flatten(plain)[0], ltx.tree.flatten(other)[0]))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"period": 0}, "DiLoCoStrategy.period must be a whole number of at least 1, got 0."),
+        ({"fragments": 0}, "DiLoCoStrategy.fragments must be a whole number of at least 1, got 0."),
+        (
+            {"fragments": 5},
+            "DiLoCoStrategy.fragments must be at most the period, 4, as one is sent at a time, got 5.",
+        ),
+        ({"outer_lr": -0.1}, "DiLoCoStrategy.outer_lr must be a finite number of at least 0, got -0.1."),
+        ({"outer_lr": float("nan")}, "DiLoCoStrategy.outer_lr must be a finite number of at least 0, got nan."),
+        ({"outer_lr": "0.7"}, "DiLoCoStrategy.outer_lr must be a finite number of at least 0, got '0.7'."),
+        (
+            {"outer_momentum": 1.0},
+            "DiLoCoStrategy.outer_momentum must be a finite number of at least 0, and less than 1, got 1.0.",
+        ),
+        (
+            {"outer_hook": None},
+            "DiLoCoStrategy.outer_hook must be one of ['allreduce', 'bf16', 'fp16'] or an ltx.hooks.CommHook, got "
+            "None.",
+        ),
+    ],
+)
+def test_bad_fields(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        ltx.DiLoCoStrategy(**{"period": 4, **fields})
+    assert str(raised.value) == text
+
+
+def test_parameters_that_dont_fit() -> None:
+    with pytest.raises(StrategyError, match=r"fragments must be at most the number of parameters, 4, got 5\."):
+        trainer(ltx.DiLoCoStrategy(5, fragments=5)).init(start())
+    with pytest.raises(StrategyError, match=r"parameter 'c' is complex64\[2\]\. Keep its real and imaginary"):
+        trainer(ltx.DiLoCoStrategy(5)).init({**start(), "c": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_fields() -> None:
+    assert ltx.DiLoCoStrategy(50) == ltx.DiLoCoStrategy(
+        period=50, outer_lr=0.7, outer_momentum=0.9, outer_hook=hooks.AllReduce(), fragments=1
+    )
+    assert ltx.DiLoCoStrategy(50, outer_hook="bf16").outer_hook == hooks.BF16()

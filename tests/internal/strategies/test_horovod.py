@@ -1,0 +1,487 @@
+"""HorovodStrategy: its fields, and what the conformance suite can't say."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import hooks
+from ltx.errors import StrategyError, UnsupportedError
+from ltx.strategies.horovod import with_scaled_lr
+
+Ranks = Callable[[int], ltx.Pool]
+Params = dict[str, Tensor]
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+
+
+def loss(params: Params, x: Tensor) -> Tensor:
+    return ((params["w"] * x).sum() + params["b"] - 1).square()
+
+
+def params_of(dtype: torch.dtype = torch.float32) -> Params:
+    return {"w": torch.ones(3, dtype=dtype), "b": torch.zeros((), dtype=dtype)}
+
+
+def trainer(optimizer: ltx.optim.Optimizer = SGD, **fields: Any) -> Any:
+    return ltx.train_step(ltx.data_parallel(loss, ltx.HorovodStrategy(**fields)), optimizer)
+
+
+# --- fields ----------------------------------------------------------------------------------------------------------
+
+VALUES = [
+    ltx.HorovodStrategy(),
+    ltx.HorovodStrategy(compression="fp16", op="sum"),
+    ltx.HorovodStrategy(groups=[["w", "b"], ["x.*"]], backward_passes_per_step=3),
+    ltx.HorovodStrategy(op="adasum"),
+]
+
+
+@pytest.mark.parametrize("strategy", VALUES, ids=repr)
+def test_is_a_value(strategy: ltx.HorovodStrategy) -> None:
+    assert pickle.loads(pickle.dumps(strategy)) == strategy == replace(strategy)
+    assert hash(replace(strategy)) == hash(strategy)
+    assert "\n" not in repr(strategy)
+    assert sum(strategy == other for other in VALUES) == 1
+
+
+def test_names_are_short_for_hooks() -> None:
+    assert ltx.HorovodStrategy(compression="none") == ltx.HorovodStrategy(compression=hooks.AllReduce())
+    assert ltx.HorovodStrategy(compression="fp16").hook(0) == hooks.FP16()
+    assert ltx.HorovodStrategy().hook(7) == hooks.AllReduce()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"compression": "int8"}, 'compression must be one of "none", "fp16", "bf16" or an ltx.hooks.CommHook, got'),
+        ({"op": "max"}, "op must be 'average' or 'sum' or 'adasum', got 'max' of type str."),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step must be a whole number of at least 1, got 0."),
+        (
+            {"backward_passes_per_step": True},
+            "backward_passes_per_step must be a whole number of at least 1, got True.",
+        ),
+        (
+            {"gradient_predivide_factor": 0.0},
+            "gradient_predivide_factor must be None or a finite number of more than 0, got 0.0.",
+        ),
+        (
+            {"gradient_predivide_factor": 2.0, "op": "sum"},
+            'gradient_predivide_factor must be None with op="sum", which has nothing to divide, got 2.0.',
+        ),
+        ({"groups": 0}, "groups must be a positive number of groups, or a list of lists of parameters' paths, got 0."),
+        ({"groups": ["w"]}, "groups must be a positive number of groups, or a list of lists of parameters' paths, got"),
+        ({"scale_lr": 2}, "scale_lr must be bool, got 2 of type int."),
+        ({"op": "adasum", "scale_lr": True}, 'scale_lr must be False with op="adasum"'),
+        ({"op": "adasum", "compression": hooks.ByteGrad()}, "compression must be one of"),
+    ],
+    ids=str,
+)
+def test_bad_fields(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        ltx.HorovodStrategy(**fields)
+    assert str(raised.value).startswith(f"HorovodStrategy.{text}")
+
+
+# --- scales ----------------------------------------------------------------------------------------------------------
+
+
+def reduced(g: Tensor, **fields: Any) -> Tensor:
+    return ltx.vmap(lambda g: ltx.sync_gradients(g, ltx.HorovodStrategy(**fields))[0])(g)[0]
+
+
+def test_half_precision_doesnt_overflow_where_the_mean_doesnt() -> None:
+    g = torch.full((4, 2), 40000.0)
+    assert reduced(g, compression="fp16").tolist() == [40000.0, 40000.0]
+    assert reduced(g, compression="fp16", gradient_predivide_factor=1.0).isinf().all()  # Horovod's order
+    assert reduced(g, compression="fp16", gradient_predivide_factor=4.0).tolist() == [40000.0, 40000.0]
+    assert reduced(g, compression="fp16", op="sum").isinf().all()
+    assert reduced(g, op="sum").tolist() == [160000.0, 160000.0]
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("hook", [hooks.ByteGrad(), hooks.TopK(0.5), hooks.PowerSGD(1, start_step=0)], ids=repr)
+def test_any_hook_compresses(hook: hooks.CommHook) -> None:
+    """A sum is n times the mean, by whatever hook, and so are its states."""
+    x = torch.randn(6, 4, 3)
+
+    def run(n: float, **fields: Any) -> Tensor:
+        train = trainer(ltx.optim.from_torch(torch.optim.SGD, lr=0.01 / n), compression=hook, **fields)
+        state = train.init(params_of())
+        for t, batch in enumerate(x):
+            state, _ = ltx.vmap(train, in_dims=(0 if t else None, 0))(state, batch)
+        return state.params["w"]
+
+    torch.testing.assert_close(run(4.0, op="sum"), run(1.0))
+    torch.testing.assert_close(run(1.0, gradient_predivide_factor=2.0), run(1.0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("op", "times"), [("sum", 2.0), ("average", 1.0)])
+def test_second_derivatives_are_of_the_same_scale(op: str, times: float, ranks: Ranks) -> None:
+    strategy = ltx.HorovodStrategy(op=op, compression="bf16")
+
+    def product(x: Tensor, strategy: ltx.Strategy) -> Params:
+        gradient = torch.func.grad(lambda p: ltx.data_parallel(loss, strategy)(p, x))
+        ones = ltx.tree.map(torch.ones_like, params_of())
+        return torch.func.jvp(gradient, (params_of(),), (ones,))[1]
+
+    def transposed(mine: Tensor, strategy: ltx.Strategy) -> Tensor:
+        return torch.func.grad(lambda g: (ltx.sync_gradients(g, strategy)[0] * mine).sum())(mine)
+
+    x = torch.randn(2, 3)
+
+    def run() -> Any:
+        mine = x[ltx.axis_index()]
+        return [(product(mine, s), transposed(mine, s)) for s in (strategy, ltx.DDPStrategy())]
+
+    simulated = ltx.vmap(lambda x: (product(x, strategy), product(x, ltx.DDPStrategy())))(x)
+    torch.testing.assert_close(simulated[0], ltx.tree.map(lambda h: times * h, simulated[1]))
+    for found, plain in ranks(2).run(run):
+        torch.testing.assert_close(found, ltx.tree.map(lambda h: times * h, plain))
+
+
+# --- several passes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["average", "adasum"])
+def test_calls_in_between_send_nothing_and_leave_parameters_alone(op: str, ranks: Ranks) -> None:
+    x = torch.randn(5, 2, 3)
+
+    def run() -> list[tuple[bool, bool]]:
+        train = trainer(op=op, backward_passes_per_step=2)
+        state, seen = train.init(params_of()), []
+        for batch in x:
+            before = state.params["w"].clone()
+            with ltx.profile.record() as trace:
+                state, _ = train(state, batch[ltx.axis_index()])
+            seen.append((not trace.events, torch.equal(before, state.params["w"])))
+        return [*seen, (state.step == 5, state.opt_state.count == 2)]
+
+    waits, goes = (True, True), (False, False)
+    assert ranks(2).run(run).replicated() == [waits, goes, waits, goes, waits, (True, True)]
+
+
+@pytest.mark.parametrize("op", ["average", "adasum"])
+def test_a_skipped_update_keeps_the_passes_before_it(op: Any) -> None:
+    """They are added to those after it."""
+    step = ltx.data_parallel(lambda w, x: w * x, ltx.HorovodStrategy(op=op, backward_passes_per_step=2))
+    train = ltx.train_step(step, SGD, guard="skip")
+
+    def f(xs: Tensor) -> tuple[Tensor, list[bool]]:
+        state, skipped = train.init(torch.tensor(0.0)), []
+        for x in xs:
+            state, metrics = train(state, x)
+            skipped.append(bool(metrics.skipped))
+        return state.params, skipped
+
+    xs = torch.tensor([1.0, torch.nan, 2.0, 3.0])
+    expected = train.optimizer.apply(torch.tensor(6.0), train.optimizer.init(xs[0]), torch.tensor(0.0))[0]
+    for params, skipped in (f(xs), ltx.simulate(f)(xs.expand(2, 4)).replicated()):
+        assert skipped == [False, True, False, False]
+        torch.testing.assert_close(params, expected)
+
+
+@pytest.mark.parametrize("fields", [{"op": "adasum"}, {"backward_passes_per_step": 2}])
+def test_groups_are_of_parameters(fields: dict[str, Any], ranks: Ranks) -> None:
+    """What a guard sends where gradients are local is in none, and is looked for in none."""
+
+    def run() -> bool:
+        train = ltx.train_step(
+            ltx.data_parallel(loss, ltx.HorovodStrategy(groups=[["w"]], **fields)), SGD, guard="skip"
+        )
+        _, metrics = train(train.init(params_of()), torch.full((3,), torch.nan if ltx.axis_index() else 1.0))
+        return bool(metrics.skipped)
+
+    assert ranks(2).run(run).replicated()
+
+
+def test_a_checkpoint_knows_how_often_the_optimizer_has_run() -> None:
+    train = trainer(
+        ltx.optim.from_torch(torch.optim.Adam, lr=lambda count: 0.1 / (1 + count)), backward_passes_per_step=2
+    )
+    state, x = train.init(params_of()), torch.randn(7, 3)
+    for batch in x[:3]:
+        state, _ = train(state, batch)
+    other = train.init(params_of())
+    other.load_state_dict({name: value.clone() for name, value in state.state_dict().items()})
+    assert (other.step, other.opt_state.count) == (3, 1)
+    for batch in x[3:]:
+        state, _ = train(state, batch)
+        other, _ = train(other, batch)
+    assert torch.equal(state.params["w"], other.params["w"])
+
+
+def test_several_passes_and_what_they_dont_go_with() -> None:
+    fields = {"backward_passes_per_step": 2}
+    weighted = ltx.data_parallel(lambda p, x: ltx.Weighted(loss(p, x), 3.0), ltx.HorovodStrategy(**fields))
+    train = ltx.train_step(weighted, SGD)
+    with pytest.raises(StrategyError, match=r"can't return ltx\.Weighted"):
+        train(train.init(params_of()), torch.ones(3))
+    with pytest.raises(StrategyError, match="does its part"):
+        ltx.train_step(ltx.data_parallel(loss, ltx.HorovodStrategy(**fields)), SGD, overlap="update")
+    assert ltx.train_step(ltx.data_parallel(loss, ltx.HorovodStrategy()), SGD, overlap="update") is not None
+    complex_one = ltx.train_step(ltx.data_parallel(lambda p: p["c"].abs().sum(), ltx.HorovodStrategy(**fields)), SGD)
+    with pytest.raises(UnsupportedError, match="leaf 'c' has no sum of gradients"):
+        complex_one(complex_one.init({"c": torch.ones(2, dtype=torch.complex64)}))
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"backward_passes_per_step": 2}, "backward_passes_per_step=2"),
+        ({"groups": 2}, "groups=2"),
+        ({"op": "adasum"}, "does more in a training step"),
+        ({"scale_lr": True}, "does more in a training step"),
+    ],
+    ids=str,
+)
+def test_what_compiled_graphs_cant_hold(fields: dict[str, Any], text: str) -> None:
+    train = trainer(**fields)
+    state = train.init(params_of())
+    with pytest.raises(Exception, match=text):
+        torch.compile(train, backend="eager", fullgraph=True)(state, torch.ones(3))
+
+
+# --- adasum ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_adasum_moves_by_the_adaptive_sum_of_steps(ranks: Ranks) -> None:
+    """With plain SGD and one step: p - lr adasum(gradients). Every rank has an optimizer state of its own."""
+    x = torch.randn(2, 3)
+
+    def run() -> Any:
+        train = trainer(ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), op="adasum")
+        mine = x[ltx.axis_index()]
+        state, metrics = train(train.init(params_of()), mine)
+        grads = torch.func.grad(loss)(params_of(), mine)
+        moved = {k: p - 0.1 * ltx.adasum(grads[k]) for k, p in params_of().items()}
+        return state.params, moved, ltx.tree.flatten(state.opt_state)[0], state.layout.opt_state, metrics.loss
+
+    results = ranks(2).run(run)
+    for params, moved, _, kind, _ in results:
+        torch.testing.assert_close(params, moved)
+        assert kind == "per_rank"
+    assert not all(map(torch.equal, results.rank(0)[2], results.rank(1)[2]))
+    assert results.rank(0)[4] != results.rank(1)[4]  # a rank's own loss
+
+
+def test_adasum_pairs_ranks(ranks: Ranks) -> None:
+    def run() -> str:
+        with pytest.raises(StrategyError) as raised:
+            trainer(op="adasum").init(params_of())
+        return str(raised.value)
+
+    assert ranks(3).run(run).replicated() == (
+        'HorovodStrategy(op="adasum") pairs ranks with ranks, and works on 1, 2, 4, 8, ... of them; '
+        "axis 'data' has 3."
+    )
+
+
+def test_adasum_in_half_precision() -> None:
+    train = trainer(op="adasum", compression="bf16")
+    state, _ = ltx.vmap(train, in_dims=(None, 0))(train.init(params_of()), torch.randn(4, 3))
+    assert state.params["w"].dtype == torch.float32
+    move = state.params["w"][0] - 1
+    torch.testing.assert_close(move, move.bfloat16().float(), rtol=1e-5, atol=1e-6)
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def buckets_of(groups: Any, **fields: Any) -> list[tuple[str, ...]]:
+    names = ("z", "y", "x", "w", "v")  # in the order of the forward pass
+    params = {name: torch.zeros(8) for name in names}
+    step = ltx.data_parallel(lambda p: sum(x.sum() for x in p.values()), ltx.HorovodStrategy(groups=groups, **fields))
+    return [bucket.paths for bucket in ltx.profile.explain(step, params, world=2).buckets]
+
+
+def test_groups_are_buckets() -> None:
+    small = {"bucket_bytes": 32, "first_bucket_bytes": 32}
+    assert buckets_of(None) == [("v", "w", "x", "y", "z")]
+    assert buckets_of(2) == [("v", "w"), ("x", "y", "z")]  # Horovod: the first groups have one more
+    assert buckets_of(1, **small) == [("v", "w", "x", "y", "z")]
+    assert buckets_of(9) == [("v",), ("w",), ("x",), ("y",), ("z",)]
+    assert buckets_of([["z", "v"]], **small) == [("w",), ("x",), ("y",), ("v", "z")]
+    assert buckets_of([["[w-x]"], ["z", "y"]]) == [("v",), ("w", "x"), ("y", "z")]
+
+
+@pytest.mark.full
+def test_groups_reduce_as_ever(ranks: Ranks) -> None:
+    x = torch.randn(2, 3)
+
+    def run() -> Any:
+        mine = x[ltx.axis_index()]
+        plain = torch.func.grad(ltx.data_parallel(loss))(params_of(), mine)
+        for groups in (1, 2, [["b"]]):
+            step = ltx.data_parallel(loss, ltx.HorovodStrategy(groups=groups))
+            torch.testing.assert_close(torch.func.grad(step)(params_of(), mine), plain, rtol=0, atol=0)
+
+    ranks(2).run(run)
+
+
+def test_groups_that_dont_fit() -> None:
+    with pytest.raises(StrategyError, match=r"'q\*' is the path of no parameter .* there are 'v', 'w', 'x', 'y', 'z'"):
+        buckets_of([["q*"]])
+    with pytest.raises(StrategyError, match="parameter 'v' is in groups 0 and 1"):
+        buckets_of([["v"], ["*"]])
+
+
+# --- learning rates --------------------------------------------------------------------------------------------------
+
+
+def test_scaled_learning_rates() -> None:
+    adam = ltx.optim.from_torch(torch.optim.Adam, weight_decay=0.1)
+    assert with_scaled_lr(adam, 4) == ltx.optim.from_torch(torch.optim.Adam, lr=0.004, weight_decay=0.1)
+    clip = ltx.optim.clip_by_global_norm(1.0)
+    assert with_scaled_lr(ltx.optim.chain(clip, SGD), 2) == ltx.optim.chain(
+        clip, ltx.optim.from_torch(torch.optim.SGD, lr=0.2)
+    )
+    scheduled = with_scaled_lr(ltx.optim.from_torch(torch.optim.SGD, lr=lambda count: 1.0 + count), 3)
+    assert scheduled.lr(1) == 6.0
+    own = ltx.optim.from_functions(lambda params: (), lambda grads, state, params: (grads, state))
+    with pytest.raises(StrategyError, match="multiplies the learning rate of"):
+        trainer(own, scale_lr=True)
+
+
+# --- sparse gradients, join, broadcasts ------------------------------------------------------------------------------
+
+
+def sparse(rank: int) -> Tensor:
+    values = torch.arange(6.0).reshape(3, 2) + rank
+    return torch.sparse_coo_tensor(torch.tensor([[rank, 3, 3]]), values, (5, 2), check_invariants=True)
+
+
+@pytest.mark.parametrize(("op", "divisor"), [("average", 2), ("sum", 1)])
+def test_sparse_gradients(op: str, divisor: int, ranks: Ranks) -> None:
+    strategy = ltx.HorovodStrategy(op=op, compression="fp16")
+
+    def run() -> Any:
+        rank = int(ltx.axis_index())
+        grads, _ = ltx.sync_gradients({"dense": torch.ones(2), "table": sparse(rank)}, strategy)
+        only, _ = ltx.sync_gradients([sparse(rank)], strategy)
+        return grads["table"].layout, grads["table"].to_dense(), grads["dense"], only[0].to_dense()
+
+    whole = (sparse(0).to_dense() + sparse(1).to_dense()) / divisor
+    for layout, table, dense, only in ranks(2).run(run):
+        assert layout is torch.sparse_coo
+        torch.testing.assert_close(table, whole)
+        torch.testing.assert_close(only, whole)
+        torch.testing.assert_close(dense, torch.ones(2) * 2 / divisor)
+
+
+def test_sparse_gradients_that_cant_be_reduced() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"leaf 'table' is sparse.* mean is taken, which Adasum\(\) doesn't give"
+    ):
+        ltx.sync_gradients({"table": sparse(0)}, ltx.DDPStrategy(comm_hook=hooks.Adasum()))
+    grads = ltx.sync_gradients({"table": sparse(0)}, ltx.HorovodStrategy(op="adasum"))[0]  # stays local
+    assert grads["table"].is_sparse
+
+
+def test_a_sparse_gradient_in_a_bucket_is_refused(ranks: Ranks) -> None:
+    def run() -> str:
+        table = torch.ones(4, 2, requires_grad=True)
+        step = ltx.data_parallel(lambda t: torch.nn.functional.embedding(torch.tensor([1]), t, sparse=True).sum())
+        with pytest.raises(UnsupportedError) as raised:
+            step(table).backward()
+        return str(raised.value)
+
+    assert "has layout torch.sparse_coo, and buckets hold dense ones" in ranks(2).run(run).replicated()
+
+
+@pytest.mark.full
+def test_join(ranks: Ranks) -> None:
+    """Horovod's golden value: a rank without data counts as zero, and the mean divides by all: g (n - 1) / n."""
+
+    def run() -> list[float]:
+        step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.HorovodStrategy())
+        batches = [torch.tensor([3.0])] * (2 if ltx.axis_index() else 1)
+        found = []
+        for batch, weight in ltx.uneven(batches, divisor="all"):
+            grad = torch.func.grad(lambda w, x=batch, weight=weight: weight * step(w, x))(torch.tensor(1.0))
+            found.append(grad.item())
+        return found
+
+    assert ranks(2).run(run).replicated() == [3.0, 3.0 * (2 - 1) / 2]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_a_state_restored_on_one_rank_is_broadcast(optimizer: Any, ranks: Ranks) -> None:
+    """Horovod's broadcast_parameters and broadcast_optimizer_state; the count of steps and other leaves come along."""
+    x = torch.randn(4, 2, 3)
+
+    def run() -> Any:
+        rank = int(ltx.axis_index())
+        train = trainer(ltx.optim.from_torch(optimizer, lr=0.1), compression=hooks.TopK(0.5))
+        state = train.init(params_of())
+        for batch in x[:3]:
+            state, _ = train(state, batch[rank])
+        return pickle.dumps(state)
+
+    saved = ranks(2).run(run).rank(1)
+
+    def restore() -> Any:
+        rank = int(ltx.axis_index())
+        train = trainer(ltx.optim.from_torch(optimizer, lr=0.1), compression=hooks.TopK(0.5))
+        own = train.init(params_of())
+        state = train.broadcast(pickle.loads(saved) if rank == 1 else own, src=1)
+        counts = state.step, state.sync_state.checked_step(), state.opt_state.count
+        leaves = [leaf.clone() for leaf in ltx.tree.flatten(state)[0]]
+        state, _ = train(state, x[3][rank])
+        return counts, leaves, state.params
+
+    expected = ltx.tree.flatten(pickle.loads(saved))[0]
+    results = ranks(2).run(restore)
+    for counts, leaves, params in results:
+        assert counts == (3, 3, 3)
+        assert all(map(torch.equal, leaves, expected))
+        assert torch.equal(params["w"], results.rank(0)[2]["w"])
+
+
+def test_a_world_of_one_broadcasts_to_itself() -> None:
+    train = trainer()
+    state = train.init(params_of())
+    again = train.broadcast(state)
+    assert torch.equal(again.params["w"], state.params["w"])
+    assert again.step == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [({"op": "sum"}, 2.0), ({"gradient_predivide_factor": 2.0}, 1.0), ({"backward_passes_per_step": 2}, 1.0)],
+)
+def test_error_feedback_within_scales_and_passes(fields: dict[str, Any], factor: float) -> None:
+    """What TopK leaves out is sent later: updates and what is left add up to all gradients."""
+    grad, topk = torch.tensor([1.0, 8.0, 4.0, 2.0]), hooks.TopK(ratio=0.25, error_feedback=True)
+    strategy = ltx.HorovodStrategy(compression=topk, **fields)
+    step = ltx.data_parallel(lambda w, x: (w * x).sum(), strategy)
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    state = train.init(torch.zeros(4))
+    for i in range(8):
+        state, _ = ltx.vmap(train, in_dims=(None if i == 0 else 0, 0))(state, grad.expand(2, 4))
+    (kept,) = state.sync_state.leaves.values()
+    left = kept["residual"].sum(0) * fields.get("gradient_predivide_factor", 2.0) / 2
+    torch.testing.assert_close(left - state.params[0], factor * 8 * grad)
+
+
+def test_reduced_in_half_precision_by_its_compression() -> None:
+    """Scales go around the cast hook, whose error feedback stays."""
+    hook = ltx.HorovodStrategy(op="sum", compression=hooks.PowerSGD(start_step=0)).hook(0)
+    assert hook is not None
+    cast = hooks.cast(hook, torch.bfloat16)
+    assert cast.state_names == hook.state_names
+    assert cast.scale(2) == 1.0
+    assert cast.needs_whole
+    eight_bits = ltx.HorovodStrategy(op="sum", compression=hooks.ByteGrad()).hook(0)
+    assert eight_bits is not None
+    with pytest.raises(StrategyError, match=r"ByteGrad\(\) asks for no sum that"):
+        hooks.cast(eight_bits, torch.bfloat16)

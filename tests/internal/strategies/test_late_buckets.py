@@ -1,0 +1,289 @@
+"""UpdateThenSend strategies with overlap="update", which send a bucket as soon as its gradients are there.
+
+What they come to is held equal, bit for bit, to what the same strategy does with whole steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import Pool
+from ltx.core.training.backward import BackwardResult
+from ltx.core.training.completion import UpdateThenSend
+from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
+from tests.internal.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
+
+Ranks = Callable[[int], Pool]
+OnNewAxis = Callable[..., Any]
+
+IN_BUCKETS = [name for name in LATE if name != "adasum, passes"]
+OF_TWO = [name for name in IN_BUCKETS if LATE[name][0] == 2]
+
+
+def stepped() -> ltx.optim.Optimizer:
+    """One whose kernel adds into the gradients that it is given."""
+    return ltx.optim.from_torch(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True)
+
+
+def compare(ranks: Ranks, name: str, seed: int, make: Callable[[], ltx.optim.Optimizer] = adam, **more: Any) -> None:
+    """Hold "update" equal to "backward", with donation and without, and see that it went by buckets."""
+    n, strategy = LATE[name]
+
+    def run(donate: bool, overlap: Overlap) -> tuple[int, list[Tensor]]:
+        torch.manual_seed(seed)
+        steps, by_buckets = 0, UpdateThenSend.result
+
+        def counted(late: UpdateThenSend) -> BackwardResult:
+            nonlocal steps
+            steps += 1
+            return by_buckets(late)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(UpdateThenSend, "result", counted)
+            tensors = trained(strategy, lambda rank: donate, make(), overlap, **more)
+        return steps, tensors
+
+    whole = ranks(n).run(run, True, "backward")
+    for donate in (True, False):
+        for (never, mine), (steps, other) in zip(whole, ranks(n).run(run, donate, "update"), strict=True):
+            assert never == 0
+            assert steps == (3 if name == "ring now and then" else 5)
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("make", [adam, stepped])
+@pytest.mark.parametrize("name", IN_BUCKETS)
+def test_it_comes_to_the_same(name: str, make: Callable[[], ltx.optim.Optimizer], ranks: Ranks, seed: int) -> None:
+    compare(ranks, name, seed, make)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("name", OF_TWO)
+def test_with_micro_batches(name: str, ranks: Ranks, seed: int) -> None:
+    def of_samples(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return loss(params, x.view(7)) if x.ndim == 1 else torch.stack([loss(params, one) for one in x]).mean()
+
+    def doubled(step: Any) -> Any:
+        accumulated = ltx.accumulate(step, 2)
+        return ltx.data_parallel(lambda p, x: accumulated.fn(p, torch.stack([x, 2 * x])), step.strategy)
+
+    compare(ranks, name, seed, fn=of_samples, wrap=doubled)
+
+
+def test_with_weights(ranks: Ranks, seed: int) -> None:
+    """Rank 1 has no data."""
+
+    def weighted(params: dict[str, Tensor], x: Tensor) -> ltx.Weighted:
+        return ltx.Weighted(loss(params, x) * 3, torch.tensor(3.0 * (1 - ltx.world().rank)))
+
+    compare(ranks, "zero", seed, fn=weighted)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("name", OF_TWO)
+def test_in_half_precision(name: str, ranks: Ranks, seed: int) -> None:
+    precision = ltx.Precision(compute=torch.float16, loss_scale=64.0)
+    compare(ranks, name, seed, wrap=lambda step: ltx.mixed_precision(step, precision))
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("name", OF_TWO)
+def test_parameters_unused_on_a_rank_used_twice_and_detached(name: str, ranks: Ranks, seed: int) -> None:
+    def odd(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = x @ params["w"]
+        h = h @ params["w"].t() @ params["w"].detach()
+        return h.square().sum() + (params["b"].sum() if ltx.world().rank else 0.0)
+
+    compare(ranks, name, seed, fn=odd)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("name", OF_TWO)
+def test_under_debug_checks(name: str, ranks: Ranks, seed: int) -> None:
+    n, strategy = LATE[name]
+
+    def run(overlap: Overlap) -> list[Tensor]:
+        torch.manual_seed(seed)
+        with ltx.debug_checks():
+            return trained(strategy, lambda rank: True, adam(), overlap)
+
+    for mine, other in zip(ranks(n).run(run, "backward"), ranks(n).run(run, "update"), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("name", ["ring of 2, small buckets", "adasum, small buckets"])
+@pytest.mark.parametrize("sockets", [False, True])
+def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_invalid(
+    name: str, sockets: bool, on_new_axis: OnNewAxis, seed: int
+) -> None:
+    """Rank 1 fails in its backward pass when buckets have been updated; both go on from rank 0's or a new state."""
+    strategy = LATE[name][1]
+
+    def run() -> tuple[str, list[Tensor]]:
+        torch.manual_seed(seed)
+        params, inputs = problem(2)
+        rank, broken = int(ltx.axis_index()), [int(ltx.axis_index()) == 1]
+
+        def fail(_: Tensor) -> None:
+            if broken and broken.pop():
+                raise BrokenError
+
+        def fragile(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            h = x @ params["w"]
+            h.register_hook(fail)  # when all gradients are there but that of w
+            return (params["scale"] * h).square().sum() + (params["b"] - 1).square().sum()
+
+        train = ltx.train_step(ltx.data_parallel(fragile, strategy), adam(), overlap="update")
+        state, told = train.init(params), ""
+        try:
+            train(state, inputs[0][rank])
+        except (BrokenError, DeadlockDetectedError) as error:
+            told = type(error).__name__
+        try:
+            told += f", {len(state.params)} parameters"
+        except InvalidStateError as error:
+            told += f", {error}"
+        state = train.init(params)
+        for x in inputs:
+            state, _ = train(state, x[rank])
+        return told, [x.clone() for x in ltx.tree.flatten(state)[0]]
+
+    def undisturbed() -> list[Tensor]:
+        torch.manual_seed(seed)
+        params, inputs = problem(2)
+        train = ltx.train_step(ltx.data_parallel(loss, strategy), adam())
+        state = train.init(params)
+        for x in inputs:
+            state, _ = train(state, x[int(ltx.axis_index())])
+        return [x.clone() for x in ltx.tree.flatten(state)[0]]
+
+    expected = on_new_axis(undisturbed)
+    (first, mine), (second, theirs) = on_new_axis(run, sockets=sockets)
+    assert first.startswith("DeadlockDetectedError"), first
+    assert second.startswith("BrokenError, this TrainState (step 0) is invalid"), second
+    for whole, found in zip(expected, (mine, theirs), strict=True):
+        torch.testing.assert_close(whole, found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ring of 2", "adasum"])
+def test_a_sparse_gradient_is_refused(name: str, on_new_axis: OnNewAxis) -> None:
+    strategy = LATE[name][1]
+
+    def run() -> str:
+        def embedded(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.nn.functional.embedding(x, params["e"], sparse=True).sum()
+
+        train = ltx.train_step(ltx.data_parallel(embedded, strategy), adam(), overlap="update")
+        state = train.init({"e": torch.ones(3, 2)})
+        with pytest.raises((UnsupportedError, DeadlockDetectedError)) as caught:
+            train(state, torch.tensor([0, 2]))
+        assert torch.equal(state.params["e"], torch.ones(3, 2))
+        return str(caught.value)
+
+    assert all("layout" in told for told in on_new_axis(run))
+
+
+def test_zero_sums_gradients_in_half_precision_and_sends_parameters_whole(ranks: Ranks, seed: int) -> None:
+    precision = ltx.Precision(compute=torch.float32, reduce=torch.bfloat16)
+    compare(ranks, "zero", seed, wrap=lambda step: ltx.mixed_precision(step, precision))
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_zero_goes_on_from_a_gathered_state(donate: bool, ranks: Ranks, seed: int) -> None:
+    """Which is whole on every rank: a step makes its part of it, in memory of its own."""
+
+    def run(overlap: Overlap) -> list[Tensor]:
+        torch.manual_seed(seed)
+        params, inputs = problem(2)
+        step = ltx.data_parallel(loss, LATE["zero"][1])
+        train = ltx.train_step(step, adam(), overlap=overlap, donate=donate)
+        state = train.init(params)
+        for x in inputs:
+            gathered = train.gather(state)
+            whole = [x.detach() for x in ltx.tree.flatten(gathered.opt_state)[0]]
+            kept = [x.clone() for x in whole]
+            state, _ = train(gathered, x[ltx.world().rank])
+            assert all(map(torch.equal, whole, kept))
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in ltx.tree.flatten(state.opt_state)[0])
+        return [x.clone() for x in ltx.tree.flatten(state)[0]]
+
+    for mine, other in zip(ranks(2).run(run, "backward"), ranks(2).run(run, "update"), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::ltx.errors.UnusedParameterWarning")
+def test_without_any_weight(on_new_axis: OnNewAxis, seed: int) -> None:
+    """All ranks raise together, and the next step goes on."""
+
+    def run() -> tuple[str, list[Tensor]]:
+        torch.manual_seed(seed)
+        params, inputs = problem(2)
+        rank, weight = int(ltx.axis_index()), torch.zeros(())
+
+        def weighted(params: dict[str, Tensor], x: Tensor) -> ltx.Weighted:
+            return ltx.Weighted(loss(params, x) * weight, weight.clone())
+
+        train = ltx.train_step(ltx.data_parallel(weighted, LATE["zero"][1]), adam(), overlap="update")
+        state, told = train.init(params), ""
+        try:
+            state, _ = train(state, inputs[0][rank])
+        except ltx.errors.WeightError as error:
+            told = type(error).__name__
+        weight.fill_(1.0)
+        for x in inputs:
+            state, _ = train(state, x[rank])
+        return told, [x.clone() for x in ltx.tree.flatten(state.params)[0]]
+
+    found = on_new_axis(run)
+    assert [told for told, _ in found] == ["WeightError"] * 2
+    torch.manual_seed(seed)
+    params, inputs = problem(2)
+    both = ltx.data_parallel(lambda p, x: torch.stack([loss(p, one) for one in x]).mean())
+    train = ltx.train_step(both, adam())
+    state = train.init(params)
+    for x in inputs:
+        state, _ = train(state, x)
+    for _, mine in found:
+        torch.testing.assert_close(mine, [x.clone() for x in ltx.tree.flatten(state.params)[0]])
+
+
+@pytest.mark.full(but=3)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("reduce", [None, torch.bfloat16])
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+@pytest.mark.parametrize("name", [*OF_TWO, "mean"])
+def test_explain_says_what_is_sent(
+    name: str, overlap: Overlap, reduce: torch.dtype | None, ranks: Ranks, seed: int
+) -> None:
+    strategy = ltx.DDPStrategy() if name == "mean" else LATE[name][1]
+
+    def run() -> tuple[list[str], int, int]:
+        torch.manual_seed(seed)
+        params, inputs = problem(2)
+        precision = ltx.Precision(compute=torch.float32, reduce=reduce)
+        step = ltx.mixed_precision(ltx.data_parallel(loss, strategy), precision)
+        train = ltx.train_step(step, adam(), overlap=overlap)
+        state, wrong, sent, headers = train.init(params), [], 0, 0
+        for x in inputs[:2]:
+            said = ltx.profile.explain(train, state)
+            with ltx.profile.record() as trace:
+                state, _ = train(state, x[ltx.world().rank])
+            if not said.matches(trace):
+                wrong.append(f"{said}\n{trace.events}")
+            sent += said.bytes
+            headers += said.summary_bytes - sum(e.nbytes for e in trace.events if e.kind == "summary")
+        return wrong, sent, headers
+
+    for wrong, sent, headers in ranks(2).run(run):
+        assert not wrong, wrong[0]
+        assert sent > 0
+        assert headers == 0

@@ -1,0 +1,93 @@
+"""What a step makes goes with it: after many steps no more objects live than before, whatever the strategy."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import ltx
+from ltx.core.training.settings import check_overlap
+from ltx.errors import StrategyError
+from tests.contract.strategies.problem import loss, make_problem
+from tests.contract.strategies.table import ROWS
+from tests.inside import OnFreshAxis
+
+Overlap = Literal["backward", "update"]
+
+OVERLAPS: tuple[Overlap, ...] = ("backward", "update")
+# After 30 more steps, every strategy of the table is at the same place in what it does over and over.
+WARMUP_STEPS, STEPS = 5, 30
+
+
+def _trainers(overlap: Overlap) -> dict[str, Any]:
+    """A train step for each strategy that two ranks can run so."""
+    found = {}
+    for name, row in ROWS.items():
+        step = ltx.data_parallel(loss, row.strategy)
+        if 2 in row.ranks:
+            try:
+                check_overlap(overlap, step, row.optimizer, "off")
+            except StrategyError:
+                continue
+            found[name] = ltx.train_step(step, row.optimizer, overlap=overlap)
+    return found
+
+
+def _live() -> Counter[str]:
+    """How many objects of each of ltx' and torch's types live: schedules, tickets, tensors, nodes of graphs, ...
+
+    Shapes aren't counted, of which there are logs of bounded length.
+    """
+    gc.collect()
+    layout = (type(thing) for thing in gc.get_objects())
+    ours = (kind for kind in layout if kind.__module__.startswith(("ltx", "torch")) and kind is not torch.Size)
+    return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in ours)
+
+
+def _grown(overlap: Overlap, seed: int, steps: int) -> dict[str, dict[str, int]]:
+    """By strategy: how many more objects of a type live after so many `steps`, if one in ten of them has left one.
+
+    Memory for messages is kept, two pieces for a bucket, and whether it is both is a matter of timing.
+    """
+    problem, rank = make_problem(seed, 2), int(ltx.axis_index())
+    x, y = torch.tensor(problem.x[0, rank]), torch.tensor(problem.y[0, rank])
+    grown = {}
+    gc.freeze()  # what is there already isn't gone through each time
+    for name, train in _trainers(overlap).items():
+        state = train.init({key: torch.tensor(array) for key, array in problem.start.items()})
+        for _ in range(WARMUP_STEPS):
+            state, _ = train(state, x, y)
+        before = _live()
+        for _ in range(steps):
+            state, _ = train(state, x, y)
+        after = _live()
+        train.finish(state)
+        more = {kind: count - before[kind] for kind, count in after.items()}
+        grown[name] = {kind: count for kind, count in more.items() if count > steps // 10}
+    gc.unfreeze()
+    return grown
+
+
+def _assert_nothing_left(by_rank: Any) -> None:
+    for grown in by_rank:
+        assert {"ddp", "horovod", "zero"} < set(grown)
+        assert {name: layout for name, layout in grown.items() if layout} == {}
+
+
+@pytest.mark.full
+@pytest.mark.covering(1, of=lambda overlap: ())
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_steps_leave_nothing_behind(overlap: Overlap, on_new_axis: OnFreshAxis, seed: int) -> None:
+    _assert_nothing_left(on_new_axis(lambda: _grown(overlap, seed, STEPS), timeout_s=40.0))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_thousand_steps_leave_nothing_behind(overlap: Overlap, seed: int) -> None:
+    with ltx.Pool(2) as pool:
+        _assert_nothing_left(pool.run(_grown, overlap, seed, 990))

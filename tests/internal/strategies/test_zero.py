@@ -1,0 +1,406 @@
+"""ZeroStrategy beyond its rows: DDP's bits, a part of the optimizer's state, its bytes, and checkpoints of parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+import ltx
+from ltx import Precision
+from ltx.errors import StrategyError
+from ltx.strategies.zero import AllParts, MeanPart, Shards, part
+from tests.contract.strategies.test_failures import BrokenError, fails_once
+
+Ranks = Callable[[int], ltx.Pool]
+OnNewAxis = Callable[..., Any]
+Params = dict[str, Tensor]
+
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.05 / (1 + count))
+CLIPPED = ltx.optim.chain(ltx.optim.clip_by_global_norm(0.5), ADAMW)
+BUCKETS = {"bucket_bytes": 64, "first_bucket_bytes": 16}
+
+
+def params_of_all_kinds() -> Params:
+    """Several dtypes, 0-dim and empty leaves, and leaves of fewer elements than ranks."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "matrix": normal(6, 5),
+        "bias": normal(5),
+        "scalar": normal(()),
+        "one": normal(1),
+        "empty": normal(0, 3),
+        "half": normal(7).bfloat16(),
+        "double": normal(3).double(),
+        "complex": torch.complex(normal(2, 2), normal(2, 2)),
+    }
+
+
+def loss(p: Params, x: Tensor) -> Tensor:
+    out = p["scalar"] * torch.tanh(x @ p["matrix"] + p["bias"]) - p["one"]
+    rest = (p["half"].float().square().sum(), p["double"].float().sum().sin(), p["complex"].abs().square().sum())
+    return out.square().mean() + 0.1 * sum(rest) + p["empty"].sum()
+
+
+def weighted(p: Params, x: Tensor) -> ltx.Weighted:
+    return ltx.Weighted(loss(p, x) * len(x), len(x))
+
+
+def trained(
+    strategy: ltx.Strategy,
+    optimizer: Any,
+    of: Any = loss,
+    sizes: tuple[int, ...] = (8,),
+    accumulate: int = 1,
+    **kwargs: Any,
+) -> tuple[Params, Tensor, Tensor | None]:
+    """Rank r's batches have ``sizes[r]`` samples. (parameters, last loss, last norm)"""
+    rank = int(ltx.axis_index())
+    train = ltx.train_step(ltx.accumulate(ltx.data_parallel(of, strategy), accumulate), optimizer, **kwargs)
+    state, generator = train.init(params_of_all_kinds()), torch.Generator().manual_seed(rank)
+    for _ in range(6):
+        state, metrics = train(state, torch.randn(sizes[rank % len(sizes)], 6, generator=generator))
+    return state.params, metrics.loss, metrics.grad_norm
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": SGD},
+    "adamw": {"optimizer": ADAMW},
+    "adamw, kept": {"optimizer": ADAMW, "donate": False},
+    "accumulated": {"optimizer": SGD, "accumulate": 2},
+    "weighted": {"optimizer": ADAMW, "of": weighted, "sizes": (8, 3)},
+    "weighted, accumulated, clipped": {"optimizer": CLIPPED, "of": weighted, "sizes": (8, 3), "accumulate": 2},
+}
+
+
+def assert_close(got: Params, expected: Params, tolerance: float = 1e-5) -> None:
+    """To rounding: a part's elements meet other lanes of the processor than they do in the whole."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        close = 1e-2 if value.dtype == torch.bfloat16 else tolerance
+        torch.testing.assert_close(got[name], value, rtol=close, atol=close, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_ddp_does(case: str, ranks: Ranks) -> None:
+    kwargs = CASES[case]
+    params, value, norm = ranks(2).run(trained, ltx.ZeroStrategy(**BUCKETS), **kwargs).replicated()
+    expected, expected_value, expected_norm = ranks(2).run(trained, ltx.DDPStrategy(**BUCKETS), **kwargs).replicated()
+    close = 1e-5 if norm is None else 1e-3  # the norm of a bfloat16 gradient is rounded
+    assert_close(params, expected, close)
+    torch.testing.assert_close(value, expected_value, rtol=close, atol=0)
+    if norm is not None:
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-2, atol=0)
+
+
+@pytest.mark.full
+def test_three_ranks_train_as_ddp_does(ranks: Ranks) -> None:
+    params, _, _ = ranks(3).run(trained, ltx.ZeroStrategy(**BUCKETS), SGD).replicated()
+    expected, _, _ = ranks(3).run(trained, ltx.DDPStrategy(**BUCKETS), SGD).replicated()
+    assert_close(params, expected)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=repr)
+def test_two_ranks_have_ddps_bits(optimizer: Any, ranks: Ranks, seed: int) -> None:
+    """Sums of two shares don't depend on their order; parts of 128 elements fill the processor's lanes."""
+
+    def on_a_rank(strategy: ltx.Strategy) -> Tensor:
+        step = ltx.data_parallel(lambda w, x: (x @ w).tanh().square().mean(), strategy)
+        train, generator = ltx.train_step(step, optimizer), torch.Generator().manual_seed(seed)
+        state = train.init(torch.randn(16, 16, generator=generator))
+        for _ in range(4):
+            state, _ = train(state, torch.randn(2, 5, 16, generator=generator)[int(ltx.axis_index())])
+        return state.params
+
+    got = ranks(2).run(on_a_rank, ltx.ZeroStrategy()).replicated()
+    assert torch.equal(got, ranks(2).run(on_a_rank, ltx.DDPStrategy()).replicated())
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=repr)
+def test_a_world_of_one_is_ddps(optimizer: Any) -> None:
+    params, _, _ = trained(ltx.ZeroStrategy(), optimizer)
+    expected, _, _ = trained(ltx.DDPStrategy(), optimizer)
+    assert all(torch.equal(params[name], expected[name]) for name in expected)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("n", [2, 3])
+def test_simulated_ranks_train_as_ddps_do(n: int, seed: int) -> None:
+    x = torch.randn(3, n, 8, 6)
+
+    def run(strategy: ltx.Strategy) -> Params:
+        train = ltx.train_step(ltx.data_parallel(loss, strategy), SGD)
+        state = train.init(params_of_all_kinds())
+        for step in range(3):
+            state, _ = ltx.vmap(train, in_dims=(0 if step else None, 0))(state, x[step])
+        return state.params
+
+    params, expected = run(ltx.ZeroStrategy(**BUCKETS)), run(ltx.DDPStrategy(**BUCKETS))
+    assert all((x == x[0]).all() for x in params.values())
+    assert_close(params, expected)
+
+
+# --- memory and bytes ------------------------------------------------------------------------------------------------
+
+
+def sizes_on_a_rank(strategy: ltx.Strategy) -> tuple[int, int, dict[str, int]]:
+    """(elements of the optimizer's state after init, after a step, bytes sent in a step by operation)"""
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: ((x @ p["a"]) @ p["b"]).square().mean(), strategy), ADAMW)
+    state = train.init({"a": torch.ones(60, 30), "b": torch.ones(30, 7)})
+    before = elements(state.opt_state)
+    with ltx.profile.record() as trace:
+        state, _ = train(state, torch.ones(4, 60))
+    sent: dict[str, int] = {}
+    for event in trace.events:
+        if event.label != "summary":
+            sent[event.operation] = sent.get(event.operation, 0) + event.nbytes
+    return before, elements(state.opt_state), sent
+
+
+def elements(state: Any) -> int:
+    return sum(x.numel() for x in ltx.tree.flatten(state)[0] if x.ndim)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_each_rank_has_a_part_of_the_state_and_sends_what_ddp_sends(n: int, ranks: Ranks) -> None:
+    params = 60 * 30 + 30 * 7
+    before, after, sent = ranks(n).run(sizes_on_a_rank, ltx.ZeroStrategy()).replicated()
+    assert (before, after) == (2 * params // n,) * 2
+    once = 4 * params * (n - 1) // n
+    assert sent == {"psum_scatter": once, "all_gather": once}
+    before, after, sent = ranks(n).run(sizes_on_a_rank, ltx.DDPStrategy()).replicated()
+    assert (before, after) == (2 * params,) * 2
+    assert sent == {"psum": 2 * once}
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (2, 3), (7,)], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_parts_add_up(shape: tuple[int, ...], n: int, seed: int) -> None:
+    x = torch.randn(shape)
+    parts = torch.stack([part(x, rank, n) for rank in range(n)])
+    assert torch.equal(parts.reshape(-1)[: x.numel()], x.reshape(-1))
+    assert not parts.reshape(-1)[x.numel() :].any()
+    assert torch.equal(ltx.vmap(lambda _: part(x, ltx.axis_index(), n))(torch.zeros(n)), parts)
+
+
+def test_plain_gradients_are_the_whole_mean() -> None:
+    step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy())
+    grads = ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(torch.ones(3), torch.tensor([[1.0, 2, 3], [3, 4, 5]]))
+    assert grads.tolist() == [[2.0, 3.0, 4.0]] * 2
+
+
+def test_a_hook_gives_each_rank_its_part(ranks: Ranks) -> None:
+    """Shown by a strategy that hands its gradients on as they are."""
+    grads = [torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.tensor(7.0)]
+    mean, _ = ltx.vmap(
+        lambda scale: ltx.ZeroStrategy().exchange(
+            MeanPart(), [g * scale for g in grads], ["a", "b"], moment()
+        ).wait()
+    )(torch.tensor([1.0, 3.0]))  # fmt: skip
+    assert mean[0].tolist() == [[[2, 4, 6], [0, 0, 0]], [[0, 0, 0], [8, 10, 12]]]
+    assert mean[1].tolist() == [14, 0]
+
+    def on_a_rank() -> Any:
+        scale = 1.0 + 2 * int(ltx.axis_index())
+        return ltx.ZeroStrategy().exchange(MeanPart(), [g * scale for g in grads], ["a", "b"], moment()).wait()[0]
+
+    for rank, real in enumerate(ranks(2).run(on_a_rank)):
+        assert [x.tolist() for x in real] == [m[rank].tolist() for m in mean]
+
+
+def moment() -> Any:
+    from ltx.core import comm
+    from ltx.strategies import StepInfo
+
+    return StepInfo(0, comm.resolve(None))
+
+
+def test_all_parts() -> None:
+    gathered, _ = ltx.vmap(lambda x: ltx.ZeroStrategy().exchange(AllParts(), [x], ["x"], moment()).wait())(
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    )
+    assert gathered[0][0].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+NEEDS_WHOLE = "ZeroStrategy gives each rank a part of every parameter, and {} needs whole ones. Use an elementwise"
+
+
+def ratio(grads: Params, state: Any, params: Params) -> Any:
+    return ltx.tree.map(lambda g: -g / g.norm(), grads), state
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [ltx.optim.from_torch(torch.optim.Adafactor), ltx.optim.from_functions(lambda params: (), ratio)],
+    ids=["Adafactor", "functions"],
+)
+@pytest.mark.parametrize("chained", [False, True])
+def test_optimizers_that_need_whole_parameters_are_refused(optimizer: Any, chained: bool) -> None:
+    given = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), optimizer) if chained else optimizer
+    with pytest.raises(StrategyError, match=re.escape(NEEDS_WHOLE.format(repr(optimizer)))):
+        ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), given)
+
+
+def test_state_that_isnt_of_vectors_is_refused() -> None:
+    optimizer = ltx.optim.from_functions(lambda p: torch.zeros(2, 2), lambda g, s, p: (g, s), elementwise=True)
+    train = ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), optimizer)
+    with pytest.raises(StrategyError, match=re.escape("is float32[2, 2]. State of parameters given as vectors")):
+        train.init(params_of_all_kinds())
+
+
+def test_buckets_cant_be_updated_before_a_norm_of_all_is_known() -> None:
+    clipped = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), SGD)
+    with pytest.raises(StrategyError, match=r"before other gradients are complete; .*clip_by_global_norm"):
+        ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), clipped, overlap="update")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_one_norm_is_measured_of_all_parts(n: int) -> None:
+    x = torch.arange(1.0, 1 + 5 * n).reshape(n, 5)
+    optimizer = ltx.optim.chain(ltx.optim.measure_global_norm(), ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy()), optimizer)
+    state, metrics = ltx.vmap(train, in_dims=(None, 0))(train.init(torch.zeros(5)), x)
+    torch.testing.assert_close(metrics.grad_norm, x.mean(0).norm().expand(n))
+    torch.testing.assert_close(state.params, -x.mean(0).expand(n, 5))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_clipping_takes_one_norm_over_all_parts(n: int) -> None:
+    x = torch.arange(1.0, 1 + 5 * n).reshape(n, 5)
+    optimizer = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy()), optimizer)
+    state, metrics = ltx.vmap(train, in_dims=(None, 0))(train.init(torch.zeros(5)), x)
+    mean = x.mean(0)
+    torch.testing.assert_close(metrics.grad_norm, mean.norm().expand(n))
+    torch.testing.assert_close(state.params[0], -mean / (mean.norm() + 1e-6))
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def trainer() -> Any:
+    return ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), ADAMW, donate=False)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + int(ltx.axis_index())))
+
+
+def steps(state: Any, which: range) -> Any:
+    for step in which:
+        state, _ = trainer()(state, batch(step))
+    return state
+
+
+def test_parts_dont_collide_in_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    def save_and_go_on() -> tuple[Params, Params, list[str]]:
+        state = steps(trainer().init(params_of_all_kinds()), range(3))
+        dcp.save({"train": state}, checkpoint_id=tmp_path)
+        other = steps(trainer().init(params_of_all_kinds()), range(1))
+        dcp.load({"train": other}, checkpoint_id=tmp_path)
+        names = [name for name in state.state_dict() if "matrix.exp_avg" in name]
+        return steps(state, range(3, 6)).params, steps(other, range(3, 6)).params, names
+
+    for rank, (expected, got, names) in enumerate(ranks(2).run(save_and_go_on)):
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
+        shard = f"opt_state.shard_{rank}_of_2.per_param.matrix"
+        assert names == [f"{shard}.exp_avg", f"{shard}.exp_avg_sq"]
+
+
+@pytest.mark.full
+def test_a_gathered_state_goes_to_any_number_of_ranks(ranks: Ranks) -> None:
+    """Saved by two ranks, and gone on with by one, two and three, as DDP's own state would be."""
+
+    def saved(strategy: ltx.Strategy) -> dict[str, Tensor]:
+        train = ltx.train_step(ltx.data_parallel(loss, strategy), ADAMW, donate=False)
+        state = steps_of(train, train.init(params_of_all_kinds()), range(3))
+        assert state.layout.opt_state == ("sharded" if isinstance(strategy, ltx.ZeroStrategy) else "replicated")
+        whole = train.gather(state)
+        assert whole.layout.opt_state == "replicated"
+        return whole.state_dict()
+
+    def gone_on(strategy: ltx.Strategy, checkpoint: dict[str, Tensor]) -> tuple[Params, str]:
+        train = ltx.train_step(ltx.data_parallel(loss, strategy), ADAMW, donate=False)
+        state = train.gather(train.init(params_of_all_kinds()))
+        state.load_state_dict(checkpoint)
+        state = steps_of(train, state, range(3, 6))
+        return state.params, state.layout.opt_state
+
+    zero, ddp = (ranks(2).run(saved, s).replicated() for s in (ltx.ZeroStrategy(), ltx.DDPStrategy()))
+    assert {name.replace("opt_state.shard_0_of_1.", "opt_state.") for name in zero} == set(ddp)
+    assert_close(
+        {name.replace("shard_0_of_1.", ""): x for name, x in zero.items()},
+        {
+            name: x.reshape(-1) if name.startswith("opt_state") and not name.endswith("step") else x
+            for name, x in ddp.items()
+        },
+    )
+    for n in (2, 3):
+        expected, _ = ranks(n).run(gone_on, ltx.DDPStrategy(), ddp).replicated()
+        got, kind = ranks(n).run(gone_on, ltx.ZeroStrategy(), zero).replicated()
+        assert kind == "sharded"
+        assert_close(got, expected, 1e-4)
+    assert_close(gone_on(ltx.ZeroStrategy(), zero)[0], gone_on(ltx.DDPStrategy(), ddp)[0], 1e-4)
+
+
+def steps_of(train: Any, state: Any, which: range) -> Any:
+    for step in which:
+        state, _ = train(state, batch(step))
+    return state
+
+
+def test_a_part_for_other_ranks_is_refused() -> None:
+    state = trainer().init(params_of_all_kinds())
+    foreign = replace(state, opt_state=Shards(state.opt_state.state, 4, 1))
+    text = "this optimizer state is shard_1_of_4, and this rank's is shard_0_of_1. For other ranks, or another number"
+    with pytest.raises(StrategyError, match=re.escape(text)):
+        trainer()(foreign, torch.ones(8, 6))
+    with pytest.raises(StrategyError, match=r"shard_1_of_4, and this rank's is shard_r_of_2\. For other ranks"):
+        ltx.vmap(trainer(), in_dims=(None, 0))(foreign, torch.ones(2, 8, 6))
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_fails_leaves_all_states_as_they_were(on_new_axis: OnNewAxis) -> None:
+    results = on_new_axis(lambda: fails_once(ltx.ZeroStrategy(), 3))
+    assert all(raised for raised, _, _ in results)
+    assert results[1][0] == [BrokenError]
+    assert all(as_before for _, as_before, _ in results)
+    assert all(torch.equal(results[0][2][name], results[1][2][name]) for name in results[0][2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_may_travel_in_half_precision(dtype: torch.dtype, ranks: Ranks) -> None:
+    def on_a_rank(strategy: ltx.Strategy) -> tuple[Tensor, int]:
+        step = ltx.data_parallel(lambda w, x: (w * x).sum(), strategy)
+        half = ltx.mixed_precision(step, Precision(compute=torch.float32, reduce=dtype))
+        train = ltx.train_step(half, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+        state = train.init(torch.zeros(9))
+        with ltx.profile.record() as trace:
+            state, _ = train(state, torch.linspace(0.0, 1.0, 9) + int(ltx.axis_index()))
+        return state.params, sum(e.nbytes for e in trace.events if e.label == "bucket 0")
+
+    got, sent = ranks(2).run(on_a_rank, ltx.ZeroStrategy()).replicated()
+    expected, _ = ranks(2).run(on_a_rank, ltx.DDPStrategy()).replicated()
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    assert sent == 2 * 10 // 2
+    assert ltx.hooks.cast(MeanPart(), dtype) == MeanPart(dtype)

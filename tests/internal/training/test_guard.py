@@ -1,0 +1,460 @@
+"""guard="skip" and guard="raise": gradients that aren't finite on one rank, and what all ranks make of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.core.training.guard import not_finite
+from ltx.errors import NotFiniteError, StrategyError, UnsupportedError
+from tests.contract.strategies.problem import make_problem
+from tests.contract.strategies.table import KINDS, ROWS
+from tests.contract.strategies.test_conformance import tensors, trainer
+
+Ranks = Callable[[int], ltx.Pool]
+OnNewAxis = Callable[..., Any]
+Params = dict[str, Tensor]
+
+NAN, INF = float("nan"), float("inf")
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)
+FEEDBACK = ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad(error_feedback=True))
+BAD_STEP = 4
+
+
+def bits(state: Any) -> list[Tensor]:
+    return [x.clone() for x in ltx.tree.flatten((state.params, state.buffers, state.opt_state, state.sync_state))[0]]
+
+
+def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(got) == len(expected)
+    assert all(map(torch.equal, got, expected))
+
+
+# --- every strategy --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.covering(1, of=lambda name, value: (KINDS[name], value))
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("name", ROWS)
+def test_every_strategy_skips_on_all_ranks(name: str, value: float, ranks: Ranks, seed: int) -> None:
+    """One element on the last rank. Strategies that keep ranks together leave everything as it was."""
+    row = ROWS[name]
+    n = row.ranks[0]
+    problem = make_problem(seed, n)
+    problem.x[BAD_STEP, n - 1, 0, 0] = value
+
+    def on_a_rank() -> tuple[list[bool], list[int], bool, list[Tensor]]:
+        train, rank = trainer(row, guard="skip"), int(ltx.axis_index())
+        state, skipped, counts, same = train.init(tensors(problem.start)), [], [], True
+        for step in range(problem.steps):
+            before = bits(state)
+            state, metrics = train(state, torch.tensor(problem.x[step, rank]), torch.tensor(problem.y[step, rank]))
+            if step == BAD_STEP and row.replicated:
+                same = all(map(torch.equal, before, bits(state)))
+            skipped.append(bool(metrics.skipped))
+            counts.append(state.step)
+        return skipped, counts, same, bits(train.finish(state))
+
+    for skipped, counts, same, end in ranks(n).run(on_a_rank):
+        assert skipped == [step == BAD_STEP for step in range(problem.steps)]
+        assert counts == list(range(1, problem.steps + 1))
+        assert same
+        assert all(x.isfinite().all() for x in end)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.covering(1, of=lambda name: (KINDS[name],))
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if 2 in row.ranks])
+def test_simulated_ranks_skip_as_processes_do(name: str, ranks: Ranks, seed: int) -> None:
+    row = ROWS[name]
+    problem = make_problem(seed, 2)
+    problem.x[BAD_STEP, 1, 0, 0] = NAN
+
+    def on_a_rank() -> Params:
+        train, rank = trainer(row, guard="skip"), int(ltx.axis_index())
+        state = train.init(tensors(problem.start))
+        for step in range(problem.steps):
+            state, _ = train(state, torch.tensor(problem.x[step, rank]), torch.tensor(problem.y[step, rank]))
+        return train.finish(state).params
+
+    train, skipped = trainer(row, guard="skip"), []
+    state = train.init(tensors(problem.start))
+    for step in range(problem.steps):
+        state, metrics = ltx.vmap(train, in_dims=(0 if step else None, 0, 0))(
+            state, torch.tensor(problem.x[step]), torch.tensor(problem.y[step])
+        )
+        skipped.append(metrics.skipped.tolist())
+    assert skipped == [[step == BAD_STEP] * 2 for step in range(problem.steps)]
+    finished = ltx.vmap(train.finish)(state).params
+    for rank, params in enumerate(ranks(2).run(on_a_rank)):
+        for leaf, x in params.items():
+            torch.testing.assert_close(finished[leaf][rank], x, rtol=1e-9, atol=1e-9)
+
+
+def with_a_bad_step(strategy: ltx.Strategy, value: float | None, **kwargs: Any) -> tuple[list[str], bool, list[Tensor]]:
+    """guard="raise": rank 1's batch is bad at a step, which every rank then does again with a good one."""
+    rank, raised, kept = int(ltx.axis_index()), [], True
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return ((p["w"] * x).sum() + p["b"] - 1).square() + 0 * p["unused"].sum()
+
+    train = ltx.train_step(ltx.data_parallel(loss, strategy), ADAM, guard="raise", **kwargs)
+    state = train.init({"w": torch.linspace(0, 1, 6), "b": torch.zeros(()), "unused": torch.ones(3)})
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(6):
+        x = torch.randn(6, generator=generator)
+        if step == BAD_STEP and value is not None:
+            bad, before = x.clone(), bits(state)
+            bad[2] = value if rank == 1 else bad[2]
+            with pytest.raises(NotFiniteError) as error:
+                train(state, bad)
+            raised.append(str(error.value))
+            kept = all(map(torch.equal, bits(state), before))
+        state, metrics = train(state, x)
+        assert not metrics.skipped
+    return raised, kept, bits(train.finish(state))
+
+
+RAISING = {
+    "ddp": ltx.DDPStrategy(),
+    "several buckets": ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8),
+    "zero": ltx.ZeroStrategy(),
+    "error feedback": FEEDBACK,
+    "local SGD": ltx.LocalSGDStrategy(3),
+    "gossip": ltx.BaguaStrategy("decentralized"),
+    "adasum": ltx.HorovodStrategy(op="adasum"),
+    "DiLoCo": ltx.DiLoCoStrategy(3),
+}
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kwargs", [{}, {"donate": False}], ids=str)
+@pytest.mark.parametrize("name", RAISING)
+def test_all_ranks_raise_and_the_step_can_be_done_again(
+    name: str, kwargs: dict[str, Any], on_new_axis: OnNewAxis
+) -> None:
+    results = on_new_axis(lambda: with_a_bad_step(RAISING[name], NAN, **kwargs))
+    undisturbed = on_new_axis(lambda: with_a_bad_step(RAISING[name], None, **kwargs))
+    said = results[0][0][0]
+    assert said.startswith(
+        "train_step: gradients of step 4 aren't finite. rank 1: leaf 'b' (NaN, 1 of 1 elements), leaf 'w' (NaN, "
+        "6 of 6 elements). The state is as it was before the step, and may be used again."
+    )
+    for (raised, kept, end), (_, _, expected) in zip(results, undisturbed, strict=True):
+        assert raised == [said]
+        assert kept
+        assert_equal(end, expected)
+
+
+def test_infinite_ones_on_several_ranks_are_listed(ranks: Ranks) -> None:
+    def on_a_rank() -> str:
+        rank = int(ltx.axis_index())
+        train = ltx.train_step(
+            ltx.data_parallel(lambda p, x: sum((q * x).sum() for q in p.values())), SGD, guard="raise"
+        )
+        state = train.init({str(i): torch.ones(4) for i in range(6)})
+        with pytest.raises(FloatingPointError) as error:
+            train(state, torch.tensor([1.0, INF, 1.0, INF if rank == 2 else 1.0]) if rank else torch.ones(4))
+        return str(error.value)
+
+    (said,) = set(ranks(3).run(on_a_rank))
+    leaves = [", ".join(f"leaf '{i}' (infinite, {count} of 4 elements)" for i in range(4)) for count in (1, 2)]
+    assert f"rank 1: {leaves[0]} and 2 more; rank 2: {leaves[1]} and 2 more. The state" in said
+
+
+def test_what_only_the_sum_makes_infinite(ranks: Ranks) -> None:
+    def on_a_rank() -> str:
+        step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.HorovodStrategy(op="sum"))
+        train = ltx.train_step(step, SGD, guard="raise")
+        with pytest.raises(NotFiniteError) as error:
+            train(train.init(torch.zeros(2)), torch.tensor([3e38, 1.0]))
+        return str(error.value)
+
+    (said,) = set(ranks(2).run(on_a_rank))
+    what = "each rank's own are finite when taken again, what came of them together isn't"
+    assert f"{what}: leaf '<the tree itself>' (infinite, 1 of 2 elements)." in said
+
+
+class _Spoiling(ltx.hooks.CommHook):
+    """The mean, whose first element is spoiled once it has arrived: what the wire has added up doesn't tell."""
+
+    def reduce(self, share: ltx.hooks.BucketInput) -> ltx.hooks.Reduction:
+        total, states = yield from ltx.hooks.AllReduce().reduce(share)
+        total[0] = total[0] / 0
+        return total, states
+
+
+def test_what_a_hook_does_afterwards_is_seen(ranks: Ranks) -> None:
+    def on_a_rank() -> list[bool]:
+        found = []
+        for hook in (ltx.hooks.AllReduce(), _Spoiling()):
+            train = ltx.train_step(
+                ltx.data_parallel(lambda w: w.sum(), ltx.DDPStrategy(comm_hook=hook)), SGD, guard="skip"
+            )
+            found.append(bool(train(train.init(torch.zeros(8)))[1].skipped))
+        return found
+
+    assert ranks(2).run(on_a_rank).replicated() == [False, True]
+
+
+def test_what_a_weight_makes_infinite_is_seen(ranks: Ranks) -> None:
+    """A sum of weights below the number of ranks makes gradients larger once they are reduced."""
+
+    def on_a_rank() -> tuple[bool, bool]:
+        rank = int(ltx.axis_index())
+
+        def loss(w: Tensor, x: Tensor, weight: Tensor) -> ltx.Weighted:
+            return ltx.Weighted((w * x).sum(), weight)
+
+        train = ltx.train_step(ltx.data_parallel(loss), SGD, guard="skip")
+        state, x = train.init(torch.zeros(2)), torch.tensor([2e38, -2e38])
+        _, alike = train(state, x, torch.ones(()))
+        _, small = train(train.init(torch.zeros(2)), x, torch.tensor(0.25 * (rank == 0)))
+        return bool(alike.skipped), bool(small.skipped)
+
+    assert ranks(2).run(on_a_rank).replicated() == (False, True)
+
+
+@pytest.mark.parametrize("place", [0, 300_000, 700_000, -1])
+def test_one_element_of_many_pieces(ranks: Ranks, place: int) -> None:
+    def on_a_rank() -> list[bool]:
+        found, rank = [], int(ltx.axis_index())
+        train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), SGD, guard="skip")
+        state, x = train.init(torch.zeros(1_000_003)), torch.ones(1_000_003)
+        for bad in (1.0, NAN, 1.0):
+            x[place] = bad if rank == 1 else 1.0
+            state, metrics = train(state, x)
+            found.append(bool(metrics.skipped))
+        return found
+
+    assert ranks(2).run(on_a_rank).replicated() == [False, True, False]
+
+
+# --- what is finite --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("place", [None, 0, 5_000, -1])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_not_finite(dtype: torch.dtype, place: int | None, value: float) -> None:
+    """The largest numbers add up to infinity, and are finite."""
+    largest = torch.finfo(dtype).max
+    grads = [torch.full((10_001,), largest, dtype=dtype), torch.zeros(0, dtype=dtype), torch.ones((), dtype=dtype)]
+    if place is not None:
+        grads[0][place] = value
+    assert bool(not_finite(grads)) == (place is not None)
+    transposed = [grads[0][:10_000].reshape(100, 100).T, *grads[1:]]
+    assert bool(not_finite(transposed)) == (place in (0, 5_000))
+
+
+def test_infinities_that_cancel() -> None:
+    assert not_finite([torch.tensor([INF, -INF, 1.0])])
+    assert not not_finite([])
+
+
+def test_huge_gradients_are_no_alarm(ranks: Ranks) -> None:
+    def on_a_rank(guard: Any) -> bool:
+        train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), SGD, guard=guard)
+        state, metrics = train(train.init(torch.zeros(100)), torch.full((100,), 3e38))
+        return bool(metrics.skipped) or not state.params.any()
+
+    assert list(ranks(2).run(on_a_rank, "raise")) == [False, False]
+    assert list(ranks(2).run(on_a_rank, "skip")) == [False, False]
+
+
+# --- together with the rest ------------------------------------------------------------------------------------------
+
+
+def linear(p: Params, x: Tensor) -> Tensor:
+    return (x @ p["w"] + p["b"]).square().mean()
+
+
+def start(train: Any) -> Any:
+    return train.init({"w": torch.linspace(-1, 1, 4), "b": torch.zeros(())})
+
+
+def weighted(p: Params, x: Tensor) -> ltx.Weighted:
+    return ltx.Weighted((x @ p["w"] + p["b"]).square().sum(), len(x))
+
+
+CLIPPED = ltx.optim.chain(ltx.optim.clip_by_global_norm(0.5), ADAM)
+COMBINED: dict[str, Callable[[ltx.Strategy], Any]] = {
+    "accumulated": lambda s: (ltx.accumulate(ltx.data_parallel(linear, s), 2), ADAM),
+    "clipped": lambda s: (ltx.data_parallel(linear, s), CLIPPED),
+    "weighted": lambda s: (ltx.data_parallel(weighted, s), ADAM),
+    "weighted, accumulated, clipped": lambda s: (ltx.accumulate(ltx.data_parallel(weighted, s), 2), CLIPPED),
+    "bfloat16": lambda s: (ltx.mixed_precision(ltx.data_parallel(linear, s), ltx.Precision()), ADAM),
+    "compiled loss": lambda s: (ltx.data_parallel(torch.compile(linear, backend="eager"), s), ADAM),
+}
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.slow_compile
+@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()], ids=["ddp", "zero"])
+@pytest.mark.parametrize("name", COMBINED)
+def test_combined_with(name: str, strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
+    """Skipped on processes, on simulated ranks and alone; raised on processes, on simulated ranks and alone."""
+
+    def made(guard: Any) -> Any:
+        step, optimizer = COMBINED[name](strategy)
+        return ltx.train_step(step, optimizer, guard=guard, donate=False)
+
+    good, bad = torch.randn(2, 6, 4), torch.randn(2, 6, 4)
+    bad[1, 5, 3] = INF  # of the last micro-batch
+
+    def on_a_rank(rank: int) -> tuple[list[Tensor], list[Tensor], str]:
+        train = made("skip")
+        state, first = train(start(train), good[rank])
+        before = bits(state)
+        state, metrics = train(state, bad[rank])
+        assert (bool(first.skipped), bool(metrics.skipped)) == (False, True)
+        raising = made("raise")
+        with pytest.raises(NotFiniteError) as error:
+            raising(state, bad[rank])
+        return before, bits(state), str(error.value)
+
+    for before, after, said in ranks(2).run(lambda: on_a_rank(int(ltx.axis_index()))):
+        assert_equal(after, before)
+        assert re.search(r"rank 1: leaf 'b' \((NaN|infinite), 1 of 1 elements\), leaf 'w'", said)
+        assert "rank 0" not in said
+    before, after, said = on_a_rank(1)
+    assert_equal(after, before)
+    assert "rank 0: leaf 'b'" in said
+    if name != "compiled loss":
+        train = made("skip")
+        state, _ = ltx.vmap(train, in_dims=(None, 0))(start(train), good)
+        after, metrics = ltx.vmap(train)(state, bad)
+        assert metrics.skipped.tolist() == [True, True]
+        assert_equal(bits(after), bits(state))
+        with pytest.raises(NotFiniteError, match=r"rank 1: leaf 'b' \(") as error:
+            ltx.vmap(made("raise"))(state, bad)
+        assert "rank 0" not in str(error.value)
+
+
+def test_buffers_of_a_skipped_step_are_kept(ranks: Ranks) -> None:
+    def loss(p: Tensor, buffers: Params, x: Tensor) -> Any:
+        return (p * x).sum(), {"mean": 0.9 * buffers["mean"] + 0.1 * x.mean()}
+
+    def on_a_rank() -> tuple[float, float, list[bool]]:
+        train = ltx.train_step(ltx.data_parallel(loss), SGD, guard="skip")
+        state, skipped = train.init(torch.ones(3), {"mean": torch.zeros(())}), []
+        for value in (1.0, NAN, 1.0):
+            state, metrics = train(state, torch.full((3,), value if ltx.world().rank else 1.0))
+            skipped.append(bool(metrics.skipped))
+        return state.buffers["mean"].item(), state.params[0].item(), skipped
+
+    for mean, param, skipped in ranks(2).run(on_a_rank):
+        assert (mean, skipped) == (pytest.approx(0.19), [False, True, False])
+        assert param == pytest.approx(1 - 0.1 - 0.19)  # two steps of momentum SGD
+
+
+def test_random_numbers_are_drawn_again_to_find_out(ranks: Ranks, seed: int) -> None:
+    """Dropout decides which leaf it is; the generator then goes on as after a step that went well."""
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        place = torch.randint(100, ())
+        return sum((p[name] * (x if i == place else 1.0)).sum() for i, name in enumerate(sorted(p)))
+
+    def on_a_rank() -> tuple[str, int, int, bool]:
+        torch.manual_seed(seed + int(ltx.axis_index()))
+        train = ltx.train_step(ltx.data_parallel(loss), SGD, guard="raise", donate=False)
+        state = train.init({f"{i:02}": torch.ones(2) for i in range(100)})
+        before = torch.get_rng_state()
+        train(state, torch.ones(2))
+        after = torch.rand(1)
+        torch.set_rng_state(before)
+        with pytest.raises(NotFiniteError) as error:
+            train(state, torch.full((2,), NAN))
+        same = torch.equal(torch.rand(1), after)
+        torch.set_rng_state(before)
+        return str(error.value), int(torch.randint(100, ())), int(ltx.axis_index()), same
+
+    for said, place, rank, same in ranks(2).run(on_a_rank):
+        assert f"rank {rank}: leaf '{place:02}' (NaN, 2 of 2 elements)" in said
+        assert same
+
+
+def test_dynamic_loss_scaling_skips_until_it_isnt_to_blame(ranks: Ranks) -> None:
+    precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0))
+
+    def on_a_rank() -> tuple[list[float], str]:
+        step = ltx.mixed_precision(ltx.data_parallel(lambda w, x: (w * x).sum()), precision)
+        train = ltx.train_step(step, SGD, guard="raise")
+        state, scales = train.init(torch.ones(3)), []
+        x = torch.full((3,), 1e6 if ltx.world().rank else 1.0)  # infinite in float16, whatever the scale
+        for _ in range(3):
+            state, metrics = train(state, x)
+            scales.append(metrics.loss_scale.item())
+        with pytest.raises(NotFiniteError) as error:
+            train(state, x)
+        assert state.params.tolist() == [1.0] * 3
+        return scales, str(error.value)
+
+    for scales, said in ranks(2).run(on_a_rank):
+        assert scales == [8.0, 4.0, 2.0]
+        assert "gradients of step 3 aren't finite. rank 1: leaf " in said
+
+
+def test_error_feedback_is_kept_by_loss_scaling_too(ranks: Ranks) -> None:
+    def on_a_rank() -> bool:
+        precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0))
+        step = ltx.mixed_precision(ltx.data_parallel(lambda w, x: (w * x).sum(), FEEDBACK), precision)
+        train = ltx.train_step(step, SGD)
+        state, _ = train(train.init(torch.ones(300)), torch.linspace(0, 1, 300))
+        before = bits(state)
+        state, metrics = train(state, torch.full((300,), 1e6))
+        assert any(x.any() for x in ltx.tree.flatten(state.sync_state.leaves)[0])
+        return bool(metrics.skipped) and all(map(torch.equal, bits(state), before))
+
+    assert list(ranks(2).run(on_a_rank)) == [True, True]
+
+
+def test_passes_of_horovod_that_arent_finite_arent_added(ranks: Ranks) -> None:
+    """Two passes an update. A bad pass counts for nothing; a bad sum is dropped."""
+
+    def on_a_rank() -> list[float]:
+        strategy = ltx.HorovodStrategy(backward_passes_per_step=2)
+        train = ltx.train_step(
+            ltx.data_parallel(lambda w, x: w * x, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=1.0), guard="skip"
+        )
+        state, seen = train.init(torch.zeros(())), []
+        for value in (1.0, 2.0, NAN, 4.0, 8.0, NAN, 16.0, 32.0):
+            state, _ = train(state, torch.tensor(value if ltx.world().rank else abs(value)))
+            seen.append(-state.params.item())
+        return seen
+
+    for seen in ranks(2).run(on_a_rank):
+        assert all(x == x for x in seen)
+        assert seen[1] == 3.0
+        assert seen[3] == 7.0
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guard", ["skip", "raise"])
+def test_not_bucket_by_bucket(guard: Any) -> None:
+    step = ltx.data_parallel(lambda w: w.sum())
+    with pytest.raises(StrategyError, match=f'which guard="{guard}" asks. Use overlap="backward"'):
+        ltx.train_step(step, ADAM, guard=guard, overlap="update")
+
+
+def test_unknown() -> None:
+    with pytest.raises(StrategyError, match='guard must be "off", "skip" or "raise", got True'):
+        ltx.train_step(ltx.data_parallel(lambda w: w.sum()), ADAM, guard=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow_compile
+def test_compiled_steps_cant_raise() -> None:
+    train = ltx.train_step(ltx.data_parallel(linear), ADAM, guard="raise", donate=False)
+    with pytest.raises((UnsupportedError, torch._dynamo.exc.TorchDynamoException), match='guard="raise" looks at'):
+        torch.compile(train, backend="eager", fullgraph=True)(start(train), torch.randn(5, 4))

@@ -1,0 +1,400 @@
+"""Training steps on DTensors: tensor parallel over one dimension of a mesh, data parallel over another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import ltx
+from ltx import Pool, optim
+from ltx.core.training.placed_state import _parameter_of
+from ltx.errors import (
+    DonatedStateError,
+    LtxError,
+    NotFiniteError,
+    ReplicaDivergedError,
+    StrategyError,
+    UnsupportedError,
+)
+from tests.meshes import LENGTH, WIDTH, Block, full, loss_of, mesh_of, parallelize, placements
+
+Ranks = Callable[[int], Pool]
+
+STEPS = 3
+
+
+def _sgd() -> optim.Optimizer:
+    return optim.from_torch(torch.optim.SGD, lr=0.3, momentum=0.9)
+
+
+def _drawn() -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The weights of a block, and a batch."""
+    return Block().state_dict(), torch.randn(4, LENGTH, WIDTH), torch.randn(4, LENGTH, WIDTH)
+
+
+def _model(weights: dict[str, Tensor]) -> Block:
+    model = Block()
+    model.load_state_dict(weights)
+    return model
+
+
+def _trained(
+    weights: dict[str, Tensor], x: Tensor, y: Tensor, clip: float | None = None, only: str = ""
+) -> tuple[dict[str, Tensor], float, float]:
+    """(parameters, last loss, last norm) of plain torch on one process and the whole batch."""
+    model, norm = _model(weights), 0.0
+    trained = [p for name, p in model.named_parameters() if name.startswith(only)]
+    optimizer = torch.optim.SGD(trained, lr=0.3, momentum=0.9)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(trained, clip).item()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, loss.item(), norm
+
+
+def _text(error: type[LtxError], f: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        f()
+    return str(caught.value)
+
+
+def _wrapped(weights: dict[str, Tensor], mesh: Any, strategy: Any = None) -> tuple[Any, dict[str, Any]]:
+    """A data-parallel step of a block split over `mesh`, and its parameters."""
+    model = parallelize(_model(weights), mesh["model"], sequence=True)
+    step = ltx.data_parallel(loss_of(model, mesh["model"], sequence=True), strategy, axis=mesh["data"])
+    return step, dict(model.named_parameters())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_training_is_that_of_one_process(overlap: Any, donate: bool, ranks: Ranks, seed: int) -> None:
+    """Parameters and the optimizer's state are DTensors that lie as the parameters do."""
+
+    def run(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, ...]:
+        with mesh_of(2, 2) as mesh:
+            step, params = _wrapped(weights, mesh)
+            train = ltx.train_step(step, _sgd(), overlap=overlap, donate=donate)
+            batch = ltx.shard((x, y), axis=mesh["data"])
+            first = state = train.init(params)
+            held = first.params["up.weight"]
+            for _ in range(STEPS):
+                state, metrics = train(state, *batch)
+            if donate:
+                assert "donated" in _text(DonatedStateError, lambda: first.params)
+                for use in (lambda: held + 1, held.to_local, held.full_tensor):
+                    assert "read off the TrainState of step 0" in _text(DonatedStateError, use)
+            else:
+                torch.testing.assert_close(held.full_tensor(), weights["up.weight"])
+            momenta = {name: own["momentum_buffer"] for name, own in state.opt_state.per_param.items()}
+            assert placements(state.params) == placements(momenta) == placements(params)
+            torch.testing.assert_close(full({**params}), {name: weights[name] for name in params})  # copied
+            again = ltx.to_module(_model(weights), {name: x.clone() for name, x in full(state.params).items()})
+            assert torch.equal(again.up.weight, state.params["up.weight"].full_tensor())
+            return full(state.params), metrics.loss
+
+    weights, x, y = _drawn()
+    expected, loss, _ = _trained(weights, x, y)
+    for params, found in ranks(4).run(run, weights, x, y):
+        torch.testing.assert_close(params, expected, rtol=1e-3, atol=1e-5)
+        assert type(found) is Tensor
+        assert found.item() == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_norm_counts_each_number_once(sharded: bool, ranks: Ranks, seed: int) -> None:
+    """Parts are added up over the model's dimension, and what is replicated there isn't; averages are kept by parts.
+
+    With ZeRO, whose ranks have parts of those, over the data's dimension too.
+    """
+
+    def run(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], float]:
+        with mesh_of(2, 2) as mesh:
+            step, params = _wrapped(weights, mesh, ltx.ZeroStrategy() if sharded else None)
+            clipped = optim.chain(optim.clip_by_global_norm(0.1), _sgd())
+            train = ltx.train_step(step, clipped if sharded else optim.ema(clipped, 0.5))
+            state, batch = train.init(params), ltx.shard((x, y), axis=mesh["data"])
+            for _ in range(STEPS):
+                state, metrics = train(state, *batch)
+            if not sharded:
+                assert placements(optim.averaged(state.opt_state)) == placements(params)
+            return full(state.params), metrics.grad_norm.item()
+
+    weights, x, y = _drawn()
+    expected, _, norm = _trained(weights, x, y, clip=0.1)
+    for params, found in ranks(4).run(run, weights, x, y):
+        torch.testing.assert_close(params, expected, rtol=1e-3, atol=1e-5)
+        assert found == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.full
+def test_all_ranks_of_the_mesh_skip_together(ranks: Ranks, seed: int) -> None:
+    """A number that isn't finite in one part of a parameter, which is one rank's of the model's dimension."""
+
+    def run(w: Tensor, bad: bool) -> tuple[Any, ...]:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            part = {"w": distribute_tensor(w, mesh["model"], [Shard(0)])}
+
+            def loss(p: Any, x: Tensor) -> Tensor:
+                return (p["w"].to_local() * x).sum()
+
+            rank = torch.distributed.get_rank()
+            x = torch.full((2,), float("nan") if bad and rank == 3 else 1.0)
+            step = ltx.data_parallel(loss, axis=mesh["data"])
+            skipping = ltx.train_step(step, _sgd(), guard="skip")
+            state, metrics = skipping(skipping.init(part), x)
+            raising = ltx.train_step(step, _sgd(), guard="raise", donate=False)
+            text = _text(NotFiniteError, lambda: raising(raising.init(part), x)) if bad else ""
+            scaled = ltx.mixed_precision(step, ltx.Precision(compute=torch.float32, loss_scale=ltx.DynamicLossScale()))
+            scaling = ltx.train_step(scaled, _sgd())
+            _, others = scaling(scaling.init(part), x)
+            return bool(metrics.skipped), bool(others.skipped), full(state.params)["w"], text
+
+    w = torch.randn(4)
+    for rank, (skipped, scaled, after, text) in enumerate(ranks(4).run(run, w, True)):
+        assert skipped
+        assert scaled
+        torch.testing.assert_close(after, w)
+        assert ("rank 1: leaf 'w' (NaN, 2 of 2 elements)" if rank % 2 else "other ranks of their mesh") in text
+    for skipped, scaled, after, _ in ranks(4).run(run, w, False):
+        assert not skipped
+        assert not scaled
+        torch.testing.assert_close(after, w - 0.3)
+
+
+@pytest.mark.full
+def test_frozen_parameters_and_accumulation(ranks: Ranks, seed: int) -> None:
+    def run(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        with mesh_of(2, 2) as mesh:
+            step, params = _wrapped(weights, mesh)
+            for name, p in params.items():
+                p.requires_grad_(name.startswith("q"))
+            train = ltx.train_step(ltx.accumulate(step, 2), _sgd(), check_every=1)
+            state, batch = train.init(params), ltx.shard((x, y), axis=mesh["data"])
+            for _ in range(STEPS):
+                state, _ = train(state, *batch)
+            assert placements(state.params) == placements(params)
+            assert set(placements(state.opt_state.per_param)) == {"q.weight", "q.bias"} | set(params)
+            return full(state.params)
+
+    weights, x, y = _drawn()
+    expected, _, _ = _trained(weights, x, y, only="q")
+    for params in ranks(4).run(run, weights, x, y):
+        torch.testing.assert_close(params, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["zero", "local", "diloco"])
+def test_strategies_of_updates_work_by_parts(name: str, ranks: Ranks, seed: int) -> None:
+    """As on two ranks that hold whole parameters."""
+    strategies = {
+        "zero": ltx.ZeroStrategy(),
+        "local": ltx.LocalSGDStrategy(period=2, warmup_steps=1),
+        "diloco": ltx.DiLoCoStrategy(period=2),
+    }
+
+    def run(w: Tensor, x: Tensor, split: bool) -> Tensor:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            params: Any = {"w": distribute_tensor(w, mesh["model"], [Shard(0)]) if split else w, "b": w[0]}
+
+            def loss(p: Any, x: Tensor) -> Tensor:
+                whole = p["w"].full_tensor() if split else p["w"]
+                return (x @ whole.T + p["b"][0]).sin().mean()
+
+            adam = optim.from_torch(torch.optim.Adam, lr=0.1, eps=1e-3)
+            train = ltx.train_step(ltx.data_parallel(loss, strategies[name], axis=mesh["data"]), adam)
+            state, mine = train.init(params), ltx.shard(x, axis=mesh["data"])
+            for _ in range(4):
+                state, _ = train(state, mine)
+            state = train.gather(train.finish(state))
+            return full(state.params)["w"]
+
+    w, x = torch.randn(5, 3), torch.randn(4, 3)
+    split, whole = ranks(4).run(run, w, x, True), ranks(4).run(run, w, x, False)
+    for a, b in zip(split, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+def test_checkpoints_are_torchs(ranks: Ranks, seed: int, tmp_path: Path) -> None:
+    """Each part is kept once, and read by ranks that hold other parts."""
+
+    def run(w: Tensor, x: Tensor, path: str) -> list[Any]:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+
+            def train_on(dim: int) -> tuple[Any, Any]:
+                params = {"w": distribute_tensor(w, mesh["model"], [Shard(dim)]), "b": torch.zeros(3)}
+                step = ltx.data_parallel(
+                    lambda p, x: (x @ p["w"].full_tensor().T + p["b"]).sin().mean(), axis=mesh["data"]
+                )
+                train = ltx.train_step(step, _sgd())
+                return train, train.init(params)
+
+            mine = ltx.shard(x, axis=mesh["data"])
+            train, state = train_on(0)
+            state, _ = train(state, mine)
+            dcp.save({"state": state}, checkpoint_id=path)
+            text = _text(UnsupportedError, lambda: ltx.checkpoint.save(path, state))
+            other, restored = train_on(1)
+            dcp.load({"state": restored}, checkpoint_id=path)
+            after, expected = other(restored, mine)[0], train(state, mine)[0]
+            moved = other.broadcast(after, src=1)
+            return [text, after.step, full(after.params), full(expected.params), full(moved.params)]
+
+    w, x = torch.randn(3, 5), torch.randn(4, 5)
+    for text, step, after, expected, moved in ranks(4).run(run, w, x, str(tmp_path)):
+        assert "leaf 'params.w' is a DTensor" in text
+        assert "torch.distributed.checkpoint.save" in text
+        assert step == 2
+        torch.testing.assert_close(after, expected)
+        torch.testing.assert_close(moved, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "strategy",
+    [ltx.DDPStrategy(comm_hook=ltx.hooks.TopK(0.5)), ltx.LocalSGDStrategy(2)],
+    ids=["error feedback", "local SGD"],
+)
+def test_torchs_checkpoints_of_what_is_each_ranks_own(
+    strategy: ltx.Strategy, ranks: Ranks, seed: int, tmp_path: Path
+) -> None:
+    def run(w: Tensor, x: Tensor, path: str) -> list[Any]:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            params = {"w": distribute_tensor(w, mesh["model"], [Shard(0)])}
+            params["b"] = distribute_tensor(torch.zeros(4), mesh["model"], [Shard(0)])
+
+            def loss(params: Any, x: Tensor) -> Tensor:
+                return (x @ params["w"].full_tensor().T + params["b"].full_tensor()).sin().mean()
+
+            step = ltx.data_parallel(loss, strategy, axis=mesh["data"])
+            train, mine = ltx.train_step(step, _sgd(), donate=False), ltx.shard(x, axis=mesh["data"])
+            state, _ = train(train.init(params), mine)
+            dcp.save({"state": state}, checkpoint_id=path)
+            restored = train.init(params)
+            dcp.load({"state": restored}, checkpoint_id=path)
+            assert restored.step == 1
+            return [full(train(train(one, mine)[0], mine)[0].params) for one in (restored, state)]
+
+    w, x = torch.randn(4, 5), torch.randn(4, 5)
+    for after, expected in ranks(4).run(run, w, x, str(tmp_path)):
+        torch.testing.assert_close(after, expected, rtol=0, atol=0)
+
+
+@pytest.mark.full
+def test_steps_that_give_gradients_and_weighted_losses(ranks: Ranks, seed: int) -> None:
+    def run(w: Tensor, x: Tensor) -> list[Any]:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            params, mine = distribute_tensor(w, mesh["model"], [Shard(0)]), ltx.shard(x, axis=mesh["data"])
+
+            def total(w: Any, x: Tensor) -> Tensor:
+                return (x @ w.full_tensor().T).sin().sum()
+
+            steps = [
+                ltx.data_parallel(lambda w, x: total(w, x) / 6, axis=mesh["data"]),
+                ltx.data_parallel(ltx.grad_and_value(lambda w, x: total(w, x) / 6), axis=mesh["data"], returns="grads"),
+                ltx.data_parallel(lambda w, x: ltx.Weighted(total(w, x), torch.tensor(6.0)), axis=mesh["data"]),
+            ]
+            found = []
+            for step in steps:
+                train = ltx.train_step(step, _sgd())
+                state, metrics = train(train.init(params), mine)
+                found.append((state.params.full_tensor(), metrics.loss))
+            return found
+
+    w, x = torch.randn(3, 2), torch.randn(4, 2)
+    loss = (x @ w.T).sin().mean()
+    expected = w - 0.3 * torch.func.grad(lambda w: (x @ w.T).sin().mean())(w)
+    for found in ranks(4).run(run, w, x):
+        for after, value in found:
+            torch.testing.assert_close(after, expected)
+            torch.testing.assert_close(value, loss)
+
+
+@pytest.mark.full
+def test_what_is_not_split_is_the_same_on_all_ranks(ranks: Ranks) -> None:
+    """Along the model's dimension too, where nobody makes it so."""
+
+    def run(odd: bool, whole: bool) -> str:
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            b = torch.ones(2) + (1.0 if odd and torch.distributed.get_rank() % 2 else 0.0)
+            bias = DTensor.from_local(b, mesh["model"], [Replicate()]) if whole else b
+            params = {"w": distribute_tensor(torch.ones(4, 2), mesh["model"], [Shard(0)]), "b": bias}
+            step = ltx.data_parallel(lambda p: p["w"].full_tensor().sum(), axis=mesh["data"])
+            train = ltx.train_step(step, _sgd())
+            if odd:
+                return _text(ReplicaDivergedError, lambda: train.init(params))
+            train.init(params)
+            return ""
+
+    for whole in (True, False):
+        assert ranks(4).run(run, False, whole).replicated() == ""
+        assert all("leaf 'b'" in text and "isn't split" in text for text in ranks(4).run(run, True, whole))
+
+
+@pytest.mark.full
+def test_what_is_refused(ranks: Ranks) -> None:
+    def run() -> list[str]:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            w = distribute_tensor(torch.ones(4, 2), mesh["model"], [Shard(0)])
+
+            def train(optimizer: Any = None, strategy: Any = None, params: Any = w, **options: Any) -> Any:
+                step = ltx.data_parallel(lambda w: w.full_tensor().sum(), strategy, axis=mesh["data"])
+                made = ltx.train_step(step, optimizer or _sgd(), **options)
+                return made(made.init(params))
+
+            module = nn.Module()
+            module.weight = nn.Parameter(w)
+            return [
+                _text(StrategyError, lambda: train(optim.from_torch(torch.optim.Adafactor, lr=0.1))),
+                _text(StrategyError, lambda: train(optim.chain(optim.add_noise(0.1, 0), _sgd()))),
+                _text(UnsupportedError, lambda: train(strategy=ltx.HorovodStrategy(op="adasum"))),
+                _text(UnsupportedError, lambda: train(params=module)),
+                _text(UnsupportedError, lambda: ltx.profile.explain(ltx.data_parallel(lambda w: w.sum()), w)),
+            ]
+
+    wanted = [
+        "Adafactor, lr=0.1) may need whole parameters",
+        "add_noise(0.1, 0) may need whole parameters",
+        "HorovodStrategy",
+        "train.init(dict(module.named_parameters()))",
+        "is a DTensor",
+    ]
+    for texts in ranks(4).run(run):
+        for text, part in zip(texts, wanted, strict=True):
+            assert part in text
+
+
+def test_which_parameter_a_leaf_of_the_optimizer_belongs_to() -> None:
+    params = {"weight": 0, "layer.weight": 0, "b": 0}
+    assert _parameter_of("per_param.layer.weight.exp_avg", params) == "layer.weight"
+    assert _parameter_of("0.1.per_param.weight.exp_avg", params) == "weight"
+    assert _parameter_of("1.layer.weight", params) == "layer.weight"
+    assert _parameter_of("per_param.exp_avg", {"<the tree itself>": 0}) == "<the tree itself>"
+    assert _parameter_of("per_param.other.exp_avg", params) is None

@@ -1,0 +1,377 @@
+"""``ltx.init`` in one process: a world of one, calls repeated, groups adopted, meshes refused."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ltx
+from ltx import init, shutdown, to_device, world
+from ltx.core.ranks.axis import axes_in_scope
+from ltx.core.world.launchers import LAUNCHERS, placement_beside_group
+from ltx.errors import WorldError
+from tests.forks import free_port
+
+
+@pytest.fixture(autouse=True)
+def _no_world_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    marks = {mark for launcher in LAUNCHERS for mark in launcher.marks}
+    for name in marks:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def user_group(_no_world_is_left: None) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+@pytest.fixture
+def torchrun_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+
+def test_world_of_one_makes_no_process_group() -> None:
+    with init() as entered:
+        assert not dist.is_initialized()
+        assert entered is world()
+        assert (entered.rank, entered.size, entered.launcher) == (0, 1, "none")
+        assert ltx.psum(torch.tensor(3.0)).item() == 3.0
+    assert axes_in_scope() == ()
+
+
+def test_world_before_init_is_a_world_of_one() -> None:
+    assert (world().rank, world().size) == (0, 1)
+
+
+@pytest.mark.usefixtures("torchrun_of_one")
+def test_one_process_under_torchrun_has_a_group() -> None:
+    with init(timeout=timedelta(seconds=30)) as entered:
+        assert dist.is_initialized()
+        assert (entered.launcher, entered.size) == ("torchrun", 1)
+        assert ltx.psum(torch.tensor(3.0)).item() == 3.0
+    assert not dist.is_initialized()
+    assert axes_in_scope() == ()
+
+
+@pytest.mark.usefixtures("torchrun_of_one")
+def test_teardown_after_an_exception_and_again() -> None:
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), init():
+            ltx.psum(torch.ones(2)) / (1 // 0)
+        assert not dist.is_initialized()
+        assert axes_in_scope() == ()
+    shutdown()
+    shutdown()
+
+
+def test_second_call_gives_the_same_world() -> None:
+    first = init(backend="gloo")
+    assert init(backend="gloo") is first
+    assert init() is first, "what is left out agrees with what is there"
+
+
+def test_inner_with_leaves_the_outer_world_up() -> None:
+    with init(mesh={"data": 1}) as outer:
+        with init() as inner:
+            assert inner is outer
+        assert len(axes_in_scope()) == 1
+    assert axes_in_scope() == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (
+            {"backend": "gloo"},
+            {"backend": "mpi"},
+            r"backend='gloo' and now with backend='mpi'\. Call ltx\.shutdown\(\)",
+        ),
+        ({"mesh": {"data": 1}}, {"mesh": {"a": 1, "b": 1}}, r"mesh=\{'data': 1\} and now with mesh=\{'a': 1, 'b': 1\}"),
+        ({"mesh": {"b": 1, "a": 1}}, {"mesh": {"a": 1, "b": 1}}, r"mesh=\{'b': 1, 'a': 1\} and now with mesh=\{'a': 1"),
+        (
+            {},
+            {"timeout": timedelta(seconds=5)},
+            r"timeout=datetime.timedelta\(seconds=1800\) and now with timeout=.*=5\)",
+        ),
+    ],
+)
+def test_second_call_with_other_arguments_says_which(old: dict[str, Any], new: dict[str, Any], text: str) -> None:
+    init(**old)
+    with pytest.raises(WorldError, match=r"rank 0: ltx\.init was called before with " + text):
+        init(**new)
+    shutdown()
+    init(**new)
+
+
+def test_process_fields_of_a_strategy() -> None:
+    strategy = ltx.DDPStrategy(process_group_backend="mpi", timeout=timedelta(seconds=7))
+    init(strategy)
+    assert world().backend == "mpi"
+    with pytest.raises(WorldError, match=r"timeout=datetime.timedelta\(seconds=7\) and now"):
+        init(timeout=timedelta(seconds=8))
+    assert init(strategy) is world()
+    shutdown()
+    assert init(strategy, backend="gloo").backend == "gloo", "the argument goes before the field"
+
+
+@pytest.mark.parametrize("given", ["gloo", {"node": 1, "data": 1}, 30, ltx.DDPStrategy])
+def test_first_arguments_that_are_no_strategy(given: object) -> None:
+    with pytest.raises(WorldError, match=r"ltx.init: strategy must be an ltx.Strategy or None, got .*: backend="):
+        init(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout", ["30", True, 0, math.nan, math.inf, timedelta(0), timedelta(seconds=-1)])
+@pytest.mark.parametrize("name", ["timeout", "heartbeat_timeout"])
+def test_timeouts_that_are_none(name: str, timeout: object) -> None:
+    with pytest.raises(WorldError, match=f"ltx.init: {name} must be a number of seconds or a datetime.timedelta, more"):
+        init(**{name: timeout})  # type: ignore[arg-type]
+
+
+def test_seconds_are_durations_too() -> None:
+    asked = {"timeout": 30, "heartbeat_timeout": 2.5}
+    with init(ltx.DDPStrategy(timeout=7), **asked):  # type: ignore[arg-type]
+        init(timeout=timedelta(seconds=30), heartbeat_timeout=timedelta(seconds=2.5))
+        with pytest.raises(WorldError, match=r"timeout=datetime.timedelta\(seconds=30\) and now with"):
+            init(timeout=8)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        ({"node": 2, "data": 4}, r"is for 2 \* 4 = 8 ranks, but the world has 1 \(launcher 'none'\)\. Start 8 ranks"),
+        ({}, r"mesh=\{\} is for no axes"),
+        ({"data": 0}, r"sizes of at least 1, got 'data': 0"),
+        ({"data": -1}, r"sizes of at least 1, got 'data': -1"),
+        ({"": 1}, r"expected axis names"),
+    ],
+)
+def test_meshes_that_do_not_fit(mesh: dict[str, int], text: str) -> None:
+    with pytest.raises(WorldError, match=text):
+        init(mesh=mesh)
+    assert axes_in_scope() == ()
+    init()
+
+
+def test_mesh_of_a_world_of_one_has_all_its_axes() -> None:
+    with init(mesh={"node": 1, "data": 1}):
+        assert [axis.name for axis in axes_in_scope()] == ["node", "data"]
+        assert ltx.psum(torch.tensor(2.0), axis="node").item() == 2.0
+
+
+@pytest.mark.usefixtures("user_group")
+def test_a_group_of_the_user_is_adopted_and_left_alone() -> None:
+    group = dist.group.WORLD
+    with init() as entered:
+        assert (entered.launcher, entered.rank, entered.size, entered.backend) == ("user", 0, 1, "gloo")
+        assert dist.group.WORLD is group
+        assert ltx.psum(torch.tensor(2.0)).item() == 2.0
+    assert dist.group.WORLD is group
+    with init():
+        assert ltx.psum(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.usefixtures("user_group")
+def test_a_group_is_adopted_beside_fabrics_own_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets these, and no RANK."""
+    fabric = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "NODE_RANK": "0"}
+    for name, value in fabric.items():
+        monkeypatch.setenv(name, value)
+    with init() as entered:
+        assert (entered.launcher, entered.rank, entered.size, entered.local_rank) == ("user", 0, 1, 0)
+
+
+def test_where_a_group_is_and_the_environment_says_half() -> None:
+    fabric = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "WORLD_SIZE": "4"}
+    found = placement_beside_group({**fabric, "LOCAL_RANK": "1", "NODE_RANK": "1"}, 3, 4)
+    assert (found.rank, found.size, found.local_rank) == (3, 4, 1)
+    found = placement_beside_group({"LOCAL_RANK": "1"}, 3, 4)  # by which its launcher says which device is whose
+    assert (found.rank, found.size, found.local_rank) == (3, 4, 1)
+    torchrun = {**fabric, "RANK": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}  # of another world
+    found = placement_beside_group(torchrun, 3, 4)
+    assert (found.rank, found.size, found.local_rank) == (3, 4, 0)
+    found = placement_beside_group({"WORLD_SIZE": "4", "LOCAL_RANK": "nonsense"}, 3, 4)
+    assert (found.rank, found.size, found.local_rank) == (3, 4, 3)
+
+
+@pytest.mark.usefixtures("user_group")
+def test_adopting_another_backend_is_refused() -> None:
+    with pytest.raises(
+        WorldError, match=r"initialised already with backend='gloo', and ltx.init was asked for backend='nccl'"
+    ):
+        init(backend="nccl")
+
+
+@pytest.mark.usefixtures("user_group")
+def test_a_group_that_the_user_destroys_too_early() -> None:
+    init()
+    dist.destroy_process_group()
+    shutdown()
+    assert axes_in_scope() == ()
+
+
+def test_a_world_that_has_ended_cannot_be_entered() -> None:
+    ended = init()
+    shutdown()
+    with pytest.raises(WorldError, match=r"isn't the one that is initialised now.*with ltx\.init"), ended:
+        pass
+
+
+def test_malformed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "foo")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(WorldError, match="RANK='foo'"):
+        init()
+
+
+@pytest.mark.full
+def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    began = time.monotonic()
+    with pytest.raises(
+        WorldError, match=r"rank 0 of 2 couldn't set up .*\(gloo\) at 127.0.0.1:\d+ within 1 s: (.|\n)*all 2 ranks"
+    ):
+        init(timeout=timedelta(seconds=1))
+    assert time.monotonic() - began < 20
+    assert not dist.is_initialized()
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    assert init().size == 1
+
+
+def test_an_unknown_host_is_told_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        WorldError, match=r"meet at 'no-such-host.invalid', a host that isn't known here: .*MASTER_ADDR"
+    ):
+        init(rank=1, size=2, master="no-such-host.invalid:29500")
+    assert time.monotonic() - began < 20
+    assert init(rank=0, size=1).size == 1
+
+
+@pytest.mark.full
+def test_ranks_that_disagree_about_their_number_are_told() -> None:
+    """Rank 0 holds the store, so it is the one that leaves first; its peer is told by it or by the store's end."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = _processes([{**common, "RANK": str(rank), "WORLD_SIZE": str(2 + rank)} for rank in range(2)])
+    for rank, (status, _, errors) in enumerate(done):
+        assert status == 1
+        said = f"WorldError: rank {rank}: the ranks disagree about how many they are: rank 0 says 2; rank 1 says 3."
+        assert said in errors, errors
+
+
+def test_an_unknown_backend(torchrun_of_one: None) -> None:
+    with pytest.raises(WorldError, match=r"rank 0 of 1 couldn't set up torch.distributed \(smoke\)"):
+        init(backend="smoke")
+    assert not dist.is_initialized()
+
+
+def test_to_device_moves_what_can_move() -> None:
+    moved = to_device({"x": torch.ones(2), "n": 3, "pair": (torch.zeros(1), "text"), "none": None})
+    assert moved["n"] == 3
+    assert moved["pair"][1] == "text"
+    assert moved["x"].device == world().device
+    assert moved["none"] is None
+
+
+def test_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with init(rank=0, size=1) as entered:
+        assert (entered.launcher, entered.size) == ("arguments", 1)
+        assert not dist.is_initialized()
+        assert init() is entered
+        assert init(rank=0, size=1) is entered
+        with pytest.raises(
+            WorldError,
+            match=r"called before with \(rank, size, master\)=\(0, 1, None\) and now with .*\(1, 2, 'h:80'\)",
+        ):
+            init(rank=1, size=2, master="h:80")
+
+
+def test_arguments_with_a_meeting_point_make_a_group() -> None:
+    with init(rank=0, size=1, master=f"127.0.0.1:{free_port()}", timeout=timedelta(seconds=30)) as entered:
+        assert dist.is_initialized()
+        assert (entered.launcher, entered.num_nodes) == ("arguments", 1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("user_group")
+def test_arguments_that_contradict_an_adopted_group() -> None:
+    with pytest.raises(WorldError, match=r"initialised already with 1 ranks, .* rank=1, size=2"):
+        init(rank=1, size=2, master="h:80")
+    assert init(rank=0, size=1).launcher == "user"
+
+
+def _processes(environments: list[dict[str, str]]) -> list[tuple[int, str, str]]:
+    """(exit status, output, errors) of a process in each of `environments` that prints its world."""
+    script = (
+        "import datetime, ltx, torch\n"
+        "with ltx.init(timeout=datetime.timedelta(seconds=30)) as w:\n"
+        "    print(w.rank, w.local_rank, w.node_rank, w.num_nodes, w.launcher, int(ltx.psum(torch.tensor(w.rank))))\n"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environments
+    ]
+    try:
+        return [(process.wait(50), *process.communicate()) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def _mpirun(layout: list[tuple[int, int]], port: int) -> list[dict[str, str]]:
+    return [
+        {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": str(len(layout)),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for rank, (local_rank, local_size) in enumerate(layout)
+    ]
+
+
+@pytest.mark.full
+def test_processes_of_mpirun_meet() -> None:
+    done = _processes(_mpirun([(0, 2), (1, 2)], free_port()))
+    assert [(status, out) for status, out, _ in done] == [(0, "0 0 0 1 openmpi 1\n"), (0, "1 1 0 1 openmpi 1\n")]
+
+
+@pytest.mark.full
+def test_ranks_that_disagree_about_their_nodes_all_say_so() -> None:
+    """Nodes of 2, 1 and 1: each rank alone fits an equal layout, which differ."""
+    done = _processes(_mpirun([(0, 2), (1, 2), (0, 1), (0, 1)], free_port()))
+    for rank, (status, _, errors) in enumerate(done):
+        assert status == 1
+        assert f"WorldError: rank {rank} of 4 (launcher openmpi): rank 0 takes itself for local rank 0 of 2" in errors
+        assert "Under mpirun, set GROUP_RANK" in errors

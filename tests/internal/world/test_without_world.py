@@ -1,0 +1,206 @@
+"""Processes that a launcher has started as ranks, in which nobody has called ltx.init, and workers that ranks start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx.core.ranks import axis
+from ltx.core.world import world as worlds
+from ltx.core.world.launchers import LAUNCHERS
+from ltx.errors import WorldError
+from tests.contract.runtime.environments import TORCHRUN
+from tests.internal.world.test_launchers import HYDRA, JOB, OPENMPI, STEP
+
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]], None]]:
+    """``environment(variables)`` makes this a process of its own, with these of the launchers' variables."""
+    marks = {name for row in LAUNCHERS for name in row.marks} | {worlds.RANK_VARIABLE, "SLURM_JOB_ID"}
+
+    def become(variables: dict[str, str]) -> None:
+        for name in marks:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(axis, "_alone", [worlds._check_alone])
+
+    yield become
+    assert not axis.axes_in_scope()
+
+
+def loss(w: Tensor, x: Tensor) -> Tensor:
+    return (w * x).sum()
+
+
+X = torch.ones(3)
+STEP_FN = ltx.data_parallel(loss)
+CALLS: dict[str, Callable[[], Any]] = {
+    "psum": lambda: ltx.psum(X),
+    "pmean on data": lambda: ltx.pmean(X, "data"),
+    "joined": lambda: ltx.psum(X, ("data",)),
+    "barrier": ltx.barrier,
+    "broadcast_object": lambda: ltx.broadcast_object("a"),
+    "axis_index": ltx.axis_index,
+    "axis_size": ltx.axis_size,
+    "a step": lambda: STEP_FN(X, X),
+    "its gradient": lambda: torch.func.grad(STEP_FN)(X, X),
+    "train.init": lambda: ltx.train_step(STEP_FN, SGD).init({"w": X}),
+    "sync_gradients": lambda: ltx.sync_gradients({"w": X}),
+}
+#: Whose environment -> the rank and size that it says.
+RANKS = {
+    "torchrun": (TORCHRUN, "rank 5 of 8"),
+    "by hand, without a place to meet": ({"RANK": "1", "WORLD_SIZE": "2"}, "rank 1 of 2"),
+    "mpirun": (OPENMPI, "rank 5 of 8"),
+    "hydra": (HYDRA, "rank 5 of 8"),
+    "srun": (STEP, "rank 4 of 5"),
+}
+ALONE: dict[str, dict[str, str]] = {
+    "nothing": {},
+    "a job script": JOB | {"SLURM_STEP_ID": "batch"},
+    "the shell of salloc": JOB,
+    "a terminal of srun --pty": STEP | {"SLURM_PTY_PORT": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    "srun with such a terminal's variable": STEP | {"SLURM_PTY_PORT": "1"},
+    "WORLD_SIZE of a job script": {"WORLD_SIZE": "4"},
+    "torchrun of one": {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+    "to be taken into a run": {"LTX_JOIN": "127.0.0.1:29500"},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_without_a_world_every_call_raises(environment: Callable[..., None], call: str) -> None:
+    environment(TORCHRUN)
+    for _ in range(2):
+        with pytest.raises(WorldError, match=r"rank 5: .*RANK=5.*`with ltx\.init\(\):`.*ltx\.init\(rank=0, size=1\)"):
+            CALLS[call]()
+
+
+@pytest.mark.parametrize("who", RANKS)
+def test_what_shows_that_a_process_is_one_of_several(environment: Callable[..., None], who: str) -> None:
+    variables, place = RANKS[who]
+    environment(variables)
+    with pytest.raises(WorldError, match=place):
+        ltx.psum(X)
+
+
+@pytest.mark.parametrize("who", ALONE)
+def test_what_does_not(environment: Callable[..., None], who: str) -> None:
+    environment(ALONE[who])
+    assert torch.equal(ltx.psum(X), X)
+    assert torch.equal(ltx.grad(STEP_FN)(X, X), X)
+
+
+def test_simulated_ranks_are_no_processes(environment: Callable[..., None]) -> None:
+    environment(TORCHRUN)
+    assert torch.equal(ltx.vmap(ltx.psum)(X), 3 * X)
+    assert ltx.simulate(lambda: float(ltx.psum(torch.tensor(2.0))), ranks=2)().replicated() == 4.0
+    assert torch.equal(torch.func.grad(loss)(X, X), X)  # nothing of ltx
+    with pytest.raises(WorldError, match="rank 5 of 8"):
+        ltx.vmap(lambda x: ltx.psum(x, "data"), axis_name="other")(X)
+
+
+def test_alone_on_purpose_and_after_a_world(environment: Callable[..., None]) -> None:
+    environment(TORCHRUN)
+    with ltx.init(rank=0, size=1) as world:
+        assert (world.size, float(ltx.psum(torch.tensor(2.0)))) == (1, 2.0)
+        assert worlds.RANK_VARIABLE not in worlds.os.environ
+    assert torch.equal(ltx.psum(X), X)  # evaluation after training
+
+
+WORLD = ltx.World(3, 4, 1, 1, 2, torch.device("cuda", 1), "gloo", "torchrun", 2)
+
+
+@pytest.fixture
+def worker(environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that rank 3 of 4 has started by multiprocessing, without what a fork inherits."""
+    environment({**TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    monkeypatch.setenv(worlds.RANK_VARIABLE, "")
+    worlds.tell_children(WORLD)
+    pid = worlds.os.getpid()
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=pid))
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_worker_knows_its_rank_and_does_not_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ltx.world() == WORLD
+    for call in CALLS.values():
+        with pytest.raises(WorldError, match=r"a worker of rank 3 of 4, and can't communicate"):
+            call()
+    with pytest.raises(WorldError, match="a worker of rank 3 of 4, whose own process"):
+        ltx.init()
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=1))  # another's
+    assert ltx.world().size == 1
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)  # a program that the rank has called
+    assert ltx.world().size == 1
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_worker_may_be_a_world_alone() -> None:
+    with ltx.init(rank=0, size=1):
+        assert ltx.world().size == 1
+        assert torch.equal(ltx.psum(X), X)
+
+
+PROGRAM = """
+import sys
+import torch, ltx
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+def say(*words):  # in one piece, as two ranks share the output
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+
+class Mine:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, place):
+        try:
+            return ltx.world().rank, ltx.world().size, str(ltx.psum(1))
+        except ltx.errors.WorldError as error:
+            return ltx.world().rank, ltx.world().size, str(error)
+
+if __name__ == "__main__":
+    if "forgotten" in sys.argv:
+        say("alone:", ltx.psum(1))
+    dist.init_process_group("gloo")
+    say("group:", int(ltx.psum(1, dist.group.WORLD)))
+    with ltx.init() as world:
+        say("world:", int(ltx.psum(1)))
+        for method in ("fork", "spawn"):
+            loader = DataLoader(Mine(), batch_size=None, num_workers=1, multiprocessing_context=method)
+            ((rank, size, text),) = loader
+            say(f"{method}:", rank == world.rank, size, "fork of the rank" in text or "a worker of rank" in text)
+    say("after:", int(ltx.psum(1)))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("argument", ["forgotten", "done"])
+def test_programs_of_a_launcher(tmp_path: Path, argument: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "ltx", "run", "-n", "2", str(program), argument]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    if argument == "forgotten":
+        assert done.returncode != 0
+        assert "with ltx.init():" in done.stderr + done.stdout
+        assert "alone:" not in done.stdout
+    else:
+        assert done.returncode == 0, done.stderr
+        lines = ["group: 2", "world: 2", "after: 1", "fork: True 2 True", "spawn: True 2 True"]
+        assert sorted(done.stdout.split("\n")[:-1]) == sorted(lines * 2)
