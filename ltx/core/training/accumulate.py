@@ -205,9 +205,7 @@ class _Call:
         parts: list[_Part] = []
 
         def total(*wanted: torch.Tensor) -> torch.Tensor:
-            leaves = at_places(self.leaves, self._positions, tensors)
-            for i, tensor in zip(self.wanted, wanted, strict=True):
-                leaves[self._positions[i]] = tensor
+            leaves = at_places(self.leaves, self._positions, at_places(tensors, self.wanted, wanted))
             parts.append(self.run(leaves, range(k, k + 1), carry))
             return parts[-1].total
 

@@ -35,7 +35,7 @@ class Forward:
         run: the call of the user's step.
         leaves, sync_leaves, sync_spec: the parameters and the communication state that the step was given.
         total, weight: the loss, or a Weighted's sums; None for the weight of a plain loss.
-        buffers, aux: what the step returned besides.
+        buffers, aux, mean: what the step returned besides; the mean loss, if that is asked for and has to be taken.
     """
 
     run: Run
@@ -46,6 +46,7 @@ class Forward:
     weight: torch.Tensor | None
     buffers: Tree
     aux: Any
+    mean: torch.Tensor | None
 
     @property
     def schedule(self) -> ProcessSchedule | None:

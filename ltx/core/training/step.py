@@ -17,6 +17,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.errors import LtxError, WeightError
+from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import differentiable
 from ltx.core.gradients.schedule import PassOptions, ProcessSchedule
 from ltx.core.optim.from_torch import TorchOptimizer
@@ -116,7 +117,7 @@ class Step:
         else:
             completion = self._backward(forward, forward.schedule, work)
             done, mean = self._wait(forward, forward.schedule, work, completion)
-        return self._apply(forward, work, done, mean, drawn)
+        return self._apply(forward, work, done, mean if forward.mean is None else forward.mean, drawn)
 
     @cached_property
     def _in_place(self) -> bool:
@@ -165,7 +166,9 @@ class Step:
         if isinstance(loss, Weighted):
             strategy.check_weighted(self.info.step)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
-        return Forward(run, leaves, sync_leaves, sync_spec, total, weight, buffers, aux)
+        asked = run.mean and weight is None and (run.local or run.within is not None)
+        mean = run.averaged(total.detach()) if asked else None
+        return Forward(run, leaves, sync_leaves, sync_spec, total, weight, buffers, aux, mean)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -285,8 +288,7 @@ class Step:
             if done.skip is not None and finite is not False:
                 finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
             if finite is False and should_raise(train, state):
-                by_place = dict(zip(self._trained, done.grads, strict=True))
-                reduced = [by_place.get(i, x) for i, x in enumerate(forward.leaves)]
+                reduced = at_places(forward.leaves, self._trained, done.grads)
                 raise not_finite_error(train, state, self.batch, info, reduced, drawn, loss_scale_of(train, state))
             states, buffers = kept_if_skipped(train, finite, state, states, buffers)
 

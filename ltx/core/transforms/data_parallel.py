@@ -251,9 +251,9 @@ def data_parallel(
 
     Gradient:
         With respect to `argnums`: the gradient of the mean over ranks of the output, as the strategy reduces it; the
-        same bits on every rank. It works through ``loss.backward()``, ``torch.autograd.grad``, every transform of
-        torch.func, ``torch.compile`` and inside :func:`ltx.vmap`. With respect to other arguments it is this rank's
-        own.
+        same bits on every rank, or this rank's own where ranks share something else, as in local SGD. It works through
+        ``loss.backward()``, ``torch.autograd.grad``, every transform of torch.func, ``torch.compile`` and inside
+        :func:`ltx.vmap`. With respect to other arguments it is this rank's own.
         Every rank must differentiate its output, whichever parameters that reaches: unused ones contribute zeros.
         ``vmap(grad(step))`` gives for sample j the mean over ranks of their samples j. Second derivatives are exact,
         whatever the hook does to first ones.

@@ -21,6 +21,7 @@ LOCAL: dict[str, Callable[[], ltx.Strategy]] = {
     "local SGD": lambda: ltx.LocalSGDStrategy(period=2),
     "DiLoCo": lambda: ltx.DiLoCoStrategy(period=2),
     "decentralized": lambda: ltx.BaguaStrategy("decentralized"),
+    "asynchronous": lambda: ltx.BaguaStrategy("async"),
     "Adasum": lambda: ltx.HorovodStrategy(op="adasum"),
 }
 
@@ -39,6 +40,43 @@ def test_the_loss_is_the_ranks_own_and_its_mean_is_all_ranks(name: str, ranks: R
         assert (metric, mean) == (own, 1.5)
     for _, metric, mean in ranks(2).run(losses, ltx.DDPStrategy()):
         assert metric == mean == 1.5
+
+
+def told(strategy: ltx.Strategy, outputs: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``metrics.loss`` and ``metrics.grad_norm`` of one step, whose gradient is x / 2."""
+    measured = ltx.optim.chain(ltx.optim.measure_global_norm(), sgd)
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).mean(), strategy, outputs=outputs), measured)
+    metrics = train(train.init(torch.ones(2)), x)[1]
+    return metrics.loss, metrics.grad_norm
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_the_norm_is_the_ranks_own_and_outputs_mean_is_the_mean_of_losses(name: str, ranks: Ranks, seed: int) -> None:
+    xs, strategy = torch.randn(2, 2), LOCAL[name]()
+    norms, losses = xs.norm(dim=1) / 2, xs.mean(1)
+    for outputs, wanted in (("local", losses), ("mean", losses.mean().expand(2))):
+        found = [*ranks(2).run(lambda outputs=outputs: told(strategy, outputs, xs[ltx.world().rank]))]
+        if name != "asynchronous":  # which leaves work under way, so that threads and simulated ranks can't
+            found += [*ltx.simulate(lambda x, outputs=outputs: told(strategy, outputs, x))(xs)]
+            found += [*zip(*ltx.vmap(lambda x, outputs=outputs: told(strategy, outputs, x))(xs), strict=True)]
+        for place, values in enumerate(found):
+            torch.testing.assert_close(values, (wanted[place % 2], norms[place % 2]))
+    for _, norm in ranks(2).run(lambda: told(ltx.DDPStrategy(), "local", xs[ltx.world().rank])):
+        torch.testing.assert_close(norm, xs.mean(0).norm() / 2)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_plain_gradient_is_the_ranks_own_where_ranks_share_something_else(name: str, ranks: Ranks) -> None:
+    step = ltx.data_parallel(lambda w, x: (w * x).sum(), LOCAL[name]())
+
+    def on_rank() -> Tensor:
+        x = torch.full((2,), 1.0 + ltx.world().rank)
+        if not step.strategy.stateful:
+            return ltx.grad(step)(torch.ones(2), x)
+        return ltx.grad(step)(torch.ones(2), x, sync_state=step.init(torch.ones(2)))[0]
+
+    for rank, found in enumerate(ranks(2).run(on_rank)):
+        torch.testing.assert_close(found, torch.full((2,), 1.0 + rank))
 
 
 def seeded(x: Tensor) -> Tensor:
