@@ -39,7 +39,7 @@ OnNewAxis = Callable[..., Any]
 )
 def test_backends_of_a_group(config: str, expected: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: str(dist.BackendConfig(dist.Backend(config))))
-    monkeypatch.setattr(backends, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(backends, "accelerator", lambda: "cuda")
     found: Any = backends_of(SimpleNamespace())  # type: ignore[arg-type]
     assert found == expected
 

@@ -24,16 +24,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ltx.core.base.errors import LtxError, PeerLostError, WorldError
 from ltx.core.base.traced import refuse_script
-from ltx.core.comm.backends import (
-    CommStream,
-    HostCopy,
-    abort,
-    backends_of,
-    drop_groups,
-    open_group,
-    refuse_capture,
-    unregister,
-)
+from ltx.core.comm import backends
+from ltx.core.comm.backends import CommStream, HostCopy, open_group
 from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import Channel
 from ltx.core.comm.deadlock import OPENED, PATIENCE_S
@@ -61,73 +53,6 @@ class NewGroup:
     backend: str
 
 
-class Opening:
-    """The opening of an axis by this rank.
-
-    Args:
-        name: the axis' name; None for one that no other axis has.
-        ranks: those of the world that are on it.
-        heartbeat_s: as in :class:`ltx.core.comm.heartbeat.Heartbeat`.
-
-    Attributes:
-        name: the axis' name.
-        label: has the ranks, the name, and how many times this rank has opened them, which the store counts. So a
-            communicator that is opened again after a shutdown doesn't find what the earlier one left.
-        heartbeat: this process', held for the axis.
-        store: the axis' part of the world's store.
-    """
-
-    def __init__(self, name: str | None, ranks: list[int], heartbeat_s: float):
-        self._world_store: Any = c10d._get_default_store()
-        self._ranks, rank = ranks, dist.get_rank()
-        label = f"ltx/{name or 'ranks'}/{hashlib.sha1(repr(ranks).encode()).hexdigest()}"
-        self._count = f"{label}/opened by {ranks.index(rank)}"
-        number = self._world_store.add(self._count, 1)
-        self.label = f"{label}/{number}"
-        self.name = f"ranks {ranks}, {number}" if name is None else name
-        self.heartbeat = hold_heartbeat(self._world_store, rank, heartbeat_s)
-        self.store = TimeoutStore(PrefixStore(f"{self.label}/", self._world_store), self.heartbeat.store_caller)
-
-    def meet(self, exchange: StoreExchange) -> None:
-        """Return once all ranks have come to open the axis.
-
-        Raises:
-            RankMismatchError: a rank waits for something that this rank would call later.
-            PeerLostError: a peer's process has ended.
-            CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
-        """
-        what, began = f"opening axis {self.name!r}", time.monotonic()
-        deadlocks = self.heartbeat.deadlocks
-
-        def check() -> None:
-            exchange.refuse_lost(OPENED, what, range(exchange.size))
-            if time.monotonic() - began > PATIENCE_S:
-                key, text = f"{self.label}/{OPENED}", f"{what} ({os.path.basename(caller())})"
-                deadlocks.check(key, 1, self._ranks, lambda: text)
-
-        deadlocks.counts[self.label] = lambda: {f"{self.label}/{OPENED}": (1, ())}
-        try:
-            exchange.announce(OPENED, None)
-            exchange.collect(
-                OPENED,
-                what,
-                while_waiting=check,
-                to="open it too",
-                fix=f" All of its ranks, {self._ranks} of the world, open it together: by the first collective on a "
-                "process group or DeviceMesh, or by ltx.axis_from_group.",
-            )
-        except BaseException:
-            # The next attempt is this one again. A peer that comes meanwhile mustn't take this rank for one that waits.
-            del deadlocks.counts[self.label]
-            with suppress(PeerLostError):
-                exchange.forget(OPENED, [exchange.rank])
-                self._world_store.add(self._count, -1)
-            release_heartbeat(self.heartbeat)
-            raise
-        finally:
-            deadlocks.done()
-
-
 _HISTORY = 1024  # collectives in the background that are remembered
 
 
@@ -140,16 +65,22 @@ class AxisComm:
         self.size = len(self.global_ranks)
         self.timeout = timeout
         self.timeout_s = timeout.total_seconds()
-        opening = Opening(name, self.global_ranks, heartbeat_s)
-        self.name, self.label = opening.name, opening.label
-        self.heartbeat, self._store = opening.heartbeat, opening.store
+        self._world_store: Any = c10d._get_default_store()
+        of_ranks = f"ltx/{name or 'ranks'}/{hashlib.sha1(repr(self.global_ranks).encode()).hexdigest()}"
+        self._count = f"{of_ranks}/opened by {self.rank}"
+        number = self._world_store.add(self._count, 1)
+        #: Has a number, so that what is opened again after a shutdown doesn't find what was left in the store before.
+        self.label = f"{of_ranks}/{number}"
+        self.name = f"ranks {self.global_ranks}, {number}" if name is None else name
+        self.heartbeat = hold_heartbeat(self._world_store, dist.get_rank(), heartbeat_s)
+        self._store = TimeoutStore(PrefixStore(f"{self.label}/", self._world_store), self.heartbeat.store_caller)
         self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
         self._transport: SharedMemoryTransport | None = None  # of the user's channel
-        opening.meet(self.store_exchange)
+        self._meet()
         if isinstance(group, NewGroup):
             group = open_group(group.ranks, f"{self.label}/group", group.backend, timeout, self.name)
         self.group: Any = group  # None once the world is gone
-        self.backends = backends_of(group)
+        self.backends = backends.backends_of(group)
         self._known: dict[Any, Agreement] = {}
         self._phases: list[Channel] = []
         self.closed = False
@@ -175,6 +106,43 @@ class AxisComm:
         self.open_phases(1)
         self.heartbeat.reports[self.label] = lambda: {channel.address: channel.begun for channel in self.channels}
         self.heartbeat.deadlocks.counts[self.label] = self.negotiation.counts
+
+    def _meet(self) -> None:
+        """Return once all ranks have come to open the axis, in the store.
+
+        torch makes groups in C++. A rank whose peers don't come waits there for as long as the axis' timeout, and
+        neither Ctrl-C nor the end of a peer gets through to it.
+        """
+        what, began, exchange = f"opening axis {self.name!r}", time.monotonic(), self.store_exchange
+        key, deadlocks = f"{self.label}/{OPENED}", self.heartbeat.deadlocks
+
+        def check() -> None:
+            exchange.refuse_lost(OPENED, what, range(self.size))
+            if time.monotonic() - began > PATIENCE_S:
+                text = f"{what} ({os.path.basename(caller())})"
+                deadlocks.check(key, 1, self.global_ranks, lambda: text)
+
+        deadlocks.counts[self.label] = lambda: {key: (1, ())}
+        try:
+            exchange.announce(OPENED, None)
+            exchange.collect(
+                OPENED,
+                what,
+                while_waiting=check,
+                to="open it too",
+                fix=f" All of its ranks, {self.global_ranks} of the world, open it together: by the first collective "
+                "on a process group or DeviceMesh, or by ltx.axis_from_group.",
+            )
+        except BaseException:
+            # The next attempt is this one again. A peer that comes meanwhile mustn't take this rank for one that waits.
+            del deadlocks.counts[self.label]
+            with suppress(PeerLostError):
+                exchange.forget(OPENED, [self.rank])
+                self._world_store.add(self._count, -1)
+            release_heartbeat(self.heartbeat)
+            raise
+        finally:
+            deadlocks.done()
 
     def _open_channel(self, name: str, transports: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
         address = f"{name}.{generation}" if generation else name
@@ -242,13 +210,13 @@ class AxisComm:
         for channel in (*self._phases, self.background):
             channel.failed = channel.failed or error
             # Compiled graphs find a process group by its name: they can't use this one either.
-            unregister(channel.group)
+            backends.unregister(channel.group)
         if self._stream_group is not None:
             if self.unread is not None:  # no pass has begun since: let the device complete the last one
                 with suppress(LtxError, torch.OutOfMemoryError):
                     self.read(torch.zeros((), device=self.device), "the end of the last pass")
-            abort(self._stream_group)
-            unregister(self._stream_group)
+            backends.abort(self._stream_group)
+            backends.unregister(self._stream_group)
         for part in self._part_comms:
             part.recovery.abort(error)
 
@@ -259,7 +227,7 @@ class AxisComm:
     def _renew(self) -> None:
         """Replace the failed channels. Their groups stay open until the next time: a schedule may refer to them."""
         left, self._left = self._left, [*self._phases, self.background]
-        drop_groups([group for channel in left for group in channel.release()])
+        backends.drop_groups([group for channel in left for group in channel.release()])
         for channel in self._phases:
             if channel.transport is not None:
                 channel.transport.close()
@@ -361,7 +329,7 @@ class AxisComm:
         """
         self.check_not_forked()
         refuse_script()
-        refuse_capture(lambda: f"rank {self.rank}: {describe().brief} on axis {self.name!r}")
+        backends.refuse_capture(lambda: f"rank {self.rank}: {describe().brief} on axis {self.name!r}")
         known = self._known.get(key)
         if under_way and channel is not self.background:
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)

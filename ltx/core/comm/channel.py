@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -53,30 +54,26 @@ TICK = timedelta(seconds=0.1)
 _SHORT_TICK = timedelta(milliseconds=1)
 
 
+@dataclass(eq=False, repr=False)
 class Work:
-    """A started collective. :meth:`wait` returns its result; until then nothing may read the buffer."""
+    """A started collective. :meth:`wait` returns its result; until then nothing may read the buffer.
 
-    def __init__(
-        self,
-        channel: Channel,
-        work: dist.Work | SharedMemoryWork,
-        value: torch.Tensor,
-        label: str,
-        event: ledger.Event | None,
-        finish: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
-        ordered: bool = False,
-    ):
-        self._ordered = ordered
-        self._finish = finish
-        self._channel = channel
-        self._number = channel.begun
-        self._work: dist.Work | SharedMemoryWork | None = work
-        self._value = value
-        self._label = label
-        self._event = event
-        self._given_up: LtxError | None = None
-        #: Once it is complete: the sum of the result's elements, or NaN, where it was asked for and is known.
-        self.total: float | None = None
+    Attributes:
+        total: once it is complete: the sum of the result's elements, or NaN, where it was asked for and is known.
+    """
+
+    _channel: Channel
+    _work: dist.Work | SharedMemoryWork | None
+    _value: torch.Tensor
+    _label: str
+    _event: ledger.Event | None
+    _finish: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    _ordered: bool = False
+    _given_up: LtxError | None = None
+    total: float | None = None
+
+    def __post_init__(self) -> None:
+        self._number = self._channel.begun
 
     def give_up(self) -> None:
         """Drop this work because its channel is closed. A later :meth:`wait` raises."""
@@ -194,58 +191,48 @@ class Work:
             )
 
 
-def stamp_completion(work: dist.Work, event: ledger.Event) -> None:
-    def completed(_future: object) -> None:
-        event.completed_s = time.perf_counter()
-
-    with suppress(RuntimeError):  # some of gloo's works have no future; then the wait tells
-        work.get_future().add_done_callback(completed)
-
-
 _DIGEST_PRIME = (1 << 61) - 1
 #: How long a rank that closes a channel waits for its peers to come to that too.
 DRAINING_S = 3.0
 
 
+@dataclass(eq=False, repr=False)
 class Channel:
-    """One ordered stream of collectives between the ranks of an axis."""
+    """One ordered stream of collectives between the ranks of an axis.
 
-    def __init__(
-        self,
-        name: str,
-        address: str,
-        axis_name: str,
-        group: dist.ProcessGroup,
-        timeout_s: float,
-        negotiation: Negotiation,
-        transport: SharedMemoryTransport | None,
-        stream_group: dist.ProcessGroup | None,
-        backends: Backends,
-    ):
-        self.name = name
-        self.address = address  # its name and generation: what peers call it
-        self.axis_name = axis_name
-        self.group: Any = group  # for tensors on the host; None once it was dropped
-        # For tensors on the device, if a stream-ordered backend takes these: one for all channels of an axis.
-        self.stream_group: Any = stream_group
-        self._backends = backends
-        self.rank = group.rank()
-        self.size = group.size()
-        self.timeout_s = timeout_s
-        self.negotiation = negotiation
-        self.transport = transport  # shared memory, where all ranks share a machine
-        self.failed: LtxError | None = None  # the error after which a collective never completed
-        self.issued = 0
-        self.compared = 0
-        # How many buffers were issued, and by which threads: what peers that wait here wait for (see deadlock).
-        self.begun = 0
-        self.threads: set[int] = set()
-        self.digest = 0
-        # The last collectives and their device, for ranks that may end without having waited (see drain).
-        self.history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
-        self.works: WeakSet[Work] = WeakSet()
+    Attributes:
+        address: its name and generation: what peers call it.
+        group: for tensors on the host; None once it was dropped.
+        transport: shared memory, where all ranks share a machine.
+        stream_group: for tensors on the device, if a stream-ordered backend takes these: one for all channels.
+        failed: the error after which a collective never completed.
+        begun, threads: how many buffers were issued, and by whom: what peers that wait here wait for (see deadlock).
+        history, device: the last collectives, for ranks that may end without having waited (:meth:`drain`).
+        recent: the last agreements, for a peer that compares another signature (see Negotiation).
+    """
+
+    name: str
+    address: str
+    axis_name: str
+    group: Any
+    timeout_s: float
+    negotiation: Negotiation
+    transport: SharedMemoryTransport | None
+    stream_group: Any
+    _backends: Backends
+    failed: LtxError | None = None
+    issued: int = 0
+    compared: int = 0
+    begun: int = 0
+    digest: int = 0
+    history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
+
+    def __post_init__(self) -> None:
         self.device = torch.device("cpu")
-        # The last agreements, for a peer that compares another signature (see Negotiation).
+        self.rank: int = self.group.rank()
+        self.size: int = self.group.size()
+        self.threads: set[int] = set()
+        self.works: WeakSet[Work] = WeakSet()
         self.recent: deque[tuple[int, Agreement]] = deque(maxlen=256)
 
     def check_in_step(self, label: str) -> None:
@@ -446,7 +433,8 @@ class Channel:
                 f"({error})"
             ) from error
         if event is not None and not ordered:  # futures of streams complete when they are made
-            stamp_completion(work, event)
+            with suppress(RuntimeError):  # some of gloo's works have no future; then the wait tells
+                work.get_future().add_done_callback(lambda _: setattr(event, "completed_s", time.perf_counter()))
         both = finish if restored is as_it_is else lambda completed: restored(finish(completed))
         started = Work(self, work, value, label, event, both, ordered)
         if self.history is not None:

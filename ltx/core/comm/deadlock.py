@@ -176,7 +176,10 @@ class Deadlocks:
         if not seen or seen != before:
             self._suspected[thread] = (seen, since)
         elif all(since[rank] > then[rank] for rank in since):
-            self._conclude(waits)
+            texts: dict[int, str] = {}
+            for (rank, _), stays in sorted(waits.items()):
+                texts[rank] = f"{texts[rank]} and {stays.text}" if rank in texts else stays.text
+            self._raise([(*node, stays.serial) for node, stays in waits.items()], list_values(texts))
 
     def done(self) -> None:
         """This thread waits no longer."""
@@ -195,29 +198,19 @@ class Deadlocks:
         told[self._rank] = Told.of(json.loads(json.dumps(self.told())))
         return told, said_s
 
-    def _conclude(self, waits: Mapping[Node, ThreadWait]) -> None:
-        by_rank: dict[int, str] = {}
-        for (rank, _), wait in sorted(waits.items()):
-            by_rank[rank] = f"{by_rank[rank]} and {wait.text}" if rank in by_rank else wait.text
-        nodes, text = [(*node, wait.serial) for node, wait in waits.items()], list_values(by_rank)
-        self._raise(nodes, text)
-
     def _raise(self, nodes: list[tuple[int, int, int]], text: str) -> NoReturn:
         """Raise, once all ranks in the deadlock know of it: the first one to raise may end, and the store with it."""
         self._found = (nodes, text)
         with suppress(LtxError):  # it is known what to raise
             self._beat()
             poll_until(lambda: self._have_heard(nodes), _LINGER_S)
-        raise self._error(text)
+        raise RankMismatchError(
+            f"rank {self._rank}: ranks disagree on what they call, and wait for each other: {text}. Fix: call the same "
+            "collectives in the same order on every rank: one that some ranks alone call, as under `if rank == 0:`, "
+            "waits for the others for ever. If ranks have unequal numbers of batches: ltx.uneven(batches)."
+        )
 
     def _have_heard(self, nodes: list[tuple[int, int, int]]) -> bool:
         told, _ = self._ask({rank for rank, _, _ in nodes})
         still = {(rank, w.thread, w.serial) for rank, said in told.items() for w in said.waits if not said.found}
         return still.isdisjoint(nodes)
-
-    def _error(self, text: str) -> RankMismatchError:
-        return RankMismatchError(
-            f"rank {self._rank}: ranks disagree on what they call, and wait for each other: {text}. Fix: call the same "
-            "collectives in the same order on every rank: one that some ranks alone call, as under `if rank == 0:`, "
-            "waits for the others for ever. If ranks have unequal numbers of batches: ltx.uneven(batches)."
-        )

@@ -85,31 +85,6 @@ def all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments]
     return start
 
 
-def all_gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
-    shape, length = (group.size(), *buffer.shape), _message_length(group, buffer.numel(), buffer.itemsize)
-    if length == buffer.numel():
-        out = buffer.new_empty(shape)
-        return _all_gather(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
-    given = buffer.flatten().split(length)
-    taken = [part.new_empty((group.size(), part.numel())) for part in given]
-    both = zip(taken, given, strict=True)
-    works = [_all_gather(out.flatten(), part, group=group, async_op=True) for out, part in both]
-    return Works(works), buffer, lambda _: torch.cat(taken, 1).view(shape)
-
-
-def psum_scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    if is_gloo(group):  # whose own is an all-reduce of everything, of which it keeps a part
-        work, rows, finish = all_to_all(group, as_bytes(buffer), arguments)
-        return work, rows, lambda rows: from_bytes(finish(rows), buffer.dtype).sum(0, dtype=buffer.dtype)
-    given, restored = summable(buffer)
-    out = given.new_empty(given.shape[1:])
-    return _reduce_scatter(out.view(-1), given.view(-1), group=group, async_op=True), out, restored
-
-
-def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    return dist.broadcast(buffer, group_src=arguments[0], group=group, async_op=True), buffer, as_it_is
-
-
 # gloo sends a message whole, and may receive one meanwhile or not: on a link of 100 Mbit/s an exchange of 20 MB each
 # way took 1.8 times as long as an all-reduce that sends as much, 1.1 times in pieces of 4 MB, 0.98 in ones of 512 kB.
 _MESSAGE_BYTES = 1 << 19
@@ -135,31 +110,52 @@ class Works:
         return self._works[-1].get_future()
 
 
-def _message_length(group: dist.ProcessGroup, length: int, itemsize: int) -> int:
-    """How many of `length` elements for a peer go out in one message; messages are of nearly equal length."""
-    count = -(-length * itemsize // _MESSAGE_BYTES) if is_gloo(group) else 1
-    return -(-length // max(1, count))
+def _messages(group: dist.ProcessGroup, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`x` in parts of nearly equal length along its last dimension, each of which goes to a peer in one message."""
+    length = x.shape[-1]
+    count = -(-length * x.itemsize // _MESSAGE_BYTES) if is_gloo(group) else 1
+    parts: tuple[torch.Tensor, ...] = x.split(-(-length // max(1, count)), -1)
+    return parts
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Inverse of :func:`_messages`, without a copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def all_gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
+    size, given = group.size(), _messages(group, buffer.flatten())
+    taken = [part.new_empty((size, part.numel())) for part in given]
+    both = zip(taken, given, strict=True)
+    works = [_all_gather(out.flatten(), part, group=group, async_op=True) for out, part in both]
+    return Works(works), buffer, lambda buffer: _joined(taken).view(size, *buffer.shape)
+
+
+def psum_scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    if is_gloo(group):  # whose own is an all-reduce of everything, of which it keeps a part
+        work, rows, finish = all_to_all(group, as_bytes(buffer), arguments)
+        return work, rows, lambda rows: from_bytes(finish(rows), buffer.dtype).sum(0, dtype=buffer.dtype)
+    given, restored = summable(buffer)
+    out = given.new_empty(given.shape[1:])
+    return _reduce_scatter(out.view(-1), given.view(-1), group=group, async_op=True), out, restored
+
+
+def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
+    return dist.broadcast(buffer, group_src=arguments[0], group=group, async_op=True), buffer, as_it_is
 
 
 def all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
-    rows = buffer.reshape(group.size(), -1)
-    length = _message_length(group, rows.shape[1], buffer.itemsize)
-    if length == rows.shape[1]:
-        out = torch.empty_like(buffer)
-        return dist.all_to_all_single(out.flatten(), buffer.flatten(), group=group, async_op=True), out, as_it_is
-    given = [part.contiguous() for part in rows.split(length, 1)]
+    given = [part.contiguous() for part in _messages(group, buffer.reshape(group.size(), -1))]
     taken = [torch.empty_like(part) for part in given]
-    works = [
-        dist.all_to_all_single(out, part, group=group, async_op=True) for out, part in zip(taken, given, strict=True)
-    ]
-    return Works(works), buffer, lambda buffer: torch.cat(taken, 1).view(buffer.shape)
+    both = zip(taken, given, strict=True)
+    works = [dist.all_to_all_single(out, part, group=group, async_op=True) for out, part in both]
+    return Works(works), buffer, lambda buffer: _joined(taken).view(buffer.shape)
 
 
 def ppermute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
     out = torch.empty_like(buffer) if group.rank() in arguments[1::2] else torch.zeros_like(buffer)
     works = []
-    length = _message_length(group, buffer.numel(), buffer.itemsize)
-    for taken, given in zip(out.flatten().split(length), buffer.flatten().split(length), strict=True):
+    for taken, given in zip(_messages(group, out.flatten()), _messages(group, buffer.flatten()), strict=True):
         sent, received = permuted_splits(arguments, group.rank(), group.size(), given.numel())
         flat = (taken[: sum(received)], given[: sum(sent)])
         works.append(dist.all_to_all_single(*flat, received, sent, group=group, async_op=True))
@@ -168,7 +164,7 @@ def ppermute(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Argument
 
 def gather(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
     size, taken, works = group.size(), [], []
-    for given in buffer.flatten().split(_message_length(group, buffer.numel(), buffer.itemsize)):
+    for given in _messages(group, buffer.flatten()):
         sent, received = gathered_splits(arguments[0], group.rank(), size, given.numel())
         taken.append(given.new_empty(sum(received)))
         works.append(dist.all_to_all_single(taken[-1], given, received, sent, group=group, async_op=True))
@@ -176,16 +172,15 @@ def gather(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments)
     def finish(buffer: torch.Tensor) -> torch.Tensor:
         if group.rank() != arguments[0]:
             return buffer.new_zeros((size, *buffer.shape))
-        return torch.cat([rows.view(size, -1) for rows in taken], 1).view(size, *buffer.shape)
+        return _joined([rows.view(size, -1) for rows in taken]).view(size, *buffer.shape)
 
     return Works(works), buffer, finish
 
 
 def scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    rows = buffer.reshape(group.size(), -1)
-    out = buffer.new_empty(buffer.shape[1:])
-    length, works = _message_length(group, rows.shape[1], buffer.itemsize), []
-    for given, taken in zip(rows.split(length, 1), out.flatten().split(length), strict=True):
+    rows = _messages(group, buffer.reshape(group.size(), -1))
+    out, works = buffer.new_empty(buffer.shape[1:]), []
+    for given, taken in zip(rows, _messages(group, out.flatten()), strict=True):
         received, sent = gathered_splits(arguments[0], group.rank(), group.size(), taken.numel())
         flat = given.reshape(-1)[: sum(sent)]
         works.append(dist.all_to_all_single(taken, flat, received, sent, group=group, async_op=True))

@@ -42,7 +42,7 @@ class Heartbeat:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._looked_s = self._polled_s = 0.0
         self._lock = threading.Lock()
-        self._ended, self._woken = threading.Event(), threading.Event()
+        self._ended, self._woken = False, threading.Event()
         #: Through which this process calls the store, giving up after one heartbeat timeout.
         self.store_caller = StoreCaller(rank, heartbeat_s)
         self._asked = PrefixStore("ltx/beats/", store)
@@ -138,21 +138,20 @@ class Heartbeat:
         self._users -= 1
         if self._users:
             return False
-        self._ended.set()
+        self._ended = True
         self._woken.set()
         self.store_caller.close()
         if self._thread is not threading.current_thread():
             self._thread.join(ENDING_S)
         return True
 
-    def _has_ended_after_pause(self) -> bool:
-        self._woken.wait(self._pause_s)
-        self._woken.clear()
-        return self._ended.is_set()
-
     def _beat(self) -> None:
         with suppress(RuntimeError):  # the store is gone: threads that call it see that
-            while not self._has_ended_after_pause():
+            while True:
+                self._woken.wait(self._pause_s)
+                self._woken.clear()
+                if self._ended:
+                    break
                 self._beats.set(str(self._rank), self._sign())
                 self.on_beat(self._connection)
         del self._beats, self._connection  # closed now, even if something still holds this heartbeat

@@ -53,10 +53,11 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
         ):
             return _of_bytes, (as_bytes(obj.detach()).contiguous(), obj.dtype, obj.requires_grad)
         if type(obj) is torch.Tensor and obj.layout in _SPARSE:
-            return _sparse, (obj.layout, _parts(obj.detach()), obj.shape, obj.requires_grad)
+            parts = [getattr(obj.detach(), name)() for name in _SPARSE[obj.layout]]
+            return _sparse, (obj.layout, parts, obj.shape, obj.requires_grad)
         if type(obj) is CodeType:
-            make, parts = self.dispatch_table[CodeType](obj)
-            return make, tuple([obj.co_filename if part == "<dynamic-code>" else part for part in parts])
+            make, made_of = self.dispatch_table[CodeType](obj)
+            return make, tuple([obj.co_filename if part == "<dynamic-code>" else part for part in made_of])
         return super().reducer_override(obj)
 
 
@@ -79,10 +80,6 @@ def _on_own_device(
 
 def _of_bytes(moved: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
     return from_bytes(moved, dtype).requires_grad_(requires_grad)
-
-
-def _parts(sparse: torch.Tensor) -> list[Any]:
-    return [getattr(sparse, name)() for name in _SPARSE[sparse.layout]]
 
 
 def _sparse(layout: torch.layout, parts: list[Any], shape: torch.Size, requires_grad: bool) -> torch.Tensor:

@@ -32,6 +32,8 @@ class Pending(Protocol):
 
 
 class _Mover:
+    """The thread, and what it continues."""
+
     def __init__(self) -> None:
         self._watched: list[tuple[float, weakref.ref[Pending]]] = []
         self._ends = False
@@ -39,6 +41,7 @@ class _Mover:
         self._thread: threading.Thread | None = None
 
     def watch(self, pending: Pending) -> None:
+        """Call ``pending.poll()`` now and then, once it has been pending for a while, until it is ``over`` or gone."""
         with self._more:
             self._watched.append((time.monotonic(), weakref.ref(pending)))
             if self._thread is None or not self._thread.is_alive():  # a fork has no threads
@@ -77,15 +80,10 @@ class _Mover:
 
 
 def _poll(ref: weakref.ref[Pending]) -> None:
-    pending = ref()
-    if pending is not None:
+    if (pending := ref()) is not None:
         with suppress(BaseException):  # a wait raises
             pending.poll()
 
 
 _mover = _Mover()
-
-
-def look_after(pending: Pending) -> None:
-    """Call ``pending.poll()`` now and then, once it has been pending for a while, until it is ``over`` or collected."""
-    _mover.watch(pending)
+look_after = _mover.watch

@@ -45,29 +45,17 @@ def open_axis(
         return _opened[group, name]
     if not isinstance(group, dist.ProcessGroup | NewGroup):  # torch gives a number to those who aren't in a new group
         raise AxisError(f"axis {name!r}: {outsider()}")
-    of_world = _limits_of_world()
+    world = [axis.comm for axis in axes.world_axes() if axis.comm is not None]
+    of_world = (world[0].timeout, world[0].heartbeat.heartbeat_s) if world else (_DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S)
     axis_comm = AxisComm(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
     axis = make(axis_comm.name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
     _opened[axis_comm.group, axis.name] = axis
     return axis
 
 
-def _limits_of_world() -> tuple[timedelta, float]:
-    """How long ranks of the world wait for one another, and without a sign of life of one for how many seconds."""
-    for axis in axes.world_axes():
-        if axis.comm is not None:
-            return axis.comm.timeout, axis.comm.heartbeat.heartbeat_s
-    return _DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S
-
-
 def first_opened(group: dist.ProcessGroup) -> Axis | None:
     """The axis over `group` that was opened first; None if there is none."""
     return next((axis for (known, _), axis in _opened.items() if known is group), None)
-
-
-def opened_by_groups() -> tuple[Axis, ...]:
-    """Every axis that :func:`open_axis` opened, and that is still open."""
-    return tuple(_opened.values())
 
 
 @dataclass(frozen=True)
@@ -168,7 +156,7 @@ def close_axis(axis: Axis) -> None:
 
 def open_axes() -> tuple[Axis, ...]:
     """Every axis that is open, those opened by passing a group to a collective and parts of others included."""
-    opened = opened_by_groups()
+    opened = tuple(_opened.values())
     return (*opened, *(part for axis in opened if axis.comm is not None for part in axis.comm.parts))
 
 
@@ -279,7 +267,7 @@ def kinds_of(axis: Any) -> list[Any]:
 
 def _called(name: str) -> Axis:
     """The axis of that name: what is in scope first, then what was opened by a group or a DeviceMesh."""
-    opened = [known for known in opened_by_groups() if known.name == name]
+    opened = [known for known in _opened.values() if known.name == name]
     if all(known.name != name for known in axes.axes_in_scope()):
         if len(opened) > 1:
             raise AxisError(f"axis={name!r}: {len(opened)} axes are called so. Give the axis, group or mesh itself.")
@@ -307,7 +295,7 @@ def _meshes_in(axis: Any) -> list[DeviceMesh]:
     if not isinstance(axis, tuple):
         return []
     scope = {known.name for known in axes.axes_in_scope()}
-    named = {known.name: known.mesh for known in opened_by_groups() if isinstance(known, MeshAxis)}
+    named = {known.name: known.mesh for known in _opened.values() if isinstance(known, MeshAxis)}
     meshes = [named.get(part) if isinstance(part, str) and part not in scope else part for part in axis]
     found = [mesh for mesh in meshes if isinstance(mesh, DeviceMesh)]
     if found and len(found) < len(axis):
@@ -345,7 +333,7 @@ def _of_meshes(meshes: list[DeviceMesh]) -> Axis:
     names = [name for mesh in meshes for name in mesh.mesh_dim_names or map(str, range(mesh.ndim))]
     if len(names) > 1:
         title = f"({', '.join(names)})"
-        same = [axis for axis in opened_by_groups() if _ranks(axis) == ranks]
+        same = [axis for axis in _opened.values() if _ranks(axis) == ranks]
         return Axis(title, 1) if len(ranks) == 1 else same[0] if same else axis_from_group(ranks, title)
     group = meshes[0].get_group()
     name = names[0] if meshes[0].mesh_dim_names else group.group_name

@@ -74,23 +74,6 @@ _locked: set[int] = set()
 os.register_at_fork(after_in_child=_locked.clear)
 
 
-def tag_of(tag: int, begun: int) -> int:
-    """What ranks compare in a slot: the caller's `tag` of a collective, mixed with how many have `begun`."""
-    return (tag * 1_000_003 + begun) & ((1 << 62) - 1)
-
-
-def write_reason(segment: mmap.mmap, error: Exception) -> int:
-    """Write why this rank's end has failed into its segment; the length in bytes."""
-    reason = f"{type(error).__name__}: {message_of(error)}".encode()[: COUNTERS_BYTES - REASON]
-    segment[REASON : REASON + len(reason)] = reason
-    return len(reason)
-
-
-def read_reason(segment: mmap.mmap, length: int) -> str:
-    """Why a peer's end has failed."""
-    return segment[REASON : REASON + length].decode(errors="replace")
-
-
 def open_segments(rank: int, size: int, store: Store) -> tuple[list[mmap.mmap], list[int], list[int]] | None:
     """All ranks' segments, descriptors of their lock files, and those of this rank's own files.
 
@@ -246,7 +229,7 @@ class SharedMemoryTransport:
             work.sums = {}
         while self._tail.next is not None:
             self._tail = self._tail.next
-        tag = tag_of(tag, self._begun)
+        tag = (tag * 1_000_003 + self._begun) & ((1 << 62) - 1)
         before = first = _Entry(self._tail.place, NO_CHUNK, work, tag)
         for chunk in chunks:
             before.next = _Entry(before.place + 1, chunk, work, tag)
@@ -299,13 +282,15 @@ class SharedMemoryTransport:
         return False
 
     def _fail(self, error: Exception) -> None:
-        self._counters[self.rank][FAILED] = write_reason(self._maps[self.rank], error)
+        reason = f"{type(error).__name__}: {message_of(error)}".encode()[: COUNTERS_BYTES - REASON]
+        self._maps[self.rank][REASON : REASON + len(reason)] = reason
+        self._counters[self.rank][FAILED] = len(reason)
         self.error = error
 
     def failures(self) -> dict[int, str]:
         """The ranks whose ends have failed, and why."""
         return {
-            rank: read_reason(self._maps[rank], words[FAILED])
+            rank: self._maps[rank][REASON : REASON + words[FAILED]].decode(errors="replace")
             for rank, words in enumerate(self._counters)
             if words[FAILED]
         }

@@ -106,14 +106,8 @@ class Post:
 
     def fields(self) -> list[Any]:
         """Itself as JSON values, for the store."""
-        return [
-            self.signature.to_json(),
-            self.value,
-            self.caller,
-            dict(self.issued),
-            self.next_check,
-            dict(self.compared),
-        ]
+        issued, compared = dict(self.issued), dict(self.compared)
+        return [self.signature.to_json(), self.value, self.caller, issued, self.next_check, compared]
 
     @staticmethod
     def of(fields: list[Any]) -> Post:
