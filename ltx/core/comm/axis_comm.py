@@ -42,15 +42,10 @@ from ltx.core.ranks.backings import GroupBacking, Part
 
 @dataclass(frozen=True)
 class NewGroup:
-    """The process group of some ranks of the world, which these alone open together with its axis.
+    """The process group of some ranks of the world, which these alone open together with its axis."""
 
-    Attributes:
-        ranks: those of the world, in the axis' order.
-        backend: that of the group, as :func:`torch.distributed.new_group` takes it.
-    """
-
-    ranks: list[int]
-    backend: str
+    ranks: list[int]  # of the world, in the axis' order
+    backend: str  # as torch.distributed.new_group takes it
 
 
 _HISTORY = 1024  # collectives in the background that are remembered
@@ -261,10 +256,7 @@ class AxisComm:
         return [self.user, self.background, *self._phases, *self._left]
 
     def close(self) -> None:
-        """Close the channels and the parts, and destroy their process groups: all of it, whatever is found on the way.
-
-        Raises what the host finds when it comes to look at the last pass.
-        """
+        """Close channels and parts, and destroy their process groups: all of it, whatever is found in the last pass."""
         if self.closed:
             return
         self.closed = True
@@ -318,9 +310,8 @@ class AxisComm:
         """Make sure that all ranks are about to issue the same thing on `channel`.
 
         Args:
-            channel: the channel of the collective that follows.
             key: hashable; equal keys mean equal signatures. A known key costs a dictionary look-up.
-            describe: returns the :class:`Signature`; called for a new key.
+            describe: called for a new key.
             offer: returns a JSON value that may differ between ranks; called for a new key. All ranks take rank 0's.
 
         Raises:

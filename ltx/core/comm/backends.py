@@ -167,11 +167,7 @@ def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def refuse_capture(what: Callable[[], str]) -> None:
-    """Raise if what is enqueued on the current stream now goes into a CUDA graph, and isn't done.
-
-    Raises:
-        UnsupportedError: so it is; `what` says what was called.
-    """
+    """Raise if what is enqueued on the current stream now goes into a CUDA graph; `what` says what was called."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             f"{what()} was called in the capture of a CUDA graph. ltx compares what ranks issue, and reads their step "

@@ -94,12 +94,7 @@ class Work:
         return self._work is None or self._ordered or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the result and return it. On a stream-ordered backend the current stream waits, not the host.
-
-        Raises:
-            PeerLostError: the connection to a peer broke.
-            CollectiveTimeoutError: the collective didn't complete within the axis' timeout.
-        """
+        """Wait for the result and return it. On a stream-ordered backend the current stream waits, not the host."""
         work = self._work
         if self._given_up is not None:
             raise self._given_up
@@ -286,11 +281,7 @@ class Channel:
         )
 
     def wait_for_host(self, copy: HostCopy, label: str) -> torch.Tensor:
-        """The value of `copy`. While the host waits for the device it looks after deadlines, peers and interrupts.
-
-        Raises:
-            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it won't come.
-        """
+        """The value of `copy`. While the host waits for the device it looks after deadlines, peers and interrupts."""
         try:
             self._watch(copy.ready, time.sleep, label)
         except LtxError as error:
@@ -382,7 +373,6 @@ class Channel:
         A host-blocking backend gets a copy on the host of a tensor that is elsewhere.
 
         Args:
-            operation, arguments: a row of the table of operations, and its static arguments.
             label: what errors and the ledger call it.
             summed: the work of a reduction records the sum of all elements, where that costs almost nothing.
             on_host: `buffer` is on the host, and the result is waited for there, whatever backends there are.

@@ -89,12 +89,7 @@ _INSIDE = ("apply", "collective", "forward", "backward", "jvp", "vmap", "told", 
 
 
 class Checks:
-    """One ``with ltx.debug_checks()``.
-
-    Args:
-        same_lines: as in :func:`debug_checks`.
-        around: the checks that this one is nested in.
-    """
+    """One ``with ltx.debug_checks()``, nested in those `around` it."""
 
     def __init__(self, same_lines: bool, around: Checks | None):
         self.same_lines = same_lines

@@ -86,9 +86,6 @@ class Negotiation:
 
         If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
         has returned on all ranks, or below it; None for a new one.
-
-        Raises:
-            RankMismatchError, PeerLostError, CollectiveTimeoutError: as :meth:`exchange`.
         """
         self._comm.check_not_forked()
         issued = {channel.address: channel.issued for channel in self._comm.channels}
@@ -154,11 +151,7 @@ class Negotiation:
         return counts
 
     def check_deadlock(self, channel: ComparedChannel, number: int, what: str) -> None:
-        """Called now and then during a long wait for collective number `number` of `channel`.
-
-        Raises:
-            RankMismatchError: a peer that hasn't issued it waits itself for something that won't come.
-        """
+        """Called now and then in a wait for issue `number` of `channel`: raise if a peer waits in vain before it."""
         of = "" if channel is self._comm.user else self._comm.under_way
         self._check_deadlock(self.key(channel), number, what, of)
 

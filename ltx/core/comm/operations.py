@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.fx import has_side_effect
 
-from ltx.core.comm import chunks, functional, group_collectives
-from ltx.core.comm.group_collectives import Arguments, Started
+from ltx.core.comm import chunks, group_collectives
+from ltx.core.comm.group_collectives import Arguments, Started, gathered_splits, permuted_splits
 
 #: The dtypes that have sums, products and extrema on every backend. Operations that only move data take any dtype,
 #: since the data travels as bytes.
@@ -25,6 +28,62 @@ SUMMED = frozenset(
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     }
 )
+
+
+#: Collectives inside a compiled graph: functional ones, which Inductor sees and may reorder.
+_functional: Any = torch.ops._c10d_functional
+_group_called: Callable[[str], Any] = c10d._resolve_process_group  # type: ignore[attr-defined,assignment]
+
+# A tracer may neither drop a collective that peers wait for nor run it while it folds constants, as it does not wait.
+for _name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
+    has_side_effect(getattr(_functional, _name).default)
+
+
+def _wait(started: torch.Tensor) -> torch.Tensor:
+    completed: torch.Tensor = _functional.wait_tensor(started)
+    return completed
+
+
+def _all_to_all(x: torch.Tensor, n: int, group: str, _: Arguments) -> Any:
+    parts = [x.shape[0] // n] * n
+    return _functional.all_to_all_single(x, parts, parts, group)
+
+
+def _ppermute(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
+    rank, numel = _group_called(group).rank(), x.numel()
+    sent, received = permuted_splits(arguments, rank, n, numel)
+    arrived = _exchanged([x.flatten() if count else None for count in sent], received, x, group)
+    source = next((other for other, count in enumerate(received) if count), None)
+    if source is None:
+        return torch.zeros_like(x) * arrived[0]
+    return arrived[source : source + numel].reshape(x.shape)
+
+
+def _gather(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
+    rank, numel = _group_called(group).rank(), x.numel()
+    sent, received = gathered_splits(arguments[0], rank, n, numel)
+    arrived = _exchanged([x.flatten() if count else None for count in sent], received, x, group)
+    return arrived if rank == arguments[0] else x.new_zeros(n * numel) * arrived[0]
+
+
+def _scatter(x: torch.Tensor, n: int, group: str, arguments: Arguments) -> torch.Tensor:
+    rank, numel = _group_called(group).rank(), x.numel() // n
+    received, sent = gathered_splits(arguments[0], rank, n, numel)
+    parts = [part if count else None for part, count in zip(x.reshape(n, -1).unbind(), sent, strict=True)]
+    arrived = _exchanged(list(parts), received, x, group)
+    return arrived[arguments[0] : arguments[0] + numel]
+
+
+def _exchanged(given: list[torch.Tensor | None], received: list[int], like: torch.Tensor, group: str) -> torch.Tensor:
+    """What arrives where rank i is given ``given[i]``, one part after the other, with one element for nothing.
+
+    A filler goes to each rank that gets nothing: Inductor takes empty buffers out of the graph, and with them the
+    exchange that peers wait for.
+    """
+    filler = like.new_zeros(1)
+    parts = [filler if part is None else part for part in given]
+    lengths = [max(count, 1) for count in received]
+    return _wait(_functional.all_to_all_single(torch.cat(parts), lengths, [part.numel() for part in parts], group))
 
 
 def _a_part(nbytes: int, n: int) -> int:
@@ -58,7 +117,7 @@ class Operation:
 
     name: str
     start: Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]
-    start_in_graph: functional.Start
+    start_in_graph: Callable[[torch.Tensor, int, str, Arguments], torch.Tensor]
     chunks: chunks.Cut
     bytes_sent: Callable[[int, int], int] = _a_part
     messages: Callable[[int], int] = lambda n: n - 1
@@ -82,12 +141,12 @@ class Operation:
         """
         if self.result_shape is None:
             started = self.start_in_graph(buffer.contiguous(), n, group_name, arguments)
-            return partial(functional.wait, started)
+            return partial(_wait, started)
         # Functional collectives gather and scatter along dimension 0; a channel's have a dimension for the ranks.
         flat = buffer if self.name in ("all_gather", "gather") or buffer.ndim == 1 else buffer.flatten(0, 1)
         shape = self.result_shape(buffer.shape, n)
         started = self.start_in_graph(flat.contiguous(), n, group_name, arguments)
-        return lambda: functional.wait(started).reshape(shape)
+        return lambda: _wait(started).reshape(shape)
 
 
 def _all_reduce(
@@ -96,7 +155,7 @@ def _all_reduce(
     return Operation(
         name,
         group_collectives.all_reduce(op),
-        functional.all_reduce(in_graph),
+        lambda x, n, group, _: _functional.all_reduce(x, in_graph, group),
         chunks.all_reduce(combine),
         bytes_sent=lambda nbytes, n: 2 * nbytes * (n - 1) // n,
         messages=lambda n: 2 * (n - 1),
@@ -111,7 +170,7 @@ _ROWS = (
     Operation(
         "all_gather",
         group_collectives.all_gather,
-        functional.all_gather,
+        lambda x, n, group, _: _functional.all_gather_into_tensor(x, n, group),
         chunks.all_gather,
         bytes_sent=lambda nbytes, n: nbytes * (n - 1),
         result_shape=_row_for_each,
@@ -120,36 +179,39 @@ _ROWS = (
     Operation(
         "psum_scatter",
         group_collectives.psum_scatter,
-        functional.psum_scatter,
+        lambda x, n, group, _: _functional.reduce_scatter_tensor(x, "sum", n, group),
         chunks.psum_scatter,
         result_shape=_own_row,
     ),
     Operation(
-        "broadcast", group_collectives.broadcast, functional.broadcast, chunks.broadcast, in_place=True, moves=True
+        "broadcast",
+        group_collectives.broadcast,
+        lambda x, n, group, arguments: _functional.broadcast(x, arguments[0], group),
+        chunks.broadcast,
+        in_place=True,
+        moves=True,
     ),
     Operation(
         "gather",
         group_collectives.gather,
-        functional.gather,
+        _gather,
         chunks.gather,
         bytes_sent=lambda nbytes, n: nbytes,
         result_shape=_row_for_each,
         moves=True,
     ),
-    Operation(
-        "scatter", group_collectives.scatter, functional.scatter, chunks.scatter, result_shape=_own_row, moves=True
-    ),
+    Operation("scatter", group_collectives.scatter, _scatter, chunks.scatter, result_shape=_own_row, moves=True),
     Operation(
         "all_to_all",
         group_collectives.all_to_all,
-        functional.all_to_all,
+        _all_to_all,
         chunks.all_to_all,
         moves=True,
     ),
     Operation(
         "ppermute",
         group_collectives.ppermute,
-        functional.ppermute,
+        _ppermute,
         chunks.ppermute,
         bytes_sent=lambda nbytes, n: nbytes,
         messages=lambda n: 1,

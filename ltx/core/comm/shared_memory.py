@@ -210,10 +210,7 @@ class SharedMemoryTransport:
     ) -> tuple[SharedMemoryWork, torch.Tensor]:
         """Start `operation` on a contiguous `buffer`: its work, and the memory of the result. Never blocks.
 
-        An exception from here makes the transport fail, unless it is an interrupt; then peers learn of it at the next
-        chunk.
-
-        `summed`: the work of a reduction records the sum of all elements of the result.
+        An exception makes the transport fail, unless it is an interrupt: peers learn of that at the next chunk.
         """
         self._begun += 1  # first: if this fails on this rank alone, the peers refuse all that follows
         work = SharedMemoryWork(self)

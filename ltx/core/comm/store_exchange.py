@@ -30,12 +30,7 @@ ENDING_S = 1.0
 
 
 class StoreCaller:
-    """Calls the store in a thread of its own, which may wait for longer than the one that asks.
-
-    Args:
-        rank: this process' rank in the world.
-        limit_s: how long a call may take; it may be set later.
-    """
+    """Calls the store in a thread of its own, so that the one that asks can give up after `limit_s`."""
 
     def __init__(self, rank: int, limit_s: float):
         self.limit_s = limit_s
@@ -47,11 +42,7 @@ class StoreCaller:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread.
-
-        One that came back from the store while Python ends would abort the process, so this waits for it; not for one
-        that waits for a store that doesn't answer.
-        """
+        """End the thread, and wait for it (one that comes back from the store while Python ends aborts the process)."""
         self._questions.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(ENDING_S)
@@ -159,13 +150,9 @@ def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Calla
     Every wait for peers in the store goes through here. The pauses between two calls double from 0.5 ms to 50 ms. This
     rank advances shared memory meanwhile: peers may need that to come.
 
-    Waits for a collective are elsewhere, because something better than a pause ends them: the backend's own wait
-    (:class:`ltx.core.comm.channel.Work`), a counter in memory that changes within microseconds
-    (:func:`ltx.core.comm.shared_memory.wait_for`), or a future
-    (:meth:`ltx.core.comm.channel.Channel.wait_for_future`).
+    `while_waiting`: called every 50 ms. It raises if what this rank waits for won't come.
 
-    Args:
-        while_waiting: called every 50 ms. It raises if what this rank waits for won't come.
+    Waits for a collective are elsewhere: something better than a pause ends them.
     """
     began = checked = time.monotonic()
     pause_s = _FIRST_PAUSE_S
@@ -185,19 +172,13 @@ def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Calla
 class StoreExchange:
     """The exchange of one axis. Every method raises PeerLostError if the store is gone or doesn't answer.
 
-    Args:
-        store: what the ranks share.
-        rank, size, timeout_s: the axis'.
-        lost: returns the ranks whose processes are known to have ended, or that show no sign of life.
-
-    Attributes:
-        begun: how many places :meth:`new_place` has returned.
+    `lost` returns the ranks whose processes are known to have ended, or that show no sign of life.
     """
 
     def __init__(self, store: TimeoutStore, rank: int, size: int, timeout_s: float, lost: Callable[[], list[int]]):
         self._store, self._lost = store, lost
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self.begun = 0
+        self.begun = 0  # how many places :meth:`new_place` has returned
         self._threads: list[threading.Thread] = []
 
     def in_file(self, file: Path, lost: Callable[[], list[int]]) -> StoreExchange:
