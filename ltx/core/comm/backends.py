@@ -38,17 +38,11 @@ HOST_BLOCKING = frozenset({"gloo", "mpi", "ucc"})
 
 @dataclass(frozen=True)
 class Backends:
-    """The backends of a process group, by the type of the device that a tensor is on.
+    """The backends of a process group, by the type of the device that a tensor is on."""
 
-    Attributes:
-        host: the one for tensors on the host; gloo where the group has none whose waits block.
-        stream: the stream-ordered one; None if there is none.
-        device_type: the type of the devices whose tensors the stream-ordered one takes; None likewise.
-    """
-
-    host: str = "gloo"
-    stream: str | None = None
-    device_type: str | None = None
+    host: str = "gloo"  # for tensors on the host; gloo where the group has none whose waits block
+    stream: str | None = None  # the stream-ordered one; None if there is none
+    device_type: str | None = None  # the type of the devices whose tensors the stream-ordered one takes
 
     def orders_streams(self, device: torch.device) -> bool:
         """Whether collectives of tensors on `device` are ordered by streams."""

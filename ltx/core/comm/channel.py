@@ -193,33 +193,23 @@ DRAINING_S = 3.0
 
 @dataclass(eq=False, repr=False)
 class Channel:
-    """One ordered stream of collectives between the ranks of an axis.
-
-    Attributes:
-        address: its name and generation: what peers call it.
-        group: for tensors on the host; None once it was dropped.
-        transport: shared memory, where all ranks share a machine.
-        stream_group: for tensors on the device, if a stream-ordered backend takes these: one for all channels.
-        failed: the error after which a collective never completed.
-        begun, threads: how many buffers were issued, and by whom: what peers that wait here wait for (see deadlock).
-        history, device: the last collectives, for ranks that may end without having waited (:meth:`drain`).
-        recent: the last agreements, for a peer that compares another signature (see Negotiation).
-    """
+    """One ordered stream of collectives between the ranks of an axis."""
 
     name: str
-    address: str
+    address: str  # its name and generation: what peers call it
     axis_name: str
-    group: Any
+    group: Any  # for tensors on the host; None once it was dropped
     timeout_s: float
     negotiation: Negotiation
-    transport: SharedMemoryTransport | None
-    stream_group: Any
+    transport: SharedMemoryTransport | None  # shared memory, where all ranks share a machine
+    stream_group: Any  # for tensors on the device, if a stream-ordered backend takes these: one for all channels
     _backends: Backends
-    failed: LtxError | None = None
+    failed: LtxError | None = None  # the error after which a collective never completed
     issued: int = 0
     compared: int = 0
-    begun: int = 0
+    begun: int = 0  # how many buffers, by `threads`: what peers that wait here wait for (see deadlock)
     digest: int = 0
+    #: The last collectives, on `device`, for ranks that may end without having waited (:meth:`drain`).
     history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
 
     def __post_init__(self) -> None:
@@ -228,6 +218,7 @@ class Channel:
         self.size: int = self.group.size()
         self.threads: set[int] = set()
         self.works: WeakSet[Work] = WeakSet()
+        #: The last agreements, for a peer that compares another signature (see Negotiation).
         self.recent: deque[tuple[int, Agreement]] = deque(maxlen=256)
 
     def check_in_step(self, label: str) -> None:

@@ -13,20 +13,13 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A part of a buffer.
-
-    Attributes:
-        numel, dtype: what it takes in a segment.
-        give: copies this rank's input into its slot.
-        take: copies this rank's part of the result out of all ranks' slots.
-        reduce: combines two slots in a reduction: ``(a, b, out=)``.
-    """
+    """A part of a buffer, and what it takes in a segment."""
 
     numel: int
     dtype: torch.dtype
-    give: Callable[[torch.Tensor], object]
-    take: Callable[[list[torch.Tensor]], object]
-    reduce: Callable[..., torch.Tensor] | None = None
+    give: Callable[[torch.Tensor], object]  # copies this rank's input into its slot
+    take: Callable[[list[torch.Tensor]], object]  # copies this rank's part of the result out of all ranks' slots
+    reduce: Callable[..., torch.Tensor] | None = None  # combines two slots in a reduction: (a, b, out=)
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,33 +46,23 @@ Node = tuple[int, int]
 
 @dataclass(frozen=True)
 class ThreadWait:
-    """What a thread waits for: that `ranks` (of the world) have all made `number` issues of `key`.
-
-    Attributes:
-        thread, serial: which thread of its process, and its how manieth wait: no progress where that is the same.
-        text: what it is in, and on which line.
-    """
+    """What a thread waits for: that `ranks` (of the world) have all made `number` issues of `key`."""
 
     thread: int
-    serial: int
+    serial: int  # of the thread's waits: no progress where that is the same
     key: str
     number: int
     ranks: list[int]
-    text: str
+    text: str  # what it is in, and on which line
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a process says of itself.
+    """What a process says of itself."""
 
-    Attributes:
-        waits: of those of its threads that have waited for long.
-        counts: (issues made, threads that have made them) of each key.
-        found: the waits of the deadlock that it has found, as (rank, thread, serial); and the error's text.
-    """
-
-    waits: list[ThreadWait] = field(default_factory=list)
-    counts: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    waits: list[ThreadWait] = field(default_factory=list)  # of those of its threads that have waited for long
+    counts: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # (issues made, by which threads) by keys
+    #: The waits of the deadlock that it has found, as (rank, thread, serial); and the error's text.
     found: tuple[list[tuple[int, int, int]], str] | None = None
 
     @staticmethod
@@ -117,12 +107,7 @@ def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:
 
 
 class Deadlocks:
-    """What this process' threads wait for, and whether that may go on for ever.
-
-    Args:
-        last, beat: of this process' :class:`ltx.core.comm.heartbeat.Heartbeat`.
-        rank: this process' rank in the world.
-    """
+    """What this process' threads wait for, and whether that may go on for ever; `rank`: its own, in the world."""
 
     def __init__(self, last: Callable[[list[int]], list[bytes]], beat: Callable[[], None], rank: int):
         self._last, self._beat, self._rank = last, beat, rank

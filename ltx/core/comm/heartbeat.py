@@ -28,12 +28,9 @@ DEFAULT_HEARTBEAT_S = 10.0
 
 
 class Heartbeat:
-    """The beats of this process, and what it knows of those of its peers.
+    """The beats of this process, which is `rank` of the world, and what it knows of those of its peers.
 
-    Args:
-        store: the store that all processes share.
-        rank: this process' rank in the world.
-        heartbeat_s: a peer without a beat for so long counts as lost. Beats come five times as often.
+    A peer without a beat for `heartbeat_s` counts as lost. Beats come five times as often.
     """
 
     def __init__(self, store: Store, rank: int, heartbeat_s: float):

@@ -29,11 +29,7 @@ _WAITS_AT = "waits at"
 
 
 class Negotiation:
-    """The negotiation of one axis.
-
-    Attributes:
-        next_check: (session, call) of the next call of ltx.debug_checks() on this axis; the same on all ranks.
-    """
+    """The negotiation of one axis."""
 
     def __init__(self, axis_comm: Communicator):
         self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
@@ -41,7 +37,7 @@ class Negotiation:
         self.deadlocks = axis_comm.heartbeat.deadlocks
         self._answered: set[str] = set()
         self._gone = ""  # what :meth:`missing_peers` has found
-        self.next_check = (0, 0)
+        self.next_check = (0, 0)  # (session, call) of ltx.debug_checks() on this axis; the same on all ranks
         self._posted: deque[str] = deque()  # where values of this rank are still in the store, oldest first
 
     def exchange(self, place: str, post: Post) -> list[Post]:

@@ -86,10 +86,6 @@ def _exchanged(given: list[torch.Tensor | None], received: list[int], like: torc
     return _wait(_functional.all_to_all_single(torch.cat(parts), lengths, [part.numel() for part in parts], group))
 
 
-def _a_part(nbytes: int, n: int) -> int:
-    return nbytes * (n - 1) // n
-
-
 def _row_for_each(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     return n, *shape
 
@@ -100,30 +96,21 @@ def _own_row(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Operation:
-    """One kind of collective among n ranks, on a contiguous buffer.
+    """One kind of collective among n ranks, on a contiguous buffer."""
 
-    Attributes:
-        name: as in :mod:`ltx.core.collectives`.
-        start: starts it on a process group: ``(group, buffer, arguments)``.
-        start_in_graph: starts it inside a compiled graph: ``(buffer, n, group name, arguments)``.
-        chunks: how a shared-memory transport cuts it.
-        bytes_sent: bytes that one rank sends, by the ring's count: ``(bytes of the buffer, n)``; by default all but one
-            part of n.
-        messages: messages that follow one another: ``n``; by default one to each peer.
-        result_shape: ``(shape of the buffer, n)``; None where the result has the buffer's shape.
-        in_place: the result overwrites the buffer.
-        moves: it only moves data, so it takes every dtype.
-    """
-
-    name: str
+    name: str  # as in ltx.core.collectives
+    #: On a process group: ``(group, buffer, arguments)``.
     start: Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]
+    #: Inside a compiled graph: ``(buffer, n, group name, arguments)``.
     start_in_graph: Callable[[torch.Tensor, int, str, Arguments], torch.Tensor]
     chunks: chunks.Cut
-    bytes_sent: Callable[[int, int], int] = _a_part
-    messages: Callable[[int], int] = lambda n: n - 1
+    #: By the ring's count what one rank sends: ``(bytes of the buffer, n)``. By default all but one part of n.
+    bytes_sent: Callable[[int, int], int] = lambda nbytes, n: nbytes * (n - 1) // n
+    messages: Callable[[int], int] = lambda n: n - 1  # that follow one another; by default one to each peer
+    #: ``(shape of the buffer, n)``; None where the result has the buffer's shape.
     result_shape: Callable[[tuple[int, ...], int], tuple[int, ...]] | None = None
-    in_place: bool = False
-    moves: bool = False
+    in_place: bool = False  # the result overwrites the buffer
+    moves: bool = False  # it only moves data, so it takes every dtype
 
     def new_result(self, buffer: torch.Tensor, n: int) -> torch.Tensor:
         """Memory for the result: the buffer itself where the operation works in place, else uninitialised."""

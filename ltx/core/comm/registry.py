@@ -176,36 +176,22 @@ os.register_at_fork(after_in_child=_refuse_forks)
 
 
 class InGroups(NamedTuple):
-    """The ranks of a group of an axis, as an axis: what `axis_index_groups` makes of the axis of a collective.
+    """The ranks of a group of an axis, as an axis: what `axis_index_groups` makes of the axis of a collective."""
 
-    Attributes:
-        axis: as users give one.
-        groups: the indices of each group; as lists in errors.
-    """
-
-    axis: Any
-    groups: tuple[tuple[int, ...], ...]
+    axis: Any  # as users give one
+    groups: tuple[tuple[int, ...], ...]  # the indices of each; as lists in errors
 
 
 class InBackground(NamedTuple):
-    """An axis on which a collective is begun and waited for later (``ltx.async_``).
+    """An axis on which a collective is begun and waited for later (``ltx.async_``)."""
 
-    Attributes:
-        axis: as users give one.
-        name: the collective's, as users call it.
-    """
-
-    axis: Any
-    name: str
+    axis: Any  # as users give one
+    name: str  # the collective's, as users call it
 
 
 @dataclass(frozen=True)
 class MeshAxis(Axis):
-    """The axis of a dimension of a DeviceMesh, called as that is.
-
-    Attributes:
-        mesh: that dimension, a mesh by itself.
-    """
+    """The axis of `mesh`: a dimension of a DeviceMesh, a mesh by itself, called as that is."""
 
     mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
 

@@ -175,16 +175,12 @@ class _Entry:
 
 
 class SharedMemoryTransport:
-    """This rank's end of the shared memory between the ranks of a channel.
-
-    Attributes:
-        error: the exception that a phase has raised twice: the transport has failed.
-    """
+    """This rank's end of the shared memory between the ranks of a channel."""
 
     def __init__(self, rank: int, segments: list[mmap.mmap], locks: list[int], files: list[int]):
         self.rank = rank
         self.size = len(segments)
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # that a phase has raised twice: the transport has failed
         self._maps = segments
         self._locks = locks  # each rank's lock file, by descriptors of this process
         self._files = files

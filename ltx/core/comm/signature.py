@@ -22,17 +22,11 @@ from ltx.core.base.tree import describe
 
 @dataclass(frozen=True)
 class Signature:
-    """An operation with the shapes and dtypes it is applied to.
+    """An operation with the shapes and dtypes it is applied to."""
 
-    Attributes:
-        operation: as the user knows it, such as "psum".
-        leaves: (path, dtype and shape) of each tensor, in order.
-        static: everything else that must be equal, as text.
-    """
-
-    operation: str
-    leaves: tuple[tuple[str, str], ...]
-    static: str = ""
+    operation: str  # as the user knows it, such as "psum"
+    leaves: tuple[tuple[str, str], ...]  # (path, dtype and shape) of each tensor, in order
+    static: str = ""  # everything else that must be equal, as text
 
     @staticmethod
     def of(operation: str, paths: list[str], tensors: list[torch.Tensor], static: str = "") -> Signature:
@@ -81,23 +75,14 @@ RAISED = Agreement(_RAISED, _RAISED.fingerprint, None)
 
 @dataclass(frozen=True)
 class Post:
-    """What a rank puts into the store for its peers to compare.
-
-    Attributes:
-        signature: what it is about to issue.
-        value: something of its own that the peers are to know; JSON.
-        caller: file and line of the call, known under ``ltx.debug_checks()``.
-        issued: how much it has issued so far on its channels, by their addresses; likewise.
-        next_check: the place of its next call in the sequence of ``ltx.debug_checks()``.
-        compared: how many signatures it has begun to compare for each channel, by their addresses.
-    """
+    """What a rank puts into the store for its peers to compare: the signature of what it is about to issue."""
 
     signature: Signature
-    value: Any = None
-    caller: str = ""
-    issued: Mapping[str, int] = field(default_factory=dict)
-    next_check: tuple[int, int] = (0, 0)
-    compared: Mapping[str, int] = field(default_factory=dict)
+    value: Any = None  # something of its own that the peers are to know; JSON
+    caller: str = ""  # file and line of the call, known under ltx.debug_checks()
+    issued: Mapping[str, int] = field(default_factory=dict)  # how much so far, by the addresses of its channels
+    next_check: tuple[int, int] = (0, 0)  # the place of its next call in the sequence of ltx.debug_checks()
+    compared: Mapping[str, int] = field(default_factory=dict)  # how many signatures it has begun to compare; likewise
 
     @property
     def call(self) -> str:
