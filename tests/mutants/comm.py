@@ -59,8 +59,8 @@ MUTANTS = (
     Mutant(
         name="comm: the step summary's digests aren't compared",
         where="PendingSummary.wait",
-        old="self._channel.size * second != first * first",
-        new="self._channel.size * second < 0",
+        old="self.channel.size * second != first * first",
+        new="self.channel.size * second < 0",
         breaks="ranks that have issued different collectives train on",
         tests=("tests/internal/comm/test_step_summary.py",),
     ),

@@ -58,16 +58,12 @@ class Unread(Protocol):
 
 
 class BackwardPass:
-    """One backward pass, until everything it has issued is complete (:meth:`done`).
-
-    Attributes:
-        flush: waits for what it has issued so far.
-    """
+    """One backward pass, until everything it has issued is complete (:meth:`done`)."""
 
     def __init__(self) -> None:
         self.task: int = torch._C._current_graph_task_id()
         self.is_done = False
-        self.flush: Callable[[], None] = lambda: None
+        self.flush: Callable[[], None] = lambda: None  # waits for what it has issued so far
         if self.task >= 0:
             # At the end of a pass that went well, also of one that wanted no gradient of a parameter.
             torch.autograd.Variable._execution_engine.queue_callback(self.done)
@@ -80,19 +76,7 @@ class BackwardPass:
 class Recovery:
     """The backward passes on one axis.
 
-    Args:
-        exchange: the axis' exchange through the store.
-        axis_name: the axis' name.
-        fail_channels: marks the bucket channels as failed.
-        renew: replaces them, on all ranks together.
-
-    Attributes:
-        generation: how many times the ranks have recovered.
-        external_runs: how many times collectives of other libraries have begun (:meth:`begin_external`).
-        external_error: why these no longer pair; "" as long as they do.
-        step: the number of the training step that is under way; None outside of one.
-        last_left: the training step that this rank has left and not made up for, and why.
-        failed_forward: why the forward pass of a plain step raised after which this rank has gone on by itself.
+    `fail_channels` marks the bucket channels as failed, and `renew` replaces them, on all ranks together.
     """
 
     def __init__(
@@ -107,11 +91,12 @@ class Recovery:
         self._under_way: list[BackwardPass] = []
         self._completed = 0
         self._has_left = False
-        self.generation = 0
-        self.external_runs = 0
-        self.external_error = ""
-        self.step: int | None = None
-        self.last_left = ""
+        self.generation = 0  # how many times the ranks have recovered
+        self.external_runs = 0  # how many times collectives of other libraries have begun
+        self.external_error = ""  # why these no longer pair; "" as long as they do
+        self.step: int | None = None  # the number of the training step that is under way
+        self.last_left = ""  # the training step that this rank has left and not made up for, and why
+        #: Why the forward pass of a plain step raised after which this rank has gone on by itself.
         self.failed_forward, self._issued_before = "", 0
 
     @contextmanager
@@ -226,10 +211,7 @@ class Recovery:
             self._exchange.announce(self._place, said)
 
     def abandon(self, why: str, lost: bool) -> None:
-        """This rank won't issue anything on the axis any more: its world ends because of an exception.
-
-        `lost`: the exception is the loss of a peer, and then the other ranks raise that too.
-        """
+        """This rank won't issue anything on the axis any more: its world ends. `why`, `lost`: as in :meth:`leave`."""
         with suppress(RuntimeError):  # the store is gone: its host has ended, and the peers see that
             self._exchange.append("abandoned", [self._rank, why, lost])
 
@@ -263,10 +245,8 @@ class Recovery:
         """Other libraries' collectives are about to be issued, on every rank, on process groups of theirs.
 
         ltx only waits for them: it can't renew such a group. So ranks that leave a backward pass halfway tell each
-        other how far they had come with these, and where that differs no more of them are run.
-
-        Raises:
-            DeadlockDetectedError: earlier ones are still waiting for a peer, and the next would pair with them.
+        other how far they had come with these. Where that differs the next would pair with those that still wait, so
+        no more of them are run.
         """
         if self.external_error:
             raise DeadlockDetectedError(

@@ -43,15 +43,10 @@ SUMMARY_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
 
 @dataclass(frozen=True)
 class StepSummary:
-    """The sum of the ranks' summaries.
+    """The sum of the ranks' summaries, in 0-dim float64."""
 
-    Attributes:
-        total: sum of the ranks' losses, or of their totals if they are weighted; 0-dim float64.
-        weight: sum of the ranks' weights (the number of ranks if unweighted); 0-dim float64.
-    """
-
-    total: torch.Tensor
-    weight: torch.Tensor
+    total: torch.Tensor  # of the ranks' losses, or of their totals if they are weighted
+    weight: torch.Tensor  # of the ranks' weights (the number of ranks if unweighted)
 
     @property
     def mean(self) -> torch.Tensor:
@@ -61,20 +56,13 @@ class StepSummary:
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank's digest is made of, and what it says of itself where digests differ.
+    """What a rank's digest is made of, and what it says of itself where digests differ."""
 
-    Attributes:
-        issued: the fingerprint of all that it has issued.
-        step: the number of the training step; None in a pass of a plain step.
-        failed, left: as :attr:`Recovery.failed_forward` and `last_left`.
-        unreduced: gradients of its own, with a digest, that a plain step's pass adds to.
-    """
-
-    issued: int
-    step: int | None = None
-    failed: str = ""
-    left: str = ""
-    unreduced: str = ""
+    issued: int  # the fingerprint of all that it has issued
+    step: int | None = None  # the number of the training step; None in a pass of a plain step
+    failed: str = ""  # as Recovery.failed_forward
+    left: str = ""  # as Recovery.last_left
+    unreduced: str = ""  # gradients of its own, with a digest, that a plain step's pass adds to
 
     @property
     def digest(self) -> int:
@@ -83,6 +71,7 @@ class Said:
         return self.issued ^ own ^ step * _SPREAD ^ bool(self.failed) * _WENT_ON
 
 
+@dataclass(eq=False, repr=False)
 class PendingSummary:
     """A step summary that is pending; `compare` gives what each rank says of itself where digests differ.
 
@@ -90,24 +79,20 @@ class PendingSummary:
     them, and :meth:`wait` is called when the host needs them, at the latest in the next pass.
     """
 
-    def __init__(
-        self,
-        work: Work,
-        channel: Channel,
-        stream: CommStream | None = None,
-        weighted: bool = False,
-        compare: Callable[[], list[Any]] = list,
-    ):
-        self._weighted, self._compare = weighted, compare
-        self._work: Work | None = work
-        self._channel = channel
+    work: Work | None
+    channel: Channel
+    stream: CommStream | None = None
+    weighted: bool = False
+    compare: Callable[[], list[Any]] = list
+
+    def __post_init__(self) -> None:
         self._summary: StepSummary | None = None
         self._copy: HostCopy | None = None
-        if stream is not None:
-            with stream.behind_current():
-                self._copy = work.read()
-                self._sums = work.wait()
-            self._fence = stream.fence()
+        if self.stream is not None and self.work is not None:
+            with self.stream.behind_current():
+                self._copy = self.work.read()
+                self._sums = self.work.wait()
+            self._fence = self.stream.fence()
 
     @property
     def stays_on_device(self) -> bool:
@@ -122,35 +107,30 @@ class PendingSummary:
         return StepSummary(self._sums[0], self._sums[1])
 
     def wait(self) -> StepSummary:
-        """The summary.
-
-        Raises:
-            RankMismatchError: ranks have issued different things; or one goes on after a forward pass that raised.
-            ReplicaDivergedError: they are at different steps of the training.
-        """
+        """The summary. Raises if ranks have issued different things, or are at different steps."""
         if self._summary is None:
-            assert self._work is not None
+            assert self.work is not None
             late = self._copy is not None
-            summed = self._work.wait() if self._copy is None else self._channel.wait_for_host(self._copy, "summary")
+            summed = self.work.wait() if self._copy is None else self.channel.wait_for_host(self._copy, "summary")
             limbs = [int(x) for x in summed[2:].tolist()]
             pairs = zip(limbs[::2], limbs[1::2], strict=True)
-            if any(self._channel.size * second != first * first for first, second in pairs):
+            if any(self.channel.size * second != first * first for first, second in pairs):
                 self._refuse_apart(late)
-            if late and self._weighted and summed[1] == 0:
+            if late and self.weighted and summed[1] == 0:
                 raise WeightError(
                     "Weighted: in the step before this one the weights of all ranks added up to 0, so there was no "
                     "mean; that step has changed nothing. Give at least one rank a sample, or skip the step on all of "
                     "them."
                 )
-            self._summary, self._work = StepSummary(summed[0], summed[1]), None
+            self._summary, self.work = StepSummary(summed[0], summed[1]), None
         return self._summary
 
     def _refuse_apart(self, late: bool) -> None:
         """Digests differ: raise what differs, on all ranks."""
         by_rank: list[Said] = []
         with suppress(LtxError):  # a peer came to another place; what differs is then what it has issued
-            by_rank = [Said(*of_rank) for of_rank in self._compare()]
-        axis = f"axis {self._channel.axis_name!r}"
+            by_rank = [Said(*of_rank) for of_rank in self.compare()]
+        axis = f"axis {self.channel.axis_name!r}"
         applied = (
             "What the step before this one made of them was applied: load a checkpoint."
             if late
@@ -171,7 +151,7 @@ class PendingSummary:
             )
         unreduced = {rank: said.unreduced or "none" for rank, said in enumerate(by_rank)}
         if len(set(unreduced.values())) > 1 and len({said.issued for said in by_rank}) == 1:
-            raise mismatch(self._channel.axis_name, "the .grad that this backward pass adds to", unreduced, UNREDUCED)
+            raise mismatch(self.channel.axis_name, "the .grad that this backward pass adds to", unreduced, UNREDUCED)
         failed = [(rank, said.failed) for rank, said in enumerate(by_rank) if said.failed]
         if failed and len({said.issued for said in by_rank}) == 1:
             raise RankMismatchError(
@@ -196,12 +176,7 @@ def end_pass(among: AxisComm, summary: PendingSummary) -> StepSummary:
 
 
 def read_last_summary(among: AxisComm) -> None:
-    """Read the step summary of the last pass, if the host is ahead of the device, which it is by one pass at most.
-
-    Raises:
-        RankMismatchError, WeightError: what the ranks did in that pass doesn't fit.
-        PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: the device waits for a peer that won't come.
-    """
+    """Read the step summary of the last pass, if the host is ahead of the device, which it is by one pass at most."""
     if among.unread is None:
         return
     unread, among.unread = among.unread, None

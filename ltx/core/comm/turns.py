@@ -28,23 +28,14 @@ Combine = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(eq=False)
 class Call:
-    """What one rank calls together with others, and waits in.
-
-    Attributes:
-        axis_name: of the axis whose ranks call it.
-        members: these ranks, by their place on the axis.
-        signatures: what they must agree on: of the call, after those of what led to it.
-        value: what this rank brings.
-        combine: as in :data:`Combine`; None gives each rank all values.
-        complete: whether `result` or `error` is there.
-    """
+    """What one rank calls together with others, and waits in."""
 
     axis_name: str
-    members: tuple[int, ...]
-    signatures: tuple[Signature, ...]
-    value: Any
-    combine: Combine | None
-    complete: bool = field(default=False, init=False)
+    members: tuple[int, ...]  # the ranks that call it, by their place on the axis
+    signatures: tuple[Signature, ...]  # what they must agree on: of the call, after those of what led to it
+    value: Any  # what this rank brings
+    combine: Combine | None  # None gives each rank all values
+    complete: bool = field(default=False, init=False)  # `result` or `error` is there
     result: Any = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
 
@@ -72,12 +63,10 @@ class Failure:
 
 
 class Turns:
-    """`size` threads that take turns.
+    """`size` threads that take turns, here called ranks.
 
-    Args:
-        size: the number of threads, here called ranks.
-        set_aside: called in a rank's thread at the end of its turn. It puts aside what the rank has changed in this
-            process, and returns a function that brings it back when the next turn begins.
+    `set_aside`: called in a rank's thread at the end of its turn. It puts aside what the rank has changed in this
+    process, and returns a function that brings it back when the next turn begins.
     """
 
     def __init__(self, size: int, set_aside: Callable[[], Callable[[], None]]):
@@ -158,7 +147,14 @@ class Turns:
             RankMismatchError: members call something else, or return; on all ranks that wait.
             PeerLostError: another rank has raised something.
         """
-        self._check(rank, call)
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise UnsupportedError(
+                f"rank {rank}: {call.what} on axis {call.axis_name!r} was called under forward mode (jvp, jacfwd, "
+                "hessian), whose state torch has once for all threads, so ltx.simulate can't run another rank "
+                "meanwhile. Use reverse mode (grad, vjp, jacrev), or ltx.vmap."
+            )
+        if self._failure is not None:
+            raise self._lost(call)
         come_back = self._set_aside()
         self._calls[rank] = call
         theirs = [self._calls.get(member) for member in call.members]
@@ -183,17 +179,6 @@ class Turns:
                 f"{signature.brief} on axis {axis_name!r} was called in a thread that is no rank's. ltx.simulate gives "
                 "each rank one thread: call collectives in it, or use processes, as with ltx.Pool."
             )
-
-    def _check(self, rank: int, call: Call) -> None:
-        what = f"rank {rank}: {call.what} on axis {call.axis_name!r}"
-        if torch.autograd.forward_ad._current_level >= 0:
-            raise UnsupportedError(
-                f"{what} was called under forward mode (jvp, jacfwd, hessian), whose state torch has once for all "
-                "threads, so ltx.simulate can't run another rank meanwhile. Use reverse mode (grad, vjp, jacrev), or "
-                "ltx.vmap."
-            )
-        if self._failure is not None:
-            raise self._lost(call)
 
     def _next_after(self, rank: int) -> int:
         """The rank whose turn comes after that of `rank`: the next one that can run."""
@@ -267,12 +252,7 @@ class ThreadComm:
     """What one rank needs to exchange values with the others on an axis.
 
     Ranks are in one process, so nothing is sent: each brings a value, and one of them computes what all get.
-
-    Args:
-        turns: the threads.
-        name: the axis'.
-        members: the numbers of its ranks' threads.
-        rank: this rank's place among them.
+    `members`: the numbers of the threads of the axis' ranks; `rank`: this one's place among them.
     """
 
     def __init__(self, turns: Turns, name: str, members: tuple[int, ...], rank: int):
@@ -293,11 +273,7 @@ class ThreadComm:
         return self._turns.closed
 
     def announce(self, signature: Signature) -> None:
-        """Let the ranks compare `signature` at their next exchange: what this rank calls, which leads to that.
-
-        Raises:
-            UnsupportedError: in a thread that isn't the rank's.
-        """
+        """Let the ranks compare `signature` at their next exchange: what this rank calls, which leads to that."""
         self._turns.check_thread(self._members[self.rank], signature, self.name)
         self._announced.append(signature)
 
