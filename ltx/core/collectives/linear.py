@@ -271,7 +271,7 @@ def on_stack(
     if backing.dims:
         size = next(size for level, size in backing.dims if level == backing.level)
         flat = backing.stacked(_in_front(size, [x], [dim])[0])
-        y, per_rank = on_stack(VmapBacking(backing.level, part), n, flat, 0, body)
+        y, per_rank = on_stack(replace(backing, dims=()), n, flat, 0, body)
         # Every level has got its dimension, so every level gets one back.
         world = n if part is None else part.world
         return backing.unstacked(y if per_rank else y.expand(world, *y.shape)), True

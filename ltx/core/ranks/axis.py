@@ -51,8 +51,9 @@ class Axis:
             case GroupBacking(rank=rank) | ThreadBacking(rank=rank) | MetaBacking(rank=rank):
                 return torch.tensor(rank)
             case VmapBacking(part=part) as backing:
-                places = torch.arange(self.size) if part is None else part.by_rank(map(range, part.sizes))
-                return backing.batched(places)
+                if part is None:
+                    return backing.batched(torch.arange(self.size, device=backing.device))
+                return backing.batched(part.by_rank(map(range, part.sizes)).to(backing.device))
             case None:
                 return torch.tensor(0)
 
@@ -274,7 +275,8 @@ def joined(names: tuple[Any, ...]) -> Axis:
         return real[0]
     if kinds == {VmapBacking}:
         dims = tuple((_level_of(axis), axis.size) for axis in real)
-        return Axis(title, size, VmapBacking(max(level for level, _ in dims), None, dims))
+        device = next(axis.backing.device for axis in real if isinstance(axis.backing, VmapBacking))
+        return Axis(title, size, VmapBacking(max(level for level, _ in dims), None, dims, device))
     if kinds == {GroupBacking}:
         return _of_groups(said, title, real)
     raise AxisError(
@@ -296,13 +298,13 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
 
 # Dynamo doesn't trace into these: the level is functorch's own, which exists at trace time and is the same at run time.
 @at_trace_time
-def open_simulated(name: str, size: int) -> int:
-    """Open an axis of simulated ranks at the current level of torch.func, which it gives."""
+def open_simulated(name: str, size: int, device: torch.device | None = None) -> int:
+    """Open an axis of simulated ranks at torch.func's current level, which it gives. `device`: of what is mapped."""
     level: int = _functorch.current_level()
     opened = _opened_axes.setdefault(threading.get_ident(), [])
     while opened and _level_of(opened[-1][0]) >= level:  # left behind by a trace that failed
         opened.pop()
-    opened.append((Axis(name, size, VmapBacking(level)), TracingContext.try_get()))
+    opened.append((Axis(name, size, VmapBacking(level, device=device)), TracingContext.try_get()))
     return level
 
 

@@ -102,11 +102,14 @@ class VmapBacking:
     Several nested levels make one axis if there are `dims`: (level, size) of each, the first the outermost in the
     order of ranks. functorch takes the innermost level off first. Those above `level` are off already; their
     dimensions are in front of the tensors, the outermost level's first.
+
+    Where tensors are made of the ranks' numbers, they are made on `device`: that of what is mapped.
     """
 
     level: int
     part: Part | None = None
     dims: tuple[tuple[int, int], ...] = ()
+    device: torch.device | None = None
 
     @property
     def levels(self) -> list[int]:
@@ -122,7 +125,7 @@ class VmapBacking:
     def at(self, levels: Sequence[int]) -> VmapBacking:
         """The same with other `levels` for its own, the outermost first; of the whole, if this is a part."""
         dims = tuple((levels[self.levels.index(level)], size) for level, size in self.dims)
-        return VmapBacking(max(levels), None, dims)
+        return replace(self, level=max(levels), part=None, dims=dims)
 
     @property
     def taken(self) -> int:

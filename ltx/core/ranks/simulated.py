@@ -79,10 +79,12 @@ def vmap(
         leaves, spec, dims = mapped_arguments(axis_name, in_dims, args, (*args, named) if named else args)
         size = mapped_size(axis_name, axis_size, leaves, dims)
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        mapped_first = sorted(positions, key=lambda i: dims[i] is None)
+        device = leaves[mapped_first[0]].device if positions else None
         known: list[Any] = []
 
         def one_rank(_rank: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            level = open_simulated(axis_name, size)
+            level = open_simulated(axis_name, size, device)
             try:
                 filled = list(leaves)
                 for position, tensor in zip(positions, tensors, strict=True):

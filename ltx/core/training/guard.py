@@ -182,8 +182,10 @@ def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
     return checks_finite(train) and info.axis.size > 1 and not train.step.strategy.shares_gradients(info.step)
 
 
-def runs_ahead(info: StepInfo) -> bool:
-    """Whether the host runs ahead of this rank's device, so that it shouldn't read what that computes."""
+def runs_ahead(info: StepInfo, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the host runs ahead of the device of `tensors`, so that it shouldn't read what that computes."""
+    if tensors and tensors[0].device.type != "cpu":
+        return True
     axis_comm = info.axis.comm
     return axis_comm is not None and axis_comm.stream_of(axis_comm.device) is not None
 
@@ -209,7 +211,7 @@ def all_finite(
 ) -> bool | torch.Tensor:
     """Whether all gradients of all ranks are finite, on all ranks alike; for steps that :func:`checks_finite`."""
     pure = traced.recording() or torch._C._are_functorch_transforms_active()
-    ahead = not pure and runs_ahead(info)  # the host doesn't wait for what is found
+    ahead = not pure and runs_ahead(info, grads)  # the host doesn't wait for what is found
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):
         bad = on_any(train, bad, info)

@@ -176,12 +176,13 @@ class Step:
         train, given = self.train, forward.run.inputs
         loss_scale = loss_scale_of(train, self.state)
         factor: float | torch.Tensor = 1.0 if loss_scale is None else loss_scale
-        if isinstance(factor, torch.Tensor) and not runs_ahead(self.info):
+        ahead = runs_ahead(self.info, self._params[0])
+        if isinstance(factor, torch.Tensor) and not ahead:
             factor = float(factor)
         leaves = [forward.leaves[i] for i in self._trained]
         sync = forward.sync_leaves, forward.sync_spec
         inputs = [*leaves, *forward.sync_leaves] if given is None else given
-        look = probes if checks_finite(train) and not runs_ahead(self.info) else None
+        look = probes if checks_finite(train) and not ahead else None
         unused: dict[int, str] = {}
         if self.state.step == 0:
             schedule = forward.run.schedule

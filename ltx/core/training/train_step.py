@@ -82,8 +82,8 @@ class TrainStep(TrainSettings):
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         dynamic = scaling(self)
         loss_scale: Any = () if dynamic is None else dynamic.start()
-        if axis.comm is not None:
-            loss_scale = tree.map(lambda x: x.to(axis.comm.device), loss_scale)
+        if leaves := tree.flatten(params)[0]:
+            loss_scale = tree.map(lambda x: x.to(leaves[0].device), loss_scale)
         layout = replace(strategy.layout, strategy=repr(self.step.hook_as_chosen(sync_state).strategy))
         state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
         return state.unseen()
