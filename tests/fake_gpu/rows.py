@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import ltx
-from tests.conformance.table import OPS
+from tests.contract.conformance.table import OPS
+from tests.contract.hooks.table import HOOKS
+from tests.contract.optim.cases import DENSE_CASES, Case, random_grads, random_params
+from tests.contract.strategies.table import ROWS as STRATEGIES
 from tests.fake_gpu.device import device, got, put, register, waits
-from tests.hooks.table import HOOKS
-from tests.optim.cases import DENSE_CASES, Case, random_grads, random_params
-from tests.strategies.table import ROWS as STRATEGIES
 
 N = 2
 Run = Callable[[Any], Any]
