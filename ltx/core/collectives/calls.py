@@ -259,6 +259,13 @@ def traced_size(key: str) -> int:
 
 
 @traced.at_trace_time
+def traced_processes(key: str) -> bool:
+    """Whether the ranks of an axis named by :func:`prepare_trace` are several processes."""
+    axis = traced_axis(key)
+    return axis.comm is not None and axis.size > 1
+
+
+@traced.at_trace_time
 def traced_rank(key: str) -> int | None:
     """This rank's position on an axis named by :func:`prepare_trace`; None on a simulated one."""
     rank = traced_axis(key).rank

@@ -31,10 +31,59 @@ from ltx.core.comm.store_exchange import StoreExchange
 #: Errors of a step that all ranks raise alike, of what they share: nobody waits for the rest of it.
 ALIKE = NotFiniteError, WeightError
 
-_OF_PEERS = DeadlockDetectedError, RankMismatchError, ReplicaDivergedError
+#: Errors that other ranks raise too, where they wait for this one.
+OF_PEERS = DeadlockDetectedError, RankMismatchError, ReplicaDivergedError
 _GO_ON = (
     "Go on from values that all ranks share: train.broadcast(state), ltx.broadcast of what you hold, or a checkpoint."
 )
+
+
+def left_halfway(rank: int, peer: int, what: str, axis_name: str, why: str, done: bool | None) -> str:
+    """What `rank` says when it waits for `what`, which `peer` has left.
+
+    `done`: whether `rank` has completed that; None if nothing goes on after it.
+    """
+    after = f" This rank had completed it. {_GO_ON}"
+    if not done:
+        after = "" if done is None else " Once every rank has left it, the next one goes on as usual."
+    return (
+        f"rank {rank}: rank {peer} has left {what} on axis {axis_name!r} halfway ({why}), so what this rank waits for "
+        f"won't come.{after}"
+    )
+
+
+def parted(axis_name: str, behind: int, what: str, why: str) -> str:
+    """What ranks say of one that has left `what`, which others had completed."""
+    return (
+        f"axis {axis_name!r}: rank {behind} left {what} halfway ({why}) when others had completed it, so what they "
+        f"made of it differs. {_GO_ON} The axis works again."
+    )
+
+
+class Forward:
+    """The forward passes of plain steps on one axis.
+
+    Ranks may leave a step out of which one has raised, together. If this one comes to its next backward pass without
+    having called a collective, its peers can't know, and wait for the pass that it has left out.
+
+    Attributes:
+        failed: why the forward pass raised after which this rank has gone on by itself.
+    """
+
+    def __init__(self) -> None:
+        self.failed, self._issued_before = "", 0
+
+    @contextmanager
+    def entered(self, issued: Callable[[], int]) -> Iterator[None]:
+        """Surrounds one; `issued`: how many collectives the user has called so far."""
+        if issued() != self._issued_before:
+            self.failed = ""
+        try:
+            yield
+        except BaseException as error:
+            self.failed, self._issued_before = f"its forward pass raised {type(error).__name__}: {error}", issued()
+            raise
+
 
 # The runs of the engine that the present one is inside of.
 _enclosing: list[int] = []
@@ -96,8 +145,7 @@ class Recovery:
         self.external_error = ""  # why these no longer pair; "" as long as they do
         self.step: int | None = None  # the number of the training step that is under way
         self.last_left = ""  # the training step that this rank has left and not made up for, and why
-        #: Why the forward pass of a plain step raised after which this rank has gone on by itself.
-        self.failed_forward, self._issued_before = "", 0
+        self.forward = Forward()  # of plain steps
 
     @contextmanager
     def in_step(self, number: int) -> Iterator[Callable[[], None]]:
@@ -109,12 +157,12 @@ class Recovery:
         self.recover()
         committed: list[bool] = []
         around, self.step = self.step, number
-        self.failed_forward = ""  # the number says who is where
+        self.forward.failed = ""  # the number says who is where
         try:
             yield lambda: committed.append(True)
         except BaseException as error:
             if not committed and not isinstance(error, ALIKE):
-                if not isinstance(error, _OF_PEERS):
+                if not isinstance(error, OF_PEERS):
                     self.last_left = f"{self._what} ({type(error).__name__}: {error})"
                 self.abort(error)
             raise
@@ -122,21 +170,6 @@ class Recovery:
             if committed:
                 self._completed, self.last_left = self._completed + 1, ""
             self.step = around
-
-    @contextmanager
-    def in_forward(self, issued: Callable[[], int]) -> Iterator[None]:
-        """Surrounds the forward pass of a plain step; `issued`: how many collectives the user has called so far.
-
-        Ranks may leave a step out of which one has raised, together. If this one comes to its next forward pass without
-        having called a collective, its peers can't know, and the next step summary tells them.
-        """
-        if issued() != self._issued_before:
-            self.failed_forward = ""
-        try:
-            yield
-        except BaseException as error:
-            self.failed_forward, self._issued_before = f"{type(error).__name__}: {error}", issued()
-            raise
 
     def enter(self) -> BackwardPass:
         """A pass begins. If the engine has dropped an earlier one, it is found here."""
@@ -195,6 +228,13 @@ class Recovery:
         """Abort the current pass, or training step, because of `error`."""
         self.leave(f"{type(error).__name__}: {error}", isinstance(error, PeerLostError))
 
+    def begin(self) -> None:
+        """A pass begins here: its peers are told if this rank has left out the one before it."""
+        why, self.forward.failed = self.forward.failed, ""
+        if why:
+            self.leave(why)
+        self.recover()
+
     def leave(self, why: str, lost: bool = False) -> None:
         """Abort the current pass. `lost`: because a peer is lost, and then the other ranks raise that too."""
         if self._has_left:
@@ -232,14 +272,9 @@ class Recovery:
         for rank in range(self._exchange.size):
             if rank != self._rank and (left := self._exchange.peek(self._place, rank)):
                 completed, why, what, *_, lost = left
-                if completed < self._completed:
-                    after = f" This rank had completed it. {_GO_ON}"
-                else:
-                    after = "" if lost else " Once every rank has left it, the next one goes on as usual."
-                raise (PeerLostError if lost else DeadlockDetectedError)(
-                    f"rank {self._rank}: rank {rank} has left {what} on axis {self._axis_name!r} halfway "
-                    f"({why}), so what this rank waits for won't come.{after}"
-                )
+                done = None if lost else completed < self._completed
+                text = left_halfway(self._rank, rank, what, self._axis_name, why, done)
+                raise (PeerLostError if lost else DeadlockDetectedError)(text)
 
     def begin_external(self, label: str) -> None:
         """Other libraries' collectives are about to be issued, on every rank, on process groups of theirs.
@@ -284,22 +319,17 @@ class Recovery:
                 self._exchange.refuse_lost(self._place, what, range(self._exchange.size))
 
         left = self._exchange.collect(self._place, what, while_waiting=look, to="begin the next one")
-        completed = {rank: passes for rank, (passes, *_) in enumerate(left)}
         runs = {begun for _, _, _, begun, *_ in left}
         begun = f"ranks had begun {sorted(runs)} of them" if len(runs) > 1 else ""
         self.external_error = next((error for *_, error, _ in left if error), begun)
         self._has_left, self._completed = False, 0
-        self.failed_forward = ""
         self.generation += 1
         self._renew()
-        if len(set(completed.values())) > 1:
-            counts = ", ".join(f"rank {rank}: {count}" for rank, count in completed.items())
-            behind = min(completed, key=completed.__getitem__)
-            raise ReplicaDivergedError(
-                f"axis {self._axis_name!r}: rank {behind} left {left[behind][2]} halfway ({left[behind][1]}) when "
-                f"others had completed it (passes completed: {counts}), so what they made of it differs. {_GO_ON} "
-                "The axis works again."
-            )
+        behind = min(range(len(left)), key=lambda rank: left[rank][0])
+        if len({passes for passes, *_ in left}) > 1:
+            counts = ", ".join(f"rank {rank}: {passes}" for rank, (passes, *_) in enumerate(left))
+            why = f"{left[behind][1]}; passes completed: {counts}"
+            raise ReplicaDivergedError(parted(self._axis_name, behind, left[behind][2], why))
 
     @property
     def _place(self) -> str:

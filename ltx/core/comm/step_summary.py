@@ -4,8 +4,9 @@ It is issued between the forward and the backward pass, in float64. The digest i
 this rank has issued; all ranks have the same one iff its limbs have variance zero, which sums can tell: with limbs d
 below 2^20, n * sum(d^2) == sum(d)^2 exactly if and only if all are equal.
 
-The number of the training step is part of the digest, and so is whether this rank has gone on by itself after a plain
-step that raised in its forward pass. Where digests differ ranks tell each other why, in the store.
+The number of the training step is part of the digest. Where digests differ ranks tell each other why, in the store.
+
+A compiled step sends its number with its loss, and an operation of the graph looks at the sum (:func:`count_in_graph`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from typing import Any
 
 import torch
 
+from ltx.core.base import traced
 from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError, WeightError
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
 from ltx.core.comm.channel import Channel, Work
 from ltx.core.comm.signature import Agreement, Signature, mismatch
+from ltx.core.ranks.backings import unwrapped
 
 _LIMB_BITS = 20
 _LIMBS = 3
 _MASK = (1 << _LIMB_BITS) - 1
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so that no two numbers of steps give the same limbs
-_WENT_ON = 0x2B2AE3D27D4EB4F
 #: How long ranks whose digests differ wait for each other to say why.
 _EXPLAINING_S = 10.0
 #: What to do about gradients of a rank's own.
@@ -60,7 +62,6 @@ class Said:
 
     issued: int  # the fingerprint of all that it has issued
     step: int | None = None  # the number of the training step; None in a pass of a plain step
-    failed: str = ""  # as Recovery.failed_forward
     left: str = ""  # as Recovery.last_left
     unreduced: str = ""  # gradients of its own, with a digest, that a plain step's pass adds to
 
@@ -68,7 +69,7 @@ class Said:
     def digest(self) -> int:
         own = Signature(self.unreduced, ()).fingerprint if self.unreduced else 0
         step = 0 if self.step is None else self.step + 1
-        return self.issued ^ own ^ step * _SPREAD ^ bool(self.failed) * _WENT_ON
+        return self.issued ^ own ^ step * _SPREAD
 
 
 @dataclass(eq=False, repr=False)
@@ -152,15 +153,6 @@ class PendingSummary:
         unreduced = {rank: said.unreduced or "none" for rank, said in enumerate(by_rank)}
         if len(set(unreduced.values())) > 1 and len({said.issued for said in by_rank}) == 1:
             raise mismatch(self.channel.axis_name, "the .grad that this backward pass adds to", unreduced, UNREDUCED)
-        failed = [(rank, said.failed) for rank, said in enumerate(by_rank) if said.failed]
-        if failed and len({said.issued for said in by_rank}) == 1:
-            raise RankMismatchError(
-                f"{axis}: "
-                + "; ".join(f"the forward pass of a step raised on rank {rank} ({why})" for rank, why in failed)
-                + f", which went on to its next one, and its peers with the step that it had left. {applied} Have all "
-                "ranks leave the step: ltx.pmin of whether the forward pass went well, before the backward pass. Or "
-                "catch the error, and try again, inside of the step's function."
-            )
         raise RankMismatchError(
             f"{axis}: ranks have issued different collectives, or the same ones in another order, since the last "
             f"synchronised step; the results since then are not to be trusted. {applied} Wrap the program in "
@@ -207,14 +199,14 @@ def begin_pass(
         unreduced: as :attr:`Said.unreduced`.
     """
     read_last_summary(among)
-    among.recovery.recover()
+    among.recovery.begin()
     channel = among.bucket_channel(0)
     axis_comm.under_way = among.under_way = name
     if agreement is not None:
         channel.advance(agreement)
     at = among.recovery
     issued = axis_comm.user.digest ^ (channel.digest << 1)
-    said, at.failed_forward = Said(issued, at.step, at.failed_forward, at.last_left, unreduced), ""
+    said = Said(issued, at.step, at.last_left, unreduced)
     weighted = isinstance(weight, torch.Tensor) and among is axis_comm
     place = f"apart/{channel.address}/{channel.begun}"
     compare = partial(among.store_exchange.exchange, place, astuple(said), "a comparison of steps", _EXPLAINING_S)
@@ -233,3 +225,60 @@ def send_summary(
         if isinstance(x, torch.Tensor):
             numbers[place] = x.detach()
     return channel.issue("psum", numbers, "summary")
+
+
+@traced.node
+def count_in_graph(
+    axis_key: str, step: int, clock: torch.Tensor, total: torch.Tensor, squares: torch.Tensor
+) -> torch.Tensor:
+    """`clock` one step later, in a graph; raises as it runs if ranks are at different steps.
+
+    `total`, `squares`: the sums over ranks of :func:`number_in_graph` and of its square.
+    """
+    with torch._C._DisableFuncTorch():
+        sums = [unwrapped(x).detach() for x in (total, squares)]
+        one: torch.Tensor = torch.ops.ltx.count_step(*sums, unwrapped(clock).detach(), step, axis_key)
+    return clock + one
+
+
+def number_in_graph(step: int, clock: torch.Tensor) -> torch.Tensor:
+    """What is sent of the number of a compiled step."""
+    return (step + clock) % (1 << _LIMB_BITS)
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """The work of a sum that a graph has waited for."""
+
+    sums: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.sums
+
+    def read(self) -> HostCopy:
+        return HostCopy(self.sums)
+
+
+def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor, step: int, key: str) -> torch.Tensor:
+    axis_comm: AxisComm = traced.kept(key).comm
+    number, stream = step + int(clock.max()), axis_comm.stream_of(total.device)
+    one, limbs = torch.ones((), dtype=torch.float64), [x.flatten()[:1] for x in (total, squares)]  # samples share them
+    if stream is None and axis_comm.size * int(limbs[1]) == int(limbs[0]) ** 2:
+        return one
+    exchange, said = axis_comm.store_exchange, astuple(Said(0, number, axis_comm.recovery.last_left))
+    work: Any = _Summed(torch.cat([total.new_zeros(2), *limbs]))
+
+    def compare() -> list[Any]:
+        return exchange.exchange(exchange.new_place(), said, "a comparison of steps", _EXPLAINING_S)
+
+    read_last_summary(axis_comm)
+    end_pass(axis_comm, PendingSummary(work, axis_comm.bucket_channel(0), stream, compare=compare))
+    return one
+
+
+# It copies to the host, which the capture of a CUDA graph can't hold.
+_operations = torch.library.Library("ltx", "DEF")
+_schema = "count_step(Tensor total, Tensor squares, Tensor clock, int step, str key) -> Tensor"
+_operations.define(_schema, tags=torch.Tag.cudagraph_unsafe)
+_operations.impl("count_step", _count_step, "CompositeExplicitAutograd")
+torch.library.register_fake("ltx::count_step", lambda *_: torch.ones((), dtype=torch.float64), lib=_operations)

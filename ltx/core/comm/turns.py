@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ltx.core.base.errors import LtxError, PeerLostError, RankMismatchError, UnsupportedError
-from ltx.core.comm.recovery import ALIKE
+from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError, UnsupportedError
+from ltx.core.comm.recovery import ALIKE, OF_PEERS, Forward, left_halfway, parted
 from ltx.core.comm.signature import Agreement, ComparedFunctions, Signature, explain_mismatch, mismatch
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Part, ThreadBacking
@@ -35,6 +36,7 @@ class Call:
     signatures: tuple[Signature, ...]  # what they must agree on: of the call, after those of what led to it
     value: Any  # what this rank brings
     combine: Combine | None  # None gives each rank all values
+    leavable: bool = False  # it belongs to a step or pass, which a peer may leave
     complete: bool = field(default=False, init=False)  # `result` or `error` is there
     result: Any = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
@@ -47,6 +49,22 @@ class Call:
     def fail(self, error: BaseException) -> None:
         """End it with `error`, which each rank raises a copy of: a traceback belongs to one thread."""
         self.complete, self.error = True, copy.copy(error)
+
+
+@dataclass(eq=False)
+class Left:
+    """A training step or backward pass that rank `rank` has left, and why.
+
+    Attributes:
+        completed: how many it had completed before.
+        told: it has been told that others have completed this one.
+    """
+
+    rank: int
+    what: str
+    why: str
+    completed: int
+    told: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +97,38 @@ class Turns:
         self._calls: dict[int, Call] = {}
         self._ended: dict[int, str] = {}
         self._failure: Failure | None = None
+        #: What a rank is told at the next step or pass that it comes to with others.
+        self._told: dict[tuple[int, tuple[int, ...]], Left] = {}
+        #: How many steps and passes a rank has completed with others.
+        self.completed = Counter[tuple[int, tuple[int, ...]]]()
+
+    def leave(self, left: Left, members: tuple[int, ...]) -> None:
+        """A rank has left a step or pass, which its peers are told where they wait in it, or come to one."""
+        told = self._told.pop((left.rank, members), left)
+        if told.rank == left.rank or told.completed != left.completed:  # else a peer has left it too
+            for peer in members:
+                if peer != left.rank:
+                    self._tell_later(peer, members, left)
+
+    def _tell_later(self, rank: int, members: tuple[int, ...], left: Left) -> None:
+        self._told[rank, members] = left
+        if (call := self._calls.get(rank)) is not None and not call.complete and call.members == members:
+            self._tell(rank, call)
+
+    def _tell(self, rank: int, call: Call) -> None:
+        """Let `call` of `rank` fail if it belongs to a step or pass, and one has been left."""
+        if not call.leavable or (left := self._told.pop((rank, call.members), None)) is None:
+            return
+        who, done = call.members.index(left.rank), self.completed[rank, call.members] > left.completed
+        if left.rank == rank:
+            call.fail(ReplicaDivergedError(parted(call.axis_name, who, left.what, left.why)))
+            return
+        place = call.members.index(rank)
+        call.fail(DeadlockDetectedError(left_halfway(place, who, left.what, call.axis_name, left.why, done)))
+        if done and not left.told:
+            left.told = True
+            self.completed[left.rank, call.members] = self.completed[rank, call.members]
+            self._tell_later(left.rank, call.members, left)
 
     def run(self, f: Callable[[int], Any]) -> list[Any]:
         """``f(rank)`` of every rank. The first error of a rank ends all of them, and is raised here.
@@ -155,6 +205,9 @@ class Turns:
             )
         if self._failure is not None:
             raise self._lost(call)
+        self._tell(rank, call)
+        if call.error is not None:
+            raise call.error
         come_back = self._set_aside()
         self._calls[rank] = call
         theirs = [self._calls.get(member) for member in call.members]
@@ -262,7 +315,8 @@ class ThreadComm:
         self._turns = turns
         self._members = members
         self._announced: list[Signature] = []
-        self._left: Signature | None = None  # the last step, if this rank has left it
+        self._forward, self._issued = Forward(), 0
+        self._step = self._pass = ""  # that this rank is in, or comes to
         self._known: dict[Any, Agreement] = {}
         self.compared = ComparedFunctions()
         self._parts: dict[Part, Axis] = {}
@@ -280,19 +334,53 @@ class ThreadComm:
     @contextmanager
     def in_step(self, number: int) -> Iterator[Callable[[], None]]:
         """As :meth:`ltx.core.comm.recovery.Recovery.in_step`: ranks compare the number, and who has left which step."""
-        left, self._left = self._left, None
-        if left is not None:
-            with suppress(RankMismatchError):  # which peers raise that are in a step
-                self.exchange(left)
-        what, committed = f"step {number} of the training", list[bool]()
-        self._announced.append(Signature(what, ()))
+        self._step, self._forward.failed = f"step {number} of the training", ""
+        committed = list[bool]()
+        self._announced.append(Signature(self._step, ()))
         try:
             yield lambda: committed.append(True)
         except BaseException as error:
-            self._announced.clear()
-            if not committed and not isinstance(error, (*ALIKE, RankMismatchError, PeerLostError)):
-                self._left = Signature(f"{what}, which it has left because of {type(error).__name__}", ())
+            if not committed:
+                self._abort(self._step, error)
             raise
+        finally:
+            self._completed(bool(committed))
+
+    def _abort(self, what: str, error: BaseException) -> None:
+        self._announced.clear()
+        if not isinstance(error, (*ALIKE, *OF_PEERS, PeerLostError)):
+            self._leave(what, f"{type(error).__name__}: {error}")
+
+    def _leave(self, what: str, why: str) -> None:
+        me = self._members[self.rank]
+        self._turns.leave(Left(me, what, why, self._turns.completed[me, self._members]), self._members)
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        """Surrounds the forward pass of a plain step."""
+        return self._forward.entered(lambda: self._issued)
+
+    def begin_pass(self, signature: Signature) -> None:
+        """A backward pass begins, with what `signature` says; its peers are told if this rank has left one out."""
+        why, self._forward.failed, self._pass = self._forward.failed, "", "a backward pass"
+        if why:
+            self._leave(self._pass, why)
+        self.announce(signature)
+
+    @contextmanager
+    def in_pass(self, ends: bool) -> Iterator[None]:
+        """Surrounds the reduction of a bucket in a backward pass; `ends`: of the last one."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._step:
+                self._abort(self._pass, error)
+            raise
+        if ends and not self._step:
+            self._completed(True)
+
+    def _completed(self, whole: bool) -> None:
+        self._step = self._pass = ""
+        self._turns.completed[self._members[self.rank], self._members] += whole
 
     def exchange(self, signature: Signature, value: Any = None, combine: Combine | None = None) -> Any:
         """Wait for all ranks, and return what `combine` makes of their values for this one; all values without it.
@@ -307,7 +395,8 @@ class ThreadComm:
         self._turns.check_thread(self._members[self.rank], signature, self.name)
         signatures = (*self._announced, signature)
         self._announced.clear()
-        call = Call(self.name, self._members, signatures, value, combine)
+        call = Call(self.name, self._members, signatures, value, combine, bool(self._step or self._pass))
+        self._issued += 1
         return self._turns.wait_in(self._members[self.rank], call)
 
     def negotiate(

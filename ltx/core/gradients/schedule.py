@@ -76,7 +76,8 @@ class Schedule(ABC):
 
     def in_forward(self) -> AbstractContextManager[None]:
         """Surrounds the forward pass of a plain step."""
-        return nullcontext()
+        threads = self.plan.axis.threads
+        return nullcontext() if threads is None else threads.in_forward()
 
     @abstractmethod
     def begin(self) -> None:
@@ -105,7 +106,7 @@ class ImmediateSchedule(Schedule):
     def begin(self) -> None:
         unreduced, threads = self.unreduced(), self.plan.axis.threads
         if threads and self.plan.agreement is not None:
-            threads.announce(self.plan.agreement.signature)
+            threads.begin_pass(self.plan.agreement.signature)
         if threads and unreduced:
             threads.announce(comm.Signature(f"a backward pass that adds to {unreduced}: {comm.UNREDUCED}", ()))
 
@@ -116,7 +117,9 @@ class ImmediateSchedule(Schedule):
             flat, following = reduce_at_once(hook, axis, replace(plan, axis=axis).packed(hook, bucket, mine))
             return (*unpack(flat, bucket), *plan.flatten_states(bucket, following))
 
-        return _under_vmaps(one_rank, dims, plan.axis, tensors)
+        threads = plan.axis.threads
+        with nullcontext() if threads is None else threads.in_pass(ends=bucket is plan.buckets[-1]):
+            return _under_vmaps(one_rank, dims, plan.axis, tensors)
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(t.view_as(t) for t in tensors)
@@ -254,7 +257,7 @@ class ProcessSchedule(Schedule):
         self.summary = comm.begin_pass(self.comm, self.among, name, agreement, total, weight, unreduced)
 
     def in_forward(self) -> AbstractContextManager[None]:
-        return self.among.recovery.in_forward(_issued_by_user)
+        return self.among.recovery.forward.entered(_issued_by_user)
 
     def begin(self) -> None:
         self._reset()

@@ -12,6 +12,7 @@ from ltx.core import collectives, comm
 from ltx.core.base import traced, tree
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.base.placements import refuse_in_graph as refuse_dtensors
+from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.update import Update
 from ltx.core.ranks.axis import Axis
@@ -60,6 +61,13 @@ def _leaf(x: torch.Tensor) -> torch.Tensor:
     tangent = forward_ad.unpack_dual(x).tangent if forward_ad._current_level >= 0 else None
     leaf = x.detach().requires_grad_()
     return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
+
+
+def _mean_in_graph(key: str, loss: torch.Tensor, step: int, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean loss, and the clock one step later; the number of the step goes with the loss, and is compared."""
+    number = comm.number_in_graph(step, clock).to(loss.device)
+    sums = collectives.psum(torch.stack([loss.double(), number, number * number]), key)
+    return (sums[0] / traced_size(key)).to(loss.dtype), comm.count_in_graph(key, step, clock, sums[1], sums[2])
 
 
 def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -119,8 +127,11 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     structure, weighted, rest = others
     aux_tensors = iter(tensors)
     buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
-    hook = None if traced.recording() else strategy.hook(info.step)
-    if not weighted and (traced.recording() or hook is not None):
+    hook, clock = None if traced.recording() else strategy.hook(info.step), sync.clock + 1
+    if torch.compiler.is_compiling() and traced_processes(key := prepare_trace(train.step.axis)):
+        mean_loss, clock = _mean_in_graph(key, loss, info.step, sync.clock)
+        loss = loss if weighted else mean_loss
+    elif not weighted and (traced.recording() or hook is not None):
         loss = collectives.pmean(loss, train.step.axis if hook is None else hook.within(axis) or train.step.axis)
     states = grads.sync_state.leaves if stateful else sync.leaves
     grads = grads.params if stateful else grads
@@ -139,7 +150,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
             "within a step there."
         )
     if traced.recording():  # a number in the structure that changed would compile each step anew
-        next_sync = SyncState(updated.states, sync.uses, sync.clock + 1, sync.step, sync.choice)
+        next_sync = SyncState(updated.states, sync.uses, clock, sync.step, sync.choice)
     else:
         next_sync = sync.advanced(updated.states)
     return next_state(train, state, updated, buffers, next_sync, Metrics(loss, aux), finite)

@@ -39,10 +39,10 @@ def _batches(seed: int, rank: int) -> Tensor:
     return torch.randn(STEPS + 2, 4, generator=torch.Generator().manual_seed(seed + rank))
 
 
-def _alone(seed: int, skipped: int | None) -> float:
-    """One process on the batches of both ranks, where `skipped` is left out on both."""
+def _alone(seed: int, skipped: set[int]) -> float:
+    """One process on the batches of both ranks, where those of `skipped` are left out on both."""
     w = torch.tensor(0.5, requires_grad=True)
-    for i in (i for i in range(STEPS) if i != skipped):
+    for i in (i for i in range(STEPS) if i not in skipped):
         x = torch.cat([_batches(seed, rank)[i] for rank in (0, 1)])
         ((w * x - 1) ** 2).mean().backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
@@ -60,9 +60,9 @@ def _loss(w: Tensor, x: Tensor, fails: bool = False) -> Tensor:
 def _train(seed: int, where: str, **options: Any) -> tuple[list[str], int, float, Tensor]:
     """STEPS batches, where rank 1 fails at BROKEN; what raised, the step and the parameter, and the same shared again.
 
-    The loop skips a batch that raises, and gives up at the third.
+    The loop skips a batch that raises, and gives up at error number `patience`.
     """
-    rank = int(ltx.axis_index())
+    rank, patience = int(ltx.axis_index()), options.pop("patience", 3)
     step = ltx.data_parallel(_loss, options.pop("strategy", None))
     fails_later = where == "update" and rank == 1
     sgd = ltx.optim.from_torch(torch.optim.SGD, lr=LR)
@@ -74,7 +74,7 @@ def _train(seed: int, where: str, **options: Any) -> tuple[list[str], int, float
             state, _ = train(state, _batches(seed, rank)[i], where == "forward" and (rank, i) == (1, BROKEN))
         except (MemoryError, torch.OutOfMemoryError, LtxError) as error:
             said.append(f"{type(error).__name__}: {error}")
-            if len(said) == 3:
+            if len(said) == patience:
                 break
     at, w = state.step, state.params.item()
     for i in (STEPS, STEPS + 1):
@@ -91,20 +91,20 @@ def test_a_forward_pass_that_fails_on_one_rank_is_left_on_all(options: Any, rank
     assert "(OutOfMemoryError: no memory for the batch)" in waited[0]
     assert theirs[:2] == mine[:2]
     assert theirs[0] == STEPS - 1
-    torch.testing.assert_close(theirs[1], _alone(seed, BROKEN), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(theirs[1], _alone(seed, {BROKEN}), rtol=1e-5, atol=1e-6)
 
 
 def test_an_update_that_fails_on_one_rank_parts_them_once(ranks: Ranks, seed: int) -> None:
     """Rank 0 had ended a step ahead, and all later gradients were means over different models."""
     (ahead, at, _, after), (behind, at_1, _, after_1) = ranks(2).run(_train, seed, "update")
     assert (at, at_1) == (BROKEN + 1, BROKEN)
-    why = "step 2 of the training halfway (MemoryError: no memory for the update)"
+    why = "step 2 of the training halfway (MemoryError: no memory for the update"
     assert behind[0] == "MemoryError: no memory for the update"
     assert ahead[0].startswith("DeadlockDetectedError: rank 0: rank 1 has left step 2 of the training on axis 'data'")
     assert "(MemoryError: no memory for the update)" in ahead[0]
     assert "This rank had completed it. Go on from values that all ranks share: train.broadcast(state)" in ahead[0]
     for text in (ahead[1], behind[1]):
-        assert text.startswith(f"ReplicaDivergedError: axis 'data': rank 1 left {why}")
+        assert text.startswith(f"ReplicaDivergedError: axis 'data': rank 1 left {why}; passes completed: rank 0: ")
     for text in (ahead[2], behind[2]):  # whoever goes on all the same is told at every step
         assert text.startswith(
             "ReplicaDivergedError: axis 'data': ranks are at different steps of the training: rank 0 is at step 3; "
@@ -129,13 +129,73 @@ def test_a_state_of_an_earlier_step_on_one_rank(ranks: Ranks, seed: int) -> None
         ranks(2).run(run)
 
 
+def _compiled(seed: int, backend: str, weighted: bool) -> tuple[list[str], int, Tensor]:
+    """Compiled steps, where rank 1 doesn't take over the state after BROKEN; all go on from rank 0's."""
+    torch._dynamo.reset()
+    rank, said = int(ltx.axis_index()), list[str]()
+
+    def loss(w: Tensor, x: Tensor) -> Any:
+        return ltx.Weighted(_loss(w, x) * len(x), len(x)) if weighted else _loss(w, x)
+
+    train = ltx.train_step(ltx.data_parallel(loss), ltx.optim.from_torch(torch.optim.SGD, lr=LR))
+    step, state = torch.compile(train, fullgraph=True, backend=backend), train.init(torch.tensor(0.5))
+    for i in range(STEPS):
+        try:
+            following, metrics = step(state, _batches(seed, rank)[i])
+        except LtxError as error:
+            said.append(f"{type(error).__name__}: {error}")
+            state = train.broadcast(state)
+            continue
+        if i == 0:
+            both = torch.cat([_batches(seed, r)[0] for r in (0, 1)])
+            torch.testing.assert_close(metrics.loss, _loss(torch.tensor(0.5), both))
+        if (rank, i) != (1, BROKEN):
+            state = following
+    return said, state.step, state.params
+
+
+@pytest.mark.slow_compile
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize(("backend", "weighted"), [("eager", False), ("aot_eager", True), ("inductor", False)])
+def test_compiled_steps(backend: str, weighted: bool, ranks: Ranks, seed: int) -> None:
+    """Ranks had averaged gradients at different parameters, to the end."""
+    (said, at, w), (said_1, at_1, w_1) = ranks(2).run(_compiled, seed, backend, weighted)
+    assert said == said_1
+    (text,) = said
+    assert text.startswith(
+        "ReplicaDivergedError: axis 'data': ranks are at different steps of the training: rank 0 is at step 3; rank 1 "
+        "is at step 2. Gradients of different parameters have no mean. Nothing of this step was applied."
+    )
+    assert (at, at_1) == (STEPS - 1, STEPS - 1)
+    assert w.equal(w_1)
+    torch.testing.assert_close(w.item(), _alone(seed, {BROKEN + 1}), rtol=1e-5, atol=1e-6)
+
+
+FAILING: list[int] = []
+
+
+@dataclass(frozen=True)
+class RaisesOnce(ltx.hooks.CommHook):
+    """An exact mean, which raises in the backward pass of the batches in FAILING."""
+
+    elementwise = True
+
+    def reduce(self, inputs: Any) -> Any:
+        if FAILING:
+            raise MemoryError(f"no memory for pass {FAILING.pop()}")
+        return ltx.hooks.AllReduce().reduce(inputs)
+
+
 def _plain(seed: int, handles: str, how: str) -> tuple[list[str], float]:
-    """A loop of plain steps, whose forward pass fails on rank 1 at BROKEN."""
-    rank, said = int(ltx.axis_index()), []
-    step = ltx.data_parallel(_loss)
+    """A loop of plain steps, whose forward or backward pass fails on rank 1 at BROKEN, which the loop leaves out."""
+    rank, said = int(ltx.axis_index()), list[str]()
+    step = ltx.data_parallel(_loss, ltx.DDPStrategy(comm_hook=RaisesOnce()))
     w = torch.tensor(0.5, requires_grad=how == "backward")
     for i in range(STEPS):
         x, fails = _batches(seed, rank)[i], (rank, i) == (1, BROKEN)
+        if fails and handles == "in the backward pass":
+            FAILING.append(i)
+            fails = False
         if rank == 0:  # evaluates alone, as it may: with and without gradients
             step(w, x)
             torch.no_grad()(step)(w, x)
@@ -155,26 +215,36 @@ def _plain(seed: int, handles: str, how: str) -> tuple[list[str], float]:
             else:
                 loss.backward()
                 grad, w.grad = w.grad, None
-        except (torch.OutOfMemoryError, LtxError) as error:
+        except (MemoryError, torch.OutOfMemoryError, LtxError) as error:
             said.append(f"{type(error).__name__}: {error}")
-            if isinstance(error, LtxError):
-                break
+            w.grad = None
             continue
         with torch.no_grad():
             w -= LR * grad
     return said, w.item()
 
 
+ON = {
+    "processes": lambda ranks, *args: list(ranks(2).run(_plain, *args)),
+    "threads": lambda _, *args: list(ltx.simulate(lambda: _plain(*args), ranks=2)()),
+}
+
+
+@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("how", ["backward", "ltx.grad"])
-def test_a_forward_pass_of_a_plain_step_that_one_rank_skips(how: str, ranks: Ranks, seed: int) -> None:
-    for rank, (said, _) in enumerate(ranks(2).run(_plain, seed, "alone", how)):
-        *before, text = said
-        assert before == ["OutOfMemoryError: no memory for the batch"] * rank
-        assert text.startswith(
-            "RankMismatchError: axis 'data': the forward pass of a step raised on rank 1 (OutOfMemoryError: no memory "
-            "for the batch), which went on to its next one, and its peers with the step that it had left. Nothing "
-            "of this step was applied."
-        )
+@pytest.mark.parametrize("where", ["alone", "in the backward pass"])
+def test_a_plain_step_that_one_rank_leaves_out(where: str, how: str, on: str, ranks: Ranks, seed: int) -> None:
+    """Its peers hear of it once, and leave it out too: their next one is its next one."""
+    (waited, w), (failed, w_1) = ON[on](ranks, seed, where, how)
+    why = "MemoryError: no memory for pass 2" if where != "alone" else "OutOfMemoryError: no memory for the batch"
+    assert failed == [why]
+    left = f"its forward pass raised {why}" if where == "alone" else why
+    assert [text.partition(" It waited")[0] for text in waited] == [
+        f"DeadlockDetectedError: rank 0: rank 1 has left a backward pass on axis 'data' halfway ({left}), so what this "
+        "rank waits for won't come. Once every rank has left it, the next one goes on as usual."
+    ]
+    assert w == w_1
+    torch.testing.assert_close(w, _alone(seed, {BROKEN}), rtol=1e-5, atol=1e-6)
 
 
 def test_a_forward_pass_of_a_plain_step_that_all_skip(ranks: Ranks, seed: int) -> None:
@@ -182,7 +252,7 @@ def test_a_forward_pass_of_a_plain_step_that_all_skip(ranks: Ranks, seed: int) -
     (said, w), (said_1, w_1) = ranks(2).run(_plain, seed, "together", "backward")
     assert (said, said_1) == ([], ["OutOfMemoryError: no memory for the batch"])
     assert w == w_1
-    torch.testing.assert_close(w, _alone(seed, BROKEN), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(w, _alone(seed, {BROKEN}), rtol=1e-5, atol=1e-6)
 
 
 def _probed(seed: int) -> int:
@@ -201,16 +271,53 @@ def test_a_trial_on_one_rank_before_training(ranks: Ranks, seed: int) -> None:
 @pytest.mark.parametrize(("where", "why"), [("forward", "OutOfMemoryError"), ("update", "MemoryError")])
 def test_simulated_ranks(where: str, why: str, seed: int) -> None:
     def run() -> tuple[list[str], int]:
-        return _train(seed, where)[:2]
+        return _train(seed, where, patience=2 + int(ltx.axis_index()))[:2]  # rank 0 hears once less of it
 
     (told, at), (failed, at_1) = ltx.simulate(run, ranks=2)()
     assert failed[0].startswith(why)
-    assert told[0].startswith("RankMismatchError")
-    assert f"step 2 of the training, which it has left because of {why}" in told[0]
+    assert told[0].startswith("DeadlockDetectedError: rank 0: rank 1 has left step 2 of the training on axis 'data'")
+    assert f"halfway ({why}: no memory" in told[0]
+    assert (len(told), len(failed)) == ((1, 1) if where == "forward" else (2, 3))
     if where == "update":
         assert (at, at_1) == (BROKEN + 1, BROKEN)
+        assert failed[1].startswith("ReplicaDivergedError: axis 'data': rank 1 left step 2 of the training halfway")
+        assert "This rank had completed it." in told[0]
         assert "rank 0: step 3 of the training" in told[1]
         assert "rank 1: step 2 of the training" in told[1]
+
+
+def _agreeing(seed: int, where: str) -> tuple[list[str], int, float]:
+    """Ranks ask each other after each step whether it went well on all, and go on from rank 0's state if not."""
+    rank, said = int(ltx.axis_index()), list[str]()
+    breaks = BreaksOnce([0] * (where == "update" and rank == 1))
+    train = ltx.train_step(ltx.data_parallel(_loss), breaks)
+    state = train.init(torch.tensor(0.5))
+    for i in range(STEPS):
+        ok = 1
+        try:
+            state, _ = train(state, _batches(seed, rank)[i], where == "forward" and (rank, i) == (1, BROKEN))
+        except (MemoryError, torch.OutOfMemoryError, LtxError) as error:
+            said.append(type(error).__name__)
+            ok = 0
+        if not ltx.pmin(torch.tensor(ok)):
+            state = train.broadcast(state, src=1)
+    return said, state.step, state.params.item()
+
+
+@pytest.mark.parametrize(("where", "on"), [("forward", "processes"), ("forward", "threads"), ("update", "threads")])
+def test_ranks_that_agree_after_each_step(where: str, on: str, ranks: Ranks, seed: int) -> None:
+    if on == "threads":
+        found = list(ltx.simulate(lambda: _agreeing(seed, where), ranks=2)())
+    else:
+        found = list(ranks(2).run(_agreeing, seed, where))
+    why = "OutOfMemoryError" if where == "forward" else "MemoryError"
+    assert [said for said, *_ in found] == [
+        ["DeadlockDetectedError"],
+        [why, *["ReplicaDivergedError"] * (where == "update")],
+    ]
+    assert found[0][1:] == found[1][1:]
+    skipped = {BROKEN} if where == "forward" else {BROKEN, BROKEN + 1}
+    torch.testing.assert_close(found[0][2], _alone(seed, skipped), rtol=1e-5, atol=1e-6)
 
 
 def test_a_world_of_one_goes_on(seed: int) -> None:
