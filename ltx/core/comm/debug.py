@@ -168,28 +168,18 @@ class Checks:
         )
         raise RankMismatchError(f"{differ} The calls: {list_calls(dict(enumerate(posts)))}.")
 
-    def enter(self) -> None:
-        """Compare with the peers that they have come here too."""
-        for axis in axes_in_scope():
-            if axis.comm is not None:
-                self.exchange(axis.comm, Signature("debug_checks", (), f"same_lines={self.same_lines}"))
-
-    def leave(self) -> None:
-        """Compare with the peers that they are through too."""
-        for axis_comm in self._open():
-            self.exchange(axis_comm, Signature("the end of debug_checks()", ()))
-
     def abort(self, error: BaseException) -> None:
         """Let the peers know that this rank won't come to their next call, without waiting for them."""
         if error is self._told or isinstance(error, RankMismatchError):
             return  # they know: all of them were there
         signature = Signature(f"nothing: it has left debug_checks() by {_briefly(error)}", ())
-        for axis_comm in self._open():
+        for axis_comm in self.open():
             session, call = axis_comm.negotiation.take_check()
             with suppress(LtxError, dist.DistError):  # the error under way is the one to see
                 axis_comm.negotiation.announce(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
 
-    def _open(self) -> list[Communicator]:
+    def open(self) -> list[Communicator]:
+        """The axes on which calls were compared, and can be still."""
         return [axis_comm for axis_comm in self._axes if not axis_comm.closed]
 
 
@@ -244,7 +234,9 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
         ...     return ltx.psum(torch.ones(2))
     """
     checks = Checks(same_lines, under_way[-1] if under_way else None)
-    checks.enter()
+    for axis in axes_in_scope():  # have the peers come here too?
+        if axis.comm is not None:
+            checks.exchange(axis.comm, Signature("debug_checks", (), f"same_lines={same_lines}"))
     under_way.append(checks)
     try:
         yield
@@ -252,7 +244,8 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
         checks.abort(error)
         raise
     else:
-        checks.leave()
+        for axis_comm in checks.open():
+            checks.exchange(axis_comm, Signature("the end of debug_checks()", ()))
     finally:
         under_way.remove(checks)
 

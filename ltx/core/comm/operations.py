@@ -188,13 +188,7 @@ _ROWS = (
         moves=True,
     ),
     Operation("scatter", group_collectives.scatter, _scatter, chunks.scatter, result_shape=_own_row, moves=True),
-    Operation(
-        "all_to_all",
-        group_collectives.all_to_all,
-        _all_to_all,
-        chunks.all_to_all,
-        moves=True,
-    ),
+    Operation("all_to_all", group_collectives.all_to_all, _all_to_all, chunks.all_to_all, moves=True),
     Operation(
         "ppermute",
         group_collectives.ppermute,

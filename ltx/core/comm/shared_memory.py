@@ -39,83 +39,32 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from ltx.core.base.errors import message_of
 from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, Job, part, sum_of
 from ltx.core.comm.operations import OPERATIONS
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-#: Slots for chunks.
-SLOTS = 8
-#: Bytes before the first slot.
-COUNTERS_BYTES = 4096
-
+SLOTS = 8  # for chunks
+COUNTERS_BYTES = 4096  # before the first slot
 _LINE_WORDS = 64 // 8
 #: Counters of the chunks that the rank has filled, reduced and emptied.
 FILLED, REDUCED, EMPTIED = (i * _LINE_WORDS for i in range(3))
-#: One tag for each slot.
-TAGS = 3 * _LINE_WORDS
-#: One sum for each slot.
-SUMS = TAGS + SLOTS
-#: The length of the text that says why the rank's end has failed; 0 as long as it hasn't.
-FAILED = SUMS + SLOTS
-#: The byte at which that text begins.
-REASON = COUNTERS_BYTES // 2
+TAGS = 3 * _LINE_WORDS  # one for each slot
+SUMS = TAGS + SLOTS  # one for each slot
+FAILED = SUMS + SLOTS  # the length of the text that says why the rank's end has failed; 0 as long as it hasn't
+REASON = COUNTERS_BYTES // 2  # the byte at which that text begins
 
-_SETTING = "LTX_SHARED_MEMORY"
 # The lock files that this process has locked. Its forks share the locks, and a fork that lets go of one would let the
 # rank's peers think that the rank has died.
 _locked: set[int] = set()
 os.register_at_fork(after_in_child=_locked.clear)
 
 
-def open_segments(rank: int, size: int, store: Store) -> tuple[list[mmap.mmap], list[int], list[int]] | None:
-    """All ranks' segments, descriptors of their lock files, and those of this rank's own files.
-
-    None if not all of the ranks that share `store` share this machine's memory. Ranks in different network namespaces
-    count as different machines, because such namespaces exist to try a network. The environment variable
-    LTX_SHARED_MEMORY=0, on any rank, turns shared memory off.
-    """
-    # These wait in the store itself, as making a process group does: an axis that is being opened has no exchange yet.
-    mine: dict[str, object] = {"machine": None}
-    files: list[int] = []
-    machine = _machine()
-    if machine is not None:
-        files = [os.memfd_create("ltx segment"), os.memfd_create("ltx lock")]
-        os.ftruncate(files[0], COUNTERS_BYTES + SLOTS * CHUNK_BYTES)
-        fcntl.flock(files[1], fcntl.LOCK_EX)
-        _locked.add(files[1])
-        mine = {"machine": machine, "pid": os.getpid(), "files": files}
-    store.set(f"shared memory/{rank}", json.dumps(mine))
-    entries = [json.loads(store.get(f"shared memory/{other}")) for other in range(size)]
-    segments: list[mmap.mmap] = []
-    locks: list[int] = []
-    if machine is not None and all(entry["machine"] == machine for entry in entries):
-        try:
-            for entry in entries:
-                segment, lock = (
-                    os.open(f"/proc/{entry['pid']}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-                    for descriptor in entry["files"]
-                )
-                locks.append(lock)
-                segments.append(mmap.mmap(segment, COUNTERS_BYTES + SLOTS * CHUNK_BYTES))
-                os.close(segment)
-        except OSError:
-            segments = []
-    store.set(f"shared memory/{rank}/open", str(len(segments)))
-    if all(int(store.get(f"shared memory/{other}/open")) == size for other in range(size)):
-        return segments, locks, files
-    close_files(locks, files)
-    return None
-
-
 def close_files(locks: list[int], files: list[int]) -> None:
-    """Close what :func:`open_segments` has opened, and let go of this rank's lock."""
+    """Close what :func:`open_transport` has opened, and let go of this rank's lock."""
     for descriptor in files:
         if descriptor in _locked:
             # Closing isn't enough: the lock would last as long as any fork that has inherited the file, such as a
@@ -128,7 +77,7 @@ def close_files(locks: list[int], files: list[int]) -> None:
 
 def _machine() -> list[object] | None:
     """What ranks that can share memory have in common; None where shared memory doesn't work."""
-    if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get(_SETTING, "1") == "0":
+    if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get("LTX_SHARED_MEMORY", "1") == "0":
         return None
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -136,10 +85,6 @@ def _machine() -> list[object] | None:
         return [boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid"), os.getuid()]
     except OSError:
         return None
-
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 
 @dataclass(eq=False)
@@ -389,13 +334,45 @@ _transports: list[SharedMemoryTransport] = []
 
 
 def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport | None:
-    """A transport between the ranks that share `store`, or None where they share no memory (:func:`open_segments`)."""
-    opened = open_segments(rank, size, store)
-    if opened is None:
-        return None
-    transport = SharedMemoryTransport(rank, *opened)
-    _transports.append(transport)
-    return transport
+    """A transport between the ranks that share `store`.
+
+    None if not all of them share this machine's memory. Ranks in different network namespaces
+    count as different machines, because such namespaces exist to try a network. The environment variable
+    LTX_SHARED_MEMORY=0, on any rank, turns shared memory off.
+    """
+    # These wait in the store itself, as making a process group does: an axis that is being opened has no exchange yet.
+    mine: dict[str, object] = {"machine": None}
+    files: list[int] = []
+    machine = _machine()
+    if machine is not None:
+        files = [os.memfd_create("ltx segment"), os.memfd_create("ltx lock")]
+        os.ftruncate(files[0], COUNTERS_BYTES + SLOTS * CHUNK_BYTES)
+        fcntl.flock(files[1], fcntl.LOCK_EX)
+        _locked.add(files[1])
+        mine = {"machine": machine, "pid": os.getpid(), "files": files}
+    store.set(f"shared memory/{rank}", json.dumps(mine))
+    entries = [json.loads(store.get(f"shared memory/{other}")) for other in range(size)]
+    segments: list[mmap.mmap] = []
+    locks: list[int] = []
+    if machine is not None and all(entry["machine"] == machine for entry in entries):
+        try:
+            for entry in entries:
+                segment, lock = (
+                    os.open(f"/proc/{entry['pid']}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+                    for descriptor in entry["files"]
+                )
+                locks.append(lock)
+                segments.append(mmap.mmap(segment, COUNTERS_BYTES + SLOTS * CHUNK_BYTES))
+                os.close(segment)
+        except OSError:
+            segments = []
+    store.set(f"shared memory/{rank}/open", str(len(segments)))
+    if all(int(store.get(f"shared memory/{other}/open")) == size for other in range(size)):
+        transport = SharedMemoryTransport(rank, segments, locks, files)
+        _transports.append(transport)
+        return transport
+    close_files(locks, files)
+    return None
 
 
 def progress_everywhere() -> bool:
