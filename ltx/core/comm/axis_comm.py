@@ -95,9 +95,9 @@ class AxisComm:
         self.negotiation = Negotiation(self)
         self._streams: dict[torch.device, CommStream] = {}
         self._stream_group = self._open_stream_group()
-        self.user = self._open_channel("user", transports=True)
+        self.user = self._open_channel("user")
         self._transport = self.user.transport
-        self.background = self._open_background()
+        self.background = self._open_channel("background")
         self.open_phases(1)
         self.heartbeat.reports[self.label] = lambda: {channel.address: channel.begun for channel in self.channels}
         self.heartbeat.deadlocks.counts[self.label] = self.negotiation.counts
@@ -139,19 +139,22 @@ class AxisComm:
         finally:
             deadlocks.done()
 
-    def _open_channel(self, name: str, transports: bool = False, generation: int = 0, in_turn: bool = False) -> Channel:
+    def _open_channel(self, name: str) -> Channel:
+        """The user's channel, once; or another one, anew after each recovery. Opening waits for all ranks."""
+        generation, host, background = self.recovery.generation, self.backends.host, name == "background"
         address = f"{name}.{generation}" if generation else name
-        host = self.backends.host
         label, described = f"{self.label}/{address}", f"ltx:{self.name}:{name}"
-        group = open_group(self.global_ranks, label, host, self.timeout, described, in_turn)
+        group = open_group(self.global_ranks, label, host, self.timeout, described, in_turn=name.startswith(BUCKETS))
         transport = None
         # Not if the backend orders tensors on the host by streams, as that of tests/streams does.
-        if transports and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
+        if not background and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
             transport = open_transport(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
-        stream_group = None if name == "background" else self._stream_group
-        return Channel(
+        stream_group = None if background else self._stream_group
+        channel = Channel(
             name, address, self.name, group, self.timeout_s, self.negotiation, transport, stream_group, self.backends
         )
+        channel.history = deque(maxlen=_HISTORY) if background else None
+        return channel
 
     def _open_stream_group(self) -> dist.ProcessGroup | None:
         """The one communicator of this axis for tensors on the device. Opening waits for all ranks."""
@@ -162,17 +165,10 @@ class AxisComm:
         backend, device = f"{device_type}:{stream}", self.device
         return open_group(self.global_ranks, label, backend, self.timeout, f"ltx:{self.name}", device=device)
 
-    def _open_background(self) -> Channel:
-        channel = self._open_channel("background", generation=self.recovery.generation)
-        channel.history = deque(maxlen=_HISTORY)
-        return channel
-
     def open_phases(self, count: int) -> None:
         """Open bucket channels until there are `count`. Opening waits for all ranks, so all must call this together."""
         while len(self._phases) < count:
-            name = f"{BUCKETS}{len(self._phases)}"
-            made = self._open_channel(name, transports=True, generation=self.recovery.generation, in_turn=True)
-            self._phases.append(made)
+            self._phases.append(self._open_channel(f"{BUCKETS}{len(self._phases)}"))
 
     def stream_of(self, device: torch.device) -> CommStream | None:
         """The stream on which buckets on `device` are reduced; None where waits block the host."""
@@ -230,7 +226,7 @@ class AxisComm:
         if self._stream_group is not None:
             self._streams = {}
             self._stream_group = self.user.stream_group = self._open_stream_group()
-        self.background = self._open_background()
+        self.background = self._open_channel("background")
         self.open_phases(count)
         for part in self._part_comms:
             part.recovery.recover()
