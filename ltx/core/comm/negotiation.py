@@ -128,28 +128,21 @@ class Negotiation:
         if time.monotonic() - began > PATIENCE_S:
             self._refuse_deadlock(place, post)
 
-    def key(self, channel: ComparedChannel, compared: bool = False) -> str:
-        """The name of `channel` in :mod:`ltx.core.comm.deadlock`, for its collectives or what is compared for it."""
-        return f"{self._comm.label}/{channel.address}{'/compared' if compared else ''}"
-
     def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
         """How much this rank has issued and compared, and in which threads (see :mod:`ltx.core.comm.deadlock`)."""
         session, call = self.next_check
-        counts: dict[str, tuple[int, Iterable[int]]] = {
-            f"{self._comm.label}/{CHECKS}": (session * _CALLS + call, ()),
-            f"{self._comm.label}/{EXCHANGES}": (self._store.begun, ()),
-            f"{self._comm.label}/{OPENED}": (1, ()),
-        }
+        counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (session * _CALLS + call, ()), OPENED: (1, ())}
+        counts[EXCHANGES] = (self._store.begun, ())
         for channel in self._comm.channels:
             threads = set(channel.threads)
-            counts[self.key(channel)] = (channel.begun, threads)
-            counts[self.key(channel, compared=True)] = (channel.compared, threads)
-        return counts
+            counts[channel.address] = (channel.begun, threads)
+            counts[f"{channel.address}/compared"] = (channel.compared, threads)
+        return {f"{self._comm.label}/{key}": count for key, count in counts.items()}
 
     def check_deadlock(self, channel: ComparedChannel, number: int, what: str) -> None:
         """Called now and then in a wait for issue `number` of `channel`: raise if a peer waits in vain before it."""
         of = "" if channel is self._comm.user else self._comm.under_way
-        self._check_deadlock(self.key(channel), number, what, of)
+        self._check_deadlock(channel.address, number, what, of)
 
     def _check_deadlock(self, key: str, number: int, what: str, of: str = "") -> None:
         def describe() -> str:
@@ -159,7 +152,7 @@ class Negotiation:
             return f"{called(what)} on axis {self._name!r} ({where})"
 
         with suppress(StoreGoneError):  # as in answer_peers()
-            self.deadlocks.check(key, number, self._comm.global_ranks, describe)
+            self.deadlocks.check(f"{self._comm.label}/{key}", number, self._comm.global_ranks, describe)
 
     def _refuse_deadlock(self, place: str, post: Post) -> None:
         """Raise if a peer won't come to `place` because it waits itself for something that won't come."""
@@ -171,7 +164,7 @@ class Negotiation:
         else:
             awaited = f"{address}/compared", int(number) + 1
         try:
-            self._check_deadlock(f"{self._comm.label}/{awaited[0]}", awaited[1], post.signature.operation)
+            self._check_deadlock(*awaited, post.signature.operation)
         except RankMismatchError as error:
             # A peer that comes here after all must not continue alone, nor this rank without it.
             self._comm.user.failed = self._comm.user.failed or error
@@ -181,17 +174,12 @@ class Negotiation:
     def _refuse_elsewhere(self, place: str, post: Post) -> None:
         """Raise if a peer waits for this rank at another place: neither would ever come."""
         for rank in range(self._size):
-            there = self._waits_at(rank)
+            there = self._store.peek(_WAITS_AT, rank) or ""
             if rank == self._rank or there in ("", place) or self._store.has(there, [self._rank]):
                 continue
             if self._store.has(place, [rank]):  # it has been here and has continued
                 continue
             self._reply(there, rank, post)
-
-    def _waits_at(self, rank: int) -> str:
-        """Where `rank` waits for its peers to compare something; "" if nowhere."""
-        place: str | None = self._store.peek(_WAITS_AT, rank)
-        return place or ""
 
     def end(self) -> None:
         """Tell the peers that this rank has ended its part of the world in good order."""
@@ -290,7 +278,7 @@ class Negotiation:
         self._recovery.check_aborted()
         self._refuse_silent()
         for rank in range(self._size):
-            place = self._waits_at(rank)
+            place = self._store.peek(_WAITS_AT, rank) or ""
             if rank == self._rank or place == "" or place in self._answered:
                 continue
             address, _, position = place.rsplit("/", 2)

@@ -253,12 +253,8 @@ class Turns:
         place = dict(self._ended)
         for rank, call in self._calls.items():
             place[rank] = call.what + (f" on axis {call.axis_name!r}" if len(names) > 1 else "")
-        error = mismatch(
-            min(names, key=len),
-            "what they call next",
-            dict(sorted(place.items())),
-            "call the same collectives in the same order on every rank",
-        )
+        fix = "call the same collectives in the same order on every rank"
+        error = mismatch(min(names, key=len), "what they call next", dict(sorted(place.items())), fix)
         for call in self._calls.values():
             call.fail(error)
 
@@ -275,21 +271,15 @@ def _held_lock() -> threading.Lock:
 def _complete(calls: list[Call]) -> None:
     """All members have come: let each have its result, or the same error."""
     first = calls[0]
-    if any(call.signatures != first.signatures for call in calls):
-        steps = list(zip(*(call.signatures for call in calls), strict=False))
-        differ = next((step for step in steps if len(set(step)) > 1), None)
-        # Where one has called less than another before, the texts of all that they called differ.
-        texts = {i: "; ".join(s.brief for s in call.signatures) for i, call in enumerate(calls)}
-        error = (
-            mismatch(first.axis_name, "the calls", texts, "call the same collectives in the same order")
-            if differ is None
-            else explain_mismatch(first.axis_name, dict(enumerate(differ)))
-        )
-        for call in calls:
-            call.fail(error)
-        return
     values = [call.value for call in calls]
     try:
+        if any(call.signatures != first.signatures for call in calls):
+            for step in zip(*(call.signatures for call in calls), strict=False):
+                if len(set(step)) > 1:
+                    raise explain_mismatch(first.axis_name, dict(enumerate(step)))
+            # One has called less than another before.
+            texts = {i: "; ".join(s.brief for s in call.signatures) for i, call in enumerate(calls)}
+            raise mismatch(first.axis_name, "the calls", texts, "call the same collectives in the same order")
         # The last rank computes what all get, so its own modes mustn't count.
         with torch.no_grad(), torch._C._DisableFuncTorch(), torch._C._DisableAutocast():
             results = [values] * len(calls) if first.combine is None else first.combine(values)
