@@ -25,12 +25,12 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(772, 7),
-    "all": Size(41896, 205),
+    "all": Size(41854, 205),
     "checkpoint": Size(1799, 10),
     "core": Size(1, 1),
     "core/base": Size(1637, 8),
     "core/collectives": Size(3817, 17),
-    "core/comm": Size(5631, 23),
+    "core/comm": Size(5569, 23),
     "core/gradients": Size(2327, 10),
     "core/optim": Size(2931, 14),
     "core/ranks": Size(856, 4),
