@@ -26,21 +26,13 @@ from ltx.strategies.zero import Shards
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of a state, and what it is a part of.
+    """A tensor of a state, this rank's, and what it is a part of."""
 
-    Attributes:
-        path: what errors call it, and the name under which it is saved if it is the same on every rank.
-        tensor: this rank's.
-        kind: how it relates across ranks.
-        ranks: how many parts it has, if it is sharded.
-        rank: which of them this is.
-    """
-
-    path: str
+    path: str  # what errors call it, and the name under which it is saved if it is the same on every rank
     tensor: torch.Tensor
     kind: LeafLayout = "replicated"
-    ranks: int = 1
-    rank: int = 0
+    ranks: int = 1  # how many parts it has, if it is sharded
+    rank: int = 0  # which of them this is
 
     @property
     def size(self) -> torch.Size:
@@ -120,11 +112,7 @@ Encoded = dict[str, torch.Tensor]
 
 
 def encode(value: Any, what: str) -> Encoded:
-    """`value` as tensors: dicts with string keys, lists, tuples, tensors, and what JSON has.
-
-    Raises:
-        InputError: it holds something else, or a tensor that isn't all in its bytes: sparse, quantized, nested, ...
-    """
+    """`value` as tensors: dicts with string keys, lists, tuples, plain tensors, and what JSON has; else InputError."""
     tensors: list[torch.Tensor] = []
 
     def walk(node: Any, path: str) -> Any:

@@ -11,13 +11,16 @@ processes as it takes: who loads one continues its run.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import socket
+import time
 import uuid
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -69,10 +72,7 @@ def put_back(path: Path) -> None:
     """Give checkpoints their names back whose replacement was cut off halfway (see :func:`commit`).
 
     Anybody may, at any time, since nobody can tell from another machine whether that process lives: one that does finds
-    the name taken, and begins again.
-
-    Raises:
-        CheckpointError: one can't be given its name, as where this process mustn't write.
+    the name taken, and begins again. Raises CheckpointError where this process mustn't write.
     """
     for name in _names(path):
         set_aside = _REPLACED.fullmatch(name)
@@ -246,10 +246,8 @@ def _to_disk(path: Path) -> None:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return error.errno != errno.ESRCH
     return True
 
 
@@ -267,3 +265,96 @@ def continue_run(base: Path, run: str | None) -> None:
     """From now on this process' checkpoints in `base` belong to `run`."""
     if run is not None:
         _runs[base] = run
+
+
+_LOCK = ".in-use"
+
+
+class Hold:
+    """This process' share of a run's hold on a directory: while one of its processes has one, no other run gets any.
+
+    It keeps out who asks for a hold, and nobody else: a checkpoint can be saved there all the same.
+
+    The lock is the operating system's, on a file in the directory, so it ends with the process, however that ends.
+    Forks don't have it. It is a process', not a thread's: two holds in one process don't keep each other out, and the
+    first to be released ends both.
+
+    Args:
+        base: the directory, which is made if it isn't there.
+        token: what tells the run from all others, which its processes tell one another.
+        first: this process begins the run, and raises CheckpointError if another holds the directory, or it can't be
+            written to; those that come after it share its hold as far as they can.
+    """
+
+    def __init__(self, base: Path, token: str, first: bool):
+        self.token = token
+        self._path = base / _LOCK
+        self._file: int | None = None
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            self._open()
+        except OSError as error:
+            if first:
+                raise CheckpointError(f"{base} can't be written to: {type(error).__name__}: {error}") from error
+            return  # this rank's part of a checkpoint tells, if it can't be written either
+        try:
+            self._lock(first)
+            while not self._is_there():  # the last holder has removed it meanwhile
+                self._open()
+                self._lock(first)
+        except OSError as error:
+            assert self._file is not None
+            begun = _begun(os.pread(self._file, 1000, 0))
+            os.close(self._file)
+            self._file = None
+            if first and error.errno in (errno.EACCES, errno.EAGAIN):
+                raise CheckpointError(
+                    f"{base} is in use by another run, begun by {begun}. Wait for its end, or give another directory. "
+                    "If that process is gone, another rank of its run is left."
+                ) from error
+            if first:
+                warnings.warn(
+                    f"{base} can't be locked against a second run ({error}). Give no two runs the same directory.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _open(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _is_there(self) -> bool:
+        assert self._file is not None
+        with suppress(FileNotFoundError):
+            return os.stat(self._path).st_ino == os.fstat(self._file).st_ino
+        return False
+
+    def _lock(self, first: bool) -> None:
+        assert self._file is not None
+        if first:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(who).encode(), 0)
+        fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """This process uses the directory no longer. The last of its run removes the lock's file."""
+        if self._file is not None:
+            with suppress(OSError):  # another process holds it too
+                # In two steps: else of two that release it at once each finds the other's share, and it stays.
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_there():
+                    os.unlink(self._path)
+            os.close(self._file)
+            self._file = None
+
+
+def _begun(written: bytes) -> str:
+    try:
+        who = json.loads(written)
+        return f"process {who['pid']} on {who['host']} at {who['since']}"
+    except (ValueError, LookupError, TypeError):  # it is just beginning
+        return "a process that hasn't told its name"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 
 from ltx.checkpoint import directory, storage
-from ltx.checkpoint.contents import Leaf, check_state, leaves_of, name_on
-from ltx.checkpoint.opened import Opened, open_checkpoint
+from ltx.checkpoint.contents import Leaf, check_state, decode, leaves_of, name_on
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together
 from ltx.core.base import tree
@@ -101,56 +101,103 @@ def load(
             says nothing of the checkpoint, such as want of memory; on every rank.
         InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; names leaf and way out.
     """
-    together = Together("checkpoint.load", axis)
+    together, passed_over = Together("checkpoint.load", axis), list[str]()
     with together.leaving():
-        return _load(together, Path(os.path.abspath(path)), state, step, data, rng, per_rank)
-
-
-def _load(
-    together: Together,
-    base: Path,
-    state: TrainState,
-    step: int | None,
-    data: Literal["own", "all"],
-    rng: bool | Literal["same ranks"],
-    per_rank: Literal["refuse", "mean"],
-) -> Restored:
-    found: list[int] = _all(together, "the steps", lambda: _wanted(base, state, step, data, per_rank))[0]
-    passed_over: list[str] = []
-    for at in found:
-        path, problems = directory.step_path(base, at), list[str]()
-        opened = _attempt(
-            together, "the files", path, partial(open_checkpoint, path, together.rank, together.size), problems
-        )
-        if not problems:
-            assert opened is not None
-            plan = _checked(together, partial(_plan, opened, state, per_rank, data, bool(rng)))
-            # All of it before the ranks' last exchange: afterwards one of them may remove the checkpoint.
-            found_in = _attempt(together, "the tensors", path, partial(_read, opened, state, plan, data), problems)
+        base = Path(os.path.abspath(path))
+        wanted = partial(_wanted, base, state, step, data, per_rank)
+        found: list[int] = together.exchange("the steps", wanted, "checkpoint.load")[0]
+        for at in found:
+            where, problems = directory.step_path(base, at), list[str]()
+            opening = partial(open_checkpoint, where, together.rank, together.size)
+            opened = _attempt(together, "the files", where, opening, problems)
             if not problems:
-                assert found_in is not None
-                restored, drawn = found_in
-                directory.continue_run(base, str(opened.manifest.get("run", "")))
-                if drawn is not None:
-                    set_random_states(drawn)
-                elif rng and rng != "same ranks" and opened.manifest["rng"] and together.rank == 0:
-                    _warn(
-                        f"random number generators were saved by {opened.saved_ranks} ranks, and here are "
-                        f"{together.size}, so they are left alone. Seed them (torch.manual_seed(ltx.rank_seed(seed))), "
-                        'and say so with rng=False, or with rng="same ranks".'
-                    )
-                return restored
-        passed_over += problems
-        if together.rank == 0:
-            _warn(f"the checkpoint of step {at} isn't whole, and is passed over: {'; '.join(problems)}.")
-    asked = "" if step is None else f" of step {step}"
-    if not found:
-        raise CheckpointError(f"there is no checkpoint{asked} under {base}.")
-    raise CheckpointError(f"no checkpoint{asked} under {base} is whole: {'; '.join(passed_over)}.")
+                assert opened is not None
+                plan = _checked(together, partial(_plan, opened, state, per_rank, data, bool(rng)))
+                # All of it before the ranks' last exchange: afterwards one of them may remove the checkpoint.
+                reading = partial(_read, opened, state, plan, data)
+                found_in = _attempt(together, "the tensors", where, reading, problems)
+                if not problems:
+                    assert found_in is not None
+                    restored, drawn = found_in
+                    directory.continue_run(base, str(opened.manifest.get("run", "")))
+                    if drawn is not None:
+                        set_random_states(drawn)
+                    elif rng and rng != "same ranks" and opened.manifest["rng"] and together.rank == 0:
+                        _warn(
+                            f"random number generators were saved by {opened.saved_ranks} ranks, and here are "
+                            f"{together.size}, so they are left alone. Seed them (torch.manual_seed(ltx.rank_seed("
+                            'seed))), and say so with rng=False, or with rng="same ranks".'
+                        )
+                    return restored
+            passed_over += problems
+            if together.rank == 0:
+                _warn(f"the checkpoint of step {at} isn't whole, and is passed over: {'; '.join(problems)}.")
+        asked = "" if step is None else f" of step {step}"
+        if not found:
+            raise CheckpointError(f"there is no checkpoint{asked} under {base}.")
+        raise CheckpointError(f"no checkpoint{asked} under {base} is whole: {'; '.join(passed_over)}.")
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"checkpoint.load: {text}", RuntimeWarning, stacklevel=5)  # at the caller's line
+    warnings.warn(f"checkpoint.load: {text}", RuntimeWarning, stacklevel=4)  # at the caller's line
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose files are what was written, as this rank reads it."""
+
+    path: Path
+    manifest: dict[str, Any]
+    metadata: dcp.Metadata
+    rank: int
+    size: int
+
+    @property
+    def saved_ranks(self) -> int:
+        """How many ranks saved it."""
+        return int(self.manifest["ranks"])
+
+    def has(self, name: str) -> bool:
+        return name in self.metadata.state_dict_metadata
+
+    def like(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """(shape, dtype) of what is saved under `name`."""
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, dcp.TensorStorageMetadata)
+        return entry.size, entry.properties.dtype
+
+    def structure(self, name: str) -> Any:
+        """What :func:`ltx.checkpoint.contents.encode` made of a structure."""
+        names = {"": name}
+        while self.has(f"{name}.{len(names) - 1}"):
+            names[str(len(names) - 1)] = f"{name}.{len(names) - 1}"
+        pieces = {}
+        for part, full in names.items():
+            shape, dtype = self.like(full)
+            pieces[part] = Piece.whole(full, torch.empty(shape, dtype=dtype))
+        storage.read(self.path, self.metadata, list(pieces.values()))
+        try:
+            return decode({part: piece.tensor for part, piece in pieces.items()})
+        except (ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{self.path}: {name!r} can't be decoded: {error}") from error
+
+
+def open_checkpoint(path: Path, rank: int, size: int) -> Opened:
+    """The checkpoint in `path`, of which `rank` of `size` has verified its share of files.
+
+    Raises CheckpointError if something in it isn't what was written.
+    """
+    manifest = directory.read_manifest(path)
+    names = sorted(manifest["files"])
+    # Of what tells where the tensors are each rank: it makes objects of it.
+    share = {*names[rank::size], storage.METADATA}
+    if problems := directory.verify(path, manifest, sorted(share)):
+        raise CheckpointError("; ".join(problems))
+    metadata = storage.read_metadata(path)
+    for index, where in metadata.storage_data.items():
+        if where.relative_path not in manifest["files"]:
+            raise CheckpointError(f"{path}: {index.fqn!r} is in {where.relative_path!r}, which isn't in the manifest")
+    return Opened(path, manifest, metadata, rank, size)
 
 
 #: What this rank reads: for each leaf of the state one piece, or all ranks' to be averaged; and whether the generators.
@@ -166,15 +213,10 @@ def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank
     return [at for at in directory.steps(base) if step in (None, at)]
 
 
-def _all(together: Together, what: str, make: Callable[[], T]) -> list[T]:
-    """What `make` gives on every rank, JSON; one error on all of them if it fails on any."""
-    return together.exchange(what, make, "checkpoint.load")
-
-
 def _checked(together: Together, make: Callable[[], T]) -> T:
     """What `make` gives, which needn't be JSON, once it has gone well on all ranks."""
     made: list[T] = []
-    _all(together, "what fits", lambda: made.append(make()))
+    together.exchange("what fits", lambda: made.append(make()), "checkpoint.load")
     return made[0]
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ltx.checkpoint import directory
+from ltx.checkpoint import directory, storage
 from ltx.checkpoint.contents import Encoded, check_plain, check_state, digest, encode, leaves_of, name_on, shared_out
-from ltx.checkpoint.job import Job
 from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together
 from ltx.core import comm
@@ -24,6 +23,78 @@ from ltx.core.base.arguments import checked, seconds, whole
 from ltx.core.comm import HostCopy
 from ltx.core.training.random_states import random_states
 from ltx.core.training.train_state import TrainState, updates_of
+from ltx.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Job:
+    """A save that all ranks have agreed on: each writes its part, and rank 0 makes a checkpoint of them or of none."""
+
+    together: Together
+    temporary: Path
+    final: Path
+    pieces: list[Piece]
+    manifest: dict[str, Any]
+    keep: int | None
+    failure: Exception | None = None  # why this rank can't write its part
+
+    def run(self) -> Path:
+        """Write, on all ranks; raises CheckpointError on all of them if one fails."""
+        failed = f"the checkpoint of step {self.manifest['step']} wasn't saved to {self.final}"
+        try:
+            self.together.conclude(self._write, self._decide, failed, " Earlier ones are as they were.")
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        return self.final
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the peers that this rank does no more."""
+        self.together.leave(error)
+        self.together.let_go()
+        if self.together.rank == 0:
+            directory.discard(self.temporary)
+
+    def _write(self) -> dict[str, Any]:
+        if self.failure is not None:
+            raise self.failure
+        written = storage.write(self.temporary, self.together.rank, self.pieces)
+        return {"written": written, "files": directory.describe(self.temporary, {entry[5] for entry in written})}
+
+    def _decide(self, by_rank: Sequence[dict[str, Any]]) -> None:
+        """On rank 0: make a checkpoint of what the ranks have written."""
+        try:
+            self._commit(by_rank)
+        except BaseException as error:
+            if not isinstance(error, Exception) and not self.temporary.exists():
+                self.together.tell([])  # it has its name, so nothing went wrong but on this rank
+            raise
+
+    def _commit(self, by_rank: Sequence[dict[str, Any]]) -> None:
+        files: dict[str, Any] = {}
+        for rank, said in enumerate(by_rank):
+            for name, described in said["files"].items():
+                written = self.temporary / name
+                size = written.stat().st_size if written.exists() else None
+                if size != described["bytes"]:
+                    raise CheckpointError(
+                        f"rank {rank} has written {written}, {described['bytes']} bytes, and rank 0 sees "
+                        f"{'no such file' if size is None else f'{size} bytes'}: all ranks need the same file system"
+                    )
+                files[name] = described
+        storage.write_metadata(self.temporary, [said["written"] for said in by_rank])
+        files |= directory.describe(self.temporary, [storage.METADATA])
+        directory.commit(self.temporary, self.final, {**self.manifest, "files": files})
+        if self.keep is None:
+            return
+        try:
+            directory.prune(self.final.parent, self.keep, self.manifest["step"], self.manifest["run"])
+        except (CheckpointError, OSError) as error:  # no reason to say that this one isn't there
+            warnings.warn(
+                f"checkpoint: {self.final} is saved, and older ones weren't removed: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True)
@@ -116,31 +187,25 @@ def begin_saving(
                 values = {rank: str(said[key]) for rank, said in enumerate(by_rank)}
                 if len(set(values.values())) > 1:
                     raise comm.mismatch("of the checkpoint", what, values, fix)
-            return _agreed(together, base, made[0], by_rank, keep)
+            # Of the first that knows it: a newcomer to a run doesn't.
+            run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
+            directory.continue_run(base, run)
+            contents = made[0]
+            own, common, manifest = list(contents.own), list(contents.common), {**contents.manifest, "run": run}
+            manifest["data"] = "common" if len({said["data"] for said in by_rank}) == 1 else "per_rank"
+            if manifest["data"] == "common":
+                common += _pieces("data", contents.data)
+            else:
+                own += _pieces(name_on(together.rank, "data"), contents.data)
+            writers = shared_out([(p.name, p.tensor.numel() * p.tensor.itemsize) for p in common], together.size)
+            own += [piece for piece, writer in zip(common, writers, strict=True) if writer == together.rank]
+            final = directory.step_path(base, manifest["step"])
+            return Job(together, base / by_rank[0]["temporary"], final, own, manifest, keep)
     except BaseException:
         together.let_go()
         for directory_of_it in temporary:
             directory.discard(directory_of_it)
         raise
-
-
-def _agreed(
-    together: Together, base: Path, contents: _Contents, by_rank: Sequence[dict[str, Any]], keep: int | None
-) -> Job:
-    """This rank's part of what the ranks have told one another."""
-    # Of the first that knows it: a newcomer to a run doesn't.
-    run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
-    directory.continue_run(base, run)
-    own, common, manifest = list(contents.own), list(contents.common), {**contents.manifest, "run": run}
-    manifest["data"] = "common" if len({said["data"] for said in by_rank}) == 1 else "per_rank"
-    if manifest["data"] == "common":
-        common += _pieces("data", contents.data)
-    else:
-        own += _pieces(name_on(together.rank, "data"), contents.data)
-    writers = shared_out([(p.name, p.tensor.numel() * p.tensor.itemsize) for p in common], together.size)
-    own += [piece for piece, writer in zip(common, writers, strict=True) if writer == together.rank]
-    final = directory.step_path(base, manifest["step"])
-    return Job(together, base / by_rank[0]["temporary"], final, own, manifest, keep)
 
 
 @checked("path", "rng")

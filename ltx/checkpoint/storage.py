@@ -10,24 +10,16 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ltx.checkpoint.directory import MISSING
@@ -55,26 +47,15 @@ class Piece:
 Written = list[list[Any]]
 
 
-class _Saving(SavePlanner):
+class _Saving(DefaultSavePlanner):
     """Gives DCP's writer the tensors of `pieces`."""
 
     def __init__(self, pieces: Sequence[Piece]):
+        super().__init__()
         self._tensors = {_index(piece): piece.tensor for piece in pieces}
 
-    # What DCP calls on the way to a plan that all ranks agree on, which ltx has already.
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-    def create_local_plan(self) -> SavePlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
-        raise NotImplementedError
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self._tensors[write_item.index].detach().resolve_conj().resolve_neg()
+    def lookup_object(self, index: dcp.MetadataIndex) -> torch.Tensor:
+        return self._tensors[index].detach().resolve_conj().resolve_neg()
 
 
 def _index(piece: Piece) -> dcp.MetadataIndex:
@@ -128,19 +109,13 @@ def write_metadata(directory: Path, by_rank: Sequence[Written]) -> None:
 
 
 _ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex"),
         "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
 }
 
 
@@ -148,7 +123,7 @@ class _Unpickler(pickle.Unpickler):
     """Of DCP's metadata and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
+        if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -172,35 +147,18 @@ def read_metadata(directory: Path) -> dcp.Metadata:
     return metadata
 
 
-@dataclass
-class _Loading(LoadPlanner):
+class _Loading(DefaultLoadPlanner):
     """Gives DCP's reader the places in `pieces` where what is read belongs."""
 
-    pieces: Mapping[str, Piece]
-    read: dict[str, int] = field(default_factory=dict)
-
-    # As above.
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
+    def __init__(self, pieces: Sequence[Piece]):
+        super().__init__()
+        self._tensors = {piece.name: piece.tensor for piece in pieces}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise CheckpointError(f"{read_item.storage_index.fqn!r} is a pickled object, which isn't read.")
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        tensor = self.pieces[read_item.dest_index.fqn].tensor
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
+    def lookup_tensor(self, index: dcp.MetadataIndex) -> torch.Tensor:
+        return self._tensors[index.fqn]
 
 
 def read(directory: Path, metadata: dcp.Metadata, pieces: Sequence[Piece]) -> None:
@@ -208,7 +166,6 @@ def read(directory: Path, metadata: dcp.Metadata, pieces: Sequence[Piece]) -> No
 
     Raises CheckpointError where a file is missing or isn't what a checkpoint holds.
     """
-    by_name = {piece.name: piece for piece in pieces}
     items: list[ReadItem] = []
     for piece in pieces:
         entry = metadata.state_dict_metadata[piece.name]
@@ -219,6 +176,6 @@ def read(directory: Path, metadata: dcp.Metadata, pieces: Sequence[Piece]) -> No
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     try:
         with torch.no_grad():
-            reader.read_data(LoadPlan(items), _Loading(by_name)).wait()
+            reader.read_data(LoadPlan(items), _Loading(pieces)).wait()
     except (*MISSING, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{directory}: what is in its files can't be read: {error}") from error

@@ -43,25 +43,19 @@ def refuse(by_rank: Sequence[Trouble], own: Exception | None, what: str, after: 
 
     It is of the class that all who failed raised, if that is one of ltx's, else a CheckpointError.
     """
-    error = _refusal(by_rank, what, after)
-    if error is not None and own is not None and (type(own), message_of(own)) == (type(error), str(error)):
-        raise own
-    if error is not None:
-        raise error from own
-
-
-def _refusal(by_rank: Sequence[Trouble], what: str, after: str) -> LtxError | None:
     failed = {rank: trouble for rank, trouble in enumerate(by_rank) if trouble is not None}
     if not failed:
-        return None
-    (kind, text), *others = failed.values()
-    kind = kind if all(other[0] == kind for other in others) else CheckpointError.__name__
-    made: type[LtxError] = getattr(errors, kind, CheckpointError)
-    same = len(failed) == len(by_rank) and all(other[1] == text for other in others)
-    if same and made is not CheckpointError:  # what each caller did, in words that say what
-        return made(text)
-    told = text if same else "; ".join(f"rank {rank}: {said}" for rank, (_, said) in failed.items())
-    return made(f"{what}: {told.rstrip('.')}.{after}")
+        return
+    kinds, texts = ({trouble[i] for trouble in failed.values()} for i in (0, 1))
+    made: type[LtxError] = getattr(errors, kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
+    same = len(failed) == len(by_rank) and len(texts) == 1
+    told = texts.pop() if same else "; ".join(f"rank {rank}: {said}" for rank, (_, said) in failed.items())
+    if not same or made is CheckpointError:  # else what each caller did, in words that say what
+        told = f"{what}: {told.rstrip('.')}.{after}"
+    error = made(told)
+    if own is not None and (type(own), message_of(own)) == (made, str(error)):
+        raise own
+    raise error from own
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None, Trouble]:
@@ -76,15 +70,8 @@ class Together:
     """One call of a checkpoint's function, on all ranks of an axis.
 
     A rank that raises tells its peers so wherever they might wait for it, and waits for none of them: nobody waits for
-    one that has raised, whatever that was, an interrupt too.
-
-    Args:
-        operation: what is called.
-        folder: one that all ranks see. If the store is gone, they exchange values through a file in it.
-        axis: as in :func:`ltx.psum`.
-
-    Attributes:
-        rank, size: this rank's place among how many.
+    one that has raised, whatever that was, an interrupt too. All ranks see `folder`: if the store is gone, they
+    exchange values through a file in it.
     """
 
     def __init__(self, operation: str, axis: Any, folder: Path | None = None):
@@ -94,7 +81,7 @@ class Together:
                 f"{operation}: the ranks of axis {found.name!r} are simulated, and simulated ranks have no files of "
                 "their own. Call it outside of ltx.vmap or ltx.simulate, with the state of all of them."
             )
-        self.operation = operation
+        self.operation, self._signature = operation, comm.Signature(operation, ())
         self.comm: comm.AxisComm | None = found.comm
         if self.comm is not None:
             self.comm.check_not_forked()  # before peers could be told anything in the rank's name
@@ -110,9 +97,7 @@ class Together:
         """What `make` gives on every rank, which is JSON, on every rank. For the thread that trains.
 
         If it raises on a rank, all raise one error. `failed`: what didn't go well then; `after`: what to know besides.
-
-        Raises:
-            RankMismatchError: peers are at something else, or at another `what`.
+        So they do, a RankMismatchError, if peers are at something else, or at another `what`.
         """
         with self.leaving():
             mine, failure, trouble = _tried(make)
@@ -136,10 +121,6 @@ class Together:
             posts = self._through_file(self._folder).exchange(place, post, self.operation)
         self._exchanges += 1
         return posts
-
-    @property
-    def _signature(self) -> comm.Signature:
-        return comm.Signature(self.operation, ())
 
     def _through_file(self, folder: Path) -> comm.StoreExchange:
         """An exchange for when the store is gone."""
@@ -215,7 +196,11 @@ class Together:
         self._announce("outcome", troubles)
 
     def _decided(self, part: tuple[Any, Trouble], decide: Callable[[list[Any]], None]) -> list[Trouble]:
-        parts = [part, *self._parts()]
+        parts = [part]
+        if self._exchange is not None:
+            place, others = f"{self._place}/parts", range(1, self.size)
+            parts += self._exchange.collect(place, self.operation, others)
+            self._exchange.forget(place, others)
         troubles = [trouble for _, trouble in parts]
         if not any(troubles):
             try:
@@ -231,14 +216,6 @@ class Together:
         (troubles,) = self._exchange.collect(f"{self._place}/outcome", self.operation, [0])
         self._announce("heard", True)
         return list(troubles)
-
-    def _parts(self) -> list[tuple[Any, Trouble]]:
-        if self._exchange is None:
-            return []
-        place, others = f"{self._place}/parts", range(1, self.size)
-        parts = self._exchange.collect(place, self.operation, others)
-        self._exchange.forget(place, others)
-        return [(value, trouble) for value, trouble in parts]
 
     def _wait_until_heard(self, patience_s: float) -> None:
         """On rank 0, which may end next, and the store with it."""

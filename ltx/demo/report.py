@@ -9,9 +9,8 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from ltx.estimate.formats import aligned
@@ -19,22 +18,14 @@ from ltx.estimate.formats import aligned
 
 @dataclass(frozen=True)
 class Reading:
-    """What the display shows after a step.
+    """What the display shows after a step."""
 
-    Attributes:
-        step: how many steps are done, of ``steps``.
-        loss: mean over ranks, nats a character.
-        tokens_per_s: tokens (characters) a second, all ranks together.
-        bytes_per_step: what one rank sent in the last step.
-        hidden: the part of the communication, 0 to 1, that went on while the rank computed; None without any.
-    """
-
-    step: int
+    step: int  # how many are done, of `steps`
     steps: int
-    loss: float
-    tokens_per_s: float
-    bytes_per_step: int
-    hidden: float | None = None
+    loss: float  # mean over ranks, nats a character
+    tokens_per_s: float  # tokens (characters) a second, all ranks together
+    bytes_per_step: int  # what one rank sent in the last step
+    hidden: float | None = None  # the part of the communication that went on while the rank computed; None without any
 
 
 def format_count(number: float, unit: str = "") -> str:
@@ -72,14 +63,11 @@ def format_line(title: str, reading: Reading, width: int = 120) -> str:
     >>> format_line("fp32", Reading(7, 10, 1.75, 24_000, 3_300_000, 0.9), width=84)
     'fp32            [####-]   7/10  loss 1.750  24.0 k tokens/s  3.3 MB/step  90% hidden'
     """
-    count = f"{reading.step:{len(str(reading.steps))}}/{reading.steps}"
-    parts = [
-        f"loss {reading.loss:.3f}",
-        f"{format_count(reading.tokens_per_s)} tokens/s",
-        f"{format_count(reading.bytes_per_step, 'B')}/step",
-        f"{format_hidden(reading.hidden)} hidden",
-    ]
-    tail = "  ".join([count, *parts])
+    tail = (
+        f"{reading.step:{len(str(reading.steps))}}/{reading.steps}  loss {reading.loss:.3f}  "
+        f"{format_count(reading.tokens_per_s)} tokens/s  {format_count(reading.bytes_per_step, 'B')}/step  "
+        f"{format_hidden(reading.hidden)} hidden"
+    )
     room = width - len(f"{title:14}  []  {tail}")
     bar = format_bar(reading.step / reading.steps, min(room, 24)) + "  " if room >= 4 else ""
     return f"{title:14}  {bar}{tail}"[:width]
@@ -132,25 +120,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to.
+    """What one run came to, in the units of :class:`Reading`."""
 
-    Attributes:
-        strategy: the configuration's name.
-        steps: optimizer steps.
-        validation_loss: on the whole held-out text; nats a character.
-        tokens_per_s: tokens (characters) a second, all ranks together.
-        bytes_per_step: what one rank sent in a step, on average.
-        hidden: the part of the communication, 0 to 1, that went on while rank 0 computed; None without any.
-        seconds: for the training, without validation.
-    """
-
-    strategy: str
-    steps: int
-    validation_loss: float
+    strategy: str  # the configuration's name
+    steps: int  # of the optimizer
+    validation_loss: float  # on the whole held-out text
     tokens_per_s: float
-    bytes_per_step: float
+    bytes_per_step: float  # on average
     hidden: float | None
-    seconds: float
+    seconds: float  # for the training, without validation
 
 
 def format_table(results: Sequence[Result]) -> str:
@@ -162,17 +140,10 @@ def format_table(results: Sequence[Result]) -> str:
     fp32        700            1.705    24.0 k      3.3 MB     92%
     """
     header = ("strategy", "steps", "validation loss", "tokens/s", "bytes/step", "hidden")
-    rows = [
-        (
-            result.strategy,
-            str(result.steps),
-            f"{result.validation_loss:.3f}",
-            format_count(result.tokens_per_s),
-            format_count(result.bytes_per_step, "B"),
-            format_hidden(result.hidden),
-        )
-        for result in results
-    ]
+    rows = []
+    for x in results:
+        speed = (format_count(x.tokens_per_s), format_count(x.bytes_per_step, "B"), format_hidden(x.hidden))
+        rows.append((x.strategy, str(x.steps), f"{x.validation_loss:.3f}", *speed))
     return "\n".join(aligned(header, rows, [False, *[True] * 5]))
 
 
@@ -204,15 +175,8 @@ def draw(curves: Mapping[str, Curve], unigram: float, path: Path) -> bool:
         style = ("o-", "o--")[index % 2]  # curves that lie on one another both show
         axes.plot(curve.validation_tokens, curve.validation_loss, style, color=color, markersize=3, label=name)
     axes.axhline(unigram, color="grey", linestyle=":", linewidth=1)
-    axes.text(
-        0.99,
-        unigram,
-        "frequencies of characters alone",
-        transform=axes.get_yaxis_transform(),
-        ha="right",
-        va="bottom",
-        color="grey",
-    )
+    said = axes.text(0.99, unigram, "frequencies of characters alone", ha="right", va="bottom", color="grey")
+    said.set_transform(axes.get_yaxis_transform())
     axes.set(xlabel="characters trained on", ylabel="loss (nats a character)", xlim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title("Validation loss (dots) and training loss (faint)", fontsize="medium")
@@ -238,15 +202,9 @@ class JsonLines:
         if self._file is not None:
             self._file.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def write_result(self, result: Result) -> None:
-        """Write what a run came to."""
-        self.write("result", **asdict(result))
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()

@@ -6,10 +6,13 @@ ltx.demo.train``; without any launcher it is a world of one.
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +21,6 @@ from torch.nn.functional import cross_entropy
 
 import ltx
 from ltx.demo.gpt import GPT, Corpus, read_topics, unigram_entropy
-from ltx.demo.options import Configuration, Options, parse
 from ltx.demo.report import Curve, JsonLines, Progress, Reading, Result, draw, format_table
 from ltx.profile import Trace
 
@@ -27,6 +29,89 @@ Params = dict[str, Tensor]
 CONTEXT = 64
 PEAK_LR = 4e-3
 VALIDATIONS = 8  # while training; each on an eighth of the held-out text
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to train; all of them see the same number of characters."""
+
+    name: str  # what the table calls it
+    comm_hook: str  # how gradients travel, a `comm_hook` of ltx.DDPStrategy
+    micro_batches: int = 1  # how many batches go into one step, and so into one synchronisation
+
+    def steps(self, steps: int) -> int:
+        """The optimizer steps that see as many characters as ``steps`` steps of one batch each.
+
+        >>> Configuration("accumulate x 4", "allreduce", 4).steps(10)
+        3
+        """
+        return math.ceil(steps / self.micro_batches)
+
+
+CONFIGURATIONS = {
+    "fp32": Configuration("fp32", "allreduce"),
+    "bf16": Configuration("bf16", "bf16"),
+    "accumulate": Configuration("accumulate x 4", "allreduce", micro_batches=4),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The demo's options, as on the command line."""
+
+    steps: int = 500
+    batch_size: int = 8
+    strategy: str | None = None
+    out: Path = Path("ltx-demo")
+    seed: int = 0
+
+    @property
+    def configurations(self) -> tuple[Configuration, ...]:
+        """The chosen configuration, or all of them."""
+        return (CONFIGURATIONS[self.strategy],) if self.strategy else tuple(CONFIGURATIONS.values())
+
+    def arguments(self) -> list[str]:
+        """The command line that :func:`parse` reads back as these options.
+
+        >>> parse(Options(steps=5, strategy="bf16").arguments()) == Options(steps=5, strategy="bf16")
+        True
+        """
+        chosen = ["--strategy", self.strategy] if self.strategy else []
+        numbers = ["--steps", self.steps, "--batch-size", self.batch_size, "--seed", self.seed]
+        return [*map(str, numbers), "--out", str(self.out), *chosen]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options to ``parser``."""
+    default = Options()
+    steps = "optimizer steps; accumulation takes a quarter as many, each on four batches (default: %(default)s)"
+    out = "folder for the figure and the metrics (default: %(default)s)"
+    sequences = "sequences a rank (default: %(default)s)"
+    parser.add_argument("--steps", type=positive, default=default.steps, help=steps)
+    parser.add_argument("--batch-size", type=positive, default=default.batch_size, help=sequences)
+    parser.add_argument("--strategy", choices=CONFIGURATIONS, help="this configuration alone (default: all of them)")
+    parser.add_argument("--out", type=Path, default=default.out, help=out)
+    parser.add_argument("--seed", type=int, default=default.seed, help="of parameters and batches (default: 0)")
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    """The options among parsed ``arguments``."""
+    return Options(arguments.steps, arguments.batch_size, arguments.strategy, arguments.out, arguments.seed)
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Read the command line of ``python -m ltx.demo.train``."""
+    parser = argparse.ArgumentParser(prog="ltx.demo.train", description="Train a character-level GPT, data parallel.")
+    add_arguments(parser)
+    return options_of(parser.parse_args(argv))
+
+
+def positive(text: str) -> int:
+    """An ``argparse`` type: an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
+    return number
 
 
 def schedule(steps: int) -> Callable[[int], float]:
@@ -118,17 +203,9 @@ class Lesson:
 
             curve.tokens.append(meter.tokens)
             curve.loss.append(loss)
-            metrics.write(
-                "step",
-                strategy=name,
-                step=index + 1,
-                tokens=meter.tokens,
-                loss=loss,
-                grad_norm=float(measured.grad_norm),
-                seconds=round(meter.seconds, 4),
-                bytes=trace.bytes,
-                hidden=trace.hidden,
-            )
+            said = {"step": index + 1, "tokens": meter.tokens, "loss": loss, "grad_norm": float(measured.grad_norm)}
+            said |= {"seconds": round(meter.seconds, 4), "bytes": trace.bytes, "hidden": trace.hidden}
+            metrics.write("step", strategy=name, **said)
             progress.show(name, Reading(index + 1, steps, loss, meter.tokens_per_s, trace.bytes, meter.hidden))
             if (index + 1) * VALIDATIONS // steps > index * VALIDATIONS // steps:
                 validation_loss = self.validate(state.params, every=8)
@@ -140,7 +217,7 @@ class Lesson:
         result = Result(
             name, steps, validation_loss, meter.tokens_per_s, meter.bytes_sent / steps, meter.hidden, meter.seconds
         )
-        metrics.write_result(result)
+        metrics.write("result", **asdict(result))
         return result, curve, state.params
 
     @torch.no_grad()

@@ -102,7 +102,7 @@ class LtxMagics(Magics):
             print(parser.format_help(), end="")
             return
         # All that can be wrong is found before workers end or start.
-        size = asked.n or (len(self.pool) if self.pool is not None else _default_size())
+        size = asked.n or (len(self.pool) if self.pool is not None else min(4, max(2, cores())))
         if asked.rank is not None and not 0 <= asked.rank < size:
             raise UsageError(f"%%ltx --rank {asked.rank}: there are the ranks 0 to {size - 1}.")
         if asked.rank is not None and asked.out is not None:
@@ -120,11 +120,15 @@ class LtxMagics(Magics):
         blank = len(cell) - len(cell.lstrip("\n"))
         source = "\n" * (1 + blank) + self.shell.transform_cell(cell)
         _check(source, name)
-        for each in names:
-            _check_sendable(each, self.shell.user_ns[each])
+        given = {name: self.shell.user_ns[name] for name in names}
+        for each, value in given.items():
+            try:
+                pack(value).close()
+            except Exception as error:
+                kind = type(value).__name__
+                raise UsageError(f"%%ltx --in {each}: a {kind} can't be sent to the workers: {error}") from None
         pool = self._pool(size)
         ranks = range(len(pool)) if asked.rank is None else [asked.rank]
-        given = {name: self.shell.user_ns[name] for name in names}
         arguments = (source, name, given, asked.out is not None)
         try:
             if asked.rank is None:
@@ -166,18 +170,6 @@ class LtxMagics(Magics):
                 f"{error}\n\n{name!r} is defined in the notebook, not on the workers: send it along with "
                 f"`%%ltx --in {name}`, or define it in a %%ltx cell.",
             )
-
-
-def _default_size() -> int:
-    return min(4, max(2, cores()))
-
-
-def _check_sendable(name: str, value: Any) -> None:
-    """Name what can't be sent before anything is."""
-    try:
-        pack(value).close()
-    except Exception as error:
-        raise UsageError(f"%%ltx --in {name}: a {type(value).__name__} can't be sent to the workers: {error}") from None
 
 
 def _check(source: str, name: str) -> None:

@@ -14,38 +14,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ltx.core.comm.network import Network, measure_network
-from ltx.profile.recording import record
-from ltx.profile.traces import Timeline, Trace, timeline
+from ltx.profile.traces import Timeline, Trace, record, timeline
 
 if TYPE_CHECKING:
-    from ltx.profile.comparison import Comparison, compare
+    from ltx.profile.cost import Comparison, Cost, compare, plan
     from ltx.profile.explanation import Explanation, explain
-    from ltx.profile.step_plan import Cost, plan
 
 # Imported when first asked for: programs that only train use none of them.
 _LATER = {
-    "Comparison": "ltx.profile.comparison",
-    "Cost": "ltx.profile.step_plan",
-    "Explanation": "ltx.profile.explanation",
-    "compare": "ltx.profile.comparison",
-    "explain": "ltx.profile.explanation",
-    "plan": "ltx.profile.step_plan",
+    **dict.fromkeys(("Comparison", "Cost", "compare", "plan"), "ltx.profile.cost"),
+    **dict.fromkeys(("Explanation", "explain"), "ltx.profile.explanation"),
 }
 
-__all__ = [
-    "Comparison",
-    "Cost",
-    "Explanation",
-    "Network",
-    "Timeline",
-    "Trace",
-    "compare",
-    "explain",
-    "measure_network",
-    "plan",
-    "record",
-    "timeline",
-]
+__all__ = ["Comparison", "Cost", "Explanation", "Network", "Timeline", "Trace"]
+__all__ += ["compare", "explain", "measure_network", "plan", "record", "timeline"]
 
 
 def __getattr__(name: str) -> Any:

@@ -244,8 +244,8 @@ def explain(
     counted = 0 if state is None else state.checked_step()
     number = counted if sync_step is None else sync_step
     given, (inner, chosen) = inner.strategy, _as_it_runs(inner, params, state, size, number)
-    hook = inner.hook(number, training=isinstance(step, TrainStep))
     trains, strategy, post_update_hook = isinstance(step, TrainStep), inner.strategy, None
+    hook = inner.hook(number, training=trains)
     gradients = Gradients(strategy, params, size, rank)
     plain_bytes = sum(
         collective("psum", meta((b.numel,), b.dtype), gradients.axis).nbytes
@@ -264,11 +264,11 @@ def explain(
     elif size > 1 and hook is not None:
         issues = gradients.only(hook, number)
     exchanges = issues.exchanges if trains else None
-    notes = (*chosen, *_notes(inner, hook, size), *_at_other_times(inner, hook, number, trains))
+    notes = [*chosen, *_notes(inner, hook, size, number, trains)]
     if post_update_hook is not None:
-        notes = (*notes, 'with overlap="update" a bucket is sent once the optimizer has run on it')
+        notes.append('with overlap="update" a bucket is sent once the optimizer has run on it')
     rows = issues.buckets, exchanges, issues.summaries
-    return Explanation(given, post_update_hook or hook, size, rank, number, *rows, plain_bytes, notes)
+    return Explanation(given, post_update_hook or hook, size, rank, number, *rows, plain_bytes, tuple(notes))
 
 
 def _ask_if_finite(train: TrainStep, info: StepInfo) -> None:
@@ -312,11 +312,12 @@ def _as_it_runs(
     return replace(step, strategy=strategy), notes
 
 
-def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int) -> tuple[str, ...]:
-    strategy, notes = step.strategy, []
+def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int, number: int, trains: bool) -> list[str]:
+    """What to know of this step, and what another sends, where a reader may take this one for it."""
     if step.blocked:
-        notes.append("the step's gradients are blocked (block_backward_sync)")
-    elif hook is None:
+        return ["the step's gradients are blocked (block_backward_sync)"]
+    strategy, notes = step.strategy, list[str]()
+    if hook is None:
         notes.append(f"{strategy!r} leaves the gradients of this step local")
     elif size == 1:
         notes.append("a world of one sends nothing; see what others would send with world=...")
@@ -324,14 +325,6 @@ def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int) -> tuple[
         notes.append(f"{hook!r} isn't a mean, and has no derivative: second derivatives raise")
     elif not hook.exact:
         notes.append(f"under second derivatives {hook!r} counts as the exact mean, and sends that")
-    return tuple(notes)
-
-
-def _at_other_times(step: DataParallel, hook: hooks.CommHook | None, number: int, trains: bool) -> tuple[str, ...]:
-    """What another step sends, where a reader may take this one for it."""
-    strategy, notes = step.strategy, []
-    if step.blocked:
-        return ()
     first = strategy.cycle[0]
     later = step.hook(first, trains) if number < first else hook
     if hook is not None and later != hook:
@@ -346,4 +339,4 @@ def _at_other_times(step: DataParallel, hook: hooks.CommHook | None, number: int
             f"{type(strategy).__name__} sends something else or more: "
             "ltx.profile.explain(ltx.train_step(step, optimizer), params) shows that"
         )
-    return tuple(notes)
+    return notes

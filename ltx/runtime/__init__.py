@@ -1,5 +1,1 @@
-"""The world of processes: read from the environment, set up and taken down, and started from a notebook.
-
-``world`` reads the environment, ``init`` sets up process groups and axes, ``pool`` runs functions on worker processes
-that stay alive, ``per_rank`` holds what they return. ``worker`` is what such a process runs; nothing imports it.
-"""
+"""What runs functions on ranks: workers of a pool (``pool``), threads (``simulation``), an elastic run, ``ltx run``."""

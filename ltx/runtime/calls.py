@@ -29,7 +29,7 @@ import torch
 
 from ltx.core.world.failures import is_installed
 from ltx.errors import WorkerError
-from ltx.runtime.messages import Call, Message, Pickler, pack
+from ltx.runtime.messages import Call, Message, Pickler
 
 #: A function that carries more than this along, in its closure or in globals, is warned about.
 LARGE_BYTES = 16 << 20
@@ -38,11 +38,7 @@ LARGE_BYTES = 16 << 20
 def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
     """The message of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, and what that names.
 
-    Raises:
-        WorkerError: something in it can't be pickled.
-
-    Warns:
-        UserWarning: the function itself carries more than :data:`LARGE_BYTES` along.
+    Raises WorkerError if something in it can't be pickled.
     """
     pickler = _Pickler(number, getattr(_unwrapped(fn), "__module__", None) or "")
     try:
@@ -66,27 +62,18 @@ def search_path() -> list[str]:
     return [path or os.getcwd() for path in sys.path]
 
 
-def inherited_call(number: int) -> Message:
-    """The message of a call to the function that a fork has inherited."""
-    return pack(Call(number, inherited=True))
-
-
 def name_of(fn: Any) -> str:
     """What messages call a function."""
     return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or fn)
 
 
 class _Pickler(Pickler):
-    """The pickler of one call: modules that the workers can't import are registered with cloudpickle meanwhile.
-
-    Attributes:
-        sources: what is in no file: by name, what to call it and its lines.
-    """
+    """The pickler of one call: modules that the workers can't import are registered with cloudpickle meanwhile."""
 
     def __init__(self, number: int, own_module: str):
         super().__init__()
         self._number = number
-        self.sources: dict[str, tuple[str, list[str]]] = {}
+        self.sources: dict[str, tuple[str, list[str]]] = {}  # what is in no file: by name, what to call it, its lines
         self._seen: set[str] = set()
         self._registered: list[str] = []
         self._look_at(own_module, importable=False)
@@ -173,27 +160,24 @@ def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 def _warn_if_large(fn: Any, nbytes: int) -> None:
     if nbytes <= LARGE_BYTES:
         return
-    held = sorted(_tensors_of(fn).items(), key=lambda item: -item[1])[:3]
+    try:
+        found = inspect.getclosurevars(_unwrapped(fn))
+        values = {**found.globals, **found.nonlocals}
+    except TypeError:  # not a Python function
+        values = {}
+    sizes = {name: size for name, value in values.items() if (size := _nbytes(value))}
+    held = sorted(sizes.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name!r} with {size / 1e6:.0f} MB" for name, size in held)
     warnings.warn(
         f"{name_of(fn)} carries {nbytes / 1e6:.0f} MB along to the workers at each call"
         + (f": {named}" if named else "")
         + ". Make it on the workers (in a %%ltx cell, or kept in a module), or pass only the part that they need.",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
-def _tensors_of(fn: Any) -> dict[str, int]:
-    """The bytes of the tensors, arrays and modules that `fn` finds in its closure and globals, by name."""
-    try:
-        found = inspect.getclosurevars(_unwrapped(fn))
-    except TypeError:  # not a Python function
-        return {}
-    values = {**found.globals, **found.nonlocals}
-    return {name: size for name, value in values.items() if (size := _nbytes(value))}
-
-
 def _nbytes(value: Any) -> int:
+    """The bytes of a tensor, an array or a module."""
     if isinstance(value, torch.nn.Module):
         return sum(p.nbytes for p in (*value.parameters(), *value.buffers()))
     size = getattr(value, "nbytes", 0)
@@ -241,10 +225,8 @@ class Modules:
     def refresh(self) -> None:
         """Read those again whose files have changed; functions and classes that others hold of them are the new ones.
 
-        What others have taken of them besides, such as a number, stays as it was until those are edited too.
-
-        Raises:
-            WorkerError: one can't be read. It stays as it was, and is tried again at the next call.
+        What others have taken of them besides, such as a number, stays as it was until those are edited too. Raises
+        WorkerError if one can't be read: it stays as it was, and is tried again at the next call.
         """
         self.note()
         for name, stamp in reversed(self._stamps.items()):  # a module is listed before those that it imports
@@ -278,8 +260,7 @@ class Modules:
 
 def _stamp(file: str) -> tuple[int, int] | None:
     """What tells an edited file; None where there is none any more."""
-    try:
+    with suppress(OSError):
         found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size
+        return found.st_mtime_ns, found.st_size
+    return None

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
+from itertools import groupby, product
 
 import torch
 import torch.distributed as dist
@@ -75,14 +76,11 @@ def _examine(environ: Mapping[str, str], as_json: bool, timeout_s: float) -> int
     except LtxError as error:
         placement, world = Placement("none"), [Finding("world", "launcher", "unclear", problem=str(error))]
     found = [*_versions(), *world, *_machine(environ, placement)]
-    if world[0].problem:
-        by_rank, everyone = [found], True
-    elif placement.size > 1:
-        by_rank, everyone = _in_this_world(found, placement.size, timeout_s)
-    else:
-        by_rank, everyone = [[*found, *_in_a_pool(timeout_s)]], True
+    by_rank, everyone = [found], True
+    if not world[0].problem:
+        by_rank, everyone = _with_collectives(found, placement.size, timeout_s)
     if placement.rank == 0:
-        print(_as_json(by_rank) if as_json else _as_text(by_rank), flush=True)
+        print(_report(by_rank, as_json), flush=True)
     elif not everyone:  # rank 0 doesn't know
         print(*(f"rank {placement.rank}: {note}" for note in _notes(by_rank, "problem")), sep="\n", file=sys.stderr)
     return int(any(finding.problem for findings in by_rank for finding in findings))
@@ -210,13 +208,9 @@ def _interfaces() -> dict[str, str]:
 
 def measure() -> list[Finding]:
     """Time sums over this world's ranks, and check them: on the host, and on this rank's device if it has one."""
-    return [finding for device in dict.fromkeys(("cpu", str(world().device))) for finding in _measure_on(device)]
-
-
-def _measure_on(device: str) -> list[Finding]:
     size, rank = collectives.axis_size(), int(collectives.axis_index())
     findings = []
-    for name, elements, repetitions in _MESSAGES:
+    for device, (name, elements, repetitions) in product(dict.fromkeys(("cpu", str(world().device))), _MESSAGES):
         given, taken = torch.full((elements,), float(rank + 1), device=device), []
         for _ in range(repetitions + 1):
             collectives.barrier()
@@ -235,27 +229,20 @@ def _measure_on(device: str) -> list[Finding]:
     return findings
 
 
-def _in_this_world(found: list[Finding], size: int, timeout_s: float) -> tuple[list[list[Finding]], bool]:
-    """The findings of all ranks; else this rank's own, with what failed, and False."""
+def _with_collectives(found: list[Finding], size: int, timeout_s: float) -> tuple[list[list[Finding]], bool]:
+    """The findings of all ranks; else this rank's own, with what failed, and whether that is everyone's."""
     try:
-        with init(timeout=timedelta(seconds=timeout_s)):
-            found = [*found, Finding("collective", "between", f"the {size} ranks of this world"), *measure()]
-            return collectives.all_gather_object(found), True
-    except Exception as error:
-        return [[*found, _failed(error)]], False
-
-
-def _in_a_pool(timeout_s: float) -> list[Finding]:
-    try:
+        if size > 1:
+            with init(timeout=timedelta(seconds=timeout_s)):
+                found = [*found, Finding("collective", "between", f"the {size} ranks of this world"), *measure()]
+                return collectives.all_gather_object(found), True
         with Pool(2, start_timeout_s=timeout_s, timeout_s=timeout_s) as pool:
-            return [Finding("collective", "between", "two fresh workers of ltx.Pool"), *pool.run(measure)[0]]
+            between = Finding("collective", "between", "two fresh workers of ltx.Pool")
+            return [[*found, between, *pool.run(measure)[0]]], True
     except Exception as error:
-        return [_failed(error)]
-
-
-def _failed(error: Exception) -> Finding:
-    said = str(error).partition("\n\n")[0]  # tracebacks of workers follow
-    return Finding("collective", "psum", "failed", problem=f"{type(error).__name__}: {said}")
+        said = str(error).partition("\n\n")[0]  # tracebacks of workers follow
+        failed = Finding("collective", "psum", "failed", problem=f"{type(error).__name__}: {said}")
+        return [[*found, failed]], size == 1
 
 
 def _notes(by_rank: Sequence[Sequence[Finding]], kind: str) -> list[str]:
@@ -269,23 +256,14 @@ def _notes(by_rank: Sequence[Sequence[Finding]], kind: str) -> list[str]:
     ]
 
 
-def _as_text(by_rank: Sequence[Sequence[Finding]]) -> str:
-    """Rank 0's findings in aligned lines, then what is wrong on any rank."""
-    lines = []
-    width = max(len(finding.name) for finding in by_rank[0])
-    section = ""
-    for finding in by_rank[0]:
-        if finding.section != section:
-            section = finding.section
-            lines.append(section)
-        lines.append(f"  {finding.name:{width}}  {finding.text}")
-    lines += [f"warning: {note}" for note in _notes(by_rank, "warning")]
-    problems = [f"problem: {note}" for note in _notes(by_rank, "problem")]
-    return "\n".join([*lines, *(problems or ["all is well"])])
-
-
-def _as_json(by_rank: Sequence[Sequence[Finding]]) -> str:
-    problems = _notes(by_rank, "problem")
-    ranks = [[asdict(finding) for finding in findings] for findings in by_rank]
-    warnings = _notes(by_rank, "warning")
-    return json.dumps({"ok": not problems, "problems": problems, "warnings": warnings, "ranks": ranks}, indent=1)
+def _report(by_rank: Sequence[Sequence[Finding]], as_json: bool) -> str:
+    """Rank 0's findings in aligned lines, then what is wrong on any rank; or all of it as JSON."""
+    warnings, problems = _notes(by_rank, "warning"), _notes(by_rank, "problem")
+    if as_json:
+        ranks = [[asdict(finding) for finding in findings] for findings in by_rank]
+        return json.dumps({"ok": not problems, "problems": problems, "warnings": warnings, "ranks": ranks}, indent=1)
+    lines, width = list[str](), max(len(finding.name) for finding in by_rank[0])
+    for section, some in groupby(by_rank[0], key=lambda finding: finding.section):
+        lines += [section, *(f"  {finding.name:{width}}  {finding.text}" for finding in some)]
+    lines += (f"warning: {note}" for note in warnings)
+    return "\n".join([*lines, *(f"problem: {note}" for note in problems), *([] if problems else ["all is well"])])

@@ -3,20 +3,57 @@
 from __future__ import annotations
 
 import os
+import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from ltx import checkpoint
+from ltx.checkpoint import directory
+from ltx.checkpoint.directory import Hold
+from ltx.core import collectives, comm
+from ltx.core.base import tree
 from ltx.core.base.arguments import seconds, whole
+from ltx.core.comm.signature import Signature
 from ltx.core.training.metrics import Metrics
+from ltx.core.training.replicas import fingerprint
 from ltx.core.training.train_state import TrainState
 from ltx.core.training.train_step import TrainStep
+from ltx.core.world.init import reform
 from ltx.core.world.placement import Placement
-from ltx.core.world.world import World, settings_of_world
-from ltx.core.world.world import world as current_world
+from ltx.core.world.world import World, abandon, process, settings_of_world, world
 from ltx.data import DataPosition
-from ltx.errors import InputError, StrategyError, UnsupportedError
-from ltx.runtime.elastic_run import Batch, ElasticRun, ones_own
+from ltx.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    DeadlockDetectedError,
+    InputError,
+    LtxError,
+    PeerLostError,
+    ReplicaDivergedError,
+    StrategyError,
+    UnsupportedError,
+    WorldError,
+)
+from ltx.runtime.membership import Membership, begin_run
+
+#: ``data(indices)`` gives a rank's batch.
+Batch = Callable[[Any], Any]
+
+#: What the loss of a peer, or of the connection with it, shows as.
+LOSSES = (PeerLostError, DeadlockDetectedError, CollectiveTimeoutError, ReplicaDivergedError)
+
+# After so many new worlds in a row without a whole step in between, a loss isn't the reason.
+_PATIENCE = 3
+
+# What ranks tell in a new world: steps done, of which saved, fingerprint of the state, position, whether it has looked
+# for a snapshot; and the token of the hold on the snapshots' directory, with the run of which those are. A newcomer has
+# done -1 steps.
+_Told = tuple[int, int, str, DataPosition, bool, tuple[str, str | None]]
 
 
 def elastic(
@@ -110,9 +147,9 @@ def elastic(
         >>> state.step, position.epoch, position.done
         (6, 3, 0)
     """
-    meeting_timeout_s = seconds("elastic: meeting_timeout", meeting_timeout)
+    limit_s = seconds("elastic: meeting_timeout", meeting_timeout)
     run = ElasticRun(
-        train, data, epochs, on_step, tuple(on_reset), min_ranks, max_ranks, meeting_timeout_s, snapshots, every, keep
+        train, data, epochs, on_step, tuple(on_reset), min_ranks, max_ranks, limit_s, snapshots, every, keep
     )
     _check(run, state, position)
     return replace(run, train=replace(train, confirms=True)).to_the_end(state, position)
@@ -120,22 +157,21 @@ def elastic(
 
 def _check(run: ElasticRun, state: TrainState, position: DataPosition) -> None:
     """Raise where a loss of ranks would find that training can't go on."""
-    world, joins = current_world(), settings_of_world().get("placement", Placement("none")).joins
+    here, joins = world(), settings_of_world().get("placement", Placement("none")).joins
     for name in ("epochs", "min_ranks", "max_ranks", "every", "keep"):
         if name != "max_ranks" or run.max_ranks is not None:
             whole(f"elastic: {name}", getattr(run, name), 1)
-    if not run.min_ranks <= world.size <= (run.max_ranks or world.size) and not joins:
+    if not run.min_ranks <= here.size <= (run.max_ranks or here.size) and not joins:
         limits = f"min_ranks={run.min_ranks}" + f", max_ranks={run.max_ranks}" * (run.max_ranks is not None)
-        raise InputError(f"elastic: {limits}, and there are {world.size} ranks.")
+        raise InputError(f"elastic: {limits}, and there are {here.size} ranks.")
     if run.train.overlap == "update":
         raise UnsupportedError(
             "elastic: the train step has overlap='update', which doesn't commit a step whole: a "
             'loss in the middle would leave an invalid state. Make it with overlap="backward".'
         )
-    axis = run.axis
-    if axis is not None and not isinstance(axis, str):
+    if run.axis is not None and not isinstance(run.axis, str):
         raise UnsupportedError(
-            f"elastic: the step is on {axis!r}, which a new world doesn't have. Leave axis= out, or give its name."
+            f"elastic: the step is on {run.axis!r}, which a new world doesn't have. Leave axis= out, or give its name."
         )
     mesh = settings_of_world().get("mesh", ())
     if len(mesh) > 1:
@@ -143,16 +179,303 @@ def _check(run: ElasticRun, state: TrainState, position: DataPosition) -> None:
             f"elastic: the world has the axes {dict(mesh)}, and those that are left after a loss don't fill such a "
             "mesh. Use ltx.init() without mesh=."
         )
-    if world.size > 1 and world.launcher == "user":
+    if here.size > 1 and here.launcher == "user":
         raise UnsupportedError(
             "elastic: the process group was initialised before ltx, so ltx can't make another in its place. Leave "
             "that to ltx.init()."
         )
     if not joins:
-        position.check_sizes(run.min_ranks, world.size)
-    if (own := ones_own(state)) and run.snapshots is None and world.size > 1:
+        position.check_sizes(run.min_ranks, here.size)
+    if (own := ones_own(state)) and run.snapshots is None and here.size > 1:
         raise StrategyError(
-            f"elastic: with {state.layout.strategy} the {' and '.join(own)} of a lost rank {'is' * (len(own) < 2)}"
-            f"{'are' * (len(own) > 1)} lost with it, so the others can't go on. Give a directory for snapshots=, "
-            "from which a new start of all ranks goes on."
+            f"elastic: with {state.layout.strategy} the {' and '.join(own)} of a lost rank "
+            f"{'are' if len(own) > 1 else 'is'} lost with it, so the others can't go on. Give a directory for "
+            "snapshots=, from which a new start of all ranks goes on."
         )
+
+
+class _NewcomersError(LtxError):
+    """There are some, and they are to be taken in before the next step."""
+
+
+@dataclass
+class _Way:
+    """How far this process is, and where among its peers."""
+
+    state: TrainState
+    position: DataPosition  # that belongs to the state
+    settings: dict[str, Any]
+    place: Placement
+    membership: Membership | None = None
+    hold: Hold | None = None  # on the directory of the snapshots
+    has_state: bool = True  # false for a newcomer until its peers have given it theirs
+    begun: bool = False  # has looked for a snapshot to start from
+    saved: int = -1  # the step of the last snapshot
+    futile: int = 0  # new worlds since the last whole step
+
+
+@dataclass(frozen=True)
+class ElasticRun:
+    """One call of :func:`elastic`: its arguments, and training in one world after the other."""
+
+    train: TrainStep
+    data: Batch
+    epochs: int
+    on_step: Callable[[TrainState, Metrics, DataPosition], object] | None
+    on_reset: tuple[Callable[[World], object], ...]
+    min_ranks: int
+    max_ranks: int | None
+    meeting_timeout_s: float
+    snapshots: str | os.PathLike[str] | None
+    every: int
+    keep: int
+
+    @property
+    def axis(self) -> Any:
+        """The axis of the train step."""
+        return self.train.step.axis
+
+    def to_the_end(self, state: TrainState, position: DataPosition) -> tuple[TrainState, DataPosition]:
+        """Train, and make a new world after each loss."""
+        settings, over = settings_of_world(), False
+        place = settings.get("placement", Placement("none"))
+        way = _Way(state, position, settings, place, has_state=place.joins is None)
+        try:
+            if way.place.joins:
+                self._join(way)
+            else:
+                self._hold(way)
+                self._open(way)
+            while True:
+                try:
+                    if not way.begun:
+                        self._restore(way)
+                    way.begun = True
+                    self._train(way)
+                    over = True
+                    return way.state, way.position
+                except (*LOSSES, _NewcomersError) as loss:
+                    self._go_on(way, self._new_place(way, loss))
+        except BaseException as error:  # the others shall not wait for this rank
+            abandon(error)
+            raise
+        finally:
+            if way.membership is not None:
+                way.membership.close(over)
+            if way.hold is not None:
+                way.hold.release()
+
+    def _hold(self, way: _Way) -> None:
+        """Keep other runs out of the directory of the snapshots, on all ranks or on none."""
+        if self.snapshots is None:
+            return
+        _, rank = comm.size_and_rank(self.axis)
+        token, failure = os.urandom(8).hex(), None
+        try:
+            if rank == 0:
+                way.hold = Hold(self._base, token, first=True)
+        except CheckpointError as error:
+            failure = error
+        token, said = collectives.broadcast_object((token, failure and str(failure)), 0, self.axis)
+        if said:
+            raise failure or CheckpointError(said)
+        if rank > 0:
+            way.hold = Hold(self._base, token, first=False)
+
+    @property
+    def _base(self) -> Path:
+        assert self.snapshots is not None
+        return Path(os.path.abspath(self.snapshots))
+
+    def _open(self, way: _Way) -> None:
+        """Begin a run with all ranks, so that they can regroup after a loss."""
+        store = process.stores.get(way.place)
+        if store is None:
+            return
+        size, rank = comm.size_and_rank(self.axis)
+        own = ones_own(way.state)
+        refusal = f"the {' and '.join(own)} of each rank is its own." if own else ""
+        entrance = self._entrance(way.state, way.position)
+        begun = begin_run(store, size, process.worlds, entrance, refusal) if rank == 0 else (0, "")
+        run = collectives.broadcast_object(begun, 0, self.axis)
+        heartbeat_s = way.settings["heartbeat_timeout"].total_seconds()
+        way.membership = Membership.of_member(store, run, rank, size, process.worlds, heartbeat_s)
+        collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
+
+    def _entrance(self, state: TrainState, position: DataPosition) -> Signature:
+        """What newcomers have to agree on with those that are there, besides the program."""
+        settings = settings_of_world()
+        parts = ("params", "frozen", "buffers", "opt_state")
+        leaves = zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True)
+        found = {path: leaf for path, leaf in leaves if path.partition(".")[0] in parts}
+        said = {
+            "strategy": state.layout.strategy,
+            "data": replace(position, epoch=0, done=0),
+            "epochs": self.epochs,
+            "snapshots": self.every if self.snapshots is not None else None,
+            "axis": settings["mesh"][0][0],
+            "backend": settings["backend"],
+        }
+        static = ", ".join(f"{name}={value}" for name, value in said.items())
+        return Signature.of("elastic", list(found), list(found.values()), static)
+
+    def _join(self, way: _Way) -> None:
+        """Be taken into a run that has begun, and given its state."""
+        entrance = self._entrance(way.state, way.position)
+        limit_s, heartbeat_s = self.meeting_timeout_s, way.settings["heartbeat_timeout"].total_seconds()
+        way.membership = Membership.of_newcomer(way.place, entrance, limit_s, heartbeat_s)
+        place = way.membership.be_taken(way.place)
+        if place.local_rank != way.place.local_rank and world().device.type == "cuda":
+            raise WorldError(
+                f"rank {place.rank}: this newcomer computes on {world().device}, as another rank of its node "
+                f"does. Set LOCAL_RANK to one that is free, such as {place.local_rank}."
+            )
+        way.begun = True
+        self._go_on(way, place)
+
+    def _train(self, way: _Way) -> None:
+        size, rank = comm.size_and_rank(self.axis)
+        while way.position.epoch < self.epochs:
+            if way.membership is not None and way.membership.waiting and self._room(way, size, way.membership.waiting):
+                raise _NewcomersError(f"rank {rank}: newcomers are to be taken in.")
+            batch = self.data(way.position.indices(rank, size))
+            state, metrics = self.train(way.state, *(batch if isinstance(batch, tuple) else (batch,)))
+            way.state, way.position, way.futile = state, way.position.after_step(), 0
+            if self.on_step is not None:
+                self.on_step(state, metrics, way.position)
+            if state.step % self.every == 0:
+                self._save(way)
+        if way.saved != way.state.step:  # a loss may have come in between
+            self._save(way)
+        # A rank that ended now would be lost to one that hasn't done the last step.
+        collectives.barrier("the end of elastic", self.axis)
+
+    def _room(self, way: _Way, here: int, asking: int) -> int:
+        """How many of the newcomers that ask can be taken in where so many ranks are."""
+        most = here + asking if self.max_ranks is None else min(here + asking, self.max_ranks)
+        # A loss of any of them has to leave a number that can go on.
+        sizes = range(self.min_ranks, most + 1)
+        return max(0, next((size - 1 for size in sizes if not way.position.fits(size)), most) - here)
+
+    def _go_on(self, way: _Way, place: Placement) -> None:
+        """Make a world at `place`, or the next one if that fails, and take over the state of the last whole step."""
+        while True:
+            try:
+                done = self._taken_over(way, self._in_new_world(way, place))
+                break
+            except (*LOSSES, WorldError) as error:  # while the new world was made
+                loss = error
+            place = self._new_place(way, loss)
+        if not done:
+            raise ReplicaDivergedError(
+                f"elastic: rank {place.rank}: ranks have done as many steps and have different values, none of them "
+                "most ranks', and there is no snapshot to go on from. Give a directory for snapshots=."
+            )
+
+    def _new_place(self, way: _Way, loss: Exception) -> Placement:
+        """This rank's place among those that are left; raises if it can't go on."""
+        if own := ones_own(way.state):
+            loss.add_note(f"elastic: the {' and '.join(own)} of each rank is its own. Start all ranks again.")
+            raise loss
+        membership, lost = way.membership, _lost_on(self.axis)
+        way.futile += 1
+        if membership is None or way.futile > _PATIENCE:
+            raise loss
+        before = set(membership.members)
+        abandon(loss)
+        _let_go_of_frames(loss)
+        place = membership.regroup(way.place, lost, self.meeting_timeout_s, partial(self._room, way))
+        if place is None:
+            raise PeerLostError(
+                f"rank {way.place.rank}: the others have gone on without this rank, which they took for lost. Start it "
+                "again with all of them, from the last snapshot."
+            ) from loss
+        if not before.issuperset(membership.members):
+            way.futile = 0
+        if place.size < self.min_ranks:
+            raise PeerLostError(
+                f"rank {way.place.rank}: {place.size} of {way.place.size} ranks are left, fewer than "
+                f"min_ranks={self.min_ranks}."
+            ) from loss
+        return place
+
+    def _in_new_world(self, way: _Way, place: Placement) -> list[_Told]:
+        """How far each rank of a new world is."""
+        assert way.membership is not None
+        process.stores[place] = way.membership.world_store()
+        way.place = place
+        new_world = reform(way.settings, way.membership.worlds, place)
+        for callback in self.on_reset:
+            callback(new_world)
+        hold: tuple[str, str | None] = ("", None)
+        if way.hold is not None:
+            hold = (way.hold.token, directory.run_in(self._base))
+        mine: _Told = (-1, -1, "", way.position, True, hold)
+        if way.has_state:
+            mine = (way.state.step, way.saved, fingerprint(way.state), way.position, way.begun, hold)
+        told = list(collectives.all_gather_object(mine, self.axis))
+        if way.hold is None and (theirs := [other[-1] for other in told if other[-1][0]]):
+            (token, run), *_ = theirs
+            way.hold = Hold(self._base, token, first=False)
+            directory.continue_run(self._base, run)
+        return told
+
+    def _taken_over(self, way: _Way, told: list[_Told]) -> bool:
+        """Whether all ranks, which are as far as they `told`, have the state of the last whole step now."""
+        last = max(step for step, *_ in told)
+        if last < 0:
+            raise PeerLostError("elastic: the ranks that had the training's state are gone; these are newcomers.")
+        there = [rank for rank, (step, *_) in enumerate(told) if step == last]
+        most, count = Counter(told[rank][2] for rank in there).most_common(1)[0]
+        way.begun = all(begun for *_, begun, _ in told)
+        if 2 * count <= len(there):  # nobody knows which is right
+            way.has_state = self._restore(way)
+            return way.has_state
+        if len({(step, digest) for step, _, digest, *_ in told}) > 1:
+            src = next(rank for rank in there if told[rank][2] == most)
+            way.state, way.position = self.train.broadcast(way.state, src), told[src][3]
+        way.saved, way.has_state = min(told[rank][1] for rank in there), True
+        return True
+
+    def _save(self, way: _Way) -> None:
+        if self.snapshots is not None:
+            data = asdict(way.position)
+            checkpoint.save(self.snapshots, way.state, data=data, keep=self.keep, axis=self.axis)
+        way.saved = way.state.step
+
+    def _restore(self, way: _Way) -> bool:
+        """Go on from the last snapshot. Whether there is one."""
+        if self.snapshots is None:
+            return False
+        # Rank 0's answer: another rank may look when it has been saved just now, by a peer that is further.
+        if not collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self.axis):
+            return False
+        restored = checkpoint.load(self.snapshots, way.state, rng="same ranks", axis=self.axis)
+        saved = DataPosition(**restored.data)
+        if replace(saved, epoch=0, done=0) != replace(way.position, epoch=0, done=0):
+            raise InputError(
+                f"elastic: the snapshot is of a run over other data or in another order: {saved}, and now "
+                f"{way.position}. Give the position that the run began with, or another directory for snapshots."
+            )
+        way.state, way.position, way.saved = restored.state, saved, restored.step
+        return True
+
+
+def ones_own(state: TrainState) -> list[str]:
+    """The parts of `state` that a lost rank takes with it. Buffers aren't among them: any rank's will do."""
+    layout = state.layout
+    parts = {"params": state.trained, "opt_state": state.opt_state, "sync_state": state.sync_state.leaves}
+    return [name for name, part in parts.items() if getattr(layout, name) != "replicated" and tree.flatten(part)[0]]
+
+
+def _let_go_of_frames(loss: BaseException | None) -> None:
+    """Of what failed: they hold what was under way, and with it connections of the world that ends."""
+    while loss is not None:
+        traceback.clear_frames(loss.__traceback__)
+        loss = loss.__cause__ or loss.__context__
+
+
+def _lost_on(axis: Any) -> Callable[[], list[int]]:
+    """Asks which peers of the world that is up are known to be gone; of none that is, nothing is known."""
+    axis_comm = comm.resolve(axis).comm if settings_of_world() else None
+    return list if axis_comm is None else axis_comm.gone

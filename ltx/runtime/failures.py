@@ -1,20 +1,17 @@
-"""What is told of an exception: its text with the user's own frames, and where it happened.
+"""What is told of failures: an exception's text with the user's own frames, and a call's that failed on some ranks.
 
 Frames of ltx and of the interpreter's own machinery say nothing about the user's mistake. They are left out, unless
-there are no others. Ranks that a launcher starts write it to files that the launcher names, so that it can tell which
-rank failed first.
+there are no others.
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 import signal
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,7 +19,8 @@ import cloudpickle
 
 from ltx.core.base.errors import message_of
 from ltx.core.world.failures import in_words, is_ours, label, place_of, place_of_error
-from ltx.runtime.messages import Failure
+from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
+from ltx.runtime.messages import At, Failure, Idle, Result
 
 
 def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False) -> Failure:
@@ -44,7 +42,7 @@ def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False
 def text_of(error: BaseException) -> str:
     """The traceback as Python prints it, without ltx's frames."""
     told = traceback.TracebackException.from_exception(error, compact=True)
-    _filter(told, set())
+    _filter(told)
     return "".join(told.format())
 
 
@@ -55,73 +53,20 @@ def places_of(frame: FrameType) -> str:
     return own if own == innermost else f"{own}, which has come to {innermost}"
 
 
-def _labelled(frame: traceback.FrameSummary) -> traceback.FrameSummary:
-    """`frame` itself, renamed. Its columns are those of lines that it alone has whole."""
-    _ = frame.line  # read while it has the name that its lines are found by
-    frame.filename = label(frame.filename)
-    return frame
-
-
-def _filter(told: traceback.TracebackException, seen: set[int]) -> None:
-    """Leave ltx's frames out of `told` and of what it was caused by."""
-    if id(told) in seen:
-        return
-    seen.add(id(told))
-    kept = [frame for frame in told.stack if not is_ours(frame.filename)]
-    told.stack = traceback.StackSummary.from_list([_labelled(frame) for frame in kept or told.stack])
+def _filter(told: traceback.TracebackException) -> None:
+    """Leave ltx's frames out of `told` and of what it was caused by, each of which it has once."""
+    kept = [frame for frame in told.stack if not is_ours(frame.filename)] or told.stack
+    for frame in kept:  # renamed itself: its columns are those of lines that it alone has whole
+        _ = frame.line  # read while it has the name that its lines are found by
+        frame.filename = label(frame.filename)
+    told.stack = traceback.StackSummary.from_list(kept)
     for other in (told.__cause__, told.__context__, *(getattr(told, "exceptions", None) or ())):
         if other is not None:
-            _filter(other, seen)
+            _filter(other)
 
 
 # Of what a rank raises because a peer has failed.
 CONSEQUENCES = ("PeerLostError", "StoreGoneError", "DeadlockDetectedError", "CollectiveTimeoutError")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a rank has ended: by an exception that it has told of, at a time; or in words that say how."""
-
-    text: str
-    kind: str = ""
-    at_s: float = 0.0
-
-
-def first_failure(ended: Mapping[int, Ended]) -> int:
-    """The rank whose failure is the reason for the others'.
-
-    Example:
-        >>> first_failure({0: Ended("", "PeerLostError", 1.0), 1: Ended("was killed"), 2: Ended("", "ValueError", 2.0)})
-        2
-    """
-    told = {rank: end for rank, end in ended.items() if end.kind}
-    genuine = [rank for rank, end in told.items() if end.kind not in CONSEQUENCES]
-    silent = [rank for rank, end in ended.items() if not end.kind]
-    unasked = [rank for rank in silent if "SIGTERM" not in ended[rank].text]  # by which the launcher ends the others
-    return min(genuine or unasked or told or silent, key=lambda rank: (ended[rank].at_s, rank))
-
-
-def told_failures(runs: Sequence[Path], failures: Mapping[int, Any]) -> str:
-    """What to say of a run that failed: the first failure, and the others' in a line.
-
-    Args:
-        runs: where the launcher had the ranks of this run leave word. A ``--log-dir`` has those of earlier runs too.
-        failures: torch's, by rank: of those that had ended when the launcher looked.
-    """
-    ended = {rank: Ended(exit_text(failure.exitcode)) for rank, failure in failures.items()}
-    attempts = [path for run in runs for path in run.glob("attempt_*")]
-    attempts.sort(key=lambda path: int(path.name.rpartition("_")[2]))
-    for file in attempts[-1].glob("*/error.json") if attempts else ():
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            message = json.loads(file.read_text())["message"]
-            extra = message["extraInfo"]
-            line = message["message"].partition("\n")[0]
-            where = f" ({extra['where']})" if extra.get("where") else ""
-            ended[int(extra["rank"])] = Ended(f"raised {extra['kind']}: {line}{where}", extra["kind"], extra["at_s"])
-    first = first_failure(ended)
-    others = [f"rank {rank} {end.text}" for rank, end in sorted(ended.items()) if rank != first]
-    rest = f"\nOther ranks: {'; '.join(others)}" if others else ""
-    return f"ltx run: rank {first} {ended[first].text}{rest}"
 
 
 def exit_text(code: int) -> str:
@@ -130,3 +75,84 @@ def exit_text(code: int) -> str:
         return f"exited with status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
     return f"was killed by {name}"
+
+
+def what_became_of_workers(kept: bool) -> str:
+    """What a pool says of its workers after a call that failed or was interrupted."""
+    if kept:
+        return "The workers keep their state, and the next run begins with a new world."
+    return "The workers were ended, with what they had kept; the next run starts new ones."
+
+
+def failure_error(
+    name: str, answers: Mapping[int, Any], ranks: Sequence[int], size: int, timeout_s: float | None, kept: bool | None
+) -> WorkerError:
+    """The error for a run of `name` on `ranks` of `size`: the first failure in full, the others in a line.
+
+    `answers` are those of :func:`ltx.runtime.worker_group.collect`. `kept`: whether the workers are still there; None
+    if nobody expects it.
+    """
+    after = "" if kept is None else what_became_of_workers(kept)
+    # An ended process comes first: peers that fail because of it, in whatever words, do so after it. What says itself
+    # that it comes of a peer's failure is last; one that gave up when it was asked to doesn't count.
+    silent = [rank for rank in ranks if isinstance(answers.get(rank), At | None)]
+    came = {rank: answer for rank, answer in answers.items() if rank not in silent}
+    failed = {rank: answer for rank, answer in came.items() if not isinstance(answer, Result)}
+    genuine = [rank for rank in failed if not getattr(came[rank], "cancelled", False)]
+    if not genuine:
+        late = sorted({*silent, *failed})
+        listed, done = (", ".join(map(str, some)) for some in (late, sorted(came.keys() - failed.keys())))
+        return CallTimeoutError(
+            f"{name} didn't return on rank{'s' * (len(late) > 1)} {listed} of {size} within {timeout_s:g} s"
+            + (f", while it returned on {done}" if done else "")
+            + f": {'; '.join(f'rank {rank} {told_where(answers.get(rank))}' for rank in late)}. A rank that waits in a "
+            "collective waits for one that doesn't take part. Give a longer timeout if it only needs that."
+            + f" {after}".rstrip()
+        )
+    told_s = {r: (a.type_name in CONSEQUENCES, a.at_s) for r, a in failed.items() if isinstance(a, Failure)}
+    first = min(genuine, key=lambda rank: (*told_s.get(rank, (False, 0.0)), rank))
+    answer = answers[first]
+    others = [f"rank {rank} {_in_short(answers[rank])}" for rank in sorted(failed) if rank != first]
+    others += [f"rank {rank} {told_where(answers.get(rank))}" for rank in silent]
+    rest = f"\nOther ranks: {'; '.join(others)}." if others else ""
+    if kept is False:
+        rest += f"\n{after}"
+    error = CallFailedError()
+    error.rank = first
+    if isinstance(answer, str):
+        when = f"before it could run {name}" if isinstance(answer, Idle) else f"while it ran {name}"
+        error.args = (f"rank {first} of {size} {answer} {when}.{rest}",)
+        return error
+    error.type_name, error.traceback_text = answer.type_name, answer.traceback_text
+    error.args = (
+        f"rank {first} of {size} raised {answer.type_name}: {answer.message}\n\nOn rank {first}: "
+        f"{answer.traceback_text.rstrip()}\n{rest}".rstrip(),
+    )
+    with suppress(Exception):  # its class takes other arguments than it keeps, or isn't importable here
+        original = pickle.loads(answer.pickled) if answer.pickled is not None else None
+        error.__cause__ = original if isinstance(original, BaseException) else None
+    return error
+
+
+def told_where(answer: Any) -> str:
+    """Where a rank was that was asked to give up, in words; `answer` is None or an At if it didn't."""
+    if answer is None:
+        return "didn't give up (it is in code that Python can't interrupt)"
+    if isinstance(answer, At):
+        python = "catches KeyboardInterrupt, as BaseException, and goes on"
+        other = "is in code that Python can't interrupt"
+        return f"didn't give up (it {python if answer.caught else other}, at {answer.where})"
+    if isinstance(answer, Result):
+        return "had returned"
+    if isinstance(answer, Failure) and answer.cancelled:
+        return f"was at {answer.where}" if answer.where else "was given up"
+    return _in_short(answer)
+
+
+def _in_short(answer: Failure | str) -> str:
+    if isinstance(answer, str):
+        return answer
+    if answer.cancelled:
+        return f"was given up{f' at {answer.where}' if answer.where else ''}"
+    line = answer.message.partition("\n")[0].rstrip(".")
+    return f"raised {answer.type_name}: {line[:160]}{'...' * (len(line) > 160)}"

@@ -1,8 +1,8 @@
-"""The processes of an elastic run: its ranks, and newcomers that ask to be taken in.
+"""The processes of an elastic run: its ranks, newcomers that ask to be taken in, and how they agree on a next world.
 
-A run has a part of the store for itself, the store of its first world. There each process has a number that
-it keeps, whatever its rank, and beats for as long as it takes part: worlds come and go, and with them what is known of
-their peers.
+A run has a part of the store for itself, the store of its first world, whose host has to live. There each process has a
+number that it keeps, whatever its rank, and beats for as long as it takes part: worlds come and go, and with them what
+is known of their peers. After a loss they regroup: a process that comes is alive, and goes on.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import hmac
 import json
 import math
 import os
+import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -26,11 +29,219 @@ from ltx.core.comm.signature import Signature, explain_mismatch
 from ltx.core.comm.store_exchange import TimeoutStore, poll_until
 from ltx.core.world.placement import Placement
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
-from ltx.runtime.regroup import Decision, Member, Regroup, WatchedStore
 
 _RUNS, _NOW = "ltx/elastic/runs", "ltx/elastic/now"
 # How long ranks that have regrouped may take to connect: threads that are late with a beat are late with this.
 _MAKING_HEARTBEATS = 3
+
+
+class Member(NamedTuple):
+    """A process of a run, and where it computes."""
+
+    number: int
+    node: int  # its index in the world that the process comes from; -1 for a newcomer, which comes from none
+    local_rank: int  # among those of the node
+    host: str  # the node's name
+
+    @staticmethod
+    def of(number: int, place: Placement) -> Member:
+        """Member `number`, whose place in the world before is `place`."""
+        newcomer = place.joins is not None
+        return Member(number, -1 if newcomer else place.node_rank, place.local_rank, platform.node())
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The result of a regroup: the same for all processes that read it."""
+
+    members: tuple[Member, ...]  # those that go on, by rank
+    known: frozenset[int]  # the numbers of processes that are no newcomers any more: they were taken in, or lost
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the members, by rank."""
+        return [member.number for member in self.members]
+
+    def place(self, number: int, before: Placement) -> Placement:
+        """The new place of member `number`. Ranks and nodes are counted anew; local ranks stay where they can."""
+        members = _on_nodes(self.members)
+        mine = members[self.numbers.index(number)]
+        nodes = sorted({member.node for member in members})
+        return replace(
+            before,
+            rank=members.index(mine),
+            size=len(members),
+            local_rank=mine.local_rank,
+            local_size=sum(member.node == mine.node for member in members),
+            node_rank=nodes.index(mine.node),
+            num_nodes=len(nodes),
+            master=before.master or before.joins,
+            joins=None,
+            agreed=True,
+        )
+
+    def to_json(self) -> str:
+        """Text for the store."""
+        return json.dumps([self.members, sorted(self.known)])
+
+    @staticmethod
+    def from_json(text: bytes) -> Decision:
+        """Inverse of :meth:`to_json`."""
+        members, known = json.loads(text)
+        return Decision(tuple(Member(*member) for member in members), frozenset(known))
+
+
+def _on_nodes(members: Sequence[Member]) -> list[Member]:
+    """The members, with newcomers on the node of their host, at a free local rank if theirs is taken."""
+    found = [member for member in members if member.node >= 0]
+    for member in members[len(found) :]:
+        new = 1 + max((other.node for other in found), default=-1)
+        node = next((other.node for other in found if other.host == member.host), new)
+        taken = {other.local_rank for other in found if other.node == node}
+        free = next(local for local in range(len(members)) if local not in taken)
+        found.append(member._replace(node=node, local_rank=free if member.local_rank in taken else member.local_rank))
+    return found
+
+
+class Regroup:
+    """How the processes of a run agree, through its `store`, on its `count`-th world."""
+
+    def __init__(self, store: Any, count: int):
+        self.count = count
+        self._store, self._at = store, f"regroup/{count}"
+
+    def come(self, member: Member) -> None:
+        """Say that the process of `member` is here."""
+        self._store.append(f"{self._at}/log", f"{json.dumps(member)}\n")
+
+    def decline(self, number: int) -> None:
+        """Say that member `number` won't come, so that the others don't wait for it."""
+        self._store.append(f"{self._at}/log", f"{json.dumps([number])}\n")
+
+    def decision(self) -> Decision | None:
+        """The decision, once there is one."""
+        key = f"{self._at}/decided"
+        return Decision.from_json(self._store.get(key)) if self._store.check([key]) else None
+
+    def decide(
+        self,
+        mine: Member,
+        members: Sequence[int],
+        gone: Callable[[Sequence[int]], Collection[int]],
+        limit_s: float,
+        known: Collection[int] = (),
+        asking: Callable[[], Sequence[int]] = tuple,
+        room: Callable[[int, int], int] = lambda here, asking: asking,
+    ) -> Decision:
+        """Announce the process of `mine`, and wait until it is decided which processes go on.
+
+        The first process to decide decides for all: once every process has come that isn't known to be gone, or at the
+        end of `limit_s`.
+
+        Args:
+            members: the numbers of the processes of the world before, by rank.
+            gone: returns those of some processes that are known to be gone. It is called repeatedly, also for those
+                that have come.
+            known: see :class:`Decision`.
+            asking: the newcomers that want to be taken in.
+            room: how many newcomers are taken in, given how many others have come and how many newcomers ask.
+        """
+        self.come(mine)
+
+        def is_decided(at_the_limit: bool = False) -> bool:
+            """Whether it is decided; this process decides it once it can."""
+            if self.decision() is not None:
+                return True
+            came, declined = self._read()
+            new = [number for number in asking() if number not in known and number not in members]
+            lost = set(gone([number for number in (*members, *new) if number != mine.number]))
+            here = [number for number in members if number in came and number not in lost]
+            ready = [number for number in new if number in came and number not in lost]
+            taken = ready[: room(len(here), len(ready))]
+            missing = [number for number in members if number not in came]
+            if room(len(here), len(new)) > len(taken):
+                missing += [number for number in new if number not in came]
+            if not (at_the_limit or lost.union(declined).issuperset(missing)):
+                return False
+            absent = [number for number in new if number in lost or number in missing]
+            chosen = tuple(came[number] for number in (*here, *taken))
+            decided = Decision(chosen, frozenset((*known, *members, *taken, *absent)))
+            self._store.compare_set(f"{self._at}/decided", "", decided.to_json())
+            return True
+
+        if not poll_until(is_decided, limit_s):
+            is_decided(at_the_limit=True)
+        decision = self.decision()
+        assert decision is not None
+        return decision
+
+    def _read(self) -> tuple[dict[int, Member], set[int]]:
+        """The members that have come, and the numbers of those that declined."""
+        came, declined = dict[int, Member](), set[int]()
+        for line in self._store.get(f"{self._at}/log").splitlines():
+            number, *rest = json.loads(line)
+            if rest:
+                came[number] = Member(number, *rest)
+            else:
+                declined.add(number)
+        return came, declined
+
+
+def _forwarded(name: str) -> Any:
+    """A method that calls the underlying store's of that name."""
+    return lambda self, *args: getattr(self.underlying_store, name)(*args)
+
+
+class WatchedStore(Store):
+    """`store`, except that a wait in it checks for trouble: process groups are made by waiting in a store.
+
+    ``trouble()`` returns why a wait would never end; "" if it may. No group that is made in it waits for its peers for
+    longer than `limit_s`: those that have regrouped are about to come, and one that connects to a rank that has given
+    up meanwhile can't learn that.
+    """
+
+    def __init__(self, store: Store, trouble: Callable[[], str], limit_s: float = 300.0):
+        super().__init__()
+        self.limit = timedelta(seconds=limit_s)
+        super().set_timeout(self.limit)
+        self.underlying_store: Any = store  # torch's stubs leave half of it out
+        self._trouble = trouble
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all `keys` are there. Raises PeerLostError if they won't be."""
+        limit_s = (timeout or self.limit).total_seconds()
+
+        def look() -> None:
+            if text := self._trouble():
+                raise PeerLostError(text)
+
+        if not poll_until(lambda: self.check(keys), limit_s, look):
+            raise PeerLostError(f"peers haven't come within {limit_s:g} s")
+
+    def get(self, key: str) -> bytes:
+        """The value, once it is there."""
+        self.wait([key])
+        return cast(bytes, self.underlying_store.get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values, once they are there."""
+        self.wait(keys)
+        return cast(list[bytes], self.underlying_store.multi_get(keys))
+
+    # The rest is the store's own. By the last two names torch's C++ code calls the two before.
+    set, multi_set, compare_set, append, add, check, delete_key, num_keys = map(
+        _forwarded, ("set", "multi_set", "compare_set", "append", "add", "check", "delete_key", "num_keys")
+    )
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.limit = min(timeout, self.limit)
+        super().set_timeout(self.limit)
+
+    clone = _forwarded("clone")
 
 
 #: (number, token) of a run: which one of its store, and random text that tells it from every other run.
@@ -38,12 +249,9 @@ Run = tuple[int, str]
 
 
 def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal: str) -> Run:
-    """Open a new run of `size` processes, in their `worlds`-th world; rank 0 does.
+    """Open a new run of `size` processes, in their `worlds`-th world, in the `store` of the first; rank 0 does.
 
-    Args:
-        store: that of the first world.
-        entrance: what newcomers have to agree on.
-        refusal: why none can be taken in; "" if they can.
+    `entrance`: what newcomers have to agree on. `refusal`: why none can be taken in; "" if they can.
     """
     root = _root(store)
     number, token = int(root.add(_RUNS, 1)), os.urandom(8).hex()
@@ -55,17 +263,13 @@ def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal
 
 
 class Membership:
-    """This process' part in a run.
+    """This process' part in a run, whose store is `store`.
 
-    Args:
-        store: the run's.
+    Attributes:
         token: see :data:`Run`.
         number: this process' number.
         members: the numbers of those in the present world, by rank.
         worlds: how many worlds they have had.
-        heartbeat_s: see :func:`ltx.init`.
-
-    Attributes:
         known: the numbers that are no newcomers any more.
         waiting: how many newcomers are there, as far as this process knows. It asks in the background.
     """
@@ -104,34 +308,22 @@ class Membership:
         return self._heartbeat.stale_ranks(some)
 
     def regroup(
-        self,
-        place: Placement,
-        lost: Callable[[], Sequence[int]],
-        limit_s: float,
-        room: Callable[[int, int], int],
+        self, place: Placement, lost: Callable[[], Sequence[int]], limit_s: float, room: Callable[[int, int], int]
     ) -> Placement | None:
-        """This process' place among those that go on; None if they do without it.
+        """This process' place, which was `place`, among those that go on; None if they do without it.
 
-        Args:
-            place: where it has been until now.
-            lost: the ranks of the present world that are known to be gone.
-            limit_s, room: see :meth:`ltx.runtime.regroup.Regroup.decide`.
-
-        Raises:
-            PeerLostError: the process that holds the store is gone, or doesn't answer.
+        `lost`: the ranks of the present world that are known to be gone. `limit_s`, `room`: see :meth:`Regroup.decide`.
+        Raises PeerLostError if the process that holds the store is gone, or doesn't answer.
         """
-        regroup = self.next_regroup
+        regroup, mine = self.next_regroup, Member.of(self.number, place)
+
+        def gone(some: Sequence[int]) -> set[int]:
+            return {*self.gone(some), *(self.members[rank] for rank in lost())}
+
         try:
             self._asked.compare_set("regroup", str(self.worlds), str(regroup.count))
-            decision = regroup.decide(
-                Member.of(self.number, place),
-                self.members,
-                lambda some: {*self.gone(some), *(self.members[rank] for rank in lost())},
-                limit_s,
-                self.known,
-                lambda: _asked(self._asked, self.token),
-                room,
-            )
+            asking = partial(_asked, self._asked, self.token)
+            decision = regroup.decide(mine, self.members, gone, limit_s, self.known, asking, room)
             self._asked.set("members", json.dumps(decision.numbers))
         except PeerLostError as error:
             raise PeerLostError(
@@ -159,8 +351,6 @@ class Membership:
             return "the others have failed to make this world, and make another" if later else ""
 
         return WatchedStore(PrefixStore("worlds", self._store), trouble, _MAKING_HEARTBEATS * self._heartbeat_s)
-
-    # --- newcomers ---------------------------------------------------------------------------------------------------
 
     def _look(self, store: Store) -> None:
         """Count the newcomers that are alive: those whose beats go on. In the thread of the beats."""
@@ -209,9 +399,8 @@ class Membership:
             if refusal:
                 raise WorldError(f"elastic: the training at {where} takes no newcomers: {refusal}")
             newcomer = size - 1 + int(store.add("newcomers", 1))
-            membership = Membership(
-                store, token, newcomer, [], 0, heartbeat_s
-            )  # it beats: members ignore newcomers without beats
+            # It beats: members ignore newcomers without beats.
+            membership = Membership(store, token, newcomer, [], 0, heartbeat_s)
             store.append("asked", f"{newcomer} {_asks(newcomer, token)}\n")  # type: ignore[attr-defined]
             return membership
         except dist.DistError as error:
@@ -272,13 +461,12 @@ def _over(where: str) -> WorldError:
 def _asked(store: Any, token: str) -> list[int]:
     """The newcomers that have asked, of those that have proven to know the job's key."""
     lines = store.get("asked").decode(errors="replace").splitlines() if store.check(["asked"]) else []
-    said = [line.partition(" ") for line in lines]
-    asked = [
-        (int(number), proven)
-        for number, _, proven in said
-        if number.isdecimal() and len(number) < 10 and proven.isascii()
-    ]
-    return [number for number, proven in asked if hmac.compare_digest(proven, _asks(number, token))]
+    asked = []
+    for number, _, proven in (line.partition(" ") for line in lines):
+        may_be = number.isdecimal() and len(number) < 10 and proven.isascii()
+        if may_be and hmac.compare_digest(proven, _asks(int(number), token)):
+            asked.append(int(number))
+    return asked
 
 
 def _asks(number: int, token: str) -> str:

@@ -53,15 +53,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Call:
-    """Do a call. The same message has the function, ``(args, kwargs)``, and the sources of :mod:`ltx.runtime.calls`.
-
-    ``search_path``: the driver's by now. ``inherited``: the message has nothing besides, since the worker is a fork
-    that has all from the driver.
-    """
+    """Do a call. The same message has the function, ``(args, kwargs)``, and the sources of :mod:`ltx.runtime.calls`."""
 
     number: int
-    search_path: list[str] = field(default_factory=list)
-    inherited: bool = False
+    search_path: list[str] = field(default_factory=list)  # the driver's by now
+    inherited: bool = False  # the message has nothing besides, since the worker is a fork that has all from the driver
 
 
 @dataclass(frozen=True)
@@ -73,13 +69,10 @@ class Cancel:
 
 @dataclass(frozen=True)
 class At:
-    """Where a call was when it was asked to give up, ahead of its answer: for one that doesn't.
-
-    ``caught``: KeyboardInterrupt was raised in it, and it goes on all the same.
-    """
+    """Where a call was when it was asked to give up, ahead of its answer: for one that doesn't."""
 
     where: str
-    caught: bool = False
+    caught: bool = False  # KeyboardInterrupt was raised in it, and it goes on all the same
 
 
 @dataclass(frozen=True)
@@ -107,24 +100,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Failure:
-    """A call raised. What matters is text, so that it arrives whatever the exception is made of.
-
-    Attributes:
-        traceback_text: of the user's own frames, if there are any; the frames of ltx and of the worker are left out.
-        where: the innermost of them, in words.
-        at_s: on the monotonic clock, which the processes of one machine share, so the driver can tell which rank
-            failed first.
-        pickled: the exception itself where it pickles.
-        cancelled: whether it was given up because the driver asked for it.
-    """
+    """A call raised. What matters is text, so that it arrives whatever the exception is made of."""
 
     type_name: str
     message: str
-    traceback_text: str
-    at_s: float
-    where: str = ""
-    pickled: bytes | None = None
-    cancelled: bool = False
+    traceback_text: str  # of the user's own frames, if there are any, without those of ltx and of the worker
+    at_s: float  # on the monotonic clock, which a machine's processes share: the driver can tell which rank was first
+    where: str = ""  # the innermost frame, in words
+    pickled: bytes | None = None  # the exception itself where it pickles
+    cancelled: bool = False  # given up because the driver asked for it
 
 
 #: A message with more bytes of buffers than these sends them through shared memory.
@@ -191,20 +175,23 @@ def receive(connection: Connection) -> Callable[[], Any]:
     place = _COUNTS.size
     sizes = [_SIZE.unpack_from(received, place + _SIZE.size * i)[0] for i in range(storages + others + 1)]
     place += _SIZE.size * len(sizes)
+    buffers: list[memoryview] = []
     if shared:
         handle = reduction.recv_handle(connection)
         try:
-            buffers = _mapped(handle, sizes)
+            offsets = _offsets(sizes)
+            whole = memoryview(mmap.mmap(handle, offsets[-1], access=mmap.ACCESS_COPY))
         finally:
             os.close(handle)
+        buffers += (whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False))
     else:
-        buffers = []
         for size in sizes:
             buffers.append(memoryview(bytearray(received[place : place + size])))
             place += size
-    pickled = buffers.pop()
-    unpickler = _Unpickler(io.BytesIO(pickled), buffers=buffers[storages:])
-    unpickler.storages = [_storage(buffer) for buffer in buffers[:storages]]
+    unpickler = _Unpickler(io.BytesIO(buffers.pop()), buffers=buffers[storages:])
+    for buffer in buffers[:storages]:
+        tensor = torch.frombuffer(buffer, dtype=torch.uint8) if buffer.nbytes else torch.empty(0, dtype=torch.uint8)
+        unpickler.storages.append(tensor.untyped_storage())
     return unpickler.load
 
 
@@ -235,7 +222,8 @@ class Pickler(TensorPickler):
 
     def message(self) -> Message:
         """The objects pickled so far."""
-        return Message(self._stream.getvalue(), [_bytes_of(storage) for storage in self._storages], self._others)
+        flat: list[Any] = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in self._storages]
+        return Message(self._stream.getvalue(), [memoryview(x.numpy()) for x in flat], self._others)
 
     @property
     def nbytes(self) -> int:
@@ -245,25 +233,16 @@ class Pickler(TensorPickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    storages: list[torch.UntypedStorage]
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.storages: list[torch.UntypedStorage] = []
 
     def persistent_load(self, pid: Any) -> Any:
         place, dtype = pid
         storage = self.storages[place]
-        return (
-            storage if dtype is None else torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-        )
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    flat: Any = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return memoryview(flat.numpy())
-
-
-def _storage(buffer: memoryview) -> torch.UntypedStorage:
-    if not buffer.nbytes:
-        return torch.UntypedStorage(0)
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        if dtype is None:
+            return storage
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
@@ -288,10 +267,3 @@ def _written(views: Sequence[memoryview]) -> io.FileIO:
         file.close()
         raise
     return file
-
-
-def _mapped(handle: int, sizes: Sequence[int]) -> list[memoryview]:
-    """Buffers of `sizes` bytes in the shared memory `handle`, copy on write."""
-    offsets = _offsets(sizes)
-    whole = memoryview(mmap.mmap(handle, offsets[-1], access=mmap.ACCESS_COPY))
-    return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]

@@ -15,19 +15,18 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 from ltx.core.base.arguments import checked, is_whole, seconds, whole
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.world import cores
 from ltx.errors import CallInterruptedError, WorkerError
-from ltx.runtime.calls import inherited_call, name_of, pack_call
-from ltx.runtime.collecting import collect, failure_error, what_became_of_workers
-from ltx.runtime.messages import Failure, Message, Result
+from ltx.runtime.calls import name_of, pack_call
+from ltx.runtime.failures import failure_error, what_became_of_workers
+from ltx.runtime.messages import Call, Failure, Message, Result, pack
 from ltx.runtime.per_rank import PerRank
-from ltx.runtime.starting import StartMethod, starter
-from ltx.runtime.worker_group import WorkerGroup
+from ltx.runtime.worker import StartMethod, starter
+from ltx.runtime.worker_group import WorkerGroup, collect
 from ltx.strategies import Strategy
 
 T = TypeVar("T")
@@ -100,9 +99,7 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -145,11 +142,7 @@ class Pool:
             WorkerError: `fn` or its arguments can't be pickled, the pool is closed, or workers don't start.
         """
         __tracebackhide__ = True
-        with self._lock:
-            number, limit_s = self._next(name_of(fn)), self._limit_s(timeout_s)
-            with pack_call(number, fn, args, kwargs) as call:
-                answers = self._do(number, call, range(self._size), name_of(fn), limit_s)
-            return PerRank(answers[rank].value for rank in range(self._size))
+        return PerRank(self._call(range(self._size), fn, args, kwargs, timeout_s))
 
     def run_on(
         self, rank: int, fn: Callable[..., T], *args: Any, timeout_s: timedelta | float | None = None, **kwargs: Any
@@ -161,34 +154,39 @@ class Pool:
         __tracebackhide__ = True
         if not is_whole(rank) or not 0 <= rank < self._size:
             raise WorkerError(f"rank {rank}: {self!r} has the ranks 0 to {self._size - 1}.")
+        (value,) = self._call([rank], fn, args, kwargs, timeout_s)
+        return value
+
+    def _call(
+        self,
+        ranks: Sequence[int],
+        fn: Callable[..., T],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_s: timedelta | float | None,
+    ) -> list[T]:
+        """What `fn` returns on `ranks`."""
+        __tracebackhide__ = True
         with self._lock:
-            number, limit_s = self._next(name_of(fn)), self._limit_s(timeout_s)
-            with pack_call(number, fn, args, kwargs) as call:
-                value: T = self._do(number, call, [rank], name_of(fn), limit_s)[rank].value
-            return value
+            if self._closed:
+                raise WorkerError(f"this {self!r} can't run {name_of(fn)}. Make a new one: ltx.Pool({self._size}).")
+            if self._workers is not None and not self._workers.is_ours:
+                raise WorkerError(
+                    f"this ltx.Pool was started by another process than {os.getpid()}, which is a fork of that one. "
+                    "Make a pool of its own in the fork."
+                )
+            self._calls += 1
+            limit_s = self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
+            with pack_call(self._calls, fn, args, kwargs) as call:
+                answers = self._do(call, ranks, name_of(fn), limit_s)
+            return [answers[rank].value for rank in ranks]
 
-    def _limit_s(self, timeout_s: timedelta | float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
-
-    def _next(self, name: str) -> int:
-        if self._closed:
-            raise WorkerError(f"this {self!r} can't run {name}. Make a new one: ltx.Pool({self._size}).")
-        if self._workers is not None and not self._workers.is_ours:
-            raise WorkerError(
-                f"this ltx.Pool was started by another process than {os.getpid()}, which is a fork of that one. "
-                "Make a pool of its own in the fork."
-            )
-        self._calls += 1
-        return self._calls
-
-    def _do(
-        self, number: int, call: Message, ranks: Sequence[int], name: str, limit_s: float | None
-    ) -> dict[int, Result]:
+    def _do(self, call: Message, ranks: Sequence[int], name: str, limit_s: float | None) -> dict[int, Result]:
         __tracebackhide__ = True
         workers = self._ready()
         kept = False
         try:
-            answers = collect(workers, number, call, ranks, name, limit_s, self._grace_s)
+            answers = collect(workers, self._calls, call, ranks, name, limit_s, self._grace_s)
             kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
             workers.failed = not all(isinstance(answers.get(rank), Result) for rank in ranks)
         except CallInterruptedError as interrupt:
@@ -215,7 +213,7 @@ class Pool:
                 warnings.warn(
                     f"after the failure before, {error} All workers were ended, with what they had kept, and new ones "
                     "are started.",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
         if self._workers is None:
             self._workers = self._start()
@@ -290,7 +288,7 @@ def launch(
     limit_s = None if timeout is None else seconds("ltx.launch: timeout", timeout)
     threads = _threads(threads, nprocs, method)
     # A fork has the function already, and all that it refers to.
-    call = pack_call(1, fn, args, {}) if method != "fork" else inherited_call(1)
+    call = pack_call(1, fn, args, {}) if method != "fork" else pack(Call(1, inherited=True))
     handed = (fn, args) if method == "fork" else None
     with call:
         workers = WorkerGroup(nprocs, starter(method, nprocs, threads, handed), threads, _START_TIMEOUT_S)

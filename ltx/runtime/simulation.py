@@ -136,18 +136,7 @@ _ONE_ONLY = (
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Around the run of all ranks; raises where ranks can't run."""
-    _refuse_surroundings()
-    if not _run.acquire(blocking=False):
-        raise UnsupportedError(_ONE_ONLY)
-    try:
-        yield
-    finally:
-        _run.release()
-
-
-def _refuse_surroundings() -> None:
-    """Raise where ranks can't run: what is around the call ends where a thread begins."""
+    """Around the run of all ranks; raises where they can't run: what is around the call ends where a thread begins."""
     if torch.compiler.is_compiling():
         raise UnsupportedError("ltx.simulate can't be compiled: its ranks wait for each other in Python.")
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
@@ -168,6 +157,12 @@ def _refuse_surroundings() -> None:
             f"ltx.simulate runs in one process, and this world has {several[0].size} ranks on axis "
             f"{several[0].name!r}. Call it before ltx.init(), or in a program of its own."
         )
+    if not _run.acquire(blocking=False):
+        raise UnsupportedError(_ONE_ONLY)
+    try:
+        yield
+    finally:
+        _run.release()
 
 
 def _set_aside() -> Callable[[], None]:
@@ -211,22 +206,15 @@ def _modes() -> Callable[[], AbstractContextManager[None]]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The arguments of a call.
+    """The arguments of a call, and the keyword arguments as the last of them."""
 
-    Attributes:
-        size: the number of ranks.
-        leaves, spec: of the arguments, and the keyword arguments as the last of them.
-        dims: which dimension of each leaf is the ranks'; None for leaves that each rank gets whole.
-    """
-
-    size: int
+    size: int  # the number of ranks
     leaves: list[Any]
     spec: Any
-    dims: list[Any]
+    dims: list[Any]  # which dimension of each leaf is the ranks'; None for leaves that each rank gets whole
 
     @staticmethod
     def of(axis_name: str, ranks: int | None, in_dims: Any, args: tuple[Any, ...], named: dict[str, Any]) -> _Inputs:
-        """Those of a call."""
         leaves, spec, dims = mapped_arguments(axis_name, in_dims, args, (*args, named), _COPIED | PerRank)
         for x in leaves:
             if isinstance(x, PerRank):

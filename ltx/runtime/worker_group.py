@@ -1,4 +1,4 @@
-"""The processes of a pool or of a launch, each on one end of a connection.
+"""The processes of a pool or of a launch, each on one end of a connection, and a call's answers from all of them.
 
 The connection is a pair of anonymous Unix sockets whose one end the worker inherits: there is no address that another
 process could connect to, and no file to clean up. When the driver ends, in whatever way, the system closes its end, the
@@ -12,20 +12,39 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from ltx.errors import WorkerError
+from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime.calls import search_path
-from ltx.runtime.failures import exit_text, failure_of
-from ltx.runtime.messages import Cancel, Failure, Message, Ready, Rendezvous, Renew, Setup, Stop, pack, receive
-from ltx.runtime.output import Output, Printed, open_pipe, together
-from ltx.runtime.show import Bar
-from ltx.runtime.starting import Process, Starter
+from ltx.runtime.failures import exit_text, failure_of, told_where
+from ltx.runtime.messages import (
+    At,
+    Cancel,
+    Failure,
+    Idle,
+    Message,
+    Ready,
+    Rendezvous,
+    Renew,
+    Result,
+    Setup,
+    Stop,
+    pack,
+    receive,
+)
+from ltx.runtime.show import Bar, Output, Printed, open_pipe, together
+from ltx.runtime.worker import Process, Starter
 
+#: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.
+PATIENCE_S = 0.5
+#: How long a rank that was asked to give up gets to do so, unless the pool says otherwise.
+GRACE_S = 3.0
+# After this long of it, what is going to be lost is told.
+_TELL_S = 1.0
 _STOP_GRACE_S = 3.0
 # For so long lines that come in are gathered before they are shown.
 _TOGETHER_S = 0.05
@@ -37,23 +56,13 @@ _STOPPED_S = 2.0
 class WorkerGroup:
     """`size` workers whose world is up. They end with :meth:`stop`, with this object, or with this process.
 
-    Args:
-        size: how many.
-        start: starts one of them.
-        threads: how many threads each computes on.
-        start_timeout_s: how long they may take to be up.
-        shows_output: what they print is shown by the driver, with their rank.
-
-    Attributes:
-        failed: whether the last call failed on some ranks, so that their world has to be replaced.
-
-    Raises:
-        WorkerError: a worker failed to start, or they weren't all up after `start_timeout_s`.
+    `shows_output`: what they print is shown by the driver, with their rank. Raises WorkerError if a worker failed to
+    start, or they weren't all up after `start_timeout_s`.
     """
 
     def __init__(self, size: int, start: Starter, threads: int, start_timeout_s: float, shows_output: bool = False):
         self.size = size
-        self.failed = False
+        self.failed = False  # whether the last call failed on some ranks, so that their world has to be replaced
         self._worlds = 1
         self._bars: dict[str, Bar] = {}
         self._stopped_since: dict[int, float] = {}
@@ -61,9 +70,8 @@ class WorkerGroup:
         self._processes: list[Process] = []
         self._connections: list[Connection] = []
         self._output = Output()
-        self._end = weakref.finalize(
-            self, _end, os.getpid(), self._processes, self._connections, self._output, _STOP_GRACE_S
-        )
+        theirs = (os.getpid(), self._processes, self._connections, self._output)
+        self._end = weakref.finalize(self, _end, *theirs, _STOP_GRACE_S)
         try:
             for rank in range(size):
                 self._spawn(rank, start, threads, shows_output)
@@ -125,11 +133,7 @@ class WorkerGroup:
         self._bars.clear()
 
     def renew(self) -> None:
-        """A new world for all workers, which keep what else they have.
-
-        Raises:
-            WorkerError: not all of them managed to.
-        """
+        """A new world for all workers, which keep what else they have. Raises WorkerError if not all managed to."""
         self._worlds += 1
         for rank in range(self.size):
             # Far above what a user's own calls of ltx.init may have counted up to.
@@ -271,3 +275,69 @@ def _end(owner: int, processes: list[Process], connections: list[Connection], ou
             connection.close()
         output.show(finish=True)
         output.close()
+
+
+def collect(
+    workers: WorkerGroup,
+    number: int,
+    call: Message,
+    ranks: Sequence[int],
+    name: str,
+    limit_s: float | None,
+    grace_s: float | None = None,
+) -> dict[int, Any]:
+    """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or words on how a process ended.
+
+    The first failure, the time limit and an interrupt end the waiting alike: ranks that are still busy are asked to
+    give up, and get a moment to say where they were. Those that don't answer are absent, or said it: an At.
+
+    Raises:
+        CallInterruptedError: a KeyboardInterrupt came in; its ``kept`` says whether all ranks have given up.
+    """
+    # A rank that goes after this is found out below.
+    answers: dict[int, Any] = {r: Idle(workers.exit_text(r)) for r in ranks if not workers.send(r, call)}
+    waiting, grace_s = set(ranks) - answers.keys(), GRACE_S if grace_s is None else grace_s
+    try:
+        end = float("inf") if limit_s is None else time.monotonic() + limit_s
+        end = min(end, time.monotonic() + PATIENCE_S) if answers else end
+        _wait(workers, waiting, answers, end, PATIENCE_S)
+        if waiting:
+            workers.cancel(waiting, number)
+            _be_patient(workers, waiting, answers, grace_s)
+        return answers
+    except KeyboardInterrupt:
+        waiting = set(ranks) - answers.keys()
+        workers.cancel(waiting, number)
+        with suppress(KeyboardInterrupt):  # who interrupts again has had enough
+            _be_patient(workers, waiting, answers, grace_s)
+        kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
+        places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in ranks)
+        raise CallInterruptedError(f"{name} was interrupted: {places}.", kept) from None
+
+
+def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
+    """Wait until `waiting` have given up, `grace_s` at most."""
+    end = time.monotonic() + grace_s
+    _wait(workers, waiting, answers, min(end, time.monotonic() + _TELL_S))
+    if waiting and time.monotonic() < end:
+        print(
+            f"ltx: ranks {sorted(waiting)} are in code that Python can't interrupt, or that goes on. Unless they end "
+            f"within {end - time.monotonic():.0f} s, all workers are ended, and what they have kept is lost. "
+            "ltx.Pool(grace_s=60) waits for longer.",
+            file=sys.stderr,
+            flush=True,
+        )
+        _wait(workers, waiting, answers, end)
+
+
+def _wait(
+    workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], end: float, patience_s: float = float("inf")
+) -> None:
+    """Gather answers until none is `waiting`, or `end`; for `patience_s` at most once one isn't a Result."""
+    while waiting and time.monotonic() < end:
+        came = workers.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
+        answers.update(came)
+        done = {rank: answer for rank, answer in came.items() if not isinstance(answer, At)}
+        waiting.difference_update(done)
+        if not all(isinstance(answer, Result) for answer in done.values()):
+            end = min(end, time.monotonic() + patience_s)

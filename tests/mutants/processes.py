@@ -6,8 +6,8 @@ MUTANTS = (
     Mutant(
         name="runtime: newcomers without the key are taken in",
         where="_asked",
-        old="return [number for number, proven in asked if hmac.compare_digest(proven, _asks(number, token))]",
-        new="return [who for who, proven in asked]",
+        old="if may_be and hmac.compare_digest(proven, _asks(int(number), token)):",
+        new="if may_be:",
         breaks="whoever reaches the store joins the training",
         tests=("tests/internal/runtime/test_joining.py::test_who_asks_without_the_jobs_key_isnt_heard",),
     ),
@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         name="runtime: the last rank to fail is told",
         where="failure_error.first",
-        old="first = min(genuine, key=lambda rank: (*_order(failed[rank]), rank))",
-        new="first = max(genuine, key=lambda rank: (*_order(failed[rank]), rank))",
+        old="first = min(genuine, key=lambda rank: (*told_s.get(rank, (False, 0.0)), rank))",
+        new="first = max(genuine, key=lambda rank: (*told_s.get(rank, (False, 0.0)), rank))",
         breaks="a consequence is reported in the place of the cause",
         tests=("tests/internal/runtime/test_failures.py::test_the_first_to_fail_is_shown_and_the_others_listed",),
     ),
@@ -94,7 +94,7 @@ MUTANTS = (
         old="genuine = [rank for rank, end in told.items() if end.kind not in CONSEQUENCES]",
         new="genuine = list(told)",
         breaks="the launcher names a rank that has only lost its peer",
-        tests=("ltx/runtime/failures.py",),
+        tests=("ltx/runtime/run.py",),
     ),
     Mutant(
         name="runtime: tensors that share memory are sent apart",

@@ -17,9 +17,9 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.run import get_rdzv_endpoint
 
 import ltx.cli
-from ltx.demo.options import Options, options_of
-from ltx.demo.options import parse as parse_demo
-from ltx.runtime.failures import Ended, first_failure
+from ltx.demo.train import Options, options_of
+from ltx.demo.train import parse as parse_demo
+from ltx.runtime.run import Ended, first_failure
 
 torchrun = pytest.importorskip("torch.distributed.run")
 

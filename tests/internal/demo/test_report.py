@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -160,7 +161,7 @@ def test_metrics_are_json_lines_written_as_they_come(tmp_path: Path) -> None:
     with JsonLines(path) as metrics:
         metrics.write("step", loss=1.5, step=1)
         assert json.loads(path.read_text()) == {"kind": "step", "loss": 1.5, "step": 1}
-        metrics.write_result(RESULTS[1])
+        metrics.write("result", **asdict(RESULTS[1]))
     _, line = path.read_text().splitlines()
     result = json.loads(line)
     assert result["kind"] == "result"

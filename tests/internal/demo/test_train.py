@@ -11,9 +11,8 @@ import torch
 
 import ltx
 from ltx.demo.gpt import GPT, PARAGRAPH, Corpus
-from ltx.demo.options import CONFIGURATIONS, Options
 from ltx.demo.report import JsonLines, Progress
-from ltx.demo.train import CONTEXT, PEAK_LR, Lesson, main, schedule
+from ltx.demo.train import CONFIGURATIONS, CONTEXT, PEAK_LR, Lesson, Options, main, schedule
 
 
 @pytest.fixture

@@ -149,9 +149,9 @@ def test_a_sum_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_problems_of_other_ranks_are_shown() -> None:
     fine = [Finding("a", "x", "1")]
     bad = [Finding("a", "x", "2", warning="odd", problem="broken")]
-    assert doctor._as_text([fine, bad]) == "a\n  x  1\nwarning: rank 1: x: odd\nproblem: rank 1: x: broken"
-    assert doctor._as_text([bad]) == "a\n  x  2\nwarning: x: odd\nproblem: x: broken"
-    assert json.loads(doctor._as_json([fine, bad]))["ok"] is False
+    assert doctor._report([fine, bad], False) == "a\n  x  1\nwarning: rank 1: x: odd\nproblem: rank 1: x: broken"
+    assert doctor._report([bad], False) == "a\n  x  2\nwarning: x: odd\nproblem: x: broken"
+    assert json.loads(doctor._report([fine, bad], True))["ok"] is False
 
 
 def test_why_a_process_in_an_allocation_is_alone() -> None:

@@ -24,9 +24,8 @@ import torch
 import ltx
 from ltx import Pool, init, shutdown, world
 from ltx.errors import CallFailedError, CallInterruptedError, CallTimeoutError, InputError, WorkerError
-from ltx.runtime import collecting
-from ltx.runtime.collecting import failure_error
-from ltx.runtime.failures import failure_of, text_of
+from ltx.runtime import worker_group
+from ltx.runtime.failures import failure_error, failure_of, text_of
 from ltx.runtime.messages import Failure, Result, pack
 
 Ranks = Callable[[int], Pool]
@@ -106,9 +105,9 @@ def test_an_interrupt_while_others_give_up_interrupts_the_call(monkeypatch: pyte
                 raise KeyboardInterrupt
             return self.answers.pop()
 
-    monkeypatch.setattr(collecting, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(worker_group, "PATIENCE_S", 0.0)
     with pytest.raises(CallInterruptedError, match=r"f was interrupted: .*in code that Python") as caught:
-        collecting.collect(Group(), 1, pack(None), [0, 1], "f", None)  # type: ignore[arg-type]
+        worker_group.collect(Group(), 1, pack(None), [0, 1], "f", None)  # type: ignore[arg-type]
     assert not caught.value.kept
 
 
@@ -215,7 +214,7 @@ def test_patience_is_the_pools(grace_s: float, kept: bool, capfd: pytest.Capture
 
 @pytest.mark.full
 def test_a_peer_that_python_cannot_interrupt_is_ended(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ltx.runtime.collecting.GRACE_S", 0.5)
+    monkeypatch.setattr("ltx.runtime.worker_group.GRACE_S", 0.5)
 
     def stuck() -> None:
         if world().rank == 1:

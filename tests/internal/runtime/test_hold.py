@@ -14,7 +14,7 @@ import pytest
 
 import ltx
 from ltx.checkpoint import directory
-from ltx.runtime.hold import Hold
+from ltx.checkpoint.directory import Hold
 from tests.contract.runtime.elastic_training import START, batch, make
 from tests.forks import Ranks
 

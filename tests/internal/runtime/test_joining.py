@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 import ltx
 from ltx.errors import PeerLostError
-from ltx.runtime.elastic_run import ElasticRun as Run
-from ltx.runtime.membership import Membership, _asked, _asks
-from ltx.runtime.regroup import Regroup
+from ltx.runtime.elastic import ElasticRun as Run
+from ltx.runtime.membership import Membership, Regroup, _asked, _asks
 from tests.contract.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
 from tests.forks import Body, Ranks, noticed
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ltx
 from ltx import Pool, init, shutdown, world
 from ltx.errors import CallFailedError, WorkerError
-from ltx.runtime.output import Output, open_pipe
+from ltx.runtime.show import Output, open_pipe
 
 Ranks = Callable[[int], Pool]
 

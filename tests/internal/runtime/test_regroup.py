@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ltx.core.world.placement import Placement
-from ltx.runtime.regroup import Decision, Member, Regroup
+from ltx.runtime.membership import Decision, Member, Regroup
 
 # Two nodes of two and three ranks.
 NODES = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]

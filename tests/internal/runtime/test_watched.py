@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ltx.errors import PeerLostError
-from ltx.runtime.regroup import WatchedStore
+from ltx.runtime.membership import WatchedStore
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ltx.errors import WorkerError
-from ltx.runtime.starting import starter
+from ltx.runtime.worker import starter
 from ltx.runtime.worker_group import WorkerGroup
 
 ROOT = Path(__file__).parents[3]

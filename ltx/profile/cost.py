@@ -1,26 +1,34 @@
-"""plan: the time of a training step on a network, before there is one.
+"""What a step costs: on paper, on a network that there may not be (plan), and here, on these ranks (compare).
 
-What is sent is what the strategy asks for on shapes (:mod:`ltx.estimate.dry_run`); when is found by going through a
-step. Of processors nothing is known but what the caller has measured. A collective takes as many latencies as messages
-follow one another in it, and its bytes at the link's bandwidth (Thakur, Rabenseifner and Gropp, "Optimization of
-collective communication operations in MPICH", 2005, section 4).
+In a plan, what is sent is what the strategy asks for on shapes (:mod:`ltx.estimate.dry_run`); when is found by going
+through a step. Of processors nothing is known but what the caller has measured. A collective takes as many latencies as
+messages follow one another in it, and its bytes at the link's bandwidth (Thakur, Rabenseifner and Gropp, "Optimization
+of collective communication operations in MPICH", 2005, section 4).
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from ltx.core import comm
+import torch
+
+from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked, number, whole
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.pending import Exchange
+from ltx.core.training import TrainState, TrainStep
+from ltx.core.training.train_state import counted
 from ltx.errors import InputError
 from ltx.estimate.dry_run import Steps, cycle_of
 from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds, short
 from ltx.estimate.requests import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues
 from ltx.optim import Optimizer
+from ltx.profile.traces import record
 from ltx.strategies import Strategy
 from ltx.strategies.auto_hook import on_network
 from ltx.typing import Tree
@@ -249,3 +257,74 @@ def plan(
         clock.step(driven.next() if world > 1 else Issues())  # a world of one sends nothing
     traffic = tuple(Traffic(kind, *(amount / len(window) for amount in sums)) for kind, sums in clock.traffic.items())
     return Cost(strategy, world, window, (clock.now - began) / len(window), compute_s, traffic)
+
+
+class Compared(NamedTuple):
+    """A candidate: seconds a step of the slowest rank, and bytes that this rank sends a step."""
+
+    name: str
+    step_s: float
+    sent: float
+
+
+class Comparison(Shown, tuple[Compared, ...]):
+    """The candidates, fastest first; ``print`` shows them as a table."""
+
+    def __str__(self) -> str:
+        rows = [(x, format_seconds(s), f"{s / self[0].step_s:.2f}", format_bytes(round(sent))) for x, s, sent in self]
+        return "\n".join(aligned(("candidate", "a step", "to the first", "sent"), rows, (False, True, True, True)))
+
+
+def compare(candidates: dict[str, TrainStep], state: TrainState, *batch: Any, steps: int = 20) -> Comparison:
+    """Time train steps in turns, on all ranks, as Horovod's autotuner tries settings.
+
+    A turn is as long as the longest schedule takes to repeat itself; the first isn't counted. Steps begin behind a
+    strategy's warm-up: a hook that is exact at first compresses. What becomes of the loss, a few steps don't show.
+
+    Args:
+        candidates: train steps by name.
+        state: of one of them; the others begin with its parameters and buffers, and it stays as it is.
+        batch: this rank's, for all steps.
+        steps: how many of each are timed at least.
+
+    Returns:
+        The candidates, fastest first, the same on every rank; ``print`` shows them as a table.
+
+    Example:
+        >>> import torch, ltx
+        >>> step = ltx.data_parallel(lambda p, x: (p["w"] * x).square().mean())
+        >>> sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+        >>> candidates = {way: ltx.train_step(step, sgd, overlap=way) for way in ("backward", "update")}
+        >>> state = candidates["backward"].init({"w": torch.ones(3)})
+        >>> sorted(row.name for row in ltx.profile.compare(candidates, state, torch.ones(3), steps=2))
+        ['backward', 'update']
+    """
+    whole("compare: steps", steps, 1)
+    if not candidates or not isinstance(state, TrainState):
+        raise InputError(f"compare takes train steps by name and a state, got {brief(candidates)} and {brief(state)}.")
+    trained, length = set(tree.leaf_paths(state.trained)), max(t.step.strategy.cycle[1] for t in candidates.values())
+    states, sent, times = dict[str, TrainState](), dict[str, float](), {name: list[float]() for name in candidates}
+    for name, train in candidates.items():
+        fresh, at = replace(train, trainable=trained.__contains__), max(state.step, train.step.strategy.cycle[0])
+        states[name] = counted(fresh.init(state.params, state.buffers), at, at)
+        with record() as trace:
+            states[name], _ = _turn(train, states[name], batch, length)
+        sent[name] = sum(x.nbytes for x in trace.events if x.kind in ("bucket", "exchange", "background")) / length
+    for _ in range(-(-steps // length)):
+        for name, train in candidates.items():
+            states[name], taken = _turn(train, states[name], batch, length)
+            times[name].append(taken / length)
+    rows = (Compared(name, statistics.median(taken), sent[name]) for name, taken in times.items())
+    return Comparison(sorted(rows, key=lambda row: row.step_s))
+
+
+def _turn(train: TrainStep, state: TrainState, batch: tuple[Any, ...], length: int) -> tuple[TrainState, float]:
+    """The state after `length` steps, and the slowest rank's seconds."""
+    collectives.barrier(axis=train.step.axis)
+    began = time.perf_counter()
+    for _ in range(length):
+        state, metrics = train(state, *batch)
+    state = train.finish(state)
+    metrics.loss.item()  # an accelerator has done all of it then
+    taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=metrics.loss.device)
+    return state, float(collectives.pmax(taken, train.step.axis))

@@ -1,0 +1,180 @@
+"""``ltx run``: torch's own elastic launcher, the one behind ``torchrun``, whose ranks meet on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from ltx.core.world.groups import loopback_store
+from ltx.core.world.placement import DEFAULT_PORT, LOOPBACK
+from ltx.runtime.failures import CONSEQUENCES, exit_text
+
+#: The name under which torch's launcher finds :class:`LoopbackRendezvous`.
+LOOPBACK_RENDEZVOUS = "ltx-loopback"
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """The launcher of one machine alone: it waits for no other, and its ranks connect on loopback.
+
+    torch's own for this listens on all interfaces, and unpickles what any process writes there.
+    """
+
+    def __init__(self, port: int, run_id: str):
+        self._own_store = loopback_store(port)
+        self._rounds = 0
+        super().__init__(LOOPBACK, self._own_store.port, rank=0, world_size=1, run_id=run_id, timeout=0)
+
+    def get_backend(self) -> str:
+        return LOOPBACK_RENDEZVOUS
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._rounds += 1
+        store = PrefixStore(f"{self.run_id}/{self._rounds}", self._own_store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
+
+
+def register(tells: bool) -> None:
+    """Have torch's launcher know :data:`LOOPBACK_RENDEZVOUS`, which `tells` where others may join."""
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        made = LoopbackRendezvous(int(parameters.endpoint.rpartition(":")[2]), parameters.run_id)
+        if tells:
+            where = f"LTX_JOIN={LOOPBACK}:{made.master_port}"
+            print(f"ltx run: processes with the same LTX_KEY may join: {where}", file=sys.stderr, flush=True)
+        return made
+
+    rendezvous_handler_registry._registry.pop(LOOPBACK_RENDEZVOUS, None)  # an earlier run's in this process
+    rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, create)
+
+
+#: What --nnodes says of one machine.
+_ONE = ("1", "1:1")
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Start a script on every rank of this machine and wait for it: ``torchrun``, with these differences.
+
+    ``-n`` is short for ``--nproc-per-node``. Ranks of a run on this machine alone meet on loopback, where nobody else
+    can connect, at a free port unless one is given (``--master-port``), so that several can run at once. With
+    ``LTX_KEY`` set, it prints where others may join. A failure is told in a line about the rank that failed first.
+
+    Args:
+        arguments: torchrun's options, then the script (or ``-m`` and a module), then the script's arguments.
+
+    Returns:
+        The exit status: 0, or 1 if a rank failed.
+    """
+    parser = torchrun.get_args_parser()
+    parser.prog = "ltx run"
+    parser.description = "Start a script on several ranks. Takes all options of torchrun, which it is built on."
+    parser.add_argument("-n", dest="nproc_per_node", metavar="N", help="ranks on this machine: --nproc-per-node")
+    if "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=None)  # a number before torch 2.12
+    parsed = parser.parse_args(list(arguments))
+    if parsed.standalone and parsed.nnodes not in _ONE:
+        parser.error(f"--standalone is of one machine, and --nnodes={parsed.nnodes} of several: leave one of them out")
+    elsewhere = parsed.rdzv_backend != "static" or parsed.rdzv_endpoint or parsed.master_addr != "127.0.0.1"
+    if parsed.standalone or not (elsewhere or parsed.nnodes not in _ONE or parsed.node_rank):
+        register(tells=bool(os.environ.get("LTX_KEY")))
+        parsed.standalone, parsed.rdzv_backend = False, LOOPBACK_RENDEZVOUS
+        parsed.rdzv_endpoint = f"127.0.0.1:{parsed.master_port or 0}"
+        if parsed.rdzv_id == parser.get_default("rdzv_id"):
+            parsed.rdzv_id = uuid.uuid4().hex
+    elif parsed.master_port is None:
+        parsed.master_port = DEFAULT_PORT  # of several machines, which have to know it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun does too, with a warning
+    if parsed.nnodes in _ONE:
+        os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # of this job alone, for what its ranks unpickle
+    logs = None
+    if parsed.log_dir is None:
+        if (parsed.redirects, parsed.tee) == ("0", "0"):  # it is for the word that failing ranks leave alone
+            logs = tempfile.TemporaryDirectory(prefix="ltx_run_")
+            parsed.log_dir = logs.name
+        else:  # the job's output goes there, so it outlives the job
+            parsed.log_dir = tempfile.mkdtemp(prefix="ltx_run_")
+            print(f"ltx run: the ranks' output is kept in {parsed.log_dir}", file=sys.stderr, flush=True)
+    earlier = set(Path(parsed.log_dir).glob("*"))
+    try:
+        torchrun.run(parsed)
+    except ChildFailedError as error:
+        runs = set(Path(parsed.log_dir).glob("*")) - earlier
+        mine = [run for run in runs if run.name.startswith(f"{parsed.rdzv_id}_")]
+        print(told_failures(mine, error.failures), file=sys.stderr)
+        return 1
+    except RendezvousError as error:  # the launchers of several machines: this one's ranks have been ended
+        print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
+        return 1
+    except SignalException as error:
+        print(f"ltx run: stopped by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval.value
+    finally:
+        if logs is not None:
+            logs.cleanup()
+    return 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank has ended: by an exception that it has told of, at a time; or in words that say how."""
+
+    text: str
+    kind: str = ""
+    at_s: float = 0.0
+
+
+def first_failure(ended: Mapping[int, Ended]) -> int:
+    """The rank whose failure is the reason for the others'.
+
+    Example:
+        >>> first_failure({0: Ended("", "PeerLostError", 1.0), 1: Ended("was killed"), 2: Ended("", "ValueError", 2.0)})
+        2
+    """
+    told = {rank: end for rank, end in ended.items() if end.kind}
+    genuine = [rank for rank, end in told.items() if end.kind not in CONSEQUENCES]
+    silent = [rank for rank, end in ended.items() if not end.kind]
+    unasked = [rank for rank in silent if "SIGTERM" not in ended[rank].text]  # by which the launcher ends the others
+    return min(genuine or unasked or told or silent, key=lambda rank: (ended[rank].at_s, rank))
+
+
+def told_failures(runs: Sequence[Path], failures: Mapping[int, Any]) -> str:
+    """What to say of a run that failed: the first failure, and the others' in a line.
+
+    `runs`: where the launcher had the ranks of this run leave word. `failures`: torch's, by rank, of those that had
+    ended when the launcher looked.
+    """
+    ended = {rank: Ended(exit_text(failure.exitcode)) for rank, failure in failures.items()}
+    attempts = [path for run in runs for path in run.glob("attempt_*")]
+    attempts.sort(key=lambda path: int(path.name.rpartition("_")[2]))
+    for file in attempts[-1].glob("*/error.json") if attempts else ():
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            message = json.loads(file.read_text())["message"]
+            extra = message["extraInfo"]
+            line = message["message"].partition("\n")[0]
+            where = f" ({extra['where']})" if extra.get("where") else ""
+            ended[int(extra["rank"])] = Ended(f"raised {extra['kind']}: {line}{where}", extra["kind"], extra["at_s"])
+    first = first_failure(ended)
+    others = [f"rank {rank} {end.text}" for rank, end in sorted(ended.items()) if rank != first]
+    rest = f"\nOther ranks: {'; '.join(others)}" if others else ""
+    return f"ltx run: rank {first} {ended[first].text}{rest}"
