@@ -154,7 +154,6 @@ class Opened:
 
     @property
     def saved_ranks(self) -> int:
-        """How many ranks saved it."""
         return int(self.manifest["ranks"])
 
     def has(self, name: str) -> bool:

@@ -30,7 +30,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Mix each position with those before it."""
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x_BTC).chunk(3, dim=-1))
         mixed_BHTD = scaled_dot_product_attention(q, k, v, is_causal=True)
         out_BTC: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
@@ -121,7 +120,6 @@ class Vocabulary:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """The vocabulary of ``text``."""
         return cls("".join(sorted(set(text))))
 
     def __len__(self) -> int:
@@ -150,7 +148,6 @@ class Corpus:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Cut and encode ``text``."""
         vocabulary = Vocabulary.of(text)
         train, validation = split(text)
         return cls(vocabulary, vocabulary.encode(train), vocabulary.encode(validation))

@@ -103,7 +103,6 @@ class Progress:
         self._length = 0 if last else len(line)
 
     def say(self, text: str = "") -> None:
-        """Print a line of its own."""
         if self.stream is not None:
             print(text, file=self.stream, flush=True)
 
@@ -198,7 +197,6 @@ class JsonLines:
         self._file = None if path is None else path.open("w", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Write one line."""
         if self._file is not None:
             self._file.write(json.dumps({"kind": kind, **values}) + "\n")
 

@@ -82,7 +82,6 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options to ``parser``."""
     default = Options()
     steps = "optimizer steps; accumulation takes a quarter as many, each on four batches (default: %(default)s)"
     out = "folder for the figure and the metrics (default: %(default)s)"
@@ -95,7 +94,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """The options among parsed ``arguments``."""
     return Options(arguments.steps, arguments.batch_size, arguments.strategy, arguments.out, arguments.seed)
 
 
@@ -135,7 +133,6 @@ class Meter:
     waited_s: float = 0.0
 
     def add(self, tokens: int, seconds: float, trace: Trace) -> None:
-        """Count one step."""
         self.tokens += tokens
         self.seconds += seconds
         self.bytes_sent += trace.bytes
@@ -179,7 +176,6 @@ class Lesson:
     def train(
         self, configuration: Configuration, progress: Progress, metrics: JsonLines
     ) -> tuple[Result, Curve, Params]:
-        """Train one configuration from the start."""
         name, steps = configuration.name, configuration.steps(self.options.steps)
         batch_size = self.options.batch_size * configuration.micro_batches * ltx.axis_size()
 
@@ -233,7 +229,6 @@ class Lesson:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the demo on this rank."""
     options = parse(argv)
     # A small model on as many processes as were asked for: on the CPU, whatever accelerators there are.
     with ltx.init(backend="gloo") as world:
@@ -244,7 +239,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(options: Options, progress: Progress, metrics: JsonLines) -> None:
-    """Train every configuration, then report."""
     corpus = Corpus.of(read_topics())
     torch.manual_seed(options.seed)
     lesson = Lesson(GPT(len(corpus.vocabulary), CONTEXT), corpus, options)

@@ -11,7 +11,6 @@ FigureCanvas = FigureCanvasAgg  # what a backend has
 
 
 def show(*args: Any, **kwargs: Any) -> None:
-    """What ``plt.show()`` calls."""
     for number in pyplot.get_fignums():
         ltx.show(pyplot.figure(number))
     pyplot.close("all")

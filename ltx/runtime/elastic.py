@@ -232,7 +232,6 @@ class ElasticRun:
 
     @property
     def axis(self) -> Any:
-        """The axis of the train step."""
         return self.train.step.axis
 
     def to_the_end(self, state: TrainState, position: DataPosition) -> tuple[TrainState, DataPosition]:

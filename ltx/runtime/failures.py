@@ -139,9 +139,9 @@ def told_where(answer: Any) -> str:
     if answer is None:
         return "didn't give up (it is in code that Python can't interrupt)"
     if isinstance(answer, At):
-        python = "catches KeyboardInterrupt, as BaseException, and goes on"
-        other = "is in code that Python can't interrupt"
-        return f"didn't give up (it {python if answer.caught else other}, at {answer.where})"
+        catches = "catches KeyboardInterrupt, as BaseException, and goes on"
+        deaf = "is in code that Python can't interrupt"
+        return f"didn't give up (it {catches if answer.caught else deaf}, at {answer.where})"
     if isinstance(answer, Result):
         return "had returned"
     if isinstance(answer, Failure) and answer.cancelled:

@@ -59,7 +59,6 @@ class Decision:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the members, by rank."""
         return [member.number for member in self.members]
 
     def place(self, number: int, before: Placement) -> Placement:
@@ -81,12 +80,10 @@ class Decision:
         )
 
     def to_json(self) -> str:
-        """Text for the store."""
         return json.dumps([self.members, sorted(self.known)])
 
     @staticmethod
     def from_json(text: bytes) -> Decision:
-        """Inverse of :meth:`to_json`."""
         members, known = json.loads(text)
         return Decision(tuple(Member(*member) for member in members), frozenset(known))
 
@@ -119,7 +116,6 @@ class Regroup:
         self._store.append(f"{self._at}/log", f"{json.dumps([number])}\n")
 
     def decision(self) -> Decision | None:
-        """The decision, once there is one."""
         key = f"{self._at}/decided"
         return Decision.from_json(self._store.get(key)) if self._store.check([key]) else None
 
@@ -219,12 +215,10 @@ class WatchedStore(Store):
             raise PeerLostError(f"peers haven't come within {limit_s:g} s")
 
     def get(self, key: str) -> bytes:
-        """The value, once it is there."""
         self.wait([key])
         return cast(bytes, self.underlying_store.get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values, once they are there."""
         self.wait(keys)
         return cast(list[bytes], self.underlying_store.multi_get(keys))
 

@@ -221,13 +221,11 @@ class Pickler(TensorPickler):
         return self._places[storage._cdata], dtype
 
     def message(self) -> Message:
-        """The objects pickled so far."""
         flat: list[Any] = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in self._storages]
         return Message(self._stream.getvalue(), [memoryview(x.numpy()) for x in flat], self._others)
 
     @property
     def nbytes(self) -> int:
-        """The size of what was pickled so far."""
         buffers = sum(s.nbytes() for s in self._storages) + sum(view.nbytes for view in self._others)
         return self._stream.tell() + buffers
 

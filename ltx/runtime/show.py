@@ -209,12 +209,10 @@ class Bar:
         self._line = LiveLine()
 
     def at(self, rank: int, size: int, progress: Progress) -> None:
-        """Rank `rank` of `size` has come to `progress`."""
         self._ranks[rank] = progress
         self._line.draw(self.line(size), self.finished(size))
 
     def finished(self, size: int) -> bool:
-        """Whether all of `size` ranks have."""
         return len(self._ranks) == size and all(progress.finished for progress in self._ranks.values())
 
     def line(self, size: int) -> str:
@@ -258,7 +256,6 @@ class Output:
 
     @property
     def fds(self) -> list[int]:
-        """What to wait for."""
         return list(self._sources)
 
     def show(self, *, finish: bool = False) -> None:
@@ -293,7 +290,6 @@ class Output:
         self._sources.pop(fd, None)
 
     def close(self) -> None:
-        """Let go of all pipes."""
         for fd in self.fds:
             self._close(fd)
         self._begun.clear()
@@ -307,7 +303,6 @@ class Printed:
     text: str
 
     def shown(self, rank: int, size: int, bars: dict[str, Any]) -> None:
-        """Print them."""
         _print(self.text.removesuffix("\n").split("\n"), rank, self.stream)
 
 
@@ -358,7 +353,6 @@ class Writer(io.TextIOBase):
         return self._fd
 
     def in_fork(self) -> None:
-        """This process is a fork of the worker now."""
         self._begun, self._live = "", False  # the worker delivers what it has begun
         raw = io.FileIO(self._fd, "w", closefd=False)
         self._pipe = io.TextIOWrapper(

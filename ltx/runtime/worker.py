@@ -166,7 +166,6 @@ class _WorkerLoop:
         self._deliver(pack(message))
 
     def answer(self, call: Call, load: Callable[[], Any]) -> None:
-        """Do a call, and send what came of it."""
         try:
             reply = self._reply(call, load)
         except KeyboardInterrupt as error:  # it came just when the call had ended
@@ -202,7 +201,6 @@ class _WorkerLoop:
             return pack(failure)
 
     def _asked(self, call: Call, load: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The function and its arguments."""
         if call.inherited:
             assert self._inherited is not None
             return *self._inherited, {}
@@ -233,7 +231,6 @@ class _WorkerLoop:
 
 
 def _start_world(connection: Connection, threads: int) -> None:
-    """Make a world with the other workers."""
     torch.set_num_threads(threads)
     if os.environ["RANK"] == "0":
         # The store that ltx.init, or the user, opens at this address finds this server (multi_tenant).

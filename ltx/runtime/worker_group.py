@@ -82,7 +82,6 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """The workers' process ids, by rank."""
         return [process.pid for process in self._processes]
 
     @property
@@ -100,7 +99,6 @@ class WorkerGroup:
         return True
 
     def cancel(self, ranks: Collection[int], number: int) -> None:
-        """Have `ranks` give up call `number`."""
         for rank in ranks:
             self.send(rank, pack(Cancel(number)))
 
