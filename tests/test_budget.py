@@ -25,8 +25,8 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(772, 7),
-    "all": Size(41854, 205),
-    "checkpoint": Size(1799, 10),
+    "all": Size(41259, 194),
+    "checkpoint": Size(1760, 8),
     "core": Size(1, 1),
     "core/base": Size(1637, 8),
     "core/collectives": Size(3817, 17),
@@ -37,13 +37,13 @@ BUDGET = {
     "core/training": Size(3674, 18),
     "core/transforms": Size(3664, 16),
     "core/world": Size(1572, 7),
-    "demo": Size(747, 5),
+    "demo": Size(667, 4),
     "estimate": Size(583, 4),
     "hooks": Size(2486, 13),
     "nn": Size(478, 3),
-    "notebook": Size(334, 4),
-    "profile": Size(1103, 6),
-    "runtime": Size(4360, 20),
+    "notebook": Size(325, 4),
+    "profile": Size(1057, 4),
+    "runtime": Size(4016, 14),
     "strategies": Size(2905, 14),
 }
 
