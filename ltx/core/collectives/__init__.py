@@ -1,14 +1,21 @@
 """Collectives: one operation and its transpose a file, all by the rules of :mod:`ltx.core.collectives.linear`."""
 
 from ltx.core.collectives.adasum import adasum
-from ltx.core.collectives.extremum import pargmax, pargmin, pmax, pmin
 from ltx.core.collectives.futures import Future, async_
 from ltx.core.collectives.gather import AllGatherGrad, all_gather, psum_scatter
 from ltx.core.collectives.objects import all_gather_object, barrier, broadcast_object
 from ltx.core.collectives.permute import all_to_all, ppermute
 from ltx.core.collectives.psum import axis_size, pmean, psum, pvary
 from ltx.core.collectives.ranks import axis_index, rank_seed, shard
-from ltx.core.collectives.reduce import reduce, reduce_boolean_decision, weighted_mean
+from ltx.core.collectives.reduce import (
+    pargmax,
+    pargmin,
+    pmax,
+    pmin,
+    reduce,
+    reduce_boolean_decision,
+    weighted_mean,
+)
 from ltx.core.collectives.rooted import broadcast, gather, psum_to, scatter
 from ltx.core.collectives.uneven import gather_all_tensors
 

@@ -109,7 +109,7 @@ def collective(
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
     if RULES[name].operation is not None and not RULES[name].moves:
-        check_sums(name, leaves, value)
+        check_sums(name, leaves, value, "sums" if RULES[name].weights is None else "extrema")
     if traced.recording():
         key = prepare_trace(axis)
         size = traced_size(key)

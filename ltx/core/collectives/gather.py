@@ -49,7 +49,7 @@ add_rule(
     Rule(
         name="all_gather",
         operation="all_gather",
-        after=lambda result, rank, n, static: spread(result, static),
+        after=lambda result, x, rank, n, static: spread(result, static),
         stacked=lambda xs, n, static: (spread(xs, static).clone(), False),
         alone=lambda x, static: spread(x.unsqueeze(0), static),
         transpose=lambda shape, static: ("psum_scatter", static),

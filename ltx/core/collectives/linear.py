@@ -1,4 +1,4 @@
-"""The mechanism that every linear collective shares: a rule, and one autograd Function that follows rules.
+"""The mechanism that every collective of tensors shares: a rule, and one autograd Function that follows rules.
 
 A linear collective A is given by a :class:`Rule`: what it does on a process group, on the stacked values of ranks in
 one process, on an axis of size 1, and which rule is its transpose. Everything else follows from linearity:
@@ -8,6 +8,8 @@ one process, on an axis of size 1, and which rule is its transpose. Everything e
   ranks of each rank's loss;
 * vmap over any level that isn't the axis itself: one more dimension in front;
 * any order of these, any number of times, since each recurses through the same Function.
+
+A collective that isn't linear is a rule too: it says by which sum over ranks it is differentiated (`weights`).
 """
 
 from __future__ import annotations
@@ -35,16 +37,18 @@ Static = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """One linear collective. `x` is one rank's tensor, `n` the axis' size.
+    """One collective. `x` is one rank's tensor, `n` the axis' size.
 
     Attributes:
         name: the collective's name; also its key in :data:`RULES`.
         operation: the operation that a channel issues (:mod:`ltx.core.comm.operations`); None if nothing moves.
         stacked: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With
             `per_rank` the result is a stack again, else it is the one value that all ranks get.
-        transpose: ``(shape of x, static)`` -> name and static arguments of the transpose.
+        transpose: ``(shape of x, static)`` -> name and static arguments of the transpose, of a linear collective.
+        weights: ``(x, y)`` -> w, of one that isn't linear: its derivative at x is psum(w · ẋ) / psum(w).
         before: ``(x, n, static)`` -> a contiguous buffer; the channel overwrites it where the operation does.
-        after: ``(result, rank, n, static)`` -> the value; `result` belongs to the caller.
+        coded: what is sent instead of that buffer where the backend, and not ltx, computes with it; None: the buffer.
+        after: ``(result, x, rank, n, static)`` -> the value; `result` belongs to the caller, of `x` the dtype is asked.
         alone: ``(x, static)`` -> the value on an axis of size 1.
         batched: `static` for an x with one more dimension in front.
         arguments: the operation's arguments, from `static`.
@@ -55,9 +59,13 @@ class Rule:
     name: str
     operation: str | None
     stacked: Callable[[torch.Tensor, int, Static], tuple[torch.Tensor, bool]]
-    transpose: Callable[[torch.Size, Static], tuple[str, Static]]
+    transpose: Callable[[torch.Size, Static], tuple[str, Static]] = lambda shape, static: ("psum", ())
+    weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     before: Callable[[torch.Tensor, int, Static], torch.Tensor] = lambda x, n, static: x.contiguous()
-    after: Callable[[torch.Tensor, int, int, Static], torch.Tensor] = lambda result, rank, n, static: result
+    coded: Callable[[torch.Tensor], torch.Tensor] | None = None
+    after: Callable[[torch.Tensor, torch.Tensor, int, int, Static], torch.Tensor] = lambda result, x, rank, n, static: (
+        result
+    )
     alone: Callable[[torch.Tensor, Static], torch.Tensor] = lambda x, static: x
     batched: Callable[[Static], Static] = lambda static: static
     arguments: Callable[[Static], Static] = lambda static: ()
@@ -186,8 +194,8 @@ class Linear(Function):
         axis_comm: comm.AxisComm = axis.comm
         if compiled:
             waits = [_begin_compiled(axis_comm, rule, x, static) for x in xs]
-            results = [rule.after(wait(), axis_comm.rank, axis.size, static) for wait in waits]
-            return tuple(_fresh(y, x) for y, x in zip(results, xs, strict=True))
+            pairs = list(zip(waits, xs, strict=True))
+            return tuple(_fresh(rule.after(wait(), x, axis_comm.rank, axis.size, static), x) for wait, x in pairs)
         works = [begin(axis_comm, rule, x, static) for x in xs]
         return tuple(finished(axis_comm, rule, x, static, work.wait()) for x, work in zip(xs, works, strict=True))
 
@@ -195,9 +203,14 @@ class Linear(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.name, ctx.static, ctx.axis, ctx.compiled, _, *xs = inputs
         ctx.shapes = [x.shape for x in xs]
+        if RULES[ctx.name].weights is not None:
+            ctx.save_for_backward(*xs, *output)
+            ctx.save_for_forward(*xs, *output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        if RULES[ctx.name].weights is not None:
+            return (None, None, None, None, None, *_by_weights(ctx, cotangents, backward=True))
         # One call for each distinct transpose keeps the order of issues that of the tensors.
         front = ctx.axis.simulated.taken if ctx.axis.simulated else 0
         transposes = [RULES[ctx.name].transpose(shape[front:], ctx.static) for shape in ctx.shapes]
@@ -208,6 +221,8 @@ class Linear(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if RULES[ctx.name].weights is not None:
+            return tuple(_by_weights(ctx, tangents[5:], backward=False))
         present = [t for t in tangents[5:] if t is not None]
         results = iter(apply(ctx.name, ctx.static, ctx.axis, present, ctx.compiled))
         return tuple(None if t is None else next(results) for t in tangents[5:])
@@ -225,16 +240,14 @@ class Linear(Function):
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         rule, dims = RULES[name], in_dims[5:]
         simulated = axis.simulated
-        if simulated and peeled_level() == simulated.level:
+        # functorch has taken the level whose rule it runs off its stack.
+        if simulated and (_functorch.maybe_current_level() or 0) + 1 == simulated.level:
             below = simulated.below
             if below is not None:  # a level of several: the outermost one's rule does it
                 rest, stacks = replace(axis, backing=below), _in_front(info.batch_size, xs, dims)
                 all_ranks = Linear.apply(name, static, rest, compiled, index_below(index, in_dims[4]), *stacks)
                 return all_ranks, (0,) * len(xs)
-            results = [
-                on_stack(simulated, axis.size, x, dim, lambda stacked, n: rule.stacked(stacked, n, static))
-                for x, dim in zip(xs, dims, strict=True)
-            ]
+            results = [_on_stack(simulated, rule, static, axis.size, x, dim) for x, dim in zip(xs, dims, strict=True)]
             return tuple(y for y, _ in results), tuple(0 if per_rank else None for _, per_rank in results)
         front = simulated.taken if simulated else 0
         outs: list[torch.Tensor] = []
@@ -244,14 +257,24 @@ class Linear(Function):
         return tuple(outs), tuple(None if dim is None else front for dim in dims)
 
 
-def peeled_level() -> int:
-    """The vmap level whose rule is being run: functorch has taken it off the stack for that."""
-    return (_functorch.maybe_current_level() or 0) + 1
-
-
 def index_below(index: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
     """The index of an axis of several levels once its innermost level is off: batched at the others, as before."""
     return index if index is None or dim is None else index.select(dim, 0)
+
+
+def _by_weights(ctx: Any, given: Sequence[torch.Tensor | None], backward: bool) -> list[torch.Tensor | None]:
+    """The derivative that a rule's weights say, of tangents; or, `backward`, its transpose, of cotangents."""
+    found: list[torch.Tensor | None] = []
+    saved, weights = ctx.saved_tensors, RULES[ctx.name].weights
+    assert weights is not None
+    for x, y, change in zip(saved[: len(given)], saved[len(given) :], given, strict=True):
+        if change is None or not x.is_floating_point():
+            found.append(None)
+            continue
+        w = weights(x, y)
+        total, whole = apply("psum", (), ctx.axis, [change if backward else w * change, w], ctx.compiled)
+        found.append(w * total / whole if backward else total / whole)
+    return found
 
 
 def _in_front(size: int, xs: Sequence[torch.Tensor], dims: Sequence[int | None]) -> list[torch.Tensor]:
@@ -259,28 +282,28 @@ def _in_front(size: int, xs: Sequence[torch.Tensor], dims: Sequence[int | None])
     return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
 
 
-def on_stack(
-    backing: VmapBacking,
-    n: int,
-    x: torch.Tensor,
-    dim: int | None,
-    body: Callable[[torch.Tensor, int], tuple[torch.Tensor, bool]],
+def _on_stack(
+    backing: VmapBacking, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None
 ) -> tuple[torch.Tensor, bool]:
-    """`body`, as a Rule's `stacked`, on the values of all `n` simulated ranks of an axis."""
+    """The rule's `stacked` on the values of all `n` simulated ranks of an axis."""
     part = backing.part
+    world = n if part is None else part.world
     if backing.dims:
         size = next(size for level, size in backing.dims if level == backing.level)
         flat = backing.stacked(_in_front(size, [x], [dim])[0])
-        y, per_rank = on_stack(replace(backing, dims=()), n, flat, 0, body)
+        y, per_rank = _on_stack(replace(backing, dims=()), rule, static, n, flat, 0)
         # Every level has got its dimension, so every level gets one back.
-        world = n if part is None else part.world
         return backing.unstacked(y if per_rank else y.expand(world, *y.shape)), True
-    world = n if part is None else part.world
-    xs = x.expand(world, *x.shape) if dim is None else x.movedim(dim, 0)
+    (xs,) = _in_front(world, [x], [dim])
     if part is None:
-        return body(xs, n)
-    results = [(body(xs[torch.tensor(group, device=xs.device)], len(group)), len(group)) for group in part.groups]
-    by_group = torch.cat([y if per_rank else y.expand(size, *y.shape) for (y, per_rank), size in results])
+        return rule.stacked(xs, n, static)
+    by_group = torch.cat(
+        [
+            y if per_rank else y.expand(len(group), *y.shape)
+            for group in part.groups
+            for y, per_rank in [rule.stacked(xs[torch.tensor(group, device=xs.device)], len(group), static)]
+        ]
+    )
     return by_group[part.order.to(xs.device)], True
 
 
@@ -295,24 +318,23 @@ def _among_threads(
 ) -> tuple[torch.Tensor, ...]:
     if rule.operation is None:
         return tuple(
-            _fresh(rule.after(rule.before(x, threads.size, static), threads.rank, threads.size, static), x) for x in xs
+            _fresh(rule.after(rule.before(x, threads.size, static), x, threads.rank, threads.size, static), x)
+            for x in xs
         )
     found = threads.exchange(
-        signature_of(rule.name, xs, static),
+        _signature_of(rule.name, xs, static),
         xs,
-        lambda values: each_rank(lambda stack, n: rule.stacked(stack, n, static), values),
+        lambda values: _each_rank(rule, static, values),
     )
     if rule.keeps_strides:
         return tuple(y if x.is_contiguous() else torch.empty_like(x).copy_(y) for y, x in zip(found, xs, strict=True))
     return tuple(found)
 
 
-def each_rank(
-    body: Callable[[torch.Tensor, int], tuple[torch.Tensor, bool]], values: list[Sequence[torch.Tensor]]
-) -> list[list[torch.Tensor]]:
-    """What each rank gets for its `values`, one or more tensors; `body` is as a Rule's `stacked`. In new memory."""
+def _each_rank(rule: Rule, static: Static, values: list[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """What each rank gets for its `values`, one or more tensors. In new memory."""
     n = len(values)
-    results = [body(torch.stack(column), n) for column in zip(*values, strict=True)]
+    results = [rule.stacked(torch.stack(column), n, static) for column in zip(*values, strict=True)]
     return [[(y[rank] if per_rank else y).clone() for y, per_rank in results] for rank in range(n)]
 
 
@@ -320,7 +342,7 @@ def _on_shapes(rule: Rule, static: Static, axis: Axis, backing: MetaBacking, x: 
     if rule.operation is None:
         return rule.before(x, axis.size, static)
     answer = backing.answer(rule.operation, rule.before(x, axis.size, static), rule.arguments(static), axis)
-    return rule.after(answer, backing.rank, axis.size, static)
+    return rule.after(answer, x, backing.rank, axis.size, static)
 
 
 def _fresh(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -331,8 +353,11 @@ def begin(axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static,
     """Start a rule's operation. With a `label`, which the ledger and errors show, x may change meanwhile."""
     if rule.operation is None:
         return Arrived(rule.before(x, axis_comm.size, static))
-    compare(axis_comm, rule.name, x, static)
+    key = key_of(rule.name, x, static)
+    axis_comm.negotiate_issue(axis_comm.user, key, lambda: _signature_of(rule.name, [x], static))
     buffer = rule.before(x, axis_comm.size, static)
+    if rule.coded is not None and not axis_comm.user.uses_transport(buffer):
+        buffer = rule.coded(buffer)
     if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so none waits
         return Arrived(OPERATIONS[rule.operation].new_result(buffer, axis_comm.size))
     if label and buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
@@ -344,7 +369,7 @@ def finished(
     axis_comm: comm.AxisComm, rule: Rule, x: torch.Tensor, static: Static, result: torch.Tensor
 ) -> torch.Tensor:
     """The value that the rule makes of the operation's result."""
-    y = _fresh(rule.after(result, axis_comm.rank, axis_comm.size, static), x)
+    y = _fresh(rule.after(result, x, axis_comm.rank, axis_comm.size, static), x)
     return y if x.is_contiguous() or not rule.keeps_strides else torch.empty_like(x).copy_(y)
 
 
@@ -353,14 +378,9 @@ def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
     return (name, x.shape, x.dtype, static)
 
 
-def signature_of(name: str, xs: Sequence[torch.Tensor], static: Static = ()) -> comm.Signature:
+def _signature_of(name: str, xs: Sequence[torch.Tensor], static: Static) -> comm.Signature:
     """What ranks compare of a collective of tensors, which have no paths."""
     return comm.Signature.of(name, ["<tensor>"] * len(xs), list(xs), f"arguments {static}" if static else "")
-
-
-def compare(axis_comm: comm.AxisComm, name: str, x: torch.Tensor, static: Static = ()) -> None:
-    """Let the ranks compare a single tensor's collective, before it is issued."""
-    axis_comm.negotiate_issue(axis_comm.user, key_of(name, x, static), lambda: signature_of(name, [x], static))
 
 
 def _begin_compiled(
@@ -370,8 +390,10 @@ def _begin_compiled(
     buffer = rule.before(x, n, static)
     if rule.operation is None:
         return lambda: buffer
+    if rule.coded is not None:
+        buffer = rule.coded(buffer)
     operation = OPERATIONS[rule.operation]
-    if buffer.numel() == 0:  # see _begin
+    if buffer.numel() == 0:  # see begin
         return lambda: operation.new_result(buffer, n)
     return operation.begin_in_graph(buffer, n, name, rule.arguments(static))
 

@@ -49,7 +49,7 @@ add_rule(
         name="all_to_all",
         operation="all_to_all",
         before=lambda x, n, static: _cut(x, n, static[0]).contiguous(),
-        after=lambda result, rank, n, static: _join(result, static[1]),
+        after=lambda result, x, rank, n, static: _join(result, static[1]),
         stacked=_exchanged,
         transpose=lambda shape, static: ("all_to_all", (static[1], static[0])),
         batched=lambda static: (static[0] + 1, static[1] + 1),

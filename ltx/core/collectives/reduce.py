@@ -1,13 +1,16 @@
-"""Reductions made of other collectives: reduce by the operation's name, one decision for all, the weighted mean.
+"""Reductions other than sums: extrema, reduce by the operation's name, one decision for all, the weighted mean.
 
+pmax:           y_r = max_s x_s      x̄_r = m_r · (sum_s ȳ_s) / (sum_s m_s),   m_r = (x_r == y_r)
 weighted_mean:  m = sum_r w_r x_r / W,   W = sum_r w_r
                 x̄_r = w_r / W · sum_s ȳ_s,   w̄_r = <x_r - m, sum_s ȳ_s> / W
+
+Ranks that tie share the extremum's cotangent equally, as ``torch.amax`` does. A NaN on any rank is a NaN on all.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +19,170 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import AxisError, CollectiveError, InputError, TreeError, WeightError
-from ltx.core.collectives.calls import check_dense, check_sums, refuse_leaves, tensors_of
-from ltx.core.collectives.extremum import pmax, pmin
+from ltx.core.collectives.calls import check_dense, check_sums, collective, grouped, refuse_leaves, tensors_of
+from ltx.core.collectives.futures import one_message
 from ltx.core.collectives.gather import all_gather
 from ltx.core.collectives.in_step import in_step
+from ltx.core.collectives.linear import Rule, Static, add_rule
 from ltx.core.collectives.psum import NARROW, axis_size, countable, pmean, psum
 from ltx.core.collectives.ranks import axis_index
 from ltx.core.comm.operations import SUMMED
 from ltx.core.ranks.backings import unwrapped
 from ltx.typing import Tree
+
+
+def _add_extremum(name: str, stacked: Callable[[torch.Tensor], torch.Tensor], sign: int) -> None:
+    """The rule of pmax, whose `sign` is 1, or pmin."""
+
+    def coded(x: torch.Tensor) -> torch.Tensor:
+        """Floats as whole numbers of the same order, in which every NaN is beyond all others.
+
+        gloo and NCCL keep or drop a NaN by the order in which they read it; of whole numbers they have one extremum.
+        """
+        if not x.is_floating_point():
+            return x
+        wide = x if x.itemsize >= 4 else x.float()
+        bits = wide.view(torch.int64 if wide.itemsize == 8 else torch.int32)
+        return _turned(bits) - sign * _nans(wide.dtype)
+
+    def after(result: torch.Tensor, x: torch.Tensor, rank: int, n: int, static: Static) -> torch.Tensor:
+        if result.dtype == x.dtype:
+            return result
+        dtype = torch.float64 if result.itemsize == 8 else torch.float32
+        return _turned(result + sign * _nans(dtype)).view(dtype).to(x.dtype)
+
+    add_rule(
+        Rule(
+            name=name,
+            operation=name,
+            before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
+            coded=coded,
+            after=after,
+            stacked=lambda xs, n, static: (stacked(xs), False),
+            weights=lambda x, y: (x == y).to(x.dtype),
+        )
+    )
+
+
+def _turned(bits: torch.Tensor) -> torch.Tensor:
+    """Sign and magnitude, which a float's bits are, as two's complement; its own inverse."""
+    return bits ^ (bits >> (8 * bits.itemsize - 1) & torch.iinfo(bits.dtype).max)
+
+
+def _nans(dtype: torch.dtype) -> int:
+    """How many NaN of each sign a dtype has. Those at the wrong end of the order overflow to the other, so far away."""
+    return int(1 / torch.finfo(dtype).eps) - 1
+
+
+_add_extremum("pmax", lambda xs: xs.amax(0), 1)
+_add_extremum("pmin", lambda xs: xs.amin(0), -1)
+
+
+def _extremum(name: str, value: Tree, axis: Any) -> Tree:
+    *others, axis = comm.kinds_of(axis)
+    for other in others:
+        value = _extremum(name, value, other)
+    value = tensors_of(value, axis)
+    refuse_leaves(name, tree.flatten(value)[0], value, torch.is_complex, "and complex numbers have no order.")
+    return collective(name, value, axis, lambda x, n: ())
+
+
+@one_message
+@in_step
+@checked("axis_index_groups")
+def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
+    """The maximum over ranks of every element of a tree.
+
+    Args:
+        value: tree of real or boolean tensors, the same structure, shapes and dtypes on every rank; any strides.
+        axis, axis_index_groups: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: the same tree of new tensors, shapes and dtypes as given. NaN on any rank gives NaN.
+
+    Gradient:
+        m · psum(ȳ) / psum(m) with m = (x == y): ranks that tie share it equally. None for integers and booleans.
+
+    Raises:
+        UnsupportedError: complex tensors, and dtypes that torch has no maximum for: uint16, uint32, uint64, float8.
+        AxisError, TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.pmax)(torch.tensor([[1.0, 4.0], [3.0, 2.0]]))
+        tensor([[3., 4.],
+                [3., 4.]])
+    """
+    return _extremum("pmax", value, grouped(axis, axis_index_groups))
+
+
+@one_message
+@in_step
+@checked("axis_index_groups")
+def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
+    """The minimum over ranks of every element of a tree. Everything else is as in :func:`pmax`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.pmin)(torch.tensor([[1.0, 4.0], [3.0, 2.0]]))
+        tensor([[1., 2.],
+                [1., 2.]])
+    """
+    return _extremum("pmin", value, grouped(axis, axis_index_groups))
+
+
+def pargmax(value: Tree, axis: Any = None) -> Tree:
+    """The rank that holds the maximum over ranks, for every element of a tree.
+
+    Args:
+        value: as in :func:`ltx.pmax`.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: the same tree of int64 tensors, shapes as given, with indices on the axis. Of ranks that
+        tie it is the first. NaN counts as the maximum, as in ``torch.argmax``.
+
+    Gradient:
+        None: whole numbers.
+
+    Raises:
+        As :func:`ltx.pmax`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.pargmax)(torch.tensor([[1.0, 4.0], [3.0, 4.0]]))
+        tensor([[1, 0],
+                [1, 0]])
+    """
+    value = tensors_of(value, axis)
+    return _first(value, pmax(tree.map(_apart, value), axis), axis)
+
+
+def pargmin(value: Tree, axis: Any = None) -> Tree:
+    """The rank that holds the minimum over ranks, for every element of a tree. The rest is as in :func:`pargmax`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(ltx.pargmin)(torch.tensor([[1.0, 4.0], [3.0, 4.0]]))
+        tensor([[0, 0],
+                [0, 0]])
+    """
+    value = tensors_of(value, axis)
+    return _first(value, pmin(tree.map(_apart, value), axis), axis)
+
+
+def _apart(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def _first(value: Tree, best: Tree, axis: Any) -> Tree:
+    index, size = axis_index(axis), axis_size(axis)
+
+    def mine(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        has = (x == y) | (x.isnan() & y.isnan()) if x.is_floating_point() else x == y
+        return torch.where(has, index.to(x.device), torch.full_like(x, size, dtype=torch.int64))
+
+    return pmin(tree.map(mine, value, best), axis)
 
 
 def _gathered(reduced: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tree, Any], Tree]:

@@ -38,7 +38,7 @@ add_rule(
         name="psum_to",
         operation="psum",
         before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
-        after=lambda result, rank, n, static: result if rank == static[0] else torch.zeros_like(result),
+        after=lambda result, x, rank, n, static: result if rank == static[0] else torch.zeros_like(result),
         stacked=lambda xs, n, static: only_at(xs.sum(0, dtype=xs.dtype), n, static[0]),
         transpose=lambda shape, static: ("broadcast", static),
     )
@@ -122,7 +122,7 @@ add_rule(
     Rule(
         name="gather",
         operation="gather",
-        after=lambda result, rank, n, static: spread(result, static[1:]),
+        after=lambda result, x, rank, n, static: spread(result, static[1:]),
         stacked=lambda xs, n, static: only_at(spread(xs, static[1:]), n, static[0]),
         alone=lambda x, static: spread(x.unsqueeze(0), static[1:]),
         transpose=lambda shape, static: ("scatter", static),
