@@ -140,8 +140,8 @@ MUTANTS = (
     Mutant(
         name="axis: simulated ranks all come first",
         where="Axis.index",
-        old="places = torch.arange(self.size) if part is None",
-        new="places = torch.zeros(self.size, dtype=torch.int64) if part is None",
+        old="torch.arange(self.size, device=backing.device)",
+        new="torch.zeros(self.size, dtype=torch.int64, device=backing.device)",
         breaks="every simulated rank is rank 0",
         tests=("ltx/core/ranks/axis.py",),
     ),
