@@ -17,9 +17,9 @@ from ltx.core.base.tree import check_tensors, filled, flatten, has_none
 from ltx.core.base.tree import map as tree_map
 from ltx.core.collectives.reduce import wide
 from ltx.core.optim.base import (
-    Counts,
     LeafStates,
     Optimizer,
+    Tensors,
     TorchState,
     all_of,
     apply_updates,
@@ -93,15 +93,9 @@ class Ema(Optimizer):
         inner = self.optimizer.leaf_states(state.inner, params)
         return [LeafPart(part, average=average) for part, average in zip(inner, averages, strict=True)]
 
-    def counts(self, state: EmaState) -> Counts:
-        return self.optimizer.counts(state.inner)
-
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
-        self.optimizer.apply_leaves(grads, [part.inner for part in cast(list[LeafPart], states)], params, counts)
-        self._average_in_place([state["average"] for state in states], params)
-
-    def advance(self, state: EmaState) -> EmaState:
-        return EmaState(self.optimizer.advance(state.inner), state.average)
+    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: EmaState) -> None:
+        self.optimizer.apply_leaves(grads, [part.inner for part in cast(list[LeafPart], states)], params, state.inner)
+        self._average_in_place([own["average"] for own in states], params)
 
     def _averaged(self, average: Tree, params: Tree, donate: bool) -> Tree:
         leaves, spec = flatten(average)
@@ -112,7 +106,7 @@ class Ema(Optimizer):
         return spec.unflatten([self._next(old, new) for old, new in zip(leaves, others, strict=True)])
 
     @torch.no_grad()
-    def _average_in_place(self, averages: list[Tensor], params: list[Tensor]) -> None:
+    def _average_in_place(self, averages: Tensors, params: Tensors) -> None:
         if self._skip is None:
             torch._foreach_lerp_(
                 averages, [p.to(a.dtype) for a, p in zip(averages, params, strict=True)], 1 - self.decay

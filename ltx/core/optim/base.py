@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import optree
@@ -20,13 +20,14 @@ from torch._C import _functorch
 from ltx.core.base.arguments import brief, checked, shown
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import check_tensors, describe, flatten, leaf_paths, register_node, unflatten
+from ltx.core.base.tree import map as tree_map
 from ltx.core.gradients.planning import in_step
 from ltx.typing import Tree
 
+Tensors = list[Tensor]
 #: Each leaf's own part of an optimizer's state.
 LeafStates = list[dict[str, Tensor]]
 T = TypeVar("T")
-Counts = Any  #: how many updates a state has had: a number, or what an optimizer around others has of each of them
 
 
 class Optimizer(ABC):
@@ -97,26 +98,27 @@ class Optimizer(ABC):
         """Each leaf's own part of `state`, in the order of the leaves of `params`. Only if :attr:`leafwise`."""
         raise OptimError(_NOT_LEAFWISE.format(self))
 
-    def counts(self, state: Tree) -> Counts:
-        """How many updates `state` has had, for :meth:`apply_leaves`; None where that doesn't matter."""
-        return None
+    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> None:
+        """Update some leaves in place, with their own :meth:`leaf_states` of `state`; :meth:`advance` follows the last.
 
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
-        """Update some leaves in place, given :meth:`leaf_states`, :meth:`counts`; :meth:`advance` follows the last."""
-        updates = self.transform_leaves(grads, states, params, counts)
+        What `state` has counted is read off it.
+        """
+        updates = self.transform_leaves(grads, states, params, state)
         with torch.no_grad():
             for param, update in zip(params, updates, strict=True):
                 param.add_(update)
 
-    def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
-    ) -> list[Tensor]:
+    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
         """The gradients of some leaves as :meth:`update` gives them. Only if :attr:`leafwise` and no optimizer."""
         raise OptimError(_NOT_LEAFWISE.format(self))
 
     def advance(self, state: Tree) -> Tree:
-        """`state` with one more update counted, its tensors as they are. Only if :attr:`leafwise`."""
-        raise OptimError(_NOT_LEAFWISE.format(self))
+        """`state` with one more update counted in each :class:`TorchState`, its tensors as they are."""
+        return tree_map(_one_more, state, is_leaf=lambda node: isinstance(node, TorchState))
+
+
+def _one_more(node: Any) -> Any:
+    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node
 
 
 _NOT_LEAFWISE = (
@@ -165,21 +167,13 @@ class Unless(Optimizer):
     def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
         return self.optimizer.leaf_states(state, params)
 
-    def counts(self, state: Tree) -> Counts:
-        return self.optimizer.counts(state)
+    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> None:
+        with self._kept([*params, *(x for own in states for x in own.values())]):
+            self.optimizer.apply_leaves(grads, states, params, state)
 
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
-        with self._kept([*params, *(x for state in states for x in state.values())]):
-            self.optimizer.apply_leaves(grads, states, params, counts)
-
-    def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
-    ) -> list[Tensor]:
-        with self._kept([x for state in states for x in state.values()]):
-            return self.optimizer.transform_leaves(grads, states, params, counts)
-
-    def advance(self, state: Tree) -> Tree:
-        return self.optimizer.advance(state)
+    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
+        with self._kept([x for own in states for x in own.values()]):
+            return self.optimizer.transform_leaves(grads, states, params, state)
 
     @contextmanager
     def _kept(self, tensors: Sequence[Tensor]) -> Iterator[None]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import flatten
-from ltx.core.optim.base import Counts, LeafStates, Optimizer, all_or_none
+from ltx.core.base.tree import check_tensors, flatten, places_with_none
+from ltx.core.optim.base import LeafStates, Optimizer, Tensors, all_or_none
 from ltx.typing import Tree
 
 
@@ -36,11 +36,9 @@ class LeafPart(dict[str, Tensor]):
         return part
 
 
-@dataclass(frozen=True, repr=False)
-class Identity(Optimizer):
-    """Passes gradients on; made by :func:`identity`."""
+class LeafTransform(Optimizer):
+    """A transformation of gradients whose subclass has :meth:`transform_leaves`; without state, unless that has one."""
 
-    elementwise: ClassVar[bool] = True
     leafwise: ClassVar[bool] = True
     moves_params: ClassVar[bool] = False
 
@@ -48,18 +46,26 @@ class Identity(Optimizer):
         return ()
 
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        return grads, state
+        check_tensors(grads, "grads")
+        leaves, spec = flatten(grads)
+        updates = self.transform_leaves(leaves, self.leaf_states(state, grads), leaves, state)
+        return spec.unflatten(updates), self.advance(state)
 
     def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
-        return [{} for _ in flatten(params)[0]]
+        return [LeafPart(place=place) for place in places_with_none(params)]
 
-    def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
-    ) -> list[Tensor]:
+
+@dataclass(frozen=True, repr=False)
+class Identity(LeafTransform):
+    """Passes gradients on; made by :func:`identity`."""
+
+    elementwise: ClassVar[bool] = True
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        return grads, state
+
+    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
         return grads
-
-    def advance(self, state: Tree) -> Tree:
-        return state
 
     def __repr__(self) -> str:
         return "identity()"
@@ -122,30 +128,21 @@ class Chain(Optimizer):
         each = [member.leaf_states(own, params) for member, own in zip(self.members, state, strict=True)]
         return [LeafPart(*parts) for parts in zip(*each, strict=True)]
 
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
-        *front, last = self._members_of(states, counts)
-        for member, own, count in front:
-            grads = member.transform_leaves(grads, own, params, count)
-        last[0].apply_leaves(grads, last[1], params, last[2])
+    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: tuple[Tree, ...]) -> None:
+        *front, (last, parts, own) = self._members_of(states, state)
+        for member, its_parts, its_own in front:
+            grads = member.transform_leaves(grads, its_parts, params, its_own)
+        last.apply_leaves(grads, parts, params, own)
 
-    def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
-    ) -> list[Tensor]:
-        for member, own, count in self._members_of(states, counts):
-            grads = member.transform_leaves(grads, own, params, count)
+    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: tuple[Tree, ...]) -> Tensors:
+        for member, parts, own in self._members_of(states, state):
+            grads = member.transform_leaves(grads, parts, params, own)
         return grads
 
-    def advance(self, state: tuple[Tree, ...]) -> tuple[Tree, ...]:
-        return tuple(member.advance(own) for member, own in zip(self.members, state, strict=True))
-
-    def counts(self, state: tuple[Tree, ...]) -> Counts:
-        self._check(state)
-        return [member.counts(own) for member, own in zip(self.members, state, strict=True)]
-
-    def _members_of(self, states: LeafStates, counts: Counts) -> list[tuple[Optimizer, LeafStates, Counts]]:
-        """Each member with its own parts of the states of some leaves, and its own counts."""
+    def _members_of(self, states: LeafStates, state: tuple[Tree, ...]) -> list[tuple[Optimizer, LeafStates, Tree]]:
+        """Each member with its own parts of the states of some leaves, and its own state."""
         parts = cast(list[LeafPart], states)
-        return [(member, [part.parts[i] for part in parts], counts[i]) for i, member in enumerate(self.members)]
+        return [(member, [part.parts[i] for part in parts], state[i]) for i, member in enumerate(self.members)]
 
     def _check(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != len(self.members):

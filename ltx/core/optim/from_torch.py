@@ -20,9 +20,9 @@ from ltx.core.base.errors import OptimError, UnsupportedError
 from ltx.core.base.tree import check_tensors, flatten
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import (
-    Counts,
     LeafStates,
     Optimizer,
+    Tensors,
     TorchState,
     check_grads,
     check_state,
@@ -97,7 +97,7 @@ class TorchOptimizer(ClassOptimizer):
         if donate and rate is None and donated(picked[1], grad_leaves, *map(dict.values, picked[0])):
             increment_version(picked[1])  # before anything is written; fused kernels don't
             rule(grad_leaves, *picked)
-            return params, self.advance(state)
+            return params, replace(state, count=state.count + 1)
         pure = self._in_graph if traced.recording() else partial(run_pure, rule)
         updated = zip(*pure(grad_leaves, *picked), strict=True)
         by_index = dict(zip(has_grad, updated, strict=True))
@@ -111,13 +111,11 @@ class TorchOptimizer(ClassOptimizer):
                 for old, (new, own) in zip(leaves, pairs, strict=True)
             ]
         if not any(own for _, own in pairs):  # Dynamo takes empty dicts for constants, and can't put those in a tree
-            return spec.unflatten([leaf for leaf, _ in pairs]), self.advance(state)
+            return spec.unflatten([leaf for leaf, _ in pairs]), replace(state, count=state.count + 1)
         new_state = TorchState(spec.unflatten([own for _, own in pairs]), state.count + 1)
         return spec.unflatten([leaf for leaf, _ in pairs]), new_state
 
-    def _in_graph(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor]
-    ) -> tuple[list[Tensor], LeafStates]:
+    def _in_graph(self, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:
         """The update as nodes of a compiled graph."""
         names = tuple(tuple(state) for state in states)
         flat = [t for state in states for t in state.values()]
@@ -127,20 +125,16 @@ class TorchOptimizer(ClassOptimizer):
     def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
         return self._per_param(state, flatten(params)[1])
 
-    def counts(self, state: TorchState) -> int:
-        check_state(self, state, TorchState)
-        return state.count
-
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
+    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> None:
         check_grads(grads, params)
         check_grad_layouts(self.cls, grads)
-        lr = self._lr(counts)
+        lr = self._lr(state.count)
         if isinstance(lr, Tensor) and lr.requires_grad:
             raise OptimError(
-                f"{self}: the learning rate of step {counts} requires grad, and this update is in place, which has no "
-                'derivative. Use overlap="backward", or detach the rate.'
+                f"{self}: the learning rate of step {state.count} requires grad, and this update is in place, which "
+                'has no derivative. Use overlap="backward", or detach the rate.'
             )
-        self._run(grads, states, params, count=counts, lr=lr)
+        self._run(grads, states, params, count=state.count, lr=lr)
 
     def unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
         if self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):
@@ -149,14 +143,11 @@ class TorchOptimizer(ClassOptimizer):
         object.__setattr__(conditional, "_skip", skip)
         return conditional
 
-    def advance(self, state: TorchState) -> TorchState:
-        return replace(state, count=state.count + 1)
-
     def _run(
         self,
-        grads: list[Tensor],
+        grads: Tensors,
         states: LeafStates,
-        params: list[Tensor],
+        params: Tensors,
         differentiable: bool = False,
         *,
         count: int,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import ClassVar, NamedTuple, cast
 
@@ -20,18 +20,18 @@ from ltx.core.base import traced
 from ltx.core.base.arguments import brief, check_fields
 from ltx.core.base.errors import OptimError, UnsupportedError
 from ltx.core.base.noise import key_of, normal
-from ltx.core.base.tree import check_tensors, flatten, places_with_none
+from ltx.core.base.tree import check_tensors, flatten
 from ltx.core.optim.base import (
-    Counts,
     LeafStates,
     Optimizer,
+    Tensors,
     TorchState,
     all_of,
     check_state,
     differentiated,
     leaf_name,
 )
-from ltx.core.optim.combine import LeafPart
+from ltx.core.optim.combine import LeafPart, LeafTransform
 from ltx.typing import Tree
 
 
@@ -147,12 +147,10 @@ def measure_global_norm() -> Optimizer:
 
 
 @dataclass(frozen=True, repr=False)
-class ClipByValue(Optimizer):
+class ClipByValue(LeafTransform):
     """Made by :func:`clip_by_value`."""
 
     elementwise: ClassVar[bool] = True
-    leafwise: ClassVar[bool] = True
-    moves_params: ClassVar[bool] = False
 
     limit: float
 
@@ -161,26 +159,15 @@ class ClipByValue(Optimizer):
         if not self.limit > 0:
             raise OptimError(f"clip_by_value: limit must be > 0, got {brief(self.limit)}.")
 
-    def init(self, params: Tree) -> Tree:
-        return ()
-
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
         check_tensors(grads, "grads")
         leaves, spec = flatten(grads)
         return spec.unflatten(self._clipped(leaves, grads)), state
 
-    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
-        return [{} for _ in flatten(params)[0]]
-
-    def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
-    ) -> list[Tensor]:
+    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
         return self._clipped(grads, None)
 
-    def advance(self, state: Tree) -> Tree:
-        return state
-
-    def _clipped(self, leaves: list[Tensor], tree: Tree) -> list[Tensor]:
+    def _clipped(self, leaves: Tensors, tree: Tree) -> Tensors:
         for index, leaf in enumerate(leaves):
             if leaf.is_complex():
                 raise OptimError(
@@ -229,11 +216,8 @@ def grad_norm(state: Tree) -> Tensor | None:
 
 
 @dataclass(frozen=True, repr=False)
-class AddNoise(Optimizer):
+class AddNoise(LeafTransform):
     """Made by :func:`add_noise`. Its state counts the updates."""
-
-    leafwise: ClassVar[bool] = True
-    moves_params: ClassVar[bool] = False
 
     std: float
     seed: int
@@ -246,39 +230,14 @@ class AddNoise(Optimizer):
     def init(self, params: Tree) -> TorchState:
         return TorchState(())
 
-    def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
-        check_tensors(grads, "grads")
+    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> Tensors:
         check_state(self, state, TorchState)
         if traced.recording():
             raise UnsupportedError("add_noise can't be traced: compile the loss instead of the whole training step.")
-        leaves, spec = flatten(grads)
-        noisy = [
-            leaf + self._noise(leaf, state.count, place)
-            for leaf, place in zip(leaves, places_with_none(grads), strict=True)
-        ]
-        return spec.unflatten(noisy), TorchState((), state.count + 1)
-
-    def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
-        check_state(self, state, TorchState)
-        return [LeafPart(place=place) for place in places_with_none(params)]
-
-    def counts(self, state: TorchState) -> Counts:
-        return state.count
-
-    def transform_leaves(
-        self,
-        grads: list[torch.Tensor],
-        states: LeafStates,
-        params: list[torch.Tensor],
-        counts: Counts,
-    ) -> list[torch.Tensor]:
         parts = cast(list[LeafPart], states)
-        return [grad + self._noise(grad, counts, part.place) for grad, part in zip(grads, parts, strict=True)]
+        return [grad + self._noise(grad, state.count, part.place) for grad, part in zip(grads, parts, strict=True)]
 
-    def advance(self, state: TorchState) -> TorchState:
-        return replace(state, count=state.count + 1)
-
-    def _noise(self, like: torch.Tensor, count: int, place: int) -> torch.Tensor:
+    def _noise(self, like: Tensor, count: int, place: int) -> Tensor:
         key = key_of(self.seed, count, place, device=like.device)
         dtype = torch.float64 if like.dtype.to_real() is torch.float64 else torch.float32
         if like.is_complex():

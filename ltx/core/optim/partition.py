@@ -14,7 +14,7 @@ from ltx.core.base import traced
 from ltx.core.base.arguments import brief, name_of
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import flatten, leaf_paths, plain_paths, wanted
-from ltx.core.optim.base import Counts, LeafStates, Optimizer, all_or_none, leaves_like
+from ltx.core.optim.base import LeafStates, Optimizer, Tensors, all_or_none, leaves_like
 from ltx.core.optim.combine import LeafPart, identity
 from ltx.typing import Tree
 
@@ -74,34 +74,26 @@ class Partition(Optimizer):
             parts.update((place, LeafPart(part, label=label)) for place, part in zip(places[label], own, strict=True))
         return [parts[place] for place in range(len(leaves))]
 
-    def counts(self, state: dict[str, Tree]) -> Counts:
-        return {label: member.counts(state[label]) for label, member in self.members}
+    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: dict[str, Tree]) -> None:
+        for member, at, parts, own in self._members_of(states, state):
+            member.apply_leaves([grads[i] for i in at], parts, [params[i] for i in at], own)
 
-    def apply_leaves(self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts) -> None:
-        for member, at, own, count in self._members_of(states, counts):
-            member.apply_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
-
-    def transform_leaves(
-        self, grads: list[Tensor], states: LeafStates, params: list[Tensor], counts: Counts
-    ) -> list[Tensor]:
+    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: dict[str, Tree]) -> Tensors:
         found = list(grads)
-        for member, at, own, count in self._members_of(states, counts):
-            news = member.transform_leaves([grads[i] for i in at], own, [params[i] for i in at], count)
+        for member, at, parts, own in self._members_of(states, state):
+            news = member.transform_leaves([grads[i] for i in at], parts, [params[i] for i in at], own)
             for i, new in zip(at, news, strict=True):
                 found[i] = new
         return found
 
     def _members_of(
-        self, states: LeafStates, counts: Counts
-    ) -> Iterator[tuple[Optimizer, list[int], LeafStates, Counts]]:
-        """Each member of some leaves, with the places of its own among them, their states, and its counts."""
+        self, states: LeafStates, state: dict[str, Tree]
+    ) -> Iterator[tuple[Optimizer, list[int], LeafStates, Tree]]:
+        """Each member of some leaves, with the places of its own among them, their states, and its own."""
         parts = cast(list[LeafPart], states)
         for label, member in self.members:
             if at := [i for i, part in enumerate(parts) if part.label == label]:
-                yield member, at, [parts[i].inner for i in at], counts[label]
-
-    def advance(self, state: dict[str, Tree]) -> dict[str, Tree]:
-        return {label: member.advance(state[label]) for label, member in self.members}
+                yield member, at, [parts[i].inner for i in at], state[label]
 
     def _each(
         self, method: str, grads: Tree, state: dict[str, Tree], params: Tree, donate: bool

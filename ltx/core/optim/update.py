@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ltx.core.base import tree
-from ltx.core.optim.base import Optimizer, TorchState, chosen
+from ltx.core.optim.base import Optimizer, chosen
 from ltx.typing import Tree
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Update:
         A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
         """
         if self.finite is False:
-            return self.params, tree.map(_one_more, self.opt_state, is_leaf=lambda node: isinstance(node, TorchState))
+            return self.params, self.optimizer.advance(self.opt_state)
         optimizer, donate = self.optimizer, self.donate
         if donate and isinstance(self.finite, torch.Tensor):  # on the device, which the host doesn't wait for
             conditional = optimizer.unless(self.finite.logical_not(), tree.flatten(self.params)[0])
@@ -59,7 +59,3 @@ class Update:
     def if_finite(self, new: T, old: T) -> T:
         """`new`, or `old` where gradients aren't finite."""
         return chosen(self.finite, new, old)
-
-
-def _one_more(node: Any) -> Any:
-    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node

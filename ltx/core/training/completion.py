@@ -128,7 +128,6 @@ class UpdateBuckets:
             self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
         self._leaves = tree.flatten(self._params)[0]
         self._leaf_states = work.optimizer.leaf_states(self._opt_state, self._params)
-        self._counts = work.optimizer.counts(self._opt_state)
         self._applied = scale.conditional(work.optimizer, [self._leaves[i] for i in work.trained])
         self._states: dict[int, LeafState] = {}
 
@@ -144,7 +143,7 @@ class UpdateBuckets:
         at = [self._trained[m] for m in bucket.members]
         states, params = [self._leaf_states[i] for i in at], [self._leaves[i] for i in at]
         with comm.span("update"):
-            self._applied.apply_leaves(grads, states, params, self._counts)
+            self._applied.apply_leaves(grads, states, params, self._opt_state)
         self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
 
     def result(self) -> BackwardResult:
@@ -187,7 +186,7 @@ class UpdateThenSend:
         state, optimizer, self._axis = work.state, work.optimizer, self._plan.axis
         opt_state = hook.own(state.opt_state, self._axis)
         self._opt_state = opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
-        at, self._counts = optimizer.leaf_states(opt_state, state.trained), optimizer.counts(opt_state)
+        at = optimizer.leaf_states(opt_state, state.trained)
         self._opt_states = [at[place] for place in work.trained]
         paths = tree.leaf_paths(state.trained) if any(self._plan.state_names) else []
         known = [states[paths[place]] if paths else {} for place in work.trained]
@@ -226,7 +225,7 @@ class UpdateThenSend:
         if self._work.donate:
             self._work.state.begin_writing()
         opt_states = [self._opt_states[member] for member in bucket.members]
-        self._optimizer.apply_leaves(grads, opt_states, given, self._counts)
+        self._optimizer.apply_leaves(grads, opt_states, given, self._opt_state)
         return given
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:

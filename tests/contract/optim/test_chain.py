@@ -142,9 +142,8 @@ def test_leaf_by_leaf_is_refused_by_name() -> None:
     text = re.escape(f"{clip} can't be applied leaf by leaf: an update of one leaf may depend on the others.")
     state = made.init({})
     for call in (
-        lambda: made.apply_leaves([], [], [], made.counts(state)),
+        lambda: made.apply_leaves([], [], [], state),
         lambda: made.leaf_states(state, {}),
-        lambda: made.advance(state),
     ):
         with pytest.raises(OptimError, match=text):
             call()
@@ -174,7 +173,7 @@ def test_leaf_by_leaf_is_as_together(name: str, seed: int) -> None:
         before, leaves, states = clone(grads), optree.tree_leaves(mine), made.leaf_states(own, mine)
         for some in ([3, 1], [0, 2]):  # as buckets come
             given = [optree.tree_leaves(grads)[i] for i in some]
-            made.apply_leaves(given, [states[i] for i in some], [leaves[i] for i in some], made.counts(own))
+            made.apply_leaves(given, [states[i] for i in some], [leaves[i] for i in some], own)
         own = made.advance(own)
         assert same_bits(grads, before)
         assert same_bits((mine, own), (together, state))

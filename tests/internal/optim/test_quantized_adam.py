@@ -56,7 +56,7 @@ def test_both_phases(
         if how == "leaves":
             leaves, states = optree.tree_leaves(params), optimizer.leaf_states(state, params)
             for i in reversed(range(len(leaves))):
-                optimizer.apply_leaves([optree.tree_leaves(grads)[i]], [states[i]], [leaves[i]], state.count)
+                optimizer.apply_leaves([optree.tree_leaves(grads)[i]], [states[i]], [leaves[i]], state)
             state = optimizer.advance(state)
         elif how == "updates":
             updates, state = optimizer.update(grads, state, params)
