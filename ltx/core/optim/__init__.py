@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ltx.core.optim.averages import EmaState, averaged, ema
 from ltx.core.optim.base import Optimizer, TorchState, apply_updates
-from ltx.core.optim.combine import chain, identity
+from ltx.core.optim.combine import chain, from_functions, identity
 from ltx.core.optim.from_torch import from_torch
-from ltx.core.optim.functions import from_functions
 from ltx.core.optim.grad_transforms import (
     ClipState,
     add_noise,

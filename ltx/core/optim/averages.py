@@ -132,9 +132,8 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
     the state. Averages are in float32 at least: in 16 bits they would stand still. Nothing is communicated: where ranks
     have the same parameters, they have the same averages. It overlaps where `optimizer` does.
 
-    >>> import torch
-    >>> from ltx.optim.from_torch import from_torch
-    >>> sgd = ema(from_torch(torch.optim.SGD, lr=1.0), 0.75)
+    >>> import torch, ltx
+    >>> sgd = ema(ltx.optim.from_torch(torch.optim.SGD, lr=1.0), 0.75)
     >>> params = {"w": torch.zeros(1)}
     >>> params, state = sgd.apply({"w": torch.tensor([-4.0])}, sgd.init(params), params)
     >>> params, averaged(state)

@@ -1,15 +1,17 @@
-"""Optimizers made of others: transformations in sequence."""
+"""Optimizers made of functions, as optax and TorchOpt have them, and of others: transformations in sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from ltx.core.base.arguments import brief
+from ltx.core.base.arguments import brief, checked, name_of
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import check_tensors, flatten, places_with_none
 from ltx.core.optim.base import LeafStates, Optimizer, Tensors, all_or_none
@@ -172,10 +174,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
     member does. If all members work leaf by leaf, as ``overlap="update"`` needs it, so does their chain. The
     counterpart of ``optax.chain`` and ``torchopt.chain``.
 
-    >>> import torch
-    >>> from ltx.core.optim.grad_transforms import clip_by_global_norm
-    >>> from ltx.optim.from_torch import from_torch
-    >>> optimizer = chain(clip_by_global_norm(1.0), from_torch(torch.optim.SGD, lr=0.5))
+    >>> import torch, ltx
+    >>> optimizer = chain(ltx.optim.clip_by_global_norm(1.0), ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
     >>> optimizer
     chain(clip_by_global_norm(1.0), from_torch(torch.optim.SGD, lr=0.5))
     >>> params = {"w": torch.zeros(2)}
@@ -217,3 +217,62 @@ def with_members(optimizer: Optimizer, members: Sequence[Optimizer]) -> Optimize
 def _hint(transform: Any) -> str:
     cls = transform if isinstance(transform, type) else type(transform)
     return f" Wrap the class: from_torch({cls.__name__}, ...)." if issubclass(cls, torch.optim.Optimizer) else ""
+
+
+@dataclass(frozen=True)
+class FunctionPair(Optimizer):
+    """Two functions as an :class:`Optimizer`; made by :func:`from_functions`."""
+
+    init_fn: Callable[[Tree], Tree]
+    update_fn: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    elementwise: bool = False
+    _keywords: ClassVar[frozenset[str]]  # not a field: what the update takes by name, as TorchOpt's do
+
+    def __post_init__(self) -> None:
+        keywords = frozenset[str]()
+        with suppress(TypeError, ValueError):  # a built-in without a signature
+            parameters = inspect.signature(self.update_fn).parameters.values()
+            keywords = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        object.__setattr__(self, "_keywords", keywords)
+
+    def init(self, params: Tree) -> Tree:
+        return self.init_fn(params)
+
+    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
+        if "params" in self._keywords:
+            never = {"inplace": False} if "inplace" in self._keywords else {}
+            result = self.update_fn(grads, state, params=params, **never)  # type: ignore[call-arg]
+        else:
+            result = self.update_fn(grads, state, params)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise OptimError(f"{self!r}: update must return (updates, state), got {brief(result)}.")
+        return result
+
+    def __repr__(self) -> str:
+        names = (name_of(fn) for fn in (self.init_fn, self.update_fn))
+        return f"from_functions({', '.join(names)}{', elementwise=True' if self.elementwise else ''})"
+
+
+@checked("init", "update", "elementwise")
+def from_functions(
+    init: Callable[[Tree], Tree],
+    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+    *,
+    elementwise: bool = False,
+) -> Optimizer:
+    """An optimizer or gradient transformation of one's own, from optax's pair of functions.
+
+    >>> import torch
+    >>> halve = from_functions(lambda params: (), lambda grads, state, params: ({"w": -0.5 * grads["w"]}, state))
+    >>> params = {"w": torch.ones(2)}
+    >>> halve.apply({"w": torch.ones(2)}, halve.init(params), params)
+    ({'w': tensor([0.5000, 0.5000])}, ())
+
+    Args:
+        init: ``params -> state``.
+        update: ``(grads, state, params) -> (updates, state)``, pure, or TorchOpt's ``(grads, state, *, params,
+            inplace)``, which is called with ``inplace=False``; so ``from_functions(*torchopt.adam(1e-3))`` will do.
+            Lambdas work, but compare by identity and don't pickle; functions of a module do both.
+        elementwise: whether each element of an update depends on that element's gradient and state alone.
+    """
+    return FunctionPair(init, update, elementwise)

@@ -30,9 +30,14 @@ from ltx.core.optim.base import (
     is_transforming,
     leaves_like,
 )
-from ltx.core.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned
-from ltx.core.optim.opaque import OpaqueOptimizer
-from ltx.core.optim.torch_class import ClassOptimizer, check_grad_layouts, check_params, run_pure, scheduled_lr
+from ltx.core.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned, run_pure
+from ltx.core.optim.torch_class import (
+    ClassOptimizer,
+    OpaqueOptimizer,
+    check_grad_layouts,
+    check_params,
+    scheduled_lr,
+)
 from ltx.typing import Tree
 
 _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(

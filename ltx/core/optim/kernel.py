@@ -4,6 +4,8 @@ A ``torch.optim`` class keeps its arithmetic in a functional kernel that takes l
 for each kind of state), and ``step()`` is: gather the lists with ``_init_group``, call the kernel. So a step of any
 class runs on tensors that the caller holds if ``_init_group`` hands over the caller's lists. Nothing is keyed by
 parameter, no ``.grad`` is set, and every call has a throw-away instance to itself, so nothing survives it.
+
+:func:`run_pure` does the same without writing into anything, under any nest of transforms.
 """
 
 from __future__ import annotations
@@ -17,17 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.optim._functional import sparse_adam
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from ltx.core.base.errors import OptimError
-from ltx.core.optim.base import LeafStates
+from ltx.core.gradients.planning import any_derivative
+from ltx.core.optim.base import LeafStates, Tensors
 
 Lr = float | Tensor | None
 
 
 class NotGatheredError(OptimError):
-    """A class doesn't gather its tensors in ``_init_group``; :mod:`ltx.core.optim.opaque` runs it."""
+    """A class doesn't gather its tensors in ``_init_group``; :mod:`ltx.core.optim.torch_class` runs it."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,6 @@ class Kernel:
     group: Mapping[str, Any]
     step: Callable[[Any], Any]
     slots: tuple[str | None, ...]
-
-    @property
-    def differentiable(self) -> bool:
-        return bool(self.group.get("differentiable", False))
 
     @property
     def traceable(self) -> bool:
@@ -89,9 +89,9 @@ class Kernel:
 
     def run(
         self,
-        grads: list[Tensor],
+        grads: Tensors,
         states: LeafStates,
-        params: list[Tensor],
+        params: Tensors,
         *,
         lr: Lr,
         fused: bool,
@@ -117,7 +117,8 @@ class Kernel:
             changes |= {"foreach": False, "differentiable": True}
         group = {**self.group, **{key: value for key, value in changes.items() if key in self.group}}
         # torch.func has gradients enabled as it needs them; outside of it torch's own rule holds.
-        with torch.set_grad_enabled(torch.is_grad_enabled() if differentiable else self.differentiable):
+        own_rule = bool(self.group.get("differentiable", False))
+        with torch.set_grad_enabled(torch.is_grad_enabled() if differentiable else own_rule):
             if self._is(torch.optim.SparseAdam):
                 self._run_sparse_adam(group, grads, states, params)
             elif self.dampened:
@@ -128,18 +129,22 @@ class Kernel:
     def _run(
         self,
         group: dict[str, Any],
-        grads: list[Tensor],
+        grads: Tensors,
         states: LeafStates,
-        params: list[Tensor],
+        params: Tensors,
         skip: Tensor | None = None,
     ) -> None:
         group["params"] = params
         # torch's foreach Nesterov step adds into the gradients themselves.
         if group.get("nesterov") and self._is(torch.optim.SGD) and group["foreach"]:
             grads = [grad.clone() for grad in grads]
-        returned = self._init_group_result(grads, params)
+        # What _init_group returns: has_sparse_grad for SGD, both for Adagrad, has_complex for the others.
+        returned: Any = any(param.is_complex() for param in params)
+        if self._is(torch.optim.SGD, torch.optim.Adagrad):
+            has_sparse = any(grad.is_sparse for grad in grads)
+            returned = has_sparse if self._is(torch.optim.SGD) else (has_sparse, returned)
 
-        def init_group(group: Any, params_out: list[Tensor], grads_out: list[Tensor], *lists: list[Any]) -> Any:
+        def init_group(group: Any, params_out: Tensors, grads_out: Tensors, *lists: list[Any]) -> Any:
             params_out.extend(params)
             grads_out.extend(grads)
             for slot, out in zip(self.slots, lists, strict=True):
@@ -153,9 +158,7 @@ class Kernel:
             shell.grad_scale, shell.found_inf = None, skip.float()  # as torch's GradScaler says it
         self.step(shell)
 
-    def _run_dampened(
-        self, group: dict[str, Any], grads: list[Tensor], states: LeafStates, params: list[Tensor]
-    ) -> None:
+    def _run_dampened(self, group: dict[str, Any], grads: Tensors, states: LeafStates, params: Tensors) -> None:
         """torch doesn't dampen a parameter's first gradient."""
         first = [state["step"].item() == 0 for state in states]
         for dampening, chosen in ((0.0, first), (group["dampening"], [not is_first for is_first in first])):
@@ -166,9 +169,7 @@ class Kernel:
         for state in states:
             state["step"].add_(1)
 
-    def _run_sparse_adam(
-        self, group: dict[str, Any], grads: list[Tensor], states: LeafStates, params: list[Tensor]
-    ) -> None:
+    def _run_sparse_adam(self, group: dict[str, Any], grads: Tensors, states: LeafStates, params: Tensors) -> None:
         """SparseAdam has no ``_init_group`` and counts in Python integers."""
         for state in states:
             state["step"].add_(1)
@@ -184,15 +185,6 @@ class Kernel:
             **{key: group[key] for key in ("eps", "lr", "maximize")},
         )
 
-    def _init_group_result(self, grads: list[Tensor], params: list[Tensor]) -> Any:
-        """What ``_init_group`` returns: has_sparse_grad for SGD, both for Adagrad, has_complex for the others."""
-        if self._is(torch.optim.SGD):
-            return any(grad.is_sparse for grad in grads)
-        has_complex = any(param.is_complex() for param in params)
-        if self._is(torch.optim.Adagrad):
-            return any(grad.is_sparse for grad in grads), has_complex
-        return has_complex
-
     def _probe(self, param: Tensor, lr: Lr, fused: bool) -> tuple[dict[str, Any], list[list[Any]]]:
         """State and lists as torch's own ``_init_group`` makes them for one parameter."""
         alias = param.detach()
@@ -207,8 +199,8 @@ class Kernel:
         shell._init_group(group, *lists)
         return dict(shell.state[alias]), lists[2:]
 
-    def _is(self, cls: type[torch.optim.Optimizer]) -> bool:
-        return isinstance(self.shell, cls)
+    def _is(self, *classes: type[torch.optim.Optimizer]) -> bool:
+        return isinstance(self.shell, classes)
 
 
 def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> Kernel:
@@ -218,8 +210,12 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
         ltx.errors.OptimError: for hyperparameters that torch refuses.
         NotGatheredError: for classes of other authors whose ``step`` isn't built as torch's own are.
     """
-    # torch's add_param_group imports Dynamo. The subclass is this call's own, as torch patches `step` of the class.
-    shell_cls = type(cls.__name__, (cls,), {"add_param_group": _add_param_group})
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:  # torch's imports Dynamo
+        self.param_groups.append({**self.defaults, **param_group})
+
+    # The subclass is this call's own, as torch patches `step` of the class.
+    shell_cls = type(cls.__name__, (cls,), {"add_param_group": add_param_group})
     try:
         shell: Any = shell_cls([torch.zeros(1, 1)], **hyperparameters)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -255,29 +251,21 @@ def _slots(kernel: Kernel, cls: type) -> tuple[str | None, ...]:
     return tuple(found)
 
 
-def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-    self.param_groups.append({**self.defaults, **param_group})
-
-
-Run = Callable[[list[Tensor], LeafStates, list[Tensor]], None]
+Run = Callable[[Tensors, LeafStates, Tensors], None]
 
 
 def fusable(cls: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> list[bool]:
     """For each parameter, whether torch has a fused kernel of `cls` that works for its dtype and device."""
-    kinds = [(param.dtype, param.device) for param in params]
-    answers = {kind: _fusable(cls, *kind) for kind in set(kinds)}
+    kinds, devices = [(param.dtype, param.device.type) for param in params], _get_fused_kernels_supported_devices()
+    answers = {(dtype, device): dtype.is_floating_point and device in devices for dtype, device in set(kinds)}
+    if issubclass(cls, torch.optim.SGD):
+        # Fused SGD on CPU leaves half-precision parameters as they are and fills momentum with garbage, where a vector
+        # lane is full (torch issue 191763, in 2.13 and before).
+        answers |= dict.fromkeys([(torch.float16, "cpu"), (torch.bfloat16, "cpu")], False)
     return [answers[kind] for kind in kinds]
 
 
-def _fusable(cls: type[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device) -> bool:
-    # Fused SGD on CPU leaves half-precision parameters as they are and fills momentum with garbage, where a vector
-    # lane is full (torch issue 191763, in 2.13 and before).
-    if issubclass(cls, torch.optim.SGD) and device.type == "cpu" and dtype in (torch.float16, torch.bfloat16):
-        return False
-    return dtype.is_floating_point and device.type in _get_fused_kernels_supported_devices()
-
-
-def run_aligned(run: Run, grads: list[Tensor], states: LeafStates, params: list[Tensor]) -> None:
+def run_aligned(run: Run, grads: Tensors, states: LeafStates, params: Tensors) -> None:
     """``run(grads, states, params)``, in place, for a `run` that supposes that the tensors of a leaf lie alike."""
     in_states = chain.from_iterable(state.values() for state in states)
     if all(map(Tensor.is_contiguous, chain(grads, params, in_states))):
@@ -300,3 +288,83 @@ def _aligned(grad: Tensor, state: dict[str, Tensor], param: Tensor) -> tuple[Ten
     if dense and all(tensor.stride() == strides for tensor in like_param):
         return grad if grad.stride() == strides else torch.empty_like(param).copy_(grad), state, param
     return grad.contiguous(), {key: tensor.contiguous() for key, tensor in state.items()}, param.contiguous()
+
+
+#: Updates states and parameters in place; the `bool` asks for torch's differentiable path.
+Rule = Callable[[Tensors, LeafStates, Tensors, bool], None]
+
+
+def run_pure(rule: Rule, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:
+    """``(new_params, new_states)`` as the in-place `rule` would leave them, under any nest of transforms.
+
+    Under ``vmap`` each example gets what it would get alone: the examples' slices become so many leaves more, which one
+    call of the kernel updates, so the arithmetic is that of separate runs to the last bit and ``step`` counters may
+    differ between examples. Under ``grad`` and ``jvp`` torch's differentiable single-tensor path runs on copies.
+    """
+    flat = [*grads, *params, *chain.from_iterable(state.values() for state in states)]
+    wrapped = [t for t in flat if _functorch.is_functorch_wrapped_tensor(t)]
+    outermost = max(wrapped, key=_functorch.maybe_get_level, default=None)
+    if outermost is not None and _functorch.is_batchedtensor(outermost):
+        keys = [tuple(state) for state in states]
+        return _unflatten(_PerExample.apply(rule, keys, *flat), keys)  # type: ignore[no-untyped-call]
+    differentiable = outermost is not None or any_derivative(flat)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
+        leaves = list(zip(grads, states, params, strict=True))
+        copy = _spread if outermost is not None else lambda tensor, *others: tensor.clone()
+        new_params = [copy(param, grad) for grad, _, param in leaves]
+        new_states = [{key: copy(own, grad, param) for key, own in state.items()} for grad, state, param in leaves]
+        if differentiable:
+            # Powers of the decays are taken of the count of steps, in its dtype here and in float64 in torch's others.
+            new_states = [{key: x.double() if key == "step" else x for key, x in state.items()} for state in new_states]
+        rule(grads, new_states, new_params, differentiable)
+        for old, new in zip(states, new_states, strict=True):
+            new.update({key: new[key].to(own.dtype) for key, own in old.items()})
+    return new_params, new_states
+
+
+def _spread(tensor: Tensor, *others: Tensor) -> Tensor:
+    """A copy of `tensor`, batched wherever one of `others` is, so that a sum with it can be written into the copy."""
+    for other in others:
+        if other.shape == tensor.shape:
+            tensor = torch.where(torch.ones_like(tensor, dtype=torch.bool), tensor, other)
+    return tensor.clone()
+
+
+class _PerExample(torch.autograd.Function):
+    """Exists for its ``vmap`` rule, the public door to a batch's physical tensors.
+
+    :func:`run_pure` enters it only if the outermost wrapper of its tensors is a batch, so the rule is all that runs.
+    """
+
+    @staticmethod
+    def forward(rule: Rule, keys: list[tuple[str, ...]], *flat: Tensor) -> tuple[Tensor, ...]:
+        raise AssertionError("run_pure enters this function with batched tensors only")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], rule: Rule, keys: list[tuple[str, ...]], *flat: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size = info.batch_size
+        slices = [[x] * size if dim is None else x.unbind(dim) for x, dim in zip(flat, in_dims[2:], strict=True)]
+        leaves = len(keys)
+        grads, states, params = Tensors(), LeafStates(), Tensors()
+        for example in zip(*slices, strict=True):
+            its_params, its_states = _unflatten(example[leaves:], keys)
+            grads.extend(example[:leaves])
+            states.extend(its_states)
+            params.extend(its_params)
+        new_params, new_states = run_pure(rule, grads, states, params)
+        stacked = [torch.stack(new_params[leaf::leaves]) for leaf in range(leaves)]
+        for leaf, names in enumerate(keys):
+            stacked += [torch.stack([state[name] for state in new_states[leaf::leaves]]) for name in names]
+        return tuple(stacked), (0,) * len(stacked)
+
+
+def _unflatten(flat: Sequence[Tensor], keys: list[tuple[str, ...]]) -> tuple[Tensors, LeafStates]:
+    """Parameters and states out of one list of both."""
+    rest = iter(flat[len(keys) :])
+    return list(flat[: len(keys)]), [{name: next(rest) for name in names} for names in keys]

@@ -171,12 +171,9 @@ def _remembered(partition: Partition, spec: optree.PyTreeSpec) -> dict[str, list
 def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | Callable[[str], str]) -> Optimizer:
     """An optimizer for each group of parameters: no weight decay on norms, Muon for matrices and AdamW for the rest.
 
-    >>> import torch
-    >>> from ltx.optim.from_torch import from_torch
-    >>> sgd = partition(
-    ...     {"slow": from_torch(torch.optim.SGD, lr=0.1), "fast": from_torch(torch.optim.SGD, lr=1.0)},
-    ...     {"*bias": "slow", "*": "fast"},
-    ... )
+    >>> import torch, ltx
+    >>> slow, fast = (ltx.optim.from_torch(torch.optim.SGD, lr=lr) for lr in (0.1, 1.0))
+    >>> sgd = partition({"slow": slow, "fast": fast}, {"*bias": "slow", "*": "fast"})
     >>> params = {"weight": torch.zeros(1), "bias": torch.zeros(1)}
     >>> params, state = sgd.apply({"weight": torch.ones(1), "bias": torch.ones(1)}, sgd.init(params), params)
     >>> params, list(state)
@@ -228,9 +225,8 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
 def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
     """`transform` for the gradients of some parameters; those of the others pass unchanged.
 
-    >>> import torch
-    >>> from ltx.core.optim.grad_transforms import clip_by_global_norm
-    >>> clip = masked(clip_by_global_norm(1.0), "head.*")
+    >>> import torch, ltx
+    >>> clip = masked(ltx.optim.clip_by_global_norm(1.0), "head.*")
     >>> grads = {"head": {"w": torch.tensor([3.0, 4.0])}, "body": torch.tensor([3.0, 4.0])}
     >>> clip.update(grads, clip.init(grads), grads)[0]
     {'head': {'w': tensor([0.6000, 0.8000])}, 'body': tensor([3., 4.])}

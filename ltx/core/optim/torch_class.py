@@ -1,29 +1,41 @@
-"""A class of ``torch.optim`` as a value: which are accepted, what is said of others, its rule under ``torch.func``.
+"""A class of ``torch.optim`` as a value: which are accepted, what is said of others, which run as they are.
 
-Under ``vmap`` each example gets what it would get alone: the examples' slices become so many leaves more, which one
-call of the kernel updates, so the arithmetic is that of separate runs to the last bit and ``step`` counters may differ
-between examples. Under ``grad`` and ``jvp`` torch's differentiable single-tensor path runs on copies.
+torch's own classes gather their tensors in ``_init_group``, so :mod:`ltx.core.optim.kernel` can hand them the caller's.
+A class of another author that keeps its arithmetic to itself is run as it is, on state that the caller holds: each
+update makes an instance on aliases of the parameters, puts the state into it, calls ``step()``, and takes the state out
+again.
+
+Such a class makes the state of a parameter when it first has a gradient, and tells by its absence that it has to. The
+caller's state has one structure from the start. So it says besides which parts of it have begun, and the others aren't
+put into an instance: after a first step that was skipped, or for a parameter that had no gradient so far.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
+from ltx.core.base import traced
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import describe, flatten
-from ltx.core.gradients.planning import any_derivative
-from ltx.core.optim.base import LeafStates, Optimizer, TorchState, differentiated, leaf_name
+from ltx.core.base.tree import check_tensors, describe, flatten
+from ltx.core.optim.base import (
+    Optimizer,
+    TorchState,
+    check_grads,
+    differentiated,
+    donated,
+    leaf_name,
+    leaves_like,
+)
 from ltx.typing import Tree
 
 _REAL_ONLY = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
@@ -169,87 +181,201 @@ def check_grad_layouts(cls: type, grads: Sequence[Tensor | None], params: Tree =
         raise OptimError(f"from_torch({cls.__name__}): the gradient of {leaf_name(params, index)} {problem}.")
 
 
-#: Updates states and parameters in place; the `bool` asks for torch's differentiable path.
-Rule = Callable[[list[Tensor], LeafStates, list[Tensor], bool], None]
+# How a number, and None, in an instance's state are told from a tensor, and where it is said whether there is any yet.
+# That lies on the host, which has to know: a guarded step on an accelerator waits there for the device.
+_NUMBER, _NONE, _BEGUN = "number ", "none ", "has begun"
 
 
-def run_pure(
-    rule: Rule,
-    grads: Sequence[Tensor],
-    states: Sequence[dict[str, Tensor]],
-    params: Sequence[Tensor],
-) -> tuple[list[Tensor], LeafStates]:
-    """``(new_params, new_states)`` as the in-place `rule` would leave them, under any nest of transforms."""
-    flat = [*grads, *params, *chain.from_iterable(state.values() for state in states)]
-    wrapped = [t for t in flat if _functorch.is_functorch_wrapped_tensor(t)]
-    outermost = max(wrapped, key=_functorch.maybe_get_level, default=None)
-    if outermost is not None and _functorch.is_batchedtensor(outermost):
-        keys = [tuple(state) for state in states]
-        return _unflatten(_PerExample.apply(rule, keys, *flat), keys)  # type: ignore[no-untyped-call]
-    differentiable = outermost is not None or any_derivative(flat)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
-        leaves = list(zip(grads, states, params, strict=True))
-        copy = _spread if outermost is not None else _clone
-        new_params = [copy(param, grad) for grad, _, param in leaves]
-        new_states = [{key: copy(own, grad, param) for key, own in state.items()} for grad, state, param in leaves]
-        if differentiable:
-            # Powers of the decays are taken of the count of steps, in its dtype here and in float64 in torch's others.
-            new_states = [{key: x.double() if key == "step" else x for key, x in state.items()} for state in new_states]
-        rule(list(grads), new_states, new_params, differentiable)
-        for old, new in zip(states, new_states, strict=True):
-            new.update({key: new[key].to(own.dtype) for key, own in old.items()})
-    return new_params, new_states
+@dataclass(frozen=True, eq=False, repr=False)
+class OpaqueOptimizer(ClassOptimizer):
+    """A class without ``_init_group``, with its hyperparameters; made by :func:`ltx.optim.from_torch`.
 
-
-def _clone(tensor: Tensor, *_: Tensor) -> Tensor:
-    return tensor.clone()
-
-
-def _spread(tensor: Tensor, *others: Tensor) -> Tensor:
-    """A copy of `tensor`, batched wherever one of `others` is, so that a sum with it can be written into the copy."""
-    for other in others:
-        if other.shape == tensor.shape:
-            tensor = torch.where(torch.ones_like(tensor, dtype=torch.bool), tensor, other)
-    return tensor.clone()
-
-
-class _PerExample(torch.autograd.Function):
-    """Exists for its ``vmap`` rule, the public door to a batch's physical tensors.
-
-    :func:`run_pure` enters it only if the outermost wrapper of its tensors is a batch, so the rule is all that runs.
+    It updates all parameters together, because its update of one may depend on the others (LAMB's clipping does). So it
+    isn't leafwise: ``overlap="update"`` and ZeRO refuse it. In a :func:`ltx.optim.partition` it updates
+    those of its group together.
     """
 
-    @staticmethod
-    def forward(rule: Rule, keys: list[tuple[str, ...]], *flat: Tensor) -> tuple[Tensor, ...]:
-        raise AssertionError("run_pure enters this function with batched tensors only")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._instance([torch.zeros(1, 1, requires_grad=True)], 0)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
+    def init(self, params: Tree) -> TorchState:
+        check_tensors(params, "params")
+        self._refuse_if(differentiated())
+        leaves, spec = flatten(params)
+        # A step on zero gradients shows which state the class keeps; its values begin at the first gradient.
+        probes = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        instance = self._instance(probes, 0)
+        try:
+            self._step(instance, probes, [torch.zeros_like(leaf) for leaf in leaves])
+        except (OptimError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise OptimError(
+                f"{self}: its step() raised {type(error).__name__} on gradients of zeros: {error} ltx makes an "
+                "instance and calls its step(), and nothing else. What needs more, such as its train() before, can be "
+                "written as a pair of functions: ltx.optim.from_functions."
+            ) from error
+        kept = [_before(self._taken(instance, p)) for p in probes]
+        return TorchState({"params": spec.unflatten(kept), "group": _before(self._group(instance))})
 
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], rule: Rule, keys: list[tuple[str, ...]], *flat: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        size = info.batch_size
-        slices = [[x] * size if dim is None else x.unbind(dim) for x, dim in zip(flat, in_dims[2:], strict=True)]
-        examples = [_parts(example, keys) for example in zip(*slices, strict=True)]
-        grads, states, params = (list(chain.from_iterable(part)) for part in zip(*examples, strict=True))
-        new_params, new_states = run_pure(rule, grads, states, params)
-        leaves = len(keys)
-        stacked = [torch.stack(new_params[leaf::leaves]) for leaf in range(leaves)]
-        for leaf, names in enumerate(keys):
-            stacked += [torch.stack([state[name] for state in new_states[leaf::leaves]]) for name in names]
-        return tuple(stacked), (0,) * len(stacked)
+    @checked("donate")
+    def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
+        leaves, spec = flatten(params)
+        if not isinstance(state, TorchState) or not isinstance(state.per_param, dict):
+            raise OptimError(f"{self} expected the state that its init(params) made, got {brief(state)}.")
+        given = leaves_like(spec, grads, "grads")
+        check_grads(given, leaves, params)
+        kept = leaves_like(spec, state.per_param["params"], "the optimizer's state")
+        held = [x for own in (*kept, state.per_param["group"]) for x in own.values()]
+        others = [*(g for g in given if g is not None), *held]
+        self._refuse_if(not donated(leaves, others) if donate else differentiated(leaves, others))
+        targets = leaves if donate else [leaf.clone() for leaf in leaves]
+        with torch.no_grad():
+            aliases = [x.detach().requires_grad_() for x in targets]
+        instance = self._instance(aliases, state.count)
+        for alias, own in zip(aliases, kept, strict=True):
+            if _has_begun(own):
+                instance.state[alias] = _put(own, donate)
+        if _has_begun(state.per_param["group"]):
+            instance.param_groups[0].update(_put(state.per_param["group"], donate))
+        if donate:  # what is written to `param.data` isn't counted
+            torch.autograd.graph.increment_version(targets)
+        self._step(instance, aliases, [None if g is None else g.detach().clone() for g in given])
+        for target, alias in zip(targets, aliases, strict=True):
+            if alias.data_ptr() != target.data_ptr():  # it has set `param.data`
+                target.copy_(alias.detach())
+        after = [_begun(self._taken(instance, alias)) or own for alias, own in zip(aliases, kept, strict=True)]
+        per_param = {"params": spec.unflatten(after), "group": _begun(self._group(instance))}
+        return spec.unflatten(targets), TorchState(per_param, state.count + 1)
+
+    def _instance(self, params: list[Tensor], count: int) -> Any:
+        lr = scheduled_lr(self.lr, count) if callable(self.lr) else self.lr
+        if isinstance(lr, Tensor):
+            self._refuse_if(differentiated([lr]))
+            lr = float(lr)
+        arguments: dict[str, Any] = dict(self.kwargs) if lr is None else {"lr": lr, **self.kwargs}
+        try:
+            return self.cls(params, **arguments)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise OptimError(
+                f"from_torch({self.cls.__name__}): {self.cls.__name__} refused its arguments: {error}"
+            ) from error
+
+    def _step(self, instance: Any, params: list[Tensor], grads: list[Tensor | None]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        closure = inspect.signature(instance.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise OptimError(
+                f"{self}: its step() wants a closure, to call the loss again. ltx has the gradients by then: write the "
+                "optimizer as a pair of functions, ltx.optim.from_functions."
+            )
+        before = _kept_elsewhere(instance)
+        instance.step()
+        after = _kept_elsewhere(instance)
+        held = self._group(instance)
+        for place in before | after:
+            name = place.removeprefix(_GROUP)
+            if before.get(place) != after.get(place) and not {name, f"{_NUMBER}{name}"} & set(held):
+                raise OptimError(
+                    f"{self}: its step() changes {place}, and ltx carries what is in state[parameter], and what the "
+                    "class itself adds to a group as numbers or tensors, from step to step. What is kept elsewhere "
+                    "would begin anew at each. Write it as a pair of functions: ltx.optim.from_functions."
+                )
+        own = {id(param) for param in params}
+        for key in instance.state:
+            if id(key) not in own:
+                raise OptimError(
+                    f"{self} keeps state under {brief(key)}, which isn't a parameter, so it would begin anew at each "
+                    "step. Write it as a pair of functions: ltx.optim.from_functions."
+                )
+
+    def _taken(self, instance: Any, param: Tensor) -> dict[str, Tensor]:
+        """The instance's state of `param` as tensors."""
+        return {name: value for key, x in instance.state[param].items() for name, value in [self._tensor(key, x)]}
+
+    def _group(self, instance: Any) -> dict[str, Tensor]:
+        """The numbers and tensors that the class keeps for all parameters, such as a count of steps."""
+        named = inspect.signature(self.cls).parameters
+        numbers = {k: x for k, x in instance.param_groups[0].items() if isinstance(x, bool | int | float | Tensor)}
+        return dict(self._tensor(key, x) for key, x in numbers.items() if key not in named and key not in _SETTINGS)
+
+    def _tensor(self, key: Any, value: Any) -> tuple[str, Tensor]:
+        if isinstance(value, Tensor):
+            return str(key), value.detach()
+        if value is None:
+            return f"{_NONE}{key}", torch.zeros(0)
+        if isinstance(value, bool | int | float):
+            return f"{_NUMBER}{key}", torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        raise OptimError(
+            f"{self} keeps {brief(value)} in its state as {key!r}, which the caller can't hold as a tensor. Write it "
+            "as a pair of functions: ltx.optim.from_functions."
+        )
+
+    def _refuse_if(self, is_differentiated: bool) -> None:
+        if is_differentiated or traced.recording():
+            raise OptimError(
+                f"{self} runs the class' own step() on tensors of its own, which neither torch.func nor torch.compile "
+                "nor autograd looks into, and what it is given is under a transform or requires grad. Update outside "
+                "of them: under torch.no_grad() where no derivative of the update is wanted. Else take a class of "
+                "torch.optim, or write it as a pair of functions: ltx.optim.from_functions."
+            )
 
 
-def _parts(flat: Sequence[Tensor], keys: list[tuple[str, ...]]) -> tuple[list[Tensor], LeafStates, list[Tensor]]:
-    """Gradients, states, parameters: the inverse of :func:`run_pure`'s flattening."""
-    leaves = len(keys)
-    params, states = _unflatten(flat[leaves:], keys)
-    return list(flat[:leaves]), states, params
+# What torch.optim.Optimizer itself has in a group of parameters.
+_SETTINGS = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
+
+_GROUP = "the group's "
+_DEPTH = 3
 
 
-def _unflatten(flat: Sequence[Tensor], keys: list[tuple[str, ...]]) -> tuple[list[Tensor], LeafStates]:
-    rest = iter(flat[len(keys) :])
-    return list(flat[: len(keys)]), [{name: next(rest) for name in names} for names in keys]
+def _kept_elsewhere(instance: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an instance keeps besides its state, in a form that shows changes."""
+    usual = {"state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1)]))}
+    found = {f"self.{name}": _looks(x) for name, x in vars(instance).items() if name not in usual}
+    group = instance.param_groups[0]
+    return found | {
+        f"{_GROUP}{k}": _looks(x) for k, x in group.items() if k != "params" and (k == "lr" or k not in _SETTINGS)
+    }
+
+
+def _looks(x: Any, depth: int = 0) -> Any:
+    if isinstance(x, Tensor):
+        return id(x), x._version
+    if isinstance(x, bool | int | float | complex | str | None):
+        return repr(x)
+    if isinstance(x, Mapping) and depth < _DEPTH:
+        return [(repr(key), _looks(value, depth + 1)) for key, value in x.items()]
+    if isinstance(x, list | tuple | deque) and depth < _DEPTH:
+        return [_looks(value, depth + 1) for value in x]
+    return id(x)
+
+
+def _before(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The structure of what was `taken` out of an instance, before there is any."""
+    return {**{name: torch.zeros_like(x) for name, x in taken.items()}, _BEGUN: torch.tensor(False)} if taken else {}
+
+
+def _begun(taken: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What was `taken` out of an instance, for the next one."""
+    return {**taken, _BEGUN: torch.tensor(True)} if taken else {}
+
+
+def _has_begun(kept: Mapping[str, Tensor]) -> bool:
+    return _BEGUN in kept and bool(kept[_BEGUN])
+
+
+def _put(kept: Mapping[str, Tensor], donate: bool) -> dict[str, Any]:
+    """What an instance's state is made of, which it writes to: inverse of ``_tensor``."""
+    found: dict[str, Any] = {}
+    for name, x in kept.items():
+        if name == _BEGUN:
+            continue
+        if name.startswith(_NUMBER):
+            found[name.removeprefix(_NUMBER)] = x.item()
+        elif name.startswith(_NONE):
+            found[name.removeprefix(_NONE)] = None
+        else:
+            found[name] = x if donate else x.clone()
+    return found
