@@ -74,12 +74,11 @@ from ltx.core.collectives.adasum import Halving
 from ltx.core.collectives.reduce import wide
 from ltx.core.collectives.uneven import told
 from ltx.core.comm.group_collectives import as_bytes, view_as
-from ltx.core.gradients.buckets import Bucket
-from ltx.core.gradients.comm_hook import CommHook, around, unchanging
+from ltx.core.gradients.comm_hook import AllReduce, CommHook, around, unchanging
 from ltx.core.gradients.packing import CHUNK, chunks, is_plain, pack, prefers_few_calls, unpack
 from ltx.core.gradients.pending import Exchange, PendingReductions
-from ltx.core.gradients.plain import AllReduce
 from ltx.core.gradients.reduction import (
+    Bucket,
     BucketInput,
     CollectiveRequest,
     LeafState,
@@ -88,11 +87,10 @@ from ltx.core.gradients.reduction import (
     Terms,
     drive_within,
 )
-from ltx.core.optim.base import Optimizer
+from ltx.core.optim.base import Optimizer, Update
 from ltx.core.optim.combine import members_of, with_members
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.optim.quantized_adam import QAdamOptimizer
-from ltx.core.optim.update import Update
 from ltx.core.ranks.axis import Axis, inner, outer
 from ltx.core.ranks.backings import unwrapped
 from ltx.core.transforms.strategy import Strategy

@@ -9,7 +9,7 @@ import ltx
 from ltx.core.base import noise
 from ltx.core.comm import SUMMARY_BYTES, close_axis, open_axes, open_axis, resolve
 from ltx.core.gradients.pending import Exchange
-from ltx.core.optim.update import Update
+from ltx.core.optim.base import Update
 from ltx.core.ranks.axis import axes_in_scope, find, inner, outer
 from ltx.core.ranks.backings import VmapBacking
 from ltx.strategies.async_averaging import AsyncAveraging

@@ -16,14 +16,13 @@ import torch
 
 from ltx import hooks
 from ltx.core.base import tree
-from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.comm_hook import reduce_at_once
 from ltx.core.gradients.pending import Exchange
 from ltx.core.gradients.planning import Plan, arrival_order, differentiable, make_plan
-from ltx.core.gradients.reduction import LeafState, Reduced
+from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
+from ltx.core.optim.base import Update
 from ltx.core.optim.combine import members_of
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
-from ltx.core.optim.update import Update
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, open_alone
 from ltx.core.ranks.backings import MetaBacking
 from ltx.core.transforms.strategy import Strategy, in_dtype

@@ -16,9 +16,8 @@ from ltx import hooks
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.comm.operations import OPERATIONS
-from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.pending import Exchange
-from ltx.core.gradients.reduction import REQUESTS
+from ltx.core.gradients.reduction import REQUESTS, Bucket
 from ltx.core.ranks.axis import Axis
 from ltx.errors import StrategyError
 

@@ -14,9 +14,10 @@ import torch
 
 from ltx.core.base.arguments import ShortRepr, check_fields
 from ltx.core.base.errors import StrategyError, UnsupportedError
-from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.reduction import (
+    Bucket,
     BucketInput,
+    CollectiveRequest,
     LeafState,
     Program,
     Reduced,
@@ -24,7 +25,6 @@ from ltx.core.gradients.reduction import (
     Terms,
     answer_at_once,
     drive,
-    sum_of_shares,
 )
 from ltx.core.ranks.axis import Axis
 
@@ -205,10 +205,32 @@ def _of_field(field: str, name: str, inherited: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class ExactSum(CommHook):
-    """The sum over ranks times `factor`: what a hook counts as in second derivatives, for most hooks the mean."""
+class AllReduce(CommHook):
+    """The exact mean over ranks, by a ring all-reduce: each rank sends 2(n-1)/n of the bucket.
+
+    ḡ = sum_r g_r / n: each share is a gradient divided by n; the mean is their sum.
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+
+    Example:
+        >>> import ltx
+        >>> ltx.DDPStrategy(comm_hook=ltx.hooks.AllReduce()) == ltx.DDPStrategy(comm_hook="allreduce")
+        True
+    """
 
     elementwise: ClassVar[bool] = True
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        total = yield CollectiveRequest("psum", inputs.flat)
+        return total, inputs.states
+
+
+EXACT = AllReduce()
+
+
+@dataclass(frozen=True)
+class ExactSum(AllReduce):
+    """The sum over ranks times `factor`: what a hook counts as in second derivatives, for most hooks the mean."""
 
     factor: float
 
@@ -217,9 +239,6 @@ class ExactSum(CommHook):
 
     def derivative_scale(self, axis_size: int) -> float:
         return self.factor
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        return sum_of_shares(inputs)
 
 
 def program_of(hook: CommHook, inputs: BucketInput) -> Program:

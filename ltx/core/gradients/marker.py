@@ -32,7 +32,7 @@ from torch._C import _functorch
 
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.collectives.linear import Function, apply, in_autograd_vmap, index_below
-from ltx.core.gradients.buckets import Bucket
+from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import VmapBacking

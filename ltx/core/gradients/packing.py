@@ -13,9 +13,8 @@ import torch
 
 from ltx.core.base import traced
 from ltx.core.base.errors import StrategyError, UnsupportedError
-from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.reduction import LeafState, Terms
+from ltx.core.gradients.reduction import Bucket, LeafState, Terms
 
 #: The types of devices on which eager tensors are worked on piece by piece. Tests empty it: the CPU then does what
 #: accelerators do.

@@ -22,11 +22,11 @@ import torch
 from ltx.core import comm
 from ltx.core.base.errors import LtxError, StrategyError, UnsupportedError
 from ltx.core.comm.backends import StreamFence
-from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.comm_hook import CommHook, program_of, reduce_at_once
 from ltx.core.gradients.packing import pack, pack_pure, unpack
 from ltx.core.gradients.planning import Plan, any_derivative
 from ltx.core.gradients.reduction import (
+    Bucket,
     BucketInput,
     CollectiveRequest,
     LeafState,

@@ -1,5 +1,8 @@
 """Plans: from tensors, bucket sizes and a hook to what every rank will issue.
 
+A plan is a pure function of shapes, dtypes and sizes, so every rank makes the same one. Buckets are launched in the
+order of the plan, whatever the order in which they become ready.
+
 Ranks compare a plan when it is new. It says which leaves are reduced, in which order their gradients are
 expected, and how large buckets are: as the strategy says, or with ``bucket_bytes="auto"`` as the network suggests.
 """
@@ -21,10 +24,9 @@ from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.comm import Network
-from ltx.core.gradients.buckets import Bucket, Leaf, plan_buckets
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.packing import pack_pure
-from ltx.core.gradients.reduction import BucketInput, LeafState
+from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -175,6 +177,52 @@ class Plan:
         step = self.step if self.step is None or self.clock is None else self.step + self.clock.max().long()
         last = bucket.index == len(self.buckets) - 1
         return BucketInput(flat, bucket, self.axis.size, self.axis.rank, states, step, last, self.axis, update)
+
+
+@lru_cache(maxsize=256)
+def plan_buckets(
+    leaves: tuple[Leaf, ...],
+    arrival: tuple[int, ...],
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+    groups: tuple[int, ...] = (),
+) -> tuple[Bucket, ...]:
+    """Fill buckets with `leaves` in the order `arrival` in which their gradients are expected.
+
+    A bucket is closed before it would exceed its size; a larger leaf has a bucket of its own. The first bucket is
+    small, so that communication starts early. A bucket holds one dtype on one device. The leaves of a group have a
+    bucket of their own, whatever their sizes.
+
+    Args:
+        leaves: the gradients.
+        arrival: positions into `leaves`.
+        bucket_bytes, first_bucket_bytes: sizes in bytes of the gradients.
+        groups: for each leaf the number of its group, -1 for none; empty if there are no groups.
+
+    Returns:
+        Buckets in the order of launches, which is the order in which their last gradients are expected.
+    """
+    open_members: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
+    filled: dict[tuple[torch.dtype, torch.device, int], int] = {}
+    closed: list[list[int]] = []
+    for position in arrival:
+        leaf = leaves[position]
+        group = groups[position] if groups else -1
+        kind = (leaf.dtype, leaf.device, group)
+        limit = bucket_bytes if closed else first_bucket_bytes
+        if group < 0 and open_members.get(kind) and filled[kind] + leaf.nbytes > limit:
+            closed.append(open_members.pop(kind))
+        if kind not in open_members:
+            open_members[kind], filled[kind] = [], 0
+        open_members[kind].append(position)
+        filled[kind] += leaf.nbytes
+    closed.extend(open_members.values())
+    due = {position: place for place, position in enumerate(arrival)}
+    closed.sort(key=lambda members: max(due[position] for position in members))
+    return tuple(
+        Bucket(index, tuple(members), tuple(leaves[position] for position in members))
+        for index, members in enumerate(closed)
+    )
 
 
 class Owner(Protocol):

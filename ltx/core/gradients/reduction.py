@@ -1,4 +1,4 @@
-"""Bucket programs: what a step does to one bucket, as a generator of collective requests.
+"""Buckets, gradients that travel together; and their programs: what a step does to one, a generator of requests.
 
 A program yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result; it returns the
 bucket's results. The reduction of a communication hook is one; a training step whose ranks communicate after the
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +20,76 @@ import torch
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import StrategyError
 from ltx.core.collectives.linear import Static, apply
-from ltx.core.gradients.buckets import Bucket
 from ltx.core.ranks.axis import Axis
+
+#: Of so many elements the call costs more than the copy.
+_SMALL = 1 << 13
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A gradient, as the plan sees it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of one dtype on one device that are reduced as one flat buffer.
+
+    Attributes:
+        index: its place in the order of launches.
+        members: positions of its leaves among all that are reduced.
+        leaves: their shapes, in the order in which they lie in the flat buffer.
+    """
+
+    index: int
+    members: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
+
+    @classmethod
+    def of(cls, index: int, tensors: Sequence[torch.Tensor]) -> Bucket:
+        """That of all `tensors`."""
+        return cls(index, tuple(range(len(tensors))), tuple(Leaf(t.shape, t.dtype, t.device) for t in tensors))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.leaves[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.leaves[0].device
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of each leaf."""
+        return [leaf.numel for leaf in self.leaves]
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """(first leaf, end) of runs of leaves that are best copied together: several small ones, or one large one."""
+        runs: list[tuple[int, int]] = []
+        for place, size in enumerate(self.sizes):
+            if size <= _SMALL and runs and self.sizes[runs[-1][0]] <= _SMALL:
+                runs[-1] = (runs[-1][0], place + 1)
+            else:
+                runs.append((place, place + 1))
+        return runs
+
 
 #: One parameter's communication state: tensors by name.
 LeafState = dict[str, torch.Tensor]
@@ -130,12 +200,6 @@ Reduced = tuple[torch.Tensor, Sequence[LeafState]]
 
 #: Yields requests, is sent their results, returns the reduced buffer and the next states.
 Reduction = Generator[CollectiveRequest, torch.Tensor, Reduced]
-
-
-def sum_of_shares(inputs: BucketInput) -> Reduction:
-    """The exact mean: the sum of all ranks' inputs."""
-    total = yield CollectiveRequest("psum", inputs.flat)
-    return total, inputs.states
 
 
 class Program(NamedTuple):

@@ -28,12 +28,12 @@ from torch._C import _functorch
 from ltx.core import comm
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm.operations import OPERATIONS
-from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.comm_hook import CommHook, ExactSum, program_of, reduce_at_once
 from ltx.core.gradients.packing import pack, unpack
 from ltx.core.gradients.pending import PendingReductions
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
+    Bucket,
     CollectiveRequest,
     LeafState,
     Program,

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -202,6 +202,52 @@ def chosen(finite: bool | Tensor | None, new: T, old: T) -> T:
     on = {device: finite.to(device) for device in {x.device for x, y in pairs if x is not y}}
     picked: T = unflatten(spec, [x if x is y else torch.where(on[x.device], x, y) for x, y in pairs])
     return picked
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer's part of a step, before it is done.
+
+    Attributes:
+        optimizer: the step's.
+        params, opt_state: those before the update.
+        grads: the reduced gradients; one for each parameter.
+        donate: whether :meth:`apply` overwrites `params` and `opt_state`.
+        finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
+            tensor under transforms); else None.
+        may_overwrite: whether the strategy may write into the old state, once nothing can fail any more.
+        on_overwriting: called before :meth:`apply` overwrites `params` and `opt_state`.
+    """
+
+    optimizer: Optimizer
+    params: Tree
+    grads: Tree
+    opt_state: Tree
+    donate: bool = False
+    finite: bool | Tensor | None = None
+    may_overwrite: bool = False
+    on_overwriting: Callable[[], None] | None = None
+
+    def apply(self) -> tuple[Tree, Tree]:
+        """(new parameters, new optimizer state); the old ones where gradients aren't finite.
+
+        A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
+        """
+        if self.finite is False:
+            return self.params, self.optimizer.advance(self.opt_state)
+        optimizer, donate = self.optimizer, self.donate
+        if donate and isinstance(self.finite, Tensor):  # on the device, which the host doesn't wait for
+            conditional = optimizer.unless(self.finite.logical_not(), flatten(self.params)[0])
+            donate = conditional is not None
+            optimizer = optimizer if conditional is None else conditional
+        if donate and self.on_overwriting is not None:
+            self.on_overwriting()
+        updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
+        return updated if donate else self.if_finite(updated, (self.params, self.opt_state))
+
+    def if_finite(self, new: T, old: T) -> T:
+        """`new`, or `old` where gradients aren't finite."""
+        return chosen(self.finite, new, old)
 
 
 @checked("donate")

@@ -17,9 +17,8 @@ import torch
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.errors import WeightError
-from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.packing import refuse_sparse, unpack
-from ltx.core.gradients.reduction import LeafState, Program, Reduced
+from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
 from ltx.core.gradients.schedule import ProcessSchedule
 from ltx.core.optim import Optimizer
 from ltx.core.training.backward import Backward, BackwardResult, is_one, mean_at_once

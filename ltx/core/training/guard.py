@@ -16,7 +16,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.errors import NotFiniteError, StepError
-from ltx.core.gradients.plain import EXACT
+from ltx.core.gradients.comm_hook import EXACT
 from ltx.core.optim import grad_norm
 from ltx.core.optim.base import chosen
 from ltx.core.training.metrics import Metrics

@@ -14,7 +14,7 @@ from ltx.core.base.errors import UnsupportedError
 from ltx.core.base.placements import refuse_in_graph as refuse_dtensors
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
 from ltx.core.gradients.planning import any_derivative
-from ltx.core.optim.update import Update
+from ltx.core.optim.base import Update
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.guard import (
     all_finite,

@@ -20,8 +20,8 @@ from ltx.core.base.errors import LtxError, WeightError
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import differentiable
 from ltx.core.gradients.schedule import PassOptions, ProcessSchedule
+from ltx.core.optim.base import Update
 from ltx.core.optim.from_torch import TorchOptimizer
-from ltx.core.optim.update import Update
 from ltx.core.training.backward import Backward, BackwardResult, Forward, mean_at_once, unreached
 from ltx.core.training.completion import CollectGradients, Completion, UpdateBuckets, UpdateThenSend, scale_of
 from ltx.core.training.donated import hand_over

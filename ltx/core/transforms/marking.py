@@ -21,9 +21,8 @@ from ltx.core.base.placements import local
 from ltx.core.collectives.calls import refuse_threads
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients import marker
-from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.comm_hook import AllReduce, CommHook
 from ltx.core.gradients.marker import LeafHooks, reduce_gradients
-from ltx.core.gradients.plain import AllReduce
 from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, differentiable, make_plan, tracked
 from ltx.core.gradients.schedule import GraphSchedule, ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
 from ltx.core.ranks.axis import Axis

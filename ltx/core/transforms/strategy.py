@@ -18,8 +18,7 @@ from ltx.core.gradients.comm_hook import CommHook, unchanging
 from ltx.core.gradients.pending import Exchange
 from ltx.core.gradients.planning import DEFAULT_BYTES, MIB, Plan, make_plan
 from ltx.core.gradients.reduction import LeafState
-from ltx.core.optim.base import Optimizer
-from ltx.core.optim.update import Update
+from ltx.core.optim.base import Optimizer, Update
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.strategy_update import PostUpdateHook, StateLayout, States, StepInfo, Updated, check_next
 from ltx.typing import Tree

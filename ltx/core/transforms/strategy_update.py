@@ -10,7 +10,7 @@ pass.
 
 Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
 doesn't run in place on them. What remains after that, such as adding the differences that have arrived, can't fail: it
-may be done in the old state's memory, if the step allows it (:attr:`ltx.core.optim.update.Update.may_overwrite`).
+may be done in the old state's memory, if the step allows it (:attr:`ltx.core.optim.base.Update.may_overwrite`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import torch
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, outcome
 from ltx.core.base.errors import StrategyError
-from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.packing import is_plain
 from ltx.core.gradients.pending import Exchange
-from ltx.core.gradients.reduction import LeafState, Reduced
-from ltx.core.optim.update import Update
+from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
+from ltx.core.optim.base import Update
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -56,7 +55,7 @@ class Updated:
 
     Attributes:
         finish: writes into tensors of the old state that the new one takes over, when everything is complete (see
-            :attr:`ltx.core.optim.update.Update.may_overwrite`). It can't fail, and nothing comes between it and the
+            :attr:`ltx.core.optim.base.Update.may_overwrite`). It can't fail, and nothing comes between it and the
             step's end, not even an interrupt.
     """
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ltx import hooks
-from ltx.core.gradients.buckets import Bucket, Leaf, plan_buckets
 from ltx.core.gradients.packing import pack, pack_pure, unpack
+from ltx.core.gradients.planning import plan_buckets
+from ltx.core.gradients.reduction import Bucket, Leaf
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

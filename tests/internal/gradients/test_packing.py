@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ltx import hooks
 from ltx.core.gradients import packing
-from ltx.core.gradients.buckets import Bucket
-from ltx.core.gradients.reduction import LeafState
+from ltx.core.gradients.reduction import Bucket, LeafState
 
 HOOKS = [hooks.AllReduce(), hooks.FP16(), hooks.error_feedback(hooks.ByteGrad()), hooks.PowerSGD()]
 SHAPES = [(), (3,), (4, 5), (0,), (2, 1, 3), (100, 100)]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ltx.core import comm
-from ltx.core.gradients.buckets import Bucket
 from ltx.core.gradients.comm_hook import program_of
 from ltx.core.gradients.pending import PendingReductions
+from ltx.core.gradients.reduction import Bucket
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 
 
