@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -179,7 +179,7 @@ def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -
     Every public member of `base` that the class, or a class between the two, doesn't define is that of the value, save
     those in `but`. So a member that `base` gets later can't be forgotten.
     """
-    own_fields = {f.name for f in fields(base)}
+    own_fields = {f.name for f in fields(base)} if is_dataclass(base) else set[str]()
 
     def mark(cls: type[C]) -> type[C]:
         defined = {name for c in cls.__mro__[: cls.__mro__.index(base)] for name in vars(c)}.union(but, own_fields)

@@ -93,6 +93,10 @@ class Peeled(Function):
     `bucket` is None for those that work on all buckets.
     """
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.schedule, ctx.bucket, ctx.dims, *_ = inputs
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
 
@@ -247,10 +251,6 @@ class Shared(Peeled):
     @staticmethod
     def forward(schedule: Schedule, bucket: None, dims: Dims, index: Any, *tangents: torch.Tensor) -> tuple[Any, ...]:
         return _views(tangents)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.schedule, _, ctx.dims, *_ = inputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:

@@ -275,21 +275,17 @@ class Exchange:
     def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
         """:meth:`wait` by bucket: (bucket, (what the hook returns for it, the next states))."""
         try:
-            self._wait()
+            if self._failed is not None:
+                raise self._failed
+            if self._pending is not None:
+                self._completed = list(self._pending.wait_each())
+                if self._summary is not None:
+                    comm.end_pass(self._plan.axis.comm, self._summary)
+                if not self._midway:
+                    self._plan.axis.comm.recovery.complete()
+                self._pending = None
         except BaseException as error:
             if self._summary is not None:  # a wait in the background may be repeated
                 self._plan.axis.comm.recovery.abort(error)
             raise
         return list(zip(self._plan.buckets, self._completed, strict=True))
-
-    def _wait(self) -> None:
-        if self._failed is not None:
-            raise self._failed
-        if self._pending is None:
-            return
-        self._completed = list(self._pending.wait_each())
-        if self._summary is not None:
-            comm.end_pass(self._plan.axis.comm, self._summary)
-        if not self._midway:
-            self._plan.axis.comm.recovery.complete()
-        self._pending = None

@@ -362,7 +362,11 @@ def make_plan(
 
     def described() -> comm.Signature:
         states = f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
-        text = f"{hook!r} with {states}buckets of {_sizes_text(owner)}"
+        sizes = f"{owner.sizes} bytes"
+        if owner.auto_sizes:
+            network = "the network as measured" if owner.network is None else repr(owner.network)
+            sizes = f"bytes for {network}, the first of at most {owner.sizes[1]}"
+        text = f"{hook!r} with {states}buckets of {sizes}"
         return comm.Signature.of(operation, paths(), list(tensors), text)
 
     if compare and axis.threads is not None:
@@ -385,11 +389,3 @@ def make_plan(
     make = _plan.__wrapped__ if axis.meta else _plan
     plan: Plan = make(axis, hook, sizes, leaves, order, groups, names, agreement, network)
     return replace(plan, step=step) if hook.stateful else plan
-
-
-def _sizes_text(owner: Owner) -> str:
-    """What ranks must agree on for their buckets to be equal."""
-    if not owner.auto_sizes:
-        return f"{owner.sizes} bytes"
-    network = "the network as measured" if owner.network is None else repr(owner.network)
-    return f"bytes for {network}, the first of at most {owner.sizes[1]}"

@@ -21,10 +21,12 @@ from ltx.core.base.arguments import brief, checked, shown
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import check_tensors, describe, flatten, leaf_paths, register_node, unflatten
 from ltx.core.base.tree import map as tree_map
+from ltx.core.gradients.comm_hook import around
 from ltx.core.gradients.planning import in_step
 from ltx.typing import Tree
 
 Tensors = list[Tensor]
+Rate = float | Tensor
 #: Each leaf's own part of an optimizer's state.
 LeafStates = list[dict[str, Tensor]]
 T = TypeVar("T")
@@ -128,6 +130,7 @@ _NOT_LEAFWISE = (
 
 
 @dataclass(frozen=True)
+@around("optimizer", Optimizer, but=("advance", "times_lr", "unless"))
 class Unless(Optimizer):
     """An optimizer for one update, which changes no tensor if `skip` is true; made by :meth:`Optimizer.unless`.
 
@@ -138,22 +141,6 @@ class Unless(Optimizer):
     optimizer: Optimizer
     skip: Tensor = field(compare=False)
 
-    @property
-    def elementwise(self) -> bool:
-        return self.optimizer.elementwise
-
-    @property
-    def leafwise(self) -> bool:
-        return self.optimizer.leafwise
-
-    @property
-    def moves_params(self) -> bool | None:
-        return self.optimizer.moves_params
-
-    @property
-    def strategy(self) -> str | None:
-        return self.optimizer.strategy
-
     def init(self, params: Tree) -> Tree:
         return self.optimizer.init(params)
 
@@ -163,9 +150,6 @@ class Unless(Optimizer):
 
     def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
         return chosen(self.skip.logical_not(), self.optimizer.apply(grads, state, params), (params, state))
-
-    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
-        return self.optimizer.leaf_states(state, params)
 
     def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> None:
         with self._kept([*params, *(x for own in states for x in own.values())]):

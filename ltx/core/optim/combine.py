@@ -17,6 +17,8 @@ from ltx.core.base.tree import check_tensors, flatten, places_with_none
 from ltx.core.optim.base import LeafStates, Optimizer, Tensors, all_or_none
 from ltx.typing import Tree
 
+States = tuple[Tree, ...]
+
 
 class LeafPart(dict[str, Tensor]):
     """A leaf's part of the state of an optimizer around others, from which their own parts can be had again.
@@ -104,17 +106,13 @@ class Chain(Optimizer):
     def strategy(self) -> str | None:
         return next((name for member in self.members if (name := member.strategy) is not None), None)
 
-    def init(self, params: Tree) -> tuple[Tree, ...]:
+    def init(self, params: Tree) -> States:
         return tuple(member.init(params) for member in self.members)
 
-    def update(
-        self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
-    ) -> tuple[Tree, tuple[Tree, ...]]:
+    def update(self, grads: Tree, state: States, params: Tree, *, donate: bool = False) -> tuple[Tree, States]:
         return self._run("update", grads, state, params, donate)
 
-    def apply(
-        self, grads: Tree, state: tuple[Tree, ...], params: Tree, *, donate: bool = False
-    ) -> tuple[Tree, tuple[Tree, ...]]:
+    def apply(self, grads: Tree, state: States, params: Tree, *, donate: bool = False) -> tuple[Tree, States]:
         return self._run("apply", grads, state, params, donate)
 
     def times_lr(self, factor: float) -> Chain | None:
@@ -125,23 +123,23 @@ class Chain(Optimizer):
         members = all_or_none(member.unless(skip, params) for member in self.members)
         return None if members is None else Chain(tuple(members))
 
-    def leaf_states(self, state: tuple[Tree, ...], params: Tree) -> LeafStates:
+    def leaf_states(self, state: States, params: Tree) -> LeafStates:
         self._check(state)
         each = [member.leaf_states(own, params) for member, own in zip(self.members, state, strict=True)]
         return [LeafPart(*parts) for parts in zip(*each, strict=True)]
 
-    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: tuple[Tree, ...]) -> None:
+    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> None:
         *front, (last, parts, own) = self._members_of(states, state)
         for member, its_parts, its_own in front:
             grads = member.transform_leaves(grads, its_parts, params, its_own)
         last.apply_leaves(grads, parts, params, own)
 
-    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: tuple[Tree, ...]) -> Tensors:
+    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> Tensors:
         for member, parts, own in self._members_of(states, state):
             grads = member.transform_leaves(grads, parts, params, own)
         return grads
 
-    def _members_of(self, states: LeafStates, state: tuple[Tree, ...]) -> list[tuple[Optimizer, LeafStates, Tree]]:
+    def _members_of(self, states: LeafStates, state: States) -> list[tuple[Optimizer, LeafStates, Tree]]:
         """Each member with its own parts of the states of some leaves, and its own state."""
         parts = cast(list[LeafPart], states)
         return [(member, [part.parts[i] for part in parts], state[i]) for i, member in enumerate(self.members)]
@@ -150,9 +148,7 @@ class Chain(Optimizer):
         if not isinstance(state, tuple) or len(state) != len(self.members):
             raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {brief(state)}.")
 
-    def _run(
-        self, method: str, grads: Tree, state: tuple[Tree, ...], params: Tree, donate: bool
-    ) -> tuple[Tree, tuple[Tree, ...]]:
+    def _run(self, method: str, grads: Tree, state: States, params: Tree, donate: bool) -> tuple[Tree, States]:
         """`method` of the last member, for gradients as those before it give them."""
         self._check(state)
         front = []

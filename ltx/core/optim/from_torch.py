@@ -22,6 +22,7 @@ from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import (
     LeafStates,
     Optimizer,
+    Rate,
     Tensors,
     TorchState,
     check_grads,
@@ -149,14 +150,7 @@ class TorchOptimizer(ClassOptimizer):
         return conditional
 
     def _run(
-        self,
-        grads: Tensors,
-        states: LeafStates,
-        params: Tensors,
-        differentiable: bool = False,
-        *,
-        count: int,
-        lr: float | Tensor,
+        self, grads: Tensors, states: LeafStates, params: Tensors, differentiable: bool = False, *, count: int, lr: Rate
     ) -> None:
         """One update in place, each leaf through the fastest kernel that it admits."""
         run = partial(self.kernel.run, lr=lr, skip=self._skip)
@@ -184,7 +178,7 @@ class TorchOptimizer(ClassOptimizer):
         check_state(self, state, TorchState)
         return leaves_like(spec, state.per_param, "the optimizer's state")
 
-    def _traced(self, lr: float | Tensor, count: int) -> Tensor | None:
+    def _traced(self, lr: Rate, count: int) -> Tensor | None:
         """The learning rate, if somebody differentiates or batches it: torch's classes take most rates for numbers."""
         if not isinstance(lr, Tensor) or traced.recording():
             return None
@@ -197,7 +191,7 @@ class TorchOptimizer(ClassOptimizer):
             )
         return lr
 
-    def _lr(self, count: int) -> float | Tensor:
+    def _lr(self, count: int) -> Rate:
         return scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
 
 

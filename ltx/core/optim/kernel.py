@@ -25,9 +25,9 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from ltx.core.base.errors import OptimError
 from ltx.core.gradients.planning import any_derivative
-from ltx.core.optim.base import LeafStates, Tensors
+from ltx.core.optim.base import LeafStates, Rate, Tensors
 
-Lr = float | Tensor | None
+Lr = Rate | None
 
 
 class NotGatheredError(OptimError):
@@ -127,12 +127,7 @@ class Kernel:
                 self._run(group, grads, states, params, skip)
 
     def _run(
-        self,
-        group: dict[str, Any],
-        grads: Tensors,
-        states: LeafStates,
-        params: Tensors,
-        skip: Tensor | None = None,
+        self, group: dict[str, Any], grads: Tensors, states: LeafStates, params: Tensors, skip: Tensor | None = None
     ) -> None:
         group["params"] = params
         # torch's foreach Nesterov step adds into the gradients themselves.

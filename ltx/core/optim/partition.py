@@ -19,6 +19,7 @@ from ltx.core.optim.combine import LeafPart, identity
 from ltx.typing import Tree
 
 Labels = Callable[[str], str] | tuple[tuple[str, str], ...]
+States = dict[str, Tree]  #: by label
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,18 +42,14 @@ class Partition(Optimizer):
         each = {member.moves_params for _, member in self.members}
         return True if True in each else None if None in each else False
 
-    def init(self, params: Tree) -> dict[str, Tree]:
+    def init(self, params: Tree) -> States:
         (leaves, spec), places = flatten(params), self._places(params)
         return {label: member.init(_only(spec, leaves, places[label])) for label, member in self.members}
 
-    def update(
-        self, grads: Tree, state: dict[str, Tree], params: Tree, *, donate: bool = False
-    ) -> tuple[Tree, dict[str, Tree]]:
+    def update(self, grads: Tree, state: States, params: Tree, *, donate: bool = False) -> tuple[Tree, States]:
         return self._each("update", grads, state, params, donate)
 
-    def apply(
-        self, grads: Tree, state: dict[str, Tree], params: Tree, *, donate: bool = False
-    ) -> tuple[Tree, dict[str, Tree]]:
+    def apply(self, grads: Tree, state: States, params: Tree, *, donate: bool = False) -> tuple[Tree, States]:
         return self._each("apply", grads, state, params, donate)
 
     def times_lr(self, factor: float) -> Partition | None:
@@ -66,7 +63,7 @@ class Partition(Optimizer):
         members, labels = all_or_none(optimizers), (label for label, _ in self.members)
         return None if members is None else Partition(tuple(zip(labels, members, strict=True)), self.labels)
 
-    def leaf_states(self, state: dict[str, Tree], params: Tree) -> LeafStates:
+    def leaf_states(self, state: States, params: Tree) -> LeafStates:
         (leaves, spec), places = flatten(params), self._places(params)
         parts: dict[int, dict[str, Tensor]] = {}
         for label, member in self.members:
@@ -74,11 +71,11 @@ class Partition(Optimizer):
             parts.update((place, LeafPart(part, label=label)) for place, part in zip(places[label], own, strict=True))
         return [parts[place] for place in range(len(leaves))]
 
-    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: dict[str, Tree]) -> None:
+    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> None:
         for member, at, parts, own in self._members_of(states, state):
             member.apply_leaves([grads[i] for i in at], parts, [params[i] for i in at], own)
 
-    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: dict[str, Tree]) -> Tensors:
+    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> Tensors:
         found = list(grads)
         for member, at, parts, own in self._members_of(states, state):
             news = member.transform_leaves([grads[i] for i in at], parts, [params[i] for i in at], own)
@@ -86,18 +83,14 @@ class Partition(Optimizer):
                 found[i] = new
         return found
 
-    def _members_of(
-        self, states: LeafStates, state: dict[str, Tree]
-    ) -> Iterator[tuple[Optimizer, list[int], LeafStates, Tree]]:
+    def _members_of(self, states: LeafStates, state: States) -> Iterator[tuple[Optimizer, list[int], LeafStates, Tree]]:
         """Each member of some leaves, with the places of its own among them, their states, and its own."""
         parts = cast(list[LeafPart], states)
         for label, member in self.members:
             if at := [i for i, part in enumerate(parts) if part.label == label]:
                 yield member, at, [parts[i].inner for i in at], state[label]
 
-    def _each(
-        self, method: str, grads: Tree, state: dict[str, Tree], params: Tree, donate: bool
-    ) -> tuple[Tree, dict[str, Tree]]:
+    def _each(self, method: str, grads: Tree, state: States, params: Tree, donate: bool) -> tuple[Tree, States]:
         if not isinstance(state, dict) or set(state) != {label for label, _ in self.members}:
             raise OptimError(
                 f"{self} expected a state with the parts {[label for label, _ in self.members]}, got {brief(state)}."

@@ -22,7 +22,7 @@ from ltx.core.base.arguments import checked, whole
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import describe, flatten
 from ltx.core.gradients.packing import prefers_few_calls
-from ltx.core.optim.base import LeafStates, TorchState, leaf_name
+from ltx.core.optim.base import LeafStates, Rate, Tensors, TorchState, leaf_name
 from ltx.core.optim.from_torch import TorchOptimizer
 from ltx.typing import Tree
 
@@ -66,14 +66,7 @@ class QAdamOptimizer(TorchOptimizer):
         return state
 
     def _run(
-        self,
-        grads: list[Tensor],
-        states: LeafStates,
-        params: list[Tensor],
-        differentiable: bool = False,
-        *,
-        count: int,
-        lr: float | Tensor,
+        self, grads: Tensors, states: LeafStates, params: Tensors, differentiable: bool = False, *, count: int, lr: Rate
     ) -> None:
         if count < self.warmup_steps - self.bagua_exact:
             super()._run(grads, states, params, differentiable, count=count, lr=lr)
@@ -102,13 +95,7 @@ class QAdamOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def _run_on_lists(
-        self,
-        grads: list[Tensor],
-        states: LeafStates,
-        params: list[Tensor],
-        rate: float,
-        settled: float,
-        moves: bool,
+        self, grads: Tensors, states: LeafStates, params: Tensors, rate: float, settled: float, moves: bool
     ) -> None:
         """The second phase in few kernels."""
         moments, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))

@@ -63,7 +63,6 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
     try:
         store = process.stores.get(placement)
         if store is None:
-            _check_known(address)
             store = _open_store(address, port, world, timeout)
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
@@ -80,13 +79,7 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
         _refuse_shared_devices(world_store, world)
         set_error_handling()
         limit = connect_limit(store, world.backend, timeout)
-        dist.init_process_group(
-            world.backend,
-            store=world_store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=limit,
-        )
+        dist.init_process_group(world.backend, store=world_store, rank=world.rank, world_size=world.size, timeout=limit)
         if limit < timeout:
             c10d._set_pg_timeout(timeout, dist.group.WORLD)
     except WorldError:
@@ -98,7 +91,7 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
             f"Check that all {world.size} ranks were started, that they have the same MASTER_ADDR and MASTER_PORT and "
             "call ltx.init equally often, and that no other program uses that port."
         ) from error
-    undo.callback(_destroy, dist.group.WORLD)
+    undo.callback(_destroy, dist.group.WORLD, dist.group.WORLD)
     return world_store
 
 
@@ -125,19 +118,15 @@ def _refuse_shared_devices(store: Store, world: World) -> None:
             )
 
 
-def _check_known(address: str) -> None:
-    """Raise if the host `address` can't be resolved: torch would try until the timeout."""
+def _open_store(address: str, port: int, world: World, timeout: timedelta) -> Store:
+    """The store at which the ranks meet; rank 0 holds it, unless their launcher does."""
     try:
         socket.getaddrinfo(address, None)
-    except OSError as error:
+    except OSError as error:  # torch would try until the timeout
         raise WorldError(
             f"the ranks are to meet at {address!r}, a host that isn't known here: {error}. Check MASTER_ADDR, or the "
             "master that ltx.init was given: the name or address of rank 0's machine."
         ) from error
-
-
-def _open_store(address: str, port: int, world: World, timeout: timedelta) -> Store:
-    """The store at which the ranks meet; rank 0 holds it, unless their launcher does."""
     holds = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listening: dict[str, Any] = {}
     if holds and is_loopback(address):
@@ -271,7 +260,7 @@ def open_axes(
                 made = dist.new_group(members, timeout=timeout)
                 if world.rank in members:
                     group = made
-                    undo.callback(_destroy_subgroup, made)
+                    undo.callback(_destroy, made, dist.group.WORLD)
         assert group is not None
         axes.append(open_axis(name, group, timeout, heartbeat.total_seconds()))
         undo.callback(close_ended, axes[-1], dist.group.WORLD)
@@ -283,9 +272,9 @@ def open_axes(
     return tuple(axes), whole if len(axes) > 1 else None
 
 
-def _destroy(group: Any) -> None:
-    if dist.is_initialized() and dist.group.WORLD is group:  # else the user has destroyed it
-        dist.destroy_process_group()
+def _destroy(group: Any, world_group: Any) -> None:
+    if dist.is_initialized() and dist.group.WORLD is world_group:  # else the user has destroyed it
+        dist.destroy_process_group(group)
 
 
 def close_ended(axis: Axis, world_group: Any) -> None:
@@ -295,8 +284,3 @@ def close_ended(axis: Axis, world_group: Any) -> None:
     except ValueError:  # its process groups are gone: right if the user has destroyed them all
         if dist.is_initialized() and dist.group.WORLD is world_group:
             raise
-
-
-def _destroy_subgroup(group: dist.ProcessGroup) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group(group)
