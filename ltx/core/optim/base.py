@@ -19,8 +19,7 @@ from torch._C import _functorch
 
 from ltx.core.base.arguments import brief, checked, shown
 from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import check_tensors, describe, flatten, leaf_paths, register_node, unflatten
-from ltx.core.base.tree import map as tree_map
+from ltx.core.base.tree import NAMESPACE, check_tensors, describe, flatten, leaf_paths, register_node, unflatten
 from ltx.core.gradients.comm_hook import around
 from ltx.core.gradients.planning import in_step
 from ltx.typing import Tree
@@ -116,7 +115,7 @@ class Optimizer(ABC):
 
     def advance(self, state: Tree) -> Tree:
         """`state` with one more update counted in each :class:`TorchState`, its tensors as they are."""
-        return tree_map(_one_more, state, is_leaf=lambda node: isinstance(node, TorchState))
+        return optree.tree_map(_one_more, state, is_leaf=lambda x: isinstance(x, TorchState), namespace=NAMESPACE)
 
 
 def _one_more(node: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ltx.core.base.arguments import brief, checked, name_of
 from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import check_tensors, flatten, places_with_none
+from ltx.core.base.tree import check_tensors, flatten
 from ltx.core.optim.base import LeafStates, Optimizer, Tensors, all_or_none
 from ltx.typing import Tree
 
@@ -56,7 +56,7 @@ class LeafTransform(Optimizer):
         return spec.unflatten(updates), self.advance(state)
 
     def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
-        return [LeafPart(place=place) for place in places_with_none(params)]
+        return [{} for _ in flatten(params)[0]]
 
 
 @dataclass(frozen=True, repr=False)

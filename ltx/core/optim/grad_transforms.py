@@ -20,7 +20,7 @@ from ltx.core.base import traced
 from ltx.core.base.arguments import brief, check_fields
 from ltx.core.base.errors import OptimError, UnsupportedError
 from ltx.core.base.noise import key_of, normal
-from ltx.core.base.tree import check_tensors, flatten
+from ltx.core.base.tree import check_tensors, flatten, places_with_none
 from ltx.core.optim.base import (
     LeafStates,
     Optimizer,
@@ -229,6 +229,9 @@ class AddNoise(LeafTransform):
 
     def init(self, params: Tree) -> TorchState:
         return TorchState(())
+
+    def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
+        return [LeafPart(place=place) for place in places_with_none(params)]
 
     def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> Tensors:
         check_state(self, state, TorchState)
