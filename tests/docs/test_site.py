@@ -15,7 +15,7 @@ import pytest
 import ltx
 
 DOCS = Path(__file__).parents[2] / "docs"
-PUBLIC = ("ltx", "ltx.hooks", "ltx.optim", "ltx.nn", "ltx.errors", "ltx.checkpoint", "ltx.profile")
+PUBLIC = ("ltx", "ltx.extend", "ltx.hooks", "ltx.optim", "ltx.nn", "ltx.errors", "ltx.checkpoint", "ltx.profile")
 FLAGS = re.MULTILINE | re.DOTALL
 BLOCK = re.compile(r"^```\{eval-rst\}\n\.\. currentmodule:: (\S+)\n+\.\. autosummary::\n(.*?)^```$", FLAGS)
 

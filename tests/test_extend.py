@@ -1,0 +1,147 @@
+"""A user's hooks and strategies, written with ltx.extend or with the names that ltx.hooks and ltx.strategies offer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+import ltx.hooks
+import ltx.strategies
+from ltx import extend
+from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
+from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
+
+
+@dataclass(frozen=True)
+class OldHook(CommHook):
+    """The mean of gradients that are rounded to a multiple of `step`."""
+
+    exact = False
+    step: float = 1.0
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        total = yield CollectiveRequest("psum", (inputs.flat / self.step).round() * self.step)
+        return total, inputs.states
+
+
+@dataclass(frozen=True)
+class OldStrategy(Strategy):
+    """Local steps, and at every second one the mean of all ranks' parameters."""
+
+    layout = StateLayout(params="per_rank", opt_state="per_rank")
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def update(self, update: Any, states: States, info: StepInfo, pending: Any) -> Updated:
+        params, opt_state = update.apply()
+        if info.step % 2 == 1:
+            means, _ = self.exchange(ltx.hooks.AllReduce(), [params["w"]], ["w"], info).wait()
+            params = {"w": means[0]}
+        return Updated(params, opt_state, states, pending)
+
+
+@dataclass(frozen=True)
+class NewHook(extend.CommHook):
+    """:class:`OldHook`, by a collective that takes the ranks' gradients, in chunks where it may."""
+
+    exact = False
+    sums = False
+    step: float = 1.0
+
+    def reduce(self, inputs: extend.BucketInput) -> extend.Reduction:
+        flat = inputs.flat
+        if extend.is_plain(flat):
+            for some in extend.chunks(len(flat)):
+                flat[some].div_(self.step).round_().mul_(self.step)
+        else:
+            flat = (flat / self.step).round() * self.step
+        rows = yield extend.CollectiveRequest("all_gather", flat)
+        return rows.sum(0), inputs.states
+
+
+@dataclass(frozen=True)
+class NewStrategy(extend.Strategy):
+    """:class:`OldStrategy`, for any tree."""
+
+    layout = extend.StateLayout(params="per_rank", opt_state="per_rank")
+    every: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        extend.arguments.check_whole(self, 1, "every")
+
+    def hook(self, step: int) -> None:
+        return None
+
+    def communicates_after_update(self, step: int) -> bool:
+        return (step + 1) % self.every == 0
+
+    def after_update(self, params: Any, states: extend.States, info: extend.StepInfo) -> Any:
+        if not self.communicates_after_update(info.step):
+            return params, states
+        leaves, spec = extend.tree.flatten(params)
+        means, _ = self.exchange(extend.AllReduce(), leaves, extend.tree.leaf_paths(params), info).wait()
+        return extend.tree.unflatten(spec, means), states
+
+
+Ranks = Callable[[int], Any]
+
+
+def reduced(hook: CommHook, grads: torch.Tensor) -> torch.Tensor:
+    return ltx.sync_gradients({"w": grads}, ltx.DDPStrategy(comm_hook=hook))[0]["w"]
+
+
+def trained(strategy: Strategy, x: torch.Tensor) -> torch.Tensor:
+    step = ltx.data_parallel(lambda params, x: (params["w"] * x).sum(), strategy)
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+    state = train.init({"w": torch.zeros_like(x)})
+    for times in (1.0, 2.0, 4.0):
+        state, _ = train(state, times * x)
+    return state.params["w"]
+
+
+def everywhere(f: Callable[..., torch.Tensor], value: Any, xs: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    """`f` of `value` and of a row of `xs`, on simulated ranks and on real ones: the ranks' results, in rows."""
+    real = ranks(2).run(lambda x: f(value, x[ltx.world().rank]), xs)
+    return [ltx.vmap(lambda x: f(value, x))(xs), torch.stack(list(real))]
+
+
+@pytest.mark.parametrize("hook", [OldHook(0.5), NewHook(0.5)])
+def test_a_hook(hook: CommHook, seed: int, ranks: Ranks) -> None:
+    xs = 4 * torch.randn(2, 5)
+    mean = ((xs / 2 / 0.5).round() * 0.5).sum(0)
+    for found in everywhere(reduced, hook, xs, ranks):
+        torch.testing.assert_close(found, mean.expand(2, -1))
+
+
+@pytest.mark.parametrize("strategy", [OldStrategy(), NewStrategy()])
+def test_a_strategy(strategy: Strategy, seed: int, ranks: Ranks) -> None:
+    xs = torch.randn(2, 3)
+    # Steps of -0.5, -1 and -2 times x, the mean after the second.
+    wanted = -1.5 * xs.mean(0) - 2.0 * xs
+    for found in everywhere(trained, strategy, xs, ranks):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_names_of_before_are_those_of_extend() -> None:
+    shared = [*ltx.strategies.__all__, "AllReduce", "BucketInput", "CollectiveRequest", "CommHook", "Reduction"]
+    for name in set(shared) - {"DDPStrategy"}:
+        owner = ltx.strategies if name in ltx.strategies.__all__ else ltx.hooks
+        assert getattr(owner, name) is getattr(extend, name), name
+
+
+def test_every_name_says_what_it_promises() -> None:
+    said = re.findall(r":(?:class|func|data|mod):`(\w+)`", extend.__doc__ or "")
+    assert sorted({*said}) == sorted(extend.__all__)
+
+
+def test_what_is_refused_says_the_field() -> None:
+    with pytest.raises(ltx.errors.StrategyError, match=r"NewStrategy\.every must be a whole number .*, got 0"):
+        NewStrategy(every=0)
