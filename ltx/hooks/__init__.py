@@ -9,15 +9,14 @@ from ltx.hooks.plain import Noop
 if TYPE_CHECKING:
     from ltx.hooks.adasum import Adasum
     from ltx.hooks.combined import after, cast, chain
+    from ltx.hooks.ddp import from_torch, to_torch
     from ltx.hooks.eight_bit import QSGD, ByteGrad, Quantize
-    from ltx.hooks.from_ddp import from_torch
     from ltx.hooks.functions import from_functions
     from ltx.hooks.half import BF16, FP16
     from ltx.hooks.lossy import CompressedAllReduce, LossyHook, error_feedback
     from ltx.hooks.onebit import OneBit
     from ltx.hooks.powersgd import BatchedPowerSGD, PowerSGD
     from ltx.hooks.sparse import RandomK, TopK
-    from ltx.hooks.to_ddp import to_torch
 
 __all__ = [
     "BF16",
@@ -54,13 +53,12 @@ _LATER = {
     **dict.fromkeys(("after", "cast", "chain"), "combined"),
     **dict.fromkeys(("QSGD", "ByteGrad", "Quantize"), "eight_bit"),
     "from_functions": "functions",
-    "from_torch": "from_ddp",
+    **dict.fromkeys(("from_torch", "to_torch"), "ddp"),
     **dict.fromkeys(("BF16", "FP16"), "half"),
     **dict.fromkeys(("CompressedAllReduce", "LossyHook", "error_feedback"), "lossy"),
     "OneBit": "onebit",
     **dict.fromkeys(("BatchedPowerSGD", "PowerSGD"), "powersgd"),
     **dict.fromkeys(("RandomK", "TopK"), "sparse"),
-    "to_torch": "to_ddp",
 }
 
 

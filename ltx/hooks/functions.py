@@ -30,8 +30,6 @@ class FromFunctions(LossyHook):
     error_feedback: bool = field(default=False, kw_only=True)
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        if not inputs.flat.numel():
-            return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
         given, parts = self._compressed(inputs.flat)
         if not inputs.flat.is_meta and not recording():
             flat, got = inputs.flat, [(p.shape, p.dtype) for p in parts]

@@ -108,7 +108,7 @@ class LossyHook(CommHook):
         return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        """Send what this hook sends of its input. `feedback`: the caller will call `own`."""
+        """Send what this hook sends of its input, which isn't empty. `feedback`: the caller will call `own`."""
         raise NotImplementedError(f"{type(self).__name__} must define send(inputs, *, feedback)")
 
     def send_and_keep(self, inputs: BucketInput) -> CompressionWithRemainder:
@@ -118,6 +118,8 @@ class LossyHook(CommHook):
         return sent, corrected.sub_(sent.own()) if sent.remainder is None else sent.remainder(corrected)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
+        if not inputs.flat.numel():
+            return inputs.flat, inputs.states
         if not self.error_feedback:
             sent = yield from self.send(inputs, feedback=False)
             return sent.total, sent.states
@@ -208,7 +210,7 @@ class CompressedAllReduce(LossyHook):
         return self._sending(inputs, feedback, in_place=False)
 
     def send_and_keep(self, inputs: BucketInput) -> CompressionWithRemainder:
-        if not is_plain(inputs.flat) or not inputs.flat.numel():
+        if not is_plain(inputs.flat):
             return (yield from super().send_and_keep(inputs))
         sent = yield from self._sending(inputs, feedback=True, in_place=True)
         assert sent.remainder is not None
@@ -217,8 +219,6 @@ class CompressedAllReduce(LossyHook):
     def _sending(self, inputs: BucketInput, feedback: bool, in_place: bool) -> Compression:
         """:meth:`send`. `in_place`: the codec leaves what it doesn't send in the input; `own` must not be called."""
         n, numel, dtype, rank = inputs.axis_size, inputs.flat.numel(), inputs.flat.dtype, inputs.rank
-        if not numel:
-            return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
         lot = n * self.multiple()
         m = -(-numel // lot) * self.multiple()
         last, own_of_last = (numel - 1) // m, (numel - 1) % m + 1  # the last row with own numbers, and how many

@@ -134,8 +134,6 @@ class PowerSGD(PowerHook):
         return self._random(r, columns, inputs.flat.dtype, *place, device=inputs.flat.device)
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        if not inputs.flat.numel():
-            return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
         thin, whole = _layout(inputs.bucket, self.rank, self.min_compression_rate)
         parts, n = inputs.flat.split(inputs.bucket.sizes), inputs.axis_size
         matrices = [parts[m].view(rows, columns) for m, rows, columns, _ in thin]
@@ -197,8 +195,6 @@ class BatchedPowerSGD(PowerHook):
     warm_start: bool = field(default=False, init=False)
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        if not inputs.flat.numel():
-            return CompressionResult(inputs.flat, inputs.flat.clone, inputs.states)
         numel, n = inputs.flat.numel(), inputs.axis_size
         side = isqrt(numel)
         matrix = inputs.flat[: numel // side * side].view(1, -1, side)

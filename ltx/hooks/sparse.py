@@ -135,8 +135,6 @@ class RandomK(LossyHook):
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         flat, numel = inputs.flat, inputs.flat.numel()
-        if not numel:
-            return CompressionResult(flat, flat.clone, inputs.states)
         count = max(1, round(self.ratio * numel))
         edges = torch.arange(count + 1, device=flat.device) * numel // count
         lengths = edges.diff()

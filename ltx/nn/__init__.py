@@ -1,7 +1,6 @@
 """Layers whose forward pass communicates."""
 
-from ltx.nn.modules import SyncBatchNorm, convert_sync_batch_norm
-from ltx.nn.sync_batch_norm import sync_batch_norm
+from ltx.nn.sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm, sync_batch_norm
 
 __all__ = [
     "SyncBatchNorm",

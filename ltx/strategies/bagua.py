@@ -20,7 +20,7 @@ ALGORITHMS: dict[str, tuple[str, str]] = {
     "gradient_allreduce": ("ltx.strategies.bagua", "GradientAllReduce"),
     "bytegrad": ("ltx.strategies.bagua", "EightBitGradients"),
     "decentralized": ("ltx.strategies.decentralized", "Decentralized"),
-    "low_precision_decentralized": ("ltx.strategies.low_precision", "LowPrecisionDecentralized"),
+    "low_precision_decentralized": ("ltx.strategies.decentralized", "LowPrecisionDecentralized"),
     "qadam": ("ltx.strategies.qadam", "QAdam"),
     "async": ("ltx.strategies.async_averaging", "AsyncAveraging"),
 }

@@ -13,7 +13,7 @@ import ltx
 from ltx import hooks
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.strategies.bagua import SumReduce
-from ltx.strategies.horovod_hooks import Scaled
+from ltx.strategies.horovod import Scaled
 from ltx.strategies.nodes import AmongNodes, ByNode, WithinNode
 from ltx.strategies.qadam import MeanMomentum
 

@@ -1,0 +1,498 @@
+"""Hooks of DistributedDataParallel.register_comm_hook: from_torch runs one in steps of ltx, to_torch gives it ltx's.
+
+A hook of torch's issues collectives of its own, in callbacks too, whose order between buckets differs from rank to
+rank. So each bucket's future is awaited before the next bucket, and all of it is done once every gradient is there.
+"""
+
+# Annotations are evaluated here: DDP compares those of a hook with the classes themselves.
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
+from ltx.extend import (
+    Axis,
+    Bucket,
+    BucketInput,
+    CommHook,
+    LeafState,
+    PendingReductions,
+    Reduction,
+    arguments,
+    comm,
+    pack,
+    unpack,
+)
+
+TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+class LookAlike:
+    """A bucket as hooks know it from torch: ``dist.GradBucket`` has no constructor."""
+
+    def __init__(self, inputs: BucketInput, owner: "FromTorch"):
+        self._buffer = inputs.flat
+        self._share = inputs
+        self._owner = owner
+        self.refused: UnsupportedError | None = None
+
+    def index(self) -> int:
+        """Its place in the order of launches."""
+        return self._share.bucket.index
+
+    def is_last(self) -> bool:
+        """Whether no bucket comes after it."""
+        return self._share.last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, flat, not divided by the number of ranks."""
+        return self._buffer
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Replace the buffer."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the buffer in the parameters' shapes."""
+        return unpack(self._buffer[: self._share.bucket.numel], self._share.bucket, cast=False)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Not to be had."""
+        # Kept, as one that is raised in a future's callback comes out of it as a RuntimeError.
+        self.refused = UnsupportedError(
+            f"{self._owner!r} asks for the bucket's parameters, which a step of ltx doesn't change: it gives new ones. "
+            'Hooks that update parameters while gradients arrive are ltx.train_step(..., overlap="update") here.'
+        )
+        raise self.refused
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FromTorch(CommHook):
+    """What :func:`from_torch` gives. Two are equal if they have the same function and the very same state."""
+
+    hook: TorchHook
+    state: Any = None
+
+    exact: ClassVar[bool] = False
+    needs_whole: ClassVar[bool] = True
+    sums: ClassVar[bool] = False
+    phases: ClassVar[int] = 0  # collectives of ltx; those of the hook's own group don't count
+
+    def __post_init__(self) -> None:
+        if not callable(self.hook):
+            raise HookError(
+                f"from_torch takes a function (state, bucket) -> Future[Tensor], got {type(self.hook).__name__}."
+            )
+        if self._name.rpartition(".")[2] in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
+            _check_bf16(self)
+
+    @property
+    def _name(self) -> str:
+        hook = getattr(self.hook, "func", self.hook)  # a partial's
+        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    def __repr__(self) -> str:
+        # Compared between ranks: no addresses.
+        return f"FromTorch({self._name}, {type(self.state).__name__})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FromTorch) and self.hook == other.hook and self.state is other.state
+
+    def __hash__(self) -> int:
+        return hash((self.hook, id(self.state)))
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0  # DDP doesn't divide for hooks either
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        axis_comm = self._comm(inputs)
+        label = f"{self!r} of bucket {inputs.bucket.index}"
+        axis_comm.recovery.begin_external(label)
+        bucket = LookAlike(inputs, self)
+        try:
+            future = self.hook(self.state, bucket)
+            if not isinstance(future, torch._C.Future):
+                raise StrategyError(
+                    f"rank {axis_comm.rank}: {label}: expected a torch.futures.Future, got {type(future).__name__}."
+                )
+            with axis_comm.recovery.waiting_for_external(label):
+                axis_comm.bucket_channel(0).wait_for_future(future, label)
+            result = future.wait()
+        except RuntimeError as error:
+            if bucket.refused is None or bucket.refused is error:
+                raise
+            raise bucket.refused from error
+        yield from ()  # no collective of ltx
+        return self._checked(result, inputs, label, axis_comm), inputs.states
+
+    def _comm(self, inputs: BucketInput) -> comm.AxisComm:
+        if type(inputs.flat) is not torch.Tensor:
+            raise UnsupportedError(
+                f"{self!r} can't be part of a compiled graph. Compile the step inside: "
+                "ltx.data_parallel(torch.compile(f), strategy)."
+            )
+        if inputs.axis is not None and inputs.axis.meta:
+            raise UnsupportedError(
+                f"{self!r} communicates over a process group of torch.distributed, so what it sends isn't known ahead. "
+                "Explain or plan the step with a hook of ltx.hooks."
+            )
+        if inputs.axis is None or inputs.axis.comm is None:
+            where = "in a world of one without a process group" if inputs.axis_size == 1 else "on simulated ranks"
+            raise UnsupportedError(
+                f"{self!r} communicates over a process group of torch.distributed, so it can't run {where}. Use a "
+                "hook of ltx.hooks there, or start the program with a launcher (ltx run, torchrun)."
+            )
+        axis_comm: comm.AxisComm = inputs.axis.comm
+        self._check_ranks(inputs.axis, axis_comm)
+        return axis_comm
+
+    def _check_ranks(self, axis: Axis, axis_comm: comm.AxisComm) -> None:
+        group = self.state if isinstance(self.state, dist.ProcessGroup) else getattr(self.state, "process_group", None)
+        theirs = sorted(dist.get_process_group_ranks(group))  # None: the default group, as hooks have it
+        ours = sorted(axis_comm.global_ranks)
+        if theirs != ours:
+            whose = "the default process group" if group is None else "the process group of its state"
+            raise AxisError(
+                f"rank {axis_comm.rank}: {self!r} communicates with ranks {theirs} of {whose}, but axis {axis.name!r} "
+                f"has ranks {ours}. Give the hook's state a process group over the axis' ranks, or use the axis of "
+                "that group."
+            )
+
+    def _checked(self, result: Any, inputs: BucketInput, label: str, axis_comm: comm.AxisComm) -> torch.Tensor:
+        if not isinstance(result, torch.Tensor) or result.numel() != inputs.flat.numel():
+            got = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+            raise StrategyError(
+                f"rank {axis_comm.rank}: {label}: expected its future to hold a tensor of {inputs.flat.numel()} "
+                f"elements, got {got}. The future of a collective holds a list: add .then(lambda f: f.value()[0])."
+            )
+        # What isn't our buffer is the hook's, which may write into it at the next step.
+        is_ours = result.untyped_storage().data_ptr() == inputs.flat.untyped_storage().data_ptr()
+        return result.reshape(-1) if is_ours else result.reshape(-1).to(inputs.flat.dtype, copy=True)
+
+
+def _check_bf16(hook: FromTorch) -> None:
+    """DDP's condition for these two."""
+    nccl = dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 10)
+    if not ((torch.version.cuda or torch.version.hip) and nccl):
+        raise HookError(
+            f"{hook!r} needs CUDA 11 and NCCL 2.10 at least, here as under DistributedDataParallel. ltx.hooks.BF16() "
+            "works everywhere."
+        )
+
+
+def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
+    """A hook written for ``DistributedDataParallel.register_comm_hook``, as a communication hook of ltx.
+
+    It gets each rank's own gradients, not divided by the number of ranks, in buckets that look like
+    ``torch.distributed.GradBucket``, and does with them what it does under DDP, to the same bits where the buckets are
+    the same. It communicates over the process group of its `state`, or over the default one, which must have the axis'
+    ranks.
+
+    What differs from other hooks:
+
+    * Its state is the caller's and changes while it runs. It isn't part of the communication state, so a step that is
+      run again, or fails halfway, has moved it on all the same. State that is kept by the bucket's index, as
+      PowerSGD's is, lasts as long as the buckets do.
+    * Each bucket's future is awaited before the next bucket, once all gradients are there: nothing overlaps. In return
+      hooks run with several buckets that under DDP on gloo abort or hang.
+    * It runs eagerly and between processes only. Second derivatives take the exact mean.
+    * :func:`ltx.profile.record` doesn't see what it sends.
+
+    Args:
+        hook: ``(state, bucket) -> Future[Tensor]``.
+        state: its first argument.
+
+    Raises:
+        HookError: (a TypeError) `hook` isn't callable, or it is one of torch's bfloat16 hooks and there is no NCCL.
+        UnsupportedError: on simulated ranks, in a world of one without a process group, in a compiled graph, under
+            vmap between processes; and if the hook asks for the bucket's parameters.
+        AxisError: the hook's process group doesn't have the axis' ranks.
+        StrategyError: the hook doesn't give a future that holds a tensor of the bucket's size.
+        DeadlockDetectedError: a peer has failed in its hook; and from then on, as the collectives on the hook's process
+            group no longer pair.
+
+    What the hook raises is raised as it is, and ends the backward pass on all ranks.
+
+    Example:
+        >>> import ltx
+        >>> from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+        >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+        >>> ltx.DDPStrategy(comm_hook=ltx.hooks.from_torch(powerSGD_hook, state)).comm_hook
+        FromTorch(powerSGD_hook, PowerSGDState)
+    """
+    return FromTorch(hook, state)
+
+
+# --- hooks of ltx for DistributedDataParallel -------------------------------------------------------------------------
+
+
+class StateDict(TypedDict):
+    """A :class:`ToTorch`'s state: the number of steps so far, and each parameter's tensors by name."""
+
+    step: int
+    params: dict[str, LeafState]
+
+
+@dataclass
+class _Pass:
+    """One backward pass: its buckets so far."""
+
+    axis: Axis
+    axis_comm: comm.AxisComm
+    backward_pass: comm.BackwardPass
+    pending: PendingReductions
+    names: list[list[str]] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    futures: list[torch.futures.Future[torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def going_on(self) -> bool:
+        """Whether the engine still runs this pass, and hasn't dropped it."""
+        return self.backward_pass.task == torch._C._current_graph_task_id()
+
+
+class ToTorch:
+    """What :func:`to_torch` gives: a hook of torch with its state.
+
+    Attributes:
+        hook: the hook of ltx.
+        step: the number of backward passes so far whose gradients were reduced.
+    """
+
+    def __init__(self, hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None):
+        if not isinstance(hook, CommHook):
+            raise HookError(f"to_torch takes an ltx.hooks.CommHook, got {type(hook).__name__}.")
+        if not (names is None or isinstance(names, Mapping | DistributedDataParallel)):
+            raise HookError(
+                "to_torch: names must be None, a DistributedDataParallel or its named parameters, got "
+                f"{arguments.shown(names)}."
+            )
+        self.hook = hook
+        self.step = 0
+        self._group = names.process_group if isinstance(names, DistributedDataParallel) else None
+        given = dict(names.module.named_parameters()) if isinstance(names, DistributedDataParallel) else names
+        # Keyed by id; the tensors are kept with the names, so that no other gets their ids.
+        self._named = given is not None
+        self._names = {id(param): (name, param) for name, param in (given or {}).items()}
+        self._states: dict[str, LeafState] = {}
+        self._loaded: dict[str, LeafState] = {}
+        self._pass: _Pass | None = None
+        # DDP logs what its hook is called.
+        self.__name__ = self.__qualname__ = f"to_torch({hook!r})"
+
+    def __repr__(self) -> str:
+        return self.__qualname__
+
+    def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        expected = len(self._pass.pending) if self._pass is not None and self._pass.going_on else 0
+        if bucket.index() != expected:  # neither the next of this pass nor the first of a new one
+            raise StrategyError(
+                f"{self!r}: expected DDP's bucket {expected}, got bucket {bucket.index()}. Each DDP module needs a "
+                "to_torch of its own."
+            )
+        try:
+            if self._pass is None or bucket.index() == 0:
+                self._pass = self._begin(state)
+            future = self._launch(self._pass, bucket)
+            if bucket.is_last():
+                self._finish_pass(self._pass)
+            return future
+        except BaseException as error:
+            # Peers may wait for the rest of this pass.
+            if self._pass is not None:
+                self._pass.axis_comm.recovery.abort(error)
+                self._pass = None
+            raise
+
+    def _begin(self, state: Any) -> _Pass:
+        group = state if state is not None else self._group
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise AxisError(
+                f"{self!r}: register_comm_hook's state is the process group over which to reduce, or None for DDP's "
+                f"default; got {type(group).__name__}."
+            )
+        axis = comm.resolve(dist.group.WORLD if group is None else group)
+        assert axis.comm
+        axis_comm: comm.AxisComm = axis.comm
+        backward_pass, pending = axis_comm.recovery.enter(), PendingReductions(axis_comm)
+        axis_comm.recovery.recover()
+        backward_pass.flush = pending.flush
+        return _Pass(axis, axis_comm, backward_pass, pending)
+
+    def _launch(self, now: _Pass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer, grads = bucket.buffer(), bucket.gradients()
+        if buffer.layout != torch.strided:
+            raise UnsupportedError(
+                f"{self!r}: bucket {bucket.index()} holds a sparse gradient, which has no flat buffer. Use "
+                "torch.nn.Embedding(sparse=False)."
+            )
+        names = [self._name(param) for param in bucket.parameters()]
+        hook = self.hook.at(self.step)
+        mine = Bucket.of(bucket.index(), grads)
+        states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
+        states = [hook.states_of(entry) for entry in states]
+        now.axis_comm.recovery.flush_others(now.backward_pass)
+        # Ranks must have the same buckets and the same hook; they compare those that are new.
+        last, state_names = bucket.is_last(), sorted({name for state in states for name in state})
+        now.axis_comm.negotiate_issue(
+            now.axis_comm.bucket_channel(0),
+            ("to_torch", hook, tuple(names), mine, tuple(state_names), last),
+            lambda: comm.Signature.of(
+                f"bucket {mine.index} of DistributedDataParallel",
+                names,
+                grads,
+                f"{hook!r} with states {state_names}{', the last bucket' if last else ''}",
+            ),
+        )
+        now.axis_comm.open_phases(hook.phases_on(now.axis_comm.size))
+        # GradBuckets aren't divided. The buffer is DDP's: what is packed is a copy.
+        flat = pack(grads, mine, hook, now.axis.size, states)
+        now.names.append(names)
+        now.dtypes.append(buffer.dtype)
+        now.futures.append(torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None))
+        inputs = BucketInput(flat, mine, now.axis.size, now.axis_comm.rank, states, self.step, last, now.axis)
+        now.pending.reduce(hook, inputs)
+        self._complete_futures(now)
+        return now.futures[-1]
+
+    def _complete_futures(self, now: _Pass) -> None:
+        """Complete the futures of the buckets that are complete."""
+        for place, future in enumerate(now.futures):
+            reduced = now.pending.completed(place)
+            if reduced is not None and not future.done():
+                future.set_result(reduced[0].to(now.dtypes[place]))
+
+    def _finish_pass(self, now: _Pass) -> None:
+        """All buckets are launched: wait for them, then take over the next states together."""
+        reduced = list(now.pending.wait_each())
+        self._complete_futures(now)
+        for names, (_, states) in zip(now.names, reduced, strict=True):
+            for name, state in zip(names, states, strict=True):
+                self._states[name] = {**self._states[name], **{k: t.detach() for k, t in state.items()}}
+        self.step += 1
+        now.backward_pass.done()
+        now.axis_comm.recovery.complete()
+        self._pass = None
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def _name(self, param: torch.Tensor) -> str:
+        known = self._names.get(id(param))
+        if known is None:
+            if self._named:
+                raise StrategyError(
+                    f"{self!r}: DDP reduces a parameter of shape {list(param.shape)} that isn't among the "
+                    f"{len(self._names)} of names=. Give all of them: to_torch(hook, dict(module.named_parameters()))."
+                )
+            known = self._names[id(param)] = (str(len(self._names)), param)
+        return known[0]
+
+    def _state(self, name: str, param: torch.Tensor) -> LeafState:
+        if name not in self._states:
+            fresh = self.hook.init(param.detach(), name)
+            self._states[name] = _checked(name, fresh, self._loaded.pop(name, fresh))
+        return self._states[name]
+
+    def state_dict(self) -> StateDict:
+        """A copy of this rank's state; each rank has its own. Keyed by parameter, so that buckets may change.
+
+        Without `names` the keys are places in the order in which DDP showed the parameters first.
+        """
+        copies = {
+            name: {key: tensor.detach().clone() for key, tensor in state.items()}
+            for name, state in {**self._loaded, **self._states}.items()
+            if state
+        }
+        return {"step": self.step, "params": copies}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Go on from what :meth:`state_dict` gave. Parameters that it doesn't hold begin anew.
+
+        Raises:
+            SyncStateError: it isn't such a dict, or names parameters that `names` doesn't; or, at the next step, its
+                tensors don't fit the hook's.
+        """
+        if not isinstance(state_dict, Mapping) or set(state_dict) != {"step", "params"}:
+            keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise SyncStateError(f"{self!r}: expected a dict with 'step' and 'params' from state_dict(), got {keys}.")
+        if self._pass is not None and self._pass.going_on:
+            raise SyncStateError(f"{self!r}: a backward pass is under way. Load the state before or after it.")
+        known = {name for name, _ in self._names.values()}
+        unknown = sorted(set(state_dict["params"]) - known) if self._named else []
+        if unknown:
+            raise SyncStateError(
+                f"{self!r}: the state is of parameters {unknown}, which aren't among names={sorted(known)}. Give both "
+                "the same names."
+            )
+        self.step = state_dict["step"]
+        self._states = {}
+        self._loaded = {
+            name: {key: tensor.detach().clone() for key, tensor in state.items()}
+            for name, state in state_dict["params"].items()
+        }
+
+
+def _checked(name: str, fresh: LeafState, loaded: LeafState) -> LeafState:
+    """`loaded` on the device of `fresh`, if it is of the same kind."""
+
+    def kinds(state: LeafState) -> dict[str, str]:
+        return {key: f"{tensor.dtype}{list(tensor.shape)}" for key, tensor in state.items()}
+
+    if kinds(fresh) != kinds(loaded):
+        raise SyncStateError(
+            f"the state of parameter {name!r}: expected {kinds(fresh)}, got {kinds(loaded)} from load_state_dict. Load "
+            "a state of the same hook and model, or begin with a new to_torch."
+        )
+    return {key: tensor.to(fresh[key].device) for key, tensor in loaded.items()}
+
+
+def to_torch(hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None) -> ToTorch:
+    """A communication hook of ltx for torch's DistributedDataParallel, of which nothing else has to change.
+
+    DDP's buckets are reduced as :func:`ltx.data_parallel` reduces its own, asynchronously and in order over ltx's
+    channels. On every rank: ``ddp.register_comm_hook(None, ltx.hooks.to_torch(hook, ddp))``, once for each DDP module.
+
+    Args:
+        hook: the hook.
+        names: the DDP module itself, or ``dict(module.named_parameters())``. What a hook remembers of a parameter, and
+            what randomness it draws for it, goes by its name. Without names it goes by the parameter's place in the
+            order in which DDP shows them first, which a checkpoint shouldn't rely on.
+
+    The first argument of ``register_comm_hook`` is the process group over which to reduce; None for that of the DDP
+    module in `names`, or else the default one. It has to be the group that DDP was given: DDP doesn't tell its hook.
+    All of the group's ranks open an axis over it at their first bucket, if there is none yet. Parameters that aren't
+    contiguous lie in DDP's buckets, and so before the hook, in the order of their memory.
+
+    Returns:
+        A :class:`ToTorch`. It holds the hook's state and changes with each backward pass; ``state_dict()`` and
+        ``load_state_dict(...)`` keep it with a checkpoint, a dict for each rank. What it gives DDP are gradients that
+        are reduced already: nothing is divided any more.
+
+    Raises:
+        HookError: (a TypeError) `hook` isn't an ltx.hooks.CommHook.
+        RankMismatchError: in a backward pass, ranks have different hooks or buckets; on all ranks.
+        DeadlockDetectedError: in a backward pass, a peer has failed in its hook.
+
+    A DDP module whose backward pass has raised is of no further use, whatever its hook; make a new one.
+
+    Example:
+        >>> import torch, ltx
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> def train(module, batches):  # on every rank, after torch.distributed.init_process_group
+        ...     ddp = DistributedDataParallel(module)
+        ...     ddp.register_comm_hook(None, ltx.hooks.to_torch(ltx.hooks.BF16(), ddp))
+        ...     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ...     for x in batches:
+        ...         optimizer.zero_grad()
+        ...         ddp(x).square().mean().backward()
+        ...         optimizer.step()
+        >>> ltx.hooks.to_torch(ltx.hooks.BF16())
+        to_torch(BF16())
+    """
+    return ToTorch(hook, names)
