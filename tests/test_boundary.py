@@ -38,9 +38,10 @@ def is_public(name: str) -> bool:
         return True
     module = max((public for public in PUBLIC if name.startswith(f"{public}.")), key=len)
     first = name.removeprefix(f"{module}.").partition(".")[0]
-    # Of modules, `ltx` shows its public ones; a file such as `ltx/hooks/lossy.py` is nobody's business.
-    found = getattr(import_module(module), first, None)
-    return found is not None and (not isinstance(found, ModuleType) or f"{module}.{first}" in (*PUBLIC, "ltx.tree"))
+    # Of modules, those that are listed are public; a file such as `ltx/hooks/lossy.py` is nobody's business.
+    owner = import_module(module)
+    found, listed = getattr(owner, first, None), (*getattr(owner, "__all__", ()), "tree")
+    return found is not None and (not isinstance(found, ModuleType) or first in listed)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "tests" / "contract")))

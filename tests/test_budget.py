@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(772, 7),
-    "all": Size(40886, 188),
+    ".": Size(855, 8),
+    "all": Size(40810, 184),
     "checkpoint": Size(1760, 8),
     "core": Size(1, 1),
     "core/base": Size(1637, 8),
@@ -35,16 +35,16 @@ BUDGET = {
     "core/optim": Size(2756, 11),
     "core/ranks": Size(856, 4),
     "core/training": Size(3674, 18),
-    "core/transforms": Size(3662, 16),
+    "core/transforms": Size(3661, 16),
     "core/world": Size(1556, 7),
     "demo": Size(667, 4),
     "estimate": Size(581, 4),
-    "hooks": Size(2486, 13),
-    "nn": Size(478, 3),
+    "hooks": Size(2486, 12),
+    "nn": Size(468, 2),
     "notebook": Size(325, 4),
     "profile": Size(1057, 4),
     "runtime": Size(4016, 14),
-    "strategies": Size(2905, 14),
+    "strategies": Size(2875, 12),
 }
 
 

@@ -362,8 +362,7 @@ def default_strategy() -> Strategy:
 
 def in_dtype(hook: CommHook | None, dtype: torch.dtype | None) -> CommHook | None:
     """`hook`, whose sums travel in `dtype`."""
-    found: CommHook | None = hook if hook is None or dtype is None else handed_in.hooks.cast(hook, dtype)
-    return found
+    return hook if hook is None or dtype is None else handed_in.hooks.cast(hook, dtype)
 
 
 @lru_cache(maxsize=64)
