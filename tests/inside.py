@@ -6,11 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import ltx
-from ltx.core.base import noise
 from ltx.core.comm import SUMMARY_BYTES, close_axis, open_axes, open_axis, resolve
-from ltx.core.gradients.pending import Exchange
-from ltx.core.optim.base import Update
-from ltx.core.ranks.axis import axes_in_scope, find, inner, outer
+from ltx.core.ranks.axis import axes_in_scope, find
 from ltx.core.ranks.backings import VmapBacking
 from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.qadam import QAdam
@@ -18,19 +15,14 @@ from ltx.strategies.qadam import QAdam
 __all__ = [
     "SUMMARY_BYTES",
     "AsyncAveraging",
-    "Exchange",
     "OnFreshAxis",
     "QAdam",
-    "Update",
     "VmapBacking",
     "axes_in_scope",
     "close_axis",
     "find",
-    "inner",
-    "noise",
     "open_axes",
     "open_axis",
-    "outer",
     "resolve",
 ]
 

@@ -44,7 +44,7 @@ MUTANTS = (
         old="if not extra_terms:",
         new="if not extra_terms or len(extra_terms) == 1:",
         breaks="error feedback keeps residuals but never sends them, on simulated ranks and in compiled graphs",
-        tests=("tests/internal/hooks/test_conformance.py",),
+        tests=("tests/contract/hooks/test_conformance.py",),
     ),
     Mutant(
         name="gradients: a bucket exceeds its size by one leaf",
@@ -84,7 +84,7 @@ MUTANTS = (
         old="return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()",
         new="return ()",
         breaks="error feedback is kept and never sent",
-        tests=("tests/internal/hooks/test_conformance.py",),
+        tests=("tests/contract/hooks/test_conformance.py",),
     ),
     Mutant(
         name="hooks: the residual's sign turned round",
@@ -92,7 +92,7 @@ MUTANTS = (
         old="return [(state[RESIDUAL], 1.0)]",
         new="return [(state[RESIDUAL], -1.0)]",
         breaks="error feedback doubles the error",
-        tests=("tests/internal/hooks/test_conformance.py",),
+        tests=("tests/contract/hooks/test_conformance.py",),
     ),
     Mutant(
         name="hooks: what isn't finite stays in the residual",
@@ -102,7 +102,7 @@ MUTANTS = (
         breaks="one overflow makes every later step NaN",
         tests=(
             "tests/internal/hooks/test_plain.py",
-            "tests/internal/hooks/test_conformance.py",
+            "tests/contract/hooks/test_conformance.py",
         ),
     ),
     Mutant(
@@ -111,7 +111,7 @@ MUTANTS = (
         old="rows[rank] += rest",
         new="pass",
         breaks="what the sum loses when it is encoded is nobody's to feed back",
-        tests=("tests/internal/hooks/test_plain.py", "tests/internal/hooks/test_conformance.py"),
+        tests=("tests/internal/hooks/test_plain.py", "tests/contract/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: ByteGrad's zero isn't on the grid",
@@ -122,7 +122,7 @@ MUTANTS = (
         tests=(
             "tests/internal/hooks/test_plain.py",
             "tests/contract/hooks/test_bounds.py",
-            "tests/internal/hooks/test_conformance.py",
+            "tests/contract/hooks/test_conformance.py",
         ),
     ),
     Mutant(
@@ -160,7 +160,7 @@ MUTANTS = (
         breaks="without error feedback the expectation is a hundredth of the mean",
         tests=(
             "tests/contract/hooks/test_bounds.py",
-            "tests/internal/hooks/test_conformance.py",
+            "tests/contract/hooks/test_conformance.py",
         ),
     ),
     Mutant(
@@ -171,7 +171,7 @@ MUTANTS = (
         breaks="the same hundredth of the parameters is trained at every step",
         tests=(
             "tests/contract/hooks/test_bounds.py",
-            "tests/internal/hooks/test_conformance.py",
+            "tests/contract/hooks/test_conformance.py",
         ),
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = (
         old="rows.scatter_(1, places, 0)",
         new="",
         breaks="what was sent is sent again at the next step",
-        tests=("tests/internal/hooks/test_plain.py", "tests/internal/hooks/test_conformance.py"),
+        tests=("tests/internal/hooks/test_plain.py", "tests/contract/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: PowerSGD's residual is of the total",
@@ -188,7 +188,7 @@ MUTANTS = (
         old="total = _assembled(parts, products, sums, 1 / n if early else None)",
         new="total = _assembled(parts, products, sums, 1 if early else None)",
         breaks="residuals are off by n - 1 times what was sent",
-        tests=("tests/internal/hooks/test_plain.py", "tests/internal/hooks/test_conformance.py"),
+        tests=("tests/internal/hooks/test_plain.py", "tests/contract/hooks/test_conformance.py"),
     ),
     Mutant(
         name="hooks: PowerSGD starts anew at every step",
@@ -196,6 +196,6 @@ MUTANTS = (
         old="states[m][Q] = second / norm if regular else torch.where(_regular(norm), second / norm, start)",
         new="states[m][Q] = start",
         breaks="the power iteration never converges",
-        tests=("tests/contract/hooks/test_bounds.py", "tests/internal/hooks/test_conformance.py"),
+        tests=("tests/contract/hooks/test_bounds.py", "tests/contract/hooks/test_conformance.py"),
     ),
 )

@@ -116,7 +116,7 @@ MUTANTS = (
         old="return any_not_finite(grads) if suspicious else",
         new="return torch.tensor(True) if suspicious else",
         breaks="a step whose gradients' sum overflows is skipped though all are finite",
-        tests=("tests/internal/training/test_guard.py::test_huge_gradients_are_no_alarm",),
+        tests=("tests/contract/training/test_guard.py::test_huge_gradients_are_no_alarm",),
     ),
     Mutant(
         name="transforms: NaN is found on a rank alone",
@@ -125,8 +125,8 @@ MUTANTS = (
         new="suspicious = not all(x == x for x in numbers)",
         breaks="infinite gradients pass the guard",
         tests=(
-            "tests/internal/training/test_guard.py::test_not_finite",
-            "tests/internal/training/test_guard.py::test_infinite_ones_on_several_ranks_are_listed",
+            "tests/internal/training/test_not_finite.py",
+            "tests/contract/training/test_guard.py::test_infinite_ones_on_several_ranks_are_listed",
         ),
     ),
     Mutant(
@@ -135,7 +135,7 @@ MUTANTS = (
         old="sync = replace(SyncState.new(entries, choice), step=sync_step)",
         new="sync = SyncState.new(entries, choice)",
         breaks="after train.broadcast ranks are in another phase of their strategy",
-        tests=("tests/internal/strategies/test_horovod.py::test_a_state_restored_on_one_rank_is_broadcast",),
+        tests=("tests/contract/strategies/test_horovod.py::test_a_state_restored_on_one_rank_is_broadcast",),
     ),
     Mutant(
         name="transforms: an epoch's first samples come twice",

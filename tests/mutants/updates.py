@@ -9,7 +9,7 @@ MUTANTS = (
         old="self.outer_lr * (d + self.outer_momentum * v)",
         new="self.outer_lr * (d + self.outer_momentum * states[path][VELOCITY])",
         breaks="the outer step uses the velocity of the step before",
-        tests=("tests/internal/strategies/test_diloco.py",),
+        tests=("tests/contract/strategies/test_diloco.py",),
     ),
     Mutant(
         name="strategies: the anchor stays",
@@ -17,7 +17,7 @@ MUTANTS = (
         old="states[path] = {**states[path], **after, ANCHOR: anchor, VELOCITY: v}",
         new="states[path] = {**states[path], **after, VELOCITY: v}",
         breaks="every outer step begins at the first parameters",
-        tests=("tests/internal/strategies/test_diloco.py",),
+        tests=("tests/contract/strategies/test_diloco.py",),
     ),
     Mutant(
         name="strategies: ZeRO's last part is cut off",
@@ -74,8 +74,8 @@ MUTANTS = (
         new="if not bool(((mine == 1) & (tag == 2)).any()):",
         breaks="ranks that are steps apart average their weights",
         tests=(
-            "tests/internal/strategies/test_gossip.py::test_weights_of_another_step_are_refused",
-            "tests/internal/strategies/test_gossip.py::test_means_over_different_steps_are_refused",
+            "tests/contract/strategies/test_gossip.py::test_weights_of_another_step_are_refused",
+            "tests/contract/strategies/test_gossip.py::test_means_over_different_steps_are_refused",
         ),
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = (
         old="return x.shape[0] * math.prod(x.shape[2:])",
         new="return x.shape[0]",
         breaks="variances of images are wrong, and the correction of running ones",
-        tests=("tests/internal/nn/test_sync_batch_norm.py",),
+        tests=("tests/contract/nn/test_sync_batch_norm.py",),
     ),
     Mutant(
         name="nn: sync batch norm takes the mean of ranks' means",
@@ -148,7 +148,7 @@ MUTANTS = (
         old="mean = near + (counts * (means - near)).sum(0) / divisor",
         new="mean = means.mean(0)",
         breaks="ranks with fewer samples count as much as others",
-        tests=("tests/internal/nn/test_sync_batch_norm.py",),
+        tests=("tests/contract/nn/test_sync_batch_norm.py",),
     ),
     Mutant(
         name="demo: validation windows overlap the training text's order",

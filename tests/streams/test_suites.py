@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
     [
         # Dynamo refuses to compile while the fake device watches what the host does.
         ("tests/contract/conformance/test_conformance.py", "2_processes and eager and not aot_eager", "1/1000"),
-        ("tests/internal/hooks/test_conformance.py", "processes or training or buckets", "1/4"),
+        ("tests/contract/hooks/test_conformance.py", "processes or training or buckets", "1/4"),
         ("tests/contract/strategies/test_conformance.py", "processes", "1/4"),
-        ("tests/internal/nn/test_sync_batch_norm.py", "not compiled", "1/1"),
+        ("tests/contract/nn/test_sync_batch_norm.py", "not compiled", "1/1"),
     ],
 )
 def test_conformance(tests: str, chosen: str, part: str) -> None:

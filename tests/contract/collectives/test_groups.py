@@ -15,8 +15,8 @@ from torch import Tensor
 import ltx
 from ltx import Pool
 from ltx.errors import AxisError, RankMismatchError
+from ltx.extend import inner
 from tests import inside
-from tests.inside import inner
 
 Ranks = Callable[[int], Pool]
 Groups = list[list[int]]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.inside import noise
+from ltx.extend import noise
 
 Shapes = dict[str, torch.Size]
 States = list[dict[str, dict[str, Tensor]]]  # by rank, path and name

@@ -9,8 +9,8 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
+from ltx.extend import noise
 from ltx.hooks import CompressedAllReduce
-from tests.inside import noise
 
 INPUTS = {
     "normal": lambda: torch.randn(3, 512),

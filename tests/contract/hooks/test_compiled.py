@@ -12,8 +12,8 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import SyncStateError, UnsupportedError
+from ltx.extend import noise
 from tests.contract.hooks.table import HOOKS
-from tests.inside import noise
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Any]

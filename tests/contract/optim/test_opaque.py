@@ -14,8 +14,8 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import OptimError, StrategyError
+from ltx.extend import Update
 from ltx.optim import from_torch
-from tests.inside import Update
 
 
 class Lion(torch.optim.Optimizer):

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW
 import ltx
 from ltx import tree
 from ltx.errors import OptimError
+from ltx.extend import Update
 from ltx.optim import (
     Optimizer,
     TorchState,
@@ -30,7 +31,6 @@ from ltx.optim import (
 from tests.contract.optim.cases import clone, same_bits
 from tests.contract.optim.test_base import trace_init, trace_update
 from tests.contract.optim.test_opaque import Anchored
-from tests.inside import Update
 
 adamw, sgd = from_torch(AdamW, lr=0.1), from_torch(SGD, lr=lambda count: 0.1 / (1 + count), momentum=0.9)
 functions = ltx.optim.from_functions(trace_init, trace_update, elementwise=True)

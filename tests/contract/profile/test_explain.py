@@ -16,12 +16,12 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import InputError, StepError, StrategyError, TreeError, UnsupportedError
+from ltx.extend import inner, outer
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.strategies import StateLayout, StepInfo
 from tests import inside
 from tests.contract.strategies.test_protocol import TWINS, Gossip, LocalSGD, problem, trainer
 from tests.covering import some
-from tests.inside import inner, outer
 from tests.twins.feedback import ErrorFeedback
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.01)

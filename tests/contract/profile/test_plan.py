@@ -15,10 +15,10 @@ import torch
 import ltx
 from ltx import hooks
 from ltx.errors import InputError, StrategyError
+from ltx.extend import Exchange, Update
 from ltx.profile import Cost, plan
 from ltx.strategies import StateLayout, StepInfo, Updated
 from tests.contract.strategies.test_protocol import LocalSGD, PostLocalSGD
-from tests.inside import Exchange, Update
 
 N, LATENCY, BANDWIDTH = 4, 1e-3, 8e6  # a byte a microsecond
 PARAMS = {"a": torch.empty(30_000), "b": torch.empty(10_000)}  # 120 kB and 40 kB; b's gradient comes first

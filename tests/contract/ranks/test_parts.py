@@ -13,10 +13,11 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import AxisError, UnsupportedError
+from ltx.extend import inner, outer
 from ltx.hooks import BucketInput, CollectiveRequest, Reduction
 from ltx.strategies import StepInfo
 from tests import inside
-from tests.inside import find, inner, outer
+from tests.inside import find
 
 Ranks = Callable[[int], ltx.Pool]
 

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ltx
 from ltx.errors import AxisError, PeerLostError, RankMismatchError, UnsupportedError
-from tests.inside import find, inner, outer
+from ltx.extend import inner, outer
+from tests.inside import find
 
 Ranks = Callable[[int], ltx.Pool]
 XS = torch.tensor([[1.0, -2.0], [3.0, 4.0]])

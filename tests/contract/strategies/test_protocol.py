@@ -16,8 +16,8 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import InvalidStateError, StrategyError
+from ltx.extend import Exchange, Update
 from ltx.strategies import StateLayout, StepInfo, Updated
-from tests.inside import Exchange, Update
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Tensor]

@@ -140,3 +140,17 @@ with ltx.Pool(1, show_output={shows}) as pool:
     run = [sys.executable, "-c", script]
     ended = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *run], env=environment, stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (0, f"PerRank(rank 0: {not shows})\n")
+
+
+def test_letters_that_come_in_two_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    reading, writing = open_pipe()
+    output = Output()
+    output.add(reading, 0, "stdout")
+    whole = "Grüße, 世界".encode()
+    for byte in whole:
+        os.write(writing, bytes([byte]))
+        output.show()
+    os.close(writing)
+    output.show(finish=True)
+    output.close()
+    assert capsys.readouterr().out == "[rank 0] Grüße, 世界\n"

@@ -17,7 +17,7 @@ from ltx import Pool
 from ltx.core.training.backward import BackwardResult
 from ltx.core.training.completion import UpdateThenSend
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
-from tests.internal.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
+from tests.contract.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
 
 Ranks = Callable[[int], Pool]
 OnNewAxis = Callable[..., Any]

@@ -14,7 +14,6 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.strategies.horovod import with_scaled_lr
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Tensor]
@@ -333,23 +332,6 @@ def test_groups_that_dont_fit() -> None:
         buckets_of([["q*"]])
     with pytest.raises(StrategyError, match="parameter 'v' is in groups 0 and 1"):
         buckets_of([["v"], ["*"]])
-
-
-# --- learning rates --------------------------------------------------------------------------------------------------
-
-
-def test_scaled_learning_rates() -> None:
-    adam = ltx.optim.from_torch(torch.optim.Adam, weight_decay=0.1)
-    assert with_scaled_lr(adam, 4) == ltx.optim.from_torch(torch.optim.Adam, lr=0.004, weight_decay=0.1)
-    clip = ltx.optim.clip_by_global_norm(1.0)
-    assert with_scaled_lr(ltx.optim.chain(clip, SGD), 2) == ltx.optim.chain(
-        clip, ltx.optim.from_torch(torch.optim.SGD, lr=0.2)
-    )
-    scheduled = with_scaled_lr(ltx.optim.from_torch(torch.optim.SGD, lr=lambda count: 1.0 + count), 3)
-    assert scheduled.lr(1) == 6.0
-    own = ltx.optim.from_functions(lambda params: (), lambda grads, state, params: (grads, state))
-    with pytest.raises(StrategyError, match="multiplies the learning rate of"):
-        trainer(own, scale_lr=True)
 
 
 # --- sparse gradients, join, broadcasts ------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.core import comm
 from ltx.errors import StrategyError
-from ltx.strategies.diloco import cut
+from tests import inside
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Tensor]
@@ -114,24 +113,13 @@ def test_every_fragment_is_due_once_a_period_and_alone(_: int, seed: int) -> Non
         assert strategy.communicates_after_update(step) == bool(due)
 
 
-@pytest.mark.parametrize("_", range(20))
-def test_cuts_are_balanced(_: int, seed: int) -> None:
-    sizes = torch.randint(0, 100, (int(torch.randint(1, 30, ())),)).tolist()
-    for parts in range(1, len(sizes) + 1):
-        runs = cut(sizes, parts)
-        assert [i for run in runs for i in run] == list(range(len(sizes)))
-        assert len(runs) == parts
-        assert all(len(run) for run in runs)
-        assert max(sum(sizes[i] for i in run) for run in runs) <= sum(sizes) / parts + max(sizes)
-
-
 def ring(nbytes: int, n: int) -> int:
     return 2 * nbytes * (n - 1) // n
 
 
 def test_bytes(ranks: Ranks) -> None:
     """Two fragments: (a, b) of 48 numbers and (c, d) of 48; at most half of the model at a time."""
-    n, header = 2, ring(comm.SUMMARY_BYTES, 2)
+    n, header = 2, ring(inside.SUMMARY_BYTES, 2)
     for fragments, expected in (
         (1, [0, 0, 0, ring(4 * 96, n) + header]),
         (2, [0, ring(4 * 48, n) + header] * 2),
@@ -144,7 +132,7 @@ def test_eight_bits_are_a_quarter(ranks: Ranks) -> None:
     plain = ranks(2).run(trained, ltx.DiLoCoStrategy(4)).rank(0)[1]
     coded = ranks(2).run(trained, ltx.DiLoCoStrategy(4, outer_hook=hooks.ByteGrad())).rank(0)[1]
     assert [bool(step) for step in coded] == [bool(step) for step in plain] == [False, False, False, True] * 3
-    header, grids = ring(comm.SUMMARY_BYTES, 2), 2 * 8  # a grid a message: centre and step
+    header, grids = ring(inside.SUMMARY_BYTES, 2), 2 * 8  # a grid a message: centre and step
     assert sum(nbytes for _, nbytes in coded[3]) - header - grids == ring(96, 2)
     assert sum(nbytes for _, nbytes in plain[3]) - header == ring(4 * 96, 2)
 

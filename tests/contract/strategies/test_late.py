@@ -14,9 +14,8 @@ from torch import Tensor
 
 import ltx
 from ltx import Pool
-from ltx.core.transforms.strategy_update import may_be_written_to
 from ltx.errors import DeadlockDetectedError
-from ltx.strategies import Updated, low_precision
+from ltx.strategies import Updated
 
 Ranks = Callable[[int], Pool]
 OnNewAxis = Callable[..., Any]
@@ -206,25 +205,3 @@ def test_an_interrupt_meanwhile_waits_until_the_state_is_whole(name: str, ranks:
     for (came, mine), (_, expected) in zip(ranks(2).run(run, True), ranks(2).run(run, False), strict=True):
         assert came == 5
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
-
-
-def test_memory_that_others_see_isnt_written_to() -> None:
-    x = torch.zeros(4)
-    assert may_be_written_to([x, torch.zeros(4), torch.zeros(0), torch.zeros(0)], {"m": torch.zeros(4)})
-    assert not may_be_written_to([x, x.detach()], ())
-    assert not may_be_written_to([x], {"m": x.view(2, 2)})
-    assert not may_be_written_to([torch.zeros(2, 2).t()], ())
-    assert not torch.vmap(lambda x: torch.tensor(may_be_written_to([x], ())))(torch.zeros(2, 3)).any()
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_differences_are_added_leaf_by_leaf(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ltx.core.gradients.packing.CHUNK", 8)
-    sizes = [1, 0, 30, 4, 7]
-    width = -(-sum(sizes) // rows)
-    change = torch.randn(rows, width)
-    messages = low_precision._CODEC.encode(change, None)
-    leaves = [torch.randn(size) for size in sizes]
-    whole = torch.cat(leaves) + low_precision._CODEC.decode(messages, width, torch.float32).reshape(-1)[: sum(sizes)]
-    low_precision._add_decoded({"own": messages}, [{"own": leaf} for leaf in leaves])
-    torch.testing.assert_close(torch.cat(leaves), whole, rtol=0, atol=0)

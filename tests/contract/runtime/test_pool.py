@@ -19,7 +19,6 @@ import torch.distributed as dist
 import ltx
 from ltx import Pool, init, shutdown, world
 from ltx.errors import CallFailedError, WorkerError
-from ltx.runtime.show import Output, open_pipe
 
 Ranks = Callable[[int], Pool]
 
@@ -218,20 +217,6 @@ def test_what_workers_print_is_shown_with_their_rank(capfd: pytest.CaptureFixtur
     expected = ["[rank {rank}] "] * 2 + [f"[rank {{rank}}] {word}" for word in words]  # two empty lines
     assert sorted(out.splitlines()) == [line.format(rank=rank) for rank in (0, 1) for line in expected]
     assert sorted(err.splitlines()) == ["[rank 0] to stderr", "[rank 1] to stderr"]
-
-
-def test_letters_that_come_in_two_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    reading, writing = open_pipe()
-    output = Output()
-    output.add(reading, 0, "stdout")
-    whole = "Grüße, 世界".encode()
-    for byte in whole:
-        os.write(writing, bytes([byte]))
-        output.show()
-    os.close(writing)
-    output.show(finish=True)
-    output.close()
-    assert capsys.readouterr().out == "[rank 0] Grüße, 世界\n"
 
 
 @pytest.mark.full

@@ -17,10 +17,9 @@ from torch.nn import functional
 
 import ltx
 from ltx import Pool
-from ltx.core.comm import close_axis, resolve
 from ltx.errors import InputError, RankMismatchError, TreeError, UnsupportedError
 from ltx.nn import SyncBatchNorm, convert_sync_batch_norm, sync_batch_norm
-from ltx.nn.sync_batch_norm import _Normalised, _normalised_by_formula
+from tests.inside import close_axis, resolve
 
 Ranks = Callable[[int], Pool]
 C = 3
@@ -684,19 +683,3 @@ def test_timms_batch_norm_with_its_activation(ranks: Ranks, seed: int) -> None:
     nn.utils.parametrize.register_parametrization(net[1], "weight", nn.Identity())
     with pytest.raises(UnsupportedError, match=r"'1' is a ParametrizedBatchNormAct2d, which isn't"):
         convert_sync_batch_norm(net)
-
-
-@pytest.mark.parametrize("affine", [True, False])
-def test_second_derivatives_by_kernels_of_statistics_that_depend_on_x(affine: bool, seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    x, dy, tangent = (torch.randn(5, 3, 2, generator=draw, dtype=torch.float64) for _ in range(3))
-    weight, bias = (torch.randn(3, generator=draw, dtype=torch.float64) if affine else None for _ in range(2))
-
-    def second(normalised: Any) -> list[torch.Tensor]:
-        given = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
-        var, mean = torch.var_mean(given[0], [0, 2], correction=0)
-        y = normalised(given[0], mean, var, *(given[1:] if affine else (None, None)), 1e-5)
-        first = torch.autograd.grad(y, given, dy, create_graph=True)
-        return list(torch.autograd.grad((first[0] * tangent).sum(), given[: 1 + affine]))
-
-    torch.testing.assert_close(second(_Normalised.apply), second(_normalised_by_formula))

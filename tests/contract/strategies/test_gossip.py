@@ -13,7 +13,6 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import DeadlockDetectedError, RankMismatchError, StrategyError
-from ltx.strategies.decentralized import peers
 from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.test_failures import BrokenError, fails_once, undisturbed
 
@@ -29,18 +28,6 @@ def trainer(algorithm: str, **fields: Any) -> Any:
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", range(2, 18, 2))
-def test_everyone_in_the_lower_half_meets_everyone_in_the_upper_half(n: int) -> None:
-    half, met = n // 2, set()
-    for k in range(half):
-        pairs = peers(n, k)
-        assert all(pairs[pairs[rank]] == rank for rank in range(n))
-        assert all((rank < half) != (pairs[rank] < half) for rank in range(n))
-        assert pairs == peers(n, k + half)
-        met |= set(enumerate(pairs))
-    assert len(met) == n * half
 
 
 @pytest.mark.parametrize(("n", "fields", "what"), [(3, {}, "ranks"), (6, NODES, "nodes")])
