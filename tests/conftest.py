@@ -38,6 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also tests marked full, and all rows of tables")
     parser.addoption("--streams", action="store_true", help="ranks(n) communicate by a backend that orders streams")
     parser.addoption("--part", default="1/1", help="with --full: k/n runs the k-th of n parts of what it adds")
+    parser.addoption(
+        "--shard", default="1/1", help="k/n runs the k-th of n parts of everything; n runs together do all"
+    )
 
 
 def pytest_configure() -> None:
@@ -57,10 +60,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.full)
     kept = fast(items)
     if config.getoption("--full"):
-        part, parts = map(int, config.getoption("--part").split("/"))
-        kept |= {item for item in items if crc32(item.nodeid.encode()) % parts == part - 1}
+        kept |= _share(items, config.getoption("--part"))
+    kept &= _share(items, config.getoption("--shard"))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def _share(items: list[pytest.Item], which: str) -> set[pytest.Item]:
+    """Of n parts the k-th, for "k/n": the same one each time."""
+    k, n = map(int, which.split("/"))
+    return {item for item in items if crc32(item.nodeid.encode()) % n == k - 1}
 
 
 def pytest_collection_finish() -> None:

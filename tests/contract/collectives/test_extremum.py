@@ -15,27 +15,10 @@ from ltx import Pool
 from ltx.errors import UnsupportedError
 
 Ranks = Callable[[int], Pool]
-DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-]
 
 
 def _both(x: Tensor) -> tuple[Tensor, Tensor]:
     return ltx.pmax(x), ltx.pmin(x)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (5, 3)], ids=str)
-def test_dtypes_and_shapes(ranks: Ranks, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    xs = torch.randint(0, 3, (3, *shape)).to(dtype) if dtype != torch.bool else torch.rand(3, *shape) < 0.5
-    numbers = xs.to(torch.float64)
-    expected = (numbers.amax(0).to(dtype), numbers.amin(0).to(dtype))
-    real = ranks(3).run(lambda xs: _both(xs[ltx.axis_index()]), xs).replicated()
-    simulated = ltx.vmap(_both)(xs)
-    for found, other, want in zip(real, simulated, expected, strict=True):
-        torch.testing.assert_close(found, want, rtol=0, atol=0)
-        torch.testing.assert_close(other, want.expand_as(other), rtol=0, atol=0)
 
 
 def test_strides(ranks: Ranks) -> None:

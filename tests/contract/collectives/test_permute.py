@@ -17,19 +17,6 @@ Ranks = Callable[[int], Pool]
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize(("split", "concat"), [(0, 0), (0, 1), (-1, 0), (1, -1)])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float64], ids=str)
-def test_all_to_all(ranks: Ranks, n: int, split: int, concat: int, dtype: torch.dtype) -> None:
-    xs = torch.randint(100, (n, 2 * n, 3 * n)).to(dtype)
-    want = [torch.cat([x.chunk(n, split)[rank] for x in xs], concat) for rank in range(n)]
-    real = ranks(n).run(lambda xs: ltx.all_to_all(xs[ltx.axis_index()], split, concat), xs)
-    simulated = ltx.vmap(lambda x: ltx.all_to_all(x, split, concat))(xs)
-    for rank in range(n):
-        assert torch.equal(real.rank(rank), want[rank])
-        assert torch.equal(simulated[rank], want[rank])
-
-
-@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(("split", "concat"), [(0, 0), (1, 0), (0, -1), (-1, 1)])
 def test_untiled(ranks: Ranks, n: int, split: int, concat: int, seed: int) -> None:
     """As in JAX by default: the dimension of the parts goes away, one of the sources comes in."""

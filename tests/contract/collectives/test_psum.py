@@ -63,20 +63,6 @@ def test_results_have_memory_of_their_own(ranks: Ranks, name: str) -> None:
     assert torch.equal(write(x), torch.ones(2, 2)), "alone"
 
 
-def test_psum_of_booleans_counts(ranks: Ranks) -> None:
-    flags = torch.tensor([[True, False], [True, True]])
-    counted = ltx.vmap(ltx.psum)(flags)
-    assert counted.dtype == torch.int64
-    assert counted.tolist() == [[2, 1], [2, 1]]
-    assert ranks(2).run(lambda: ltx.psum(flags[ltx.axis_index()])).replicated().tolist() == [2, 1]
-    assert ltx.psum(flags).dtype == torch.int64, "also in a world of one"
-
-
-def test_pmean_of_integers_gives_floats() -> None:
-    assert ltx.pmean(torch.tensor([3])).dtype == torch.float32
-    assert ltx.vmap(ltx.pmean)(torch.tensor([1, 2])).tolist() == [1.5, 1.5]
-
-
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_leaves_that_are_no_tensors(name: str) -> None:
     with pytest.raises(TreeError, match=r"must be a tree of tensors, but leaf 'b.1' is of type str"):
@@ -105,14 +91,6 @@ def test_values_that_all_simulated_ranks_share() -> None:
     assert psum.tolist() == [[3.0, 6.0]] * 3
     assert gathered.shape == (3, 3, 2)
     assert torch.equal(sent, shared.expand(3, 2))
-
-
-def test_256_simulated_ranks(seed: int) -> None:
-    xs = torch.randn(256, 5, dtype=torch.float64)
-    grads = ltx.vmap(torch.func.grad(lambda x: (ltx.psum(x) ** 2).sum() + ltx.all_gather(x)[0].sum()))(xs)
-    expected = 512 * xs.sum(0).expand(256, 5).clone()
-    expected[0] += 256
-    torch.testing.assert_close(grads, expected)
 
 
 def _scaled(x: Tensor, a: Tensor) -> tuple[Tensor, ...]:

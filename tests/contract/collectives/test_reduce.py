@@ -30,7 +30,7 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32], ids=str)
 @pytest.mark.parametrize("op", list(REFERENCES))
 def test_every_op(ranks: Ranks, op: str, dtype: torch.dtype) -> None:
     xs = (torch.rand(3, 4, 2) < 0.5) if dtype == torch.bool else torch.randint(-9, 9, (3, 4, 2)).to(dtype)

@@ -229,22 +229,6 @@ MORE: dict[str, Case | Refusal] = {
     ),
     "axis_size": Case(lambda x: x * ltx.axis_size(), lambda xs: [len(xs) * x for x in xs], randn(3)),
     "psum of one counts the ranks": Case(lambda x: x * ltx.psum(1), lambda xs: [len(xs) * x for x in xs], randn(3)),
-    "psum of integers": Case(ltx.psum, lambda xs: on_all(total(xs), len(xs)), whole(5, dtype=torch.int32), tolerance=0),
-    "pmean of integers": Case(
-        ltx.pmean, lambda xs: on_all(total(xs).float() / len(xs), len(xs)), whole(5, dtype=torch.int32)
-    ),
-    "psum of booleans counts": Case(
-        ltx.psum,
-        lambda xs: on_all(torch.stack(xs).sum(0), len(xs)),
-        whole(7, dtype=torch.bool, most=1),
-        tolerance=0,
-    ),
-    "psum of complex numbers": Case(
-        lambda x: torch.view_as_real(ltx.psum(torch.view_as_complex(x))),
-        lambda xs: on_all(total(xs), len(xs)),
-        randn(3, 2),
-        gradient=the_sum,
-    ),
     "psum of a tree": Case(
         ltx.psum,
         lambda ts: on_all({"a": total([t["a"] for t in ts]), "b": [total([t["b"][0] for t in ts])]}, len(ts)),

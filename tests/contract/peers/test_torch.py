@@ -44,7 +44,6 @@ from tests.contract.peers.cases import (
     on_rank,
     randn,
     the_sum,
-    whole,
     worlds_of,
 )
 
@@ -58,52 +57,7 @@ def total(xs: list[Tensor]) -> Tensor:
     return torch.stack(xs).sum(0, dtype=xs[0].dtype)
 
 
-def folded(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
-    def want(xs: list[Tensor]) -> list[Tensor]:
-        y = xs[0]
-        for x in xs[1:]:
-            y = f(y, x)
-        return on_all(y, len(xs))
-
-    return want
-
-
-COLLECTIVES: dict[str, Case | Refusal] = {}
-for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64):
-    for op, f in {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}.items():
-        COLLECTIVES[f"all_reduce, {op}, {dtype}"] = Case(
-            lambda x, op=op: ltx.reduce(x, op), folded(f), whole(7, dtype=dtype, least=-4, most=4), tolerance=0
-        )
-for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64):
-    for op, f in {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}.items():
-        COLLECTIVES[f"all_reduce, {op}, {dtype}"] = Case(
-            lambda x, op=op: ltx.reduce(x, op),
-            folded(f),
-            whole(7, dtype=dtype, most=1 if dtype == torch.bool else 99),
-            tolerance=0,
-        )
-COLLECTIVES |= {
-    "nn.functional.all_reduce": Case(
-        lambda x: torch.sin(ltx.psum(x)),
-        lambda xs: on_all(torch.sin(total(xs)), len(xs)),
-        randn(5, 5),
-        gradient=the_sum,
-    ),
-    "nn.functional.all_reduce, product": Case(
-        lambda x: ltx.reduce(x, "product"), folded(torch.mul), randn(5), gradient=the_sum
-    ),
-    "nn.functional.all_reduce, avg": Case(
-        lambda x: ltx.reduce(x, "avg"), lambda xs: on_all(total(xs) / len(xs), len(xs)), randn(5), gradient=the_sum
-    ),
-    "nn.functional.all_reduce, min": Case(
-        ltx.pmin, lambda xs: on_all(torch.stack(xs).amin(0), len(xs)), randn(5), gradient=the_sum
-    ),
-    "nn.functional.all_gather": Case(
-        lambda x: torch.sin(ltx.all_gather(x)),
-        lambda xs: on_all(torch.sin(torch.stack(xs)), len(xs)),
-        randn(5, 5),
-        gradient=the_sum,
-    ),
+COLLECTIVES: dict[str, Case | Refusal] = {
     "nn.functional.all_to_all of the rank's own scale": Case(
         lambda x: ltx.all_to_all(x * (ltx.axis_index() + 1), 0, 0),
         lambda xs: [torch.cat([(s + 1) * x.chunk(len(xs))[r] for s, x in enumerate(xs)]) for r in range(len(xs))],
@@ -116,24 +70,6 @@ COLLECTIVES |= {
         randn(5, 5),
         gradient=the_sum,
     ),
-    **{
-        f"all_gather_tensor, dimension {dim}": Case(
-            lambda x, dim=dim: ltx.all_gather(x, dim=dim, tiled=True),
-            lambda xs, dim=dim: on_all(torch.cat(xs, dim), len(xs)),
-            randn(3, 4, 5),
-            gradient=the_sum,
-        )
-        for dim in range(3)
-    },
-    **{
-        f"reduce_scatter_tensor, dimension {dim}": Case(
-            lambda x, dim=dim: ltx.psum_scatter(x, dim=dim, tiled=True),
-            lambda xs, dim=dim: list(total(xs).chunk(len(xs), dim)),
-            randn(12, 12, 12),
-            gradient=the_sum,
-        )
-        for dim in range(3)
-    },
     "all_reduce_coalesced": Case(
         lambda xs: ltx.psum(xs),
         lambda trees: on_all([total(list(xs)) for xs in zip(*trees, strict=True)], len(trees)),
@@ -145,51 +81,6 @@ COLLECTIVES |= {
         lambda trees: on_all([torch.cat(xs) for xs in zip(*trees, strict=True)], len(trees)),
         lambda n: [[torch.randn(4, 4).double(), torch.randn(1).double()] for _ in range(n)],
         gradient=the_sum,
-    ),
-    "all_to_all_single, unequal": Case(
-        # Rank r sends (r + 1) (i + 1) rows to rank i.
-        lambda x: ltx.all_to_all(x, 0, 0, splits=[(int(ltx.axis_index()) + 1) * (i + 1) for i in range(3)])[0],
-        lambda xs: [
-            torch.cat([x.split([(s + 1) * (i + 1) for i in range(3)])[r] for s, x in enumerate(xs)]) for r in range(3)
-        ],
-        lambda n: [torch.randn(6 * (r + 1), 2, dtype=torch.float64) for r in range(n)],
-        simulated=(),
-        gradient=the_sum,
-    ),
-    "permute_tensor": Case(
-        lambda x: ltx.ppermute(x, [(r, (r + 1) % ltx.axis_size()) for r in range(ltx.axis_size())]),
-        lambda xs: [xs[r - 1] for r in range(len(xs))],
-        randn(5),
-        gradient=the_sum,
-    ),
-    "complex sums": Case(
-        lambda x: torch.view_as_real(ltx.psum(torch.view_as_complex(x))),
-        lambda xs: on_all(total(xs), len(xs)),
-        randn(4, 2, dtype=torch.float32),
-    ),
-    "sparse sums": Case(
-        lambda x: ltx.psum(x.to_sparse()).to_dense(),
-        lambda xs: on_all(total(xs), len(xs)),
-        whole(4, 3, dtype=torch.float32),
-        simulated=(),
-    ),
-    "quantized gather, fp16": Case(
-        lambda x: ltx.all_gather(x.half()).float(),
-        lambda xs: on_all(torch.stack(xs).half().float(), len(xs)),
-        randn(64, 3, dtype=torch.float32),
-        tolerance=0,
-    ),
-    "quantized gather, bf16": Case(
-        lambda x: ltx.all_gather(x.bfloat16()).float(),
-        lambda xs: on_all(torch.stack(xs).bfloat16().float(), len(xs)),
-        randn(64, 3, dtype=torch.float32),
-        tolerance=0,
-    ),
-    "quantized all_to_all, bf16": Case(
-        lambda x: ltx.all_to_all(x.bfloat16(), 0, 0).float(),
-        lambda xs: [torch.cat([x.bfloat16().chunk(len(xs))[r] for x in xs]).float() for r in range(len(xs))],
-        randn(12, 3, dtype=torch.float32),
-        tolerance=0,
     ),
 }
 

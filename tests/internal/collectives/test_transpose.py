@@ -106,6 +106,7 @@ def test_every_rule_is_listed() -> None:
 losses = pytest.mark.parametrize("equal", [False, True], ids=["different losses", "equal losses"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("n", [2, 3])
 @losses
