@@ -1,8 +1,8 @@
-"""The cases of Bagua's tests: its algorithms on its own test net, its eight-bit codes, its communicator.
+"""The cases of Bagua's tests that no table has: its eight-bit codes, frozen rows, several models, ends of training.
 
-After tests/torch_api (test_gradient_allreduce, test_decentralized, test_low_precision_decentralized, test_qadam,
-test_async_model_average, test_broadcast_state, test_multi_models, test_process_group), tests/internal/compressor.py and
-tests/internal/comm/test_communicator.py. The references train the same net in plain torch, all ranks in one loop.
+After tests/torch_api (test_async_model_average, test_multi_models, test_process_group) and its compressor.py. What its
+algorithms do to parameters are rows of tests/contract/strategies/table.py, its communicator's calls of
+tests/contract/conformance.
 
 Left out, as ltx has no way to say it:
 
@@ -36,7 +36,6 @@ from tests.contract.peers.cases import (
     failures_simulated,
     on_all,
     on_rank,
-    randn,
     worlds_of,
 )
 
@@ -76,24 +75,6 @@ def runs(n: int) -> list[dict[str, Any]]:
     ]
 
 
-def training(algorithm: str, optimizer: Any = None, seen: Callable[..., Any] | None = None, **fields: Any) -> Any:
-    """What a rank calls: parameters after as many steps as it has data for."""
-
-    def call(given: dict[str, Any]) -> Any:
-        train = ltx.train_step(
-            ltx.data_parallel(loss, ltx.BaguaStrategy(algorithm, **fields)),
-            optimizer or ltx.optim.from_torch(torch.optim.SGD, lr=0.1),
-        )
-        state = train.init(given["start"])
-        for x, y in zip(given["x"], given["y"], strict=True):
-            state = train(state, x, y)[0]
-        state = train.finish(state)
-        found = {name: p.clone() for name, p in state.params.items()}
-        return found if seen is None else (found, seen(state))
-
-    return call
-
-
 def lowered(params: Params, gradient: Params, lr: float = 0.1) -> Params:
     return {name: p - lr * gradient[name] for name, p in params.items()}
 
@@ -127,27 +108,6 @@ def eight_bits(x: Tensor) -> Tensor:
     return MinMaxUInt8(x).decoded
 
 
-def flat(tree: Params) -> Tensor:
-    """As they lie in a bucket: what the backward pass finds first comes first."""
-    return torch.cat([tree[name].reshape(-1) for name in ("fc3", "fc2", "fc1")])
-
-
-def unflat(vector: Tensor, like: Params) -> Params:
-    parts = vector.split([like[name].numel() for name in ("fc3", "fc2", "fc1")])
-    return {name: p.view(like[name].shape) for name, p in zip(("fc3", "fc2", "fc1"), parts, strict=True)}
-
-
-def bytegrad(trees: list[Params], average: bool = True) -> Params:
-    """Scatter and gather: rank r adds up everyone's r-th chunk, and both ways are in eight bits.
-
-    The mean's division comes first. It changes the codes only by the 1e-7 in the scale.
-    """
-    n = len(trees)
-    chunks = [(flat(tree) / (n if average else 1)).chunk(n) for tree in trees]
-    added = [sum(eight_bits(of_rank[r]) for of_rank in chunks) for r in range(n)]
-    return unflat(torch.cat([eight_bits(x) for x in added]), trees[0])
-
-
 def together(reduced: Callable[[list[Params]], Params]) -> Callable[[list[Any]], list[Any]]:
     """All ranks have the same parameters, and step along what is made of their gradients."""
 
@@ -164,151 +124,11 @@ def total(trees: list[Params]) -> Params:
     return {name: sum(tree[name] for tree in trees) for name in trees[0]}
 
 
-def peer(rank: int, n: int, k: int) -> int:
-    """Bagua's shift_one: the lower half goes round the upper half."""
-    half = n // 2
-    return (k + rank) % half + half if rank < half else (rank - half - k) % half
-
-
-def decentralized(shift_one: bool = False, interval: int = 1) -> Callable[[list[Any]], list[Any]]:
-    """x_{t+1} = y_t - lr grad f(x_t), y_t the mean of all x_t or of two."""
-
-    def want(given: list[Any]) -> list[Any]:
-        n = len(given)
-        xs = [given[0]["start"]] * n
-        for step in range(STEPS):
-            gradients, ys = slopes(xs, given, step), xs
-            if step % interval == 0:
-                ys = [mean([xs[r], xs[peer(r, n, step // interval)]]) if shift_one else mean(xs) for r in range(n)]
-            xs = [lowered(y, gradient) for y, gradient in zip(ys, gradients, strict=True)]
-        return xs
-
-    return want
-
-
-def low_precision(interval: int = 1) -> Callable[[list[Any]], list[Any]]:
-    """Differences of weights in eight bits round a ring; parameters, and what each rank knows of whom."""
-
-    def want(given: list[Any]) -> list[Any]:
-        n = len(given)
-        start = flat(given[0]["start"])
-        xs, own, left, right = ([start.clone() for _ in range(n)] for _ in range(4))
-        for step in range(STEPS):
-            trees = [unflat(x, given[0]["start"]) for x in xs]
-            xs = [flat(lowered(*pair)) for pair in zip(trees, slopes(trees, given, step), strict=True)]
-            if step % interval == 0:
-                zs = [xs[r] + left[r] / 3 + right[r] / 3 - 5 / 3 * own[r] for r in range(n)]
-                ds = [eight_bits(z) for z in zs]
-                left = [left[r] + ds[(r - 1) % n] for r in range(n)]
-                right = [right[r] + ds[(r + 1) % n] for r in range(n)]
-                own = xs = [own[r] + ds[r] for r in range(n)]
-        return [
-            (unflat(xs[r], given[0]["start"]), {"own": own[r], "left": left[r], "right": right[r]}) for r in range(n)
-        ]
-
-    return want
-
-
-def ring(state: Any) -> dict[str, Tensor]:
-    """A rank's own weights as its neighbours know them, and theirs."""
-    leaves = state.sync_state.leaves
-    paths = {path.strip("[']"): path for path in leaves}
-    return {
-        who: torch.cat([leaves[paths[name]][who].reshape(-1) for name in ("fc3", "fc2", "fc1")])
-        for who in ("own", "left", "right")
-    }
-
-
-def qadam(warmup: int, exact: bool = False, lr: float = 1e-3) -> Callable[[list[Any]], list[Any]]:
-    """Adam on mean gradients; then v stays, and momenta are averaged in eight bits.
-
-    `exact`: at the last step of the warm-up Bagua ignores the gradients.
-    """
-    b1, b2, eps = 0.9, 0.999, 1e-8
-
-    def want(given: list[Any]) -> list[Any]:
-        x = given[0]["start"]
-        m = v = {name: torch.zeros_like(p) for name, p in x.items()}
-        for s in range(1, STEPS + 1):
-            gradients = slopes([x] * len(given), given, s - 1)
-            if s < warmup or (s == warmup and not exact):
-                g = mean(gradients)
-                m = {name: b1 * m[name] + (1 - b1) * g[name] for name in x}
-                v = {name: b2 * v[name] + (1 - b2) * g[name] ** 2 for name in x}
-            elif s > warmup:
-                m = bytegrad([{name: b1 * m[name] + (1 - b1) * g[name] for name in x} for g in gradients])
-            root = {name: v[name].sqrt() / (1 - b2**s) ** 0.5 + eps for name in x}
-            x = {name: x[name] - lr / (1 - b1**s) * m[name] / root[name] for name in x}
-        return on_all(x, len(given))
-
-    return want
-
-
-def adam(given: list[Any]) -> list[Any]:
-    """torch's own, on mean gradients."""
-    leaves = {name: p.clone().requires_grad_() for name, p in given[0]["start"].items()}
-    optimizer = torch.optim.Adam(leaves.values(), lr=1e-3, weight_decay=0.1)
-    for step in range(STEPS):
-        g = mean(slopes([leaves] * len(given), given, step))
-        for name, leaf in leaves.items():
-            leaf.grad = g[name]
-        optimizer.step()
-    return on_all({name: leaf.detach() for name, leaf in leaves.items()}, len(given))
-
-
 def case(call: Any, want: Any, **options: Any) -> Case:
     return Case(call, want, runs, **{"tolerance": 1e-8, "worlds": (2, 3), "simulated": (2,), **options})
 
 
-TRAINING: dict[str, Case | Refusal] = {
-    "gradient_allreduce": case(training("gradient_allreduce"), together(mean)),
-    "gradient_allreduce, sum": case(training("gradient_allreduce", average=False), together(total)),
-    "gradient_allreduce, hierarchical": case(
-        training("gradient_allreduce", hierarchical=True, node_size=2), together(mean), worlds=(2, 4), simulated=()
-    ),
-    "bytegrad": case(training("bytegrad"), together(bytegrad), worlds=(2, 3, 4)),
-    "bytegrad, sum": case(
-        training("bytegrad", average=False), together(lambda trees: bytegrad(trees, average=False)), worlds=(2,)
-    ),
-    "decentralized, all": case(training("decentralized"), decentralized()),
-    "decentralized, all, every third step": case(
-        training("decentralized", communication_interval=3), decentralized(interval=3)
-    ),
-    "decentralized, shift_one": case(
-        training("decentralized", peer_selection_mode="shift_one"),
-        decentralized(shift_one=True),
-        worlds=(2, 4),
-        simulated=(4,),
-    ),
-    "decentralized, shift_one, every second step": case(
-        training("decentralized", peer_selection_mode="shift_one", communication_interval=2),
-        decentralized(shift_one=True, interval=2),
-        worlds=(4,),
-        simulated=(4,),
-    ),
-    "low_precision_decentralized": case(
-        training("low_precision_decentralized", seen=ring), low_precision(), worlds=(2, 3, 4), simulated=()
-    ),
-    "low_precision_decentralized, every second step": case(
-        training("low_precision_decentralized", seen=ring, communication_interval=2),
-        low_precision(interval=2),
-        worlds=(3,),
-        simulated=(),
-    ),
-    "qadam": case(
-        training("qadam", ltx.optim.qadam(lr=1e-3, warmup_steps=5), warmup_steps=5), qadam(5), tolerance=1e-7
-    ),
-    "qadam, as Bagua at the last step of the warm-up": case(
-        training("qadam", ltx.optim.qadam(lr=1e-3, warmup_steps=5, bagua_exact=True), warmup_steps=5),
-        qadam(5, exact=True),
-        worlds=(2,),
-        simulated=(),
-        tolerance=1e-7,
-    ),
-    "qadam in its warm-up is Adam": case(
-        training("qadam", ltx.optim.qadam(lr=1e-3, warmup_steps=2000, weight_decay=0.1), warmup_steps=2000), adam
-    ),
-}  # fmt: skip
+TRAINING: dict[str, Case | Refusal] = {}
 
 # --- asynchronous averaging, several models, process groups -----------------------------------------------------------
 
@@ -341,11 +161,11 @@ def of_different_lengths(n: int) -> list[dict[str, Any]]:
 
 
 def two_models(given: dict[str, Any]) -> Any:
-    """Steps of two models in turns: one exact, one in eight bits."""
+    """Steps of two models in turns: a mean, and a sum."""
     sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
     trains = [
-        ltx.train_step(ltx.data_parallel(loss, ltx.BaguaStrategy(algorithm)), sgd)
-        for algorithm in ("gradient_allreduce", "bytegrad")
+        ltx.train_step(ltx.data_parallel(loss, ltx.BaguaStrategy("gradient_allreduce", average=average)), sgd)
+        for average in (True, False)
     ]
     states = [train.init(given["start"]) for train in trains]
     for x, y in zip(given["x"], given["y"], strict=True):
@@ -390,80 +210,12 @@ TRAINING |= {
     "async: nothing is lost": Case(asynchronous, nothing_is_lost, of_different_lengths, worlds=(2, 3), simulated=()),
     "two models in turns": case(
         two_models,
-        lambda given: [list(pair) for pair in zip(together(mean)(given), together(bytegrad)(given), strict=True)],
+        lambda given: [list(pair) for pair in zip(together(mean)(given), together(total)(given), strict=True)],
         simulated=(),
     ),
 }
 
-# --- the communicator -------------------------------------------------------------------------------------------------
-
-
-def partner(n: int) -> list[tuple[int, int]]:
-    """Even ranks send to the next."""
-    return [(r, r + 1) for r in range(0, n - 1, 2)]
-
-
-COMMUNICATOR: dict[str, Case | Refusal] = {
-    "allreduce": Case(ltx.psum, lambda xs: on_all(sum(xs), len(xs)), randn(100, dtype=torch.float32)),
-    "allreduce, AVG is SUM over n": Case(
-        ltx.pmean, lambda xs: on_all(torch.stack(xs).sum(0) / len(xs), len(xs)), randn(100, dtype=torch.float32)
-    ),
-    "send and recv": Case(
-        lambda x: ltx.ppermute(x, partner(ltx.axis_size())),
-        lambda xs: [xs[r - 1] if r % 2 else torch.zeros_like(x) for r, x in enumerate(xs)],
-        randn(100, dtype=torch.float32),
-        tolerance=0,
-    ),
-    "allgather": Case(
-        ltx.all_gather, lambda xs: on_all(torch.stack(xs), len(xs)), randn(100, dtype=torch.float32), tolerance=0
-    ),
-    "alltoall": Case(
-        lambda x: ltx.all_to_all(x, 0, 0),
-        lambda xs: [torch.cat([x.chunk(len(xs))[r] for x in xs]) for r in range(len(xs))],
-        randn(12, 3, dtype=torch.float32),
-        tolerance=0,
-    ),
-    "alltoall_v": Case(
-        lambda x: ltx.all_to_all(x, 0, 0, splits=[1, 4, 7])[0],
-        lambda xs: [torch.cat([x.split([1, 4, 7])[r] for x in xs]) for r in range(3)],
-        randn(12, 3, dtype=torch.float32),
-        simulated=(),
-        tolerance=0,
-    ),
-    "reduce_scatter, AVG is SUM over n": Case(
-        lambda x: ltx.psum_scatter(x, tiled=True) / ltx.axis_size(),
-        lambda xs: list((torch.stack(xs).sum(0) / len(xs)).chunk(len(xs))),
-        randn(12 * 25, dtype=torch.float32),
-    ),
-    "broadcast, several at once": Case(
-        lambda xs: ltx.broadcast(xs, 1),
-        lambda trees: on_all(trees[1], len(trees)),
-        lambda n: [[torch.randn(3), torch.randint(9, (2, 2)), torch.randn(4).half()] for _ in range(n)],
-        tolerance=0,
-    ),
-    "broadcast_object": Case(
-        lambda x: ltx.broadcast_object({"lr": 0.02, "nesterov": True} if ltx.axis_index() == 0 else {}, 0),
-        lambda xs: on_all({"lr": 0.02, "nesterov": True}, len(xs)),
-        randn(1),
-        simulated=(),
-    ),
-    **{
-        f"allreduce, {op}": Case(
-            lambda x, op=op: ltx.reduce(x, op),
-            lambda xs, f=f: on_all(f(torch.stack(xs)), len(xs)),
-            lambda n: [torch.randint(-9, 9, (20,)) for _ in range(n)],
-            tolerance=0,
-        )
-        for op, f in {
-            "MIN": lambda xs: xs.amin(0),
-            "MAX": lambda xs: xs.amax(0),
-            "PRODUCT": lambda xs: xs.prod(0),
-            "BAND": lambda xs: xs[0] & xs[1] & xs[2] & xs[-1],
-            "BOR": lambda xs: xs[0] | xs[1] | xs[2] | xs[-1],
-        }.items()
-    },
-}
-TABLES: dict[str, Cases] = {"training": TRAINING, "communicator": COMMUNICATOR}
+TABLES: dict[str, Cases] = {"training": TRAINING}
 
 
 @pytest.mark.full(but=1)

@@ -60,6 +60,12 @@ ROWS: dict[str, Row] = {
         ltx.BaguaStrategy("bytegrad", average=False), bagua.eight_bit_gradients(False, 0.02), SLOW, ranks=(2,)
     ),
     "bagua decentralized": Row(ltx.BaguaStrategy("decentralized"), bagua.decentralized(), replicated=False),
+    "bagua decentralized, interval": Row(
+        ltx.BaguaStrategy("decentralized", communication_interval=3),
+        bagua.decentralized(interval=3),
+        ranks=(3,),
+        replicated=False,
+    ),
     "bagua decentralized, shift_one": Row(
         ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one"),
         bagua.decentralized(shift_one=True),
