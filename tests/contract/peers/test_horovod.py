@@ -2,7 +2,8 @@
 
 After test/parallel/test_torch.py and test_adasum_pytorch.py. Horovod's gradient of allgather and broadcast is the mean
 over ranks, that of a summing reducescatter n times ltx's: ``grad_scale="mean"``. Sums, extrema and moves of every
-dtype, scaled ones, and gradients of sums are rows of tests/contract/conformance.
+dtype, scaled ones, and gradients of sums are rows of tests/contract/conformance; what the optimizer does without
+clipping of strategies/table.py; synchronised batch norm is in tests/contract/nn.
 
 Left out, as ltx has no way to say it:
 
@@ -515,15 +516,6 @@ def clipped(gradient: Tensor, most: float) -> Tensor:
     return gradient * min(1.0, most / float(gradient.norm()))
 
 
-def delta(given: list[dict[str, Tensor]]) -> list[Any]:
-    """Horovod's delta optimizer: ranks step on their own gradients, and the steps are combined by Adasum."""
-    w, velocities = given[0]["w"], [torch.zeros(5, dtype=torch.float64) for _ in given]
-    for call in range(len(given[0]["x"])):
-        velocities = [0.9 * v + of_rank["x"][call] for v, of_rank in zip(velocities, given, strict=True)]
-        w = w + adasum([-0.1 * v for v in velocities])
-    return on_all(w, len(given))
-
-
 def joined(x: Tensor) -> Tensor:
     """The mean at each turn: rank r has r + 1 batches, and gives zeros when it has no more."""
     return torch.stack([ltx.psum(weight * row) / ltx.axis_size() for row, weight in ltx.uneven(list(x), divisor="all")])
@@ -544,46 +536,9 @@ def as_sparse(x: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(x[:1].long(), x[1], (6,), check_invariants=True)
 
 
-def batch_norm_of(n: int) -> list[Any]:
-    """Batches of other sizes on each rank."""
-    double = torch.float64
-    return [
-        (torch.randn(2 + r, 3, 4, dtype=double), torch.randn(3, dtype=double), torch.randn(3, dtype=double))
-        for r in range(n)
-    ]
-
-
-def normed_together(given: list[Any]) -> list[Any]:
-    whole_batch = torch.nn.functional.batch_norm(torch.cat([x for x, _, _ in given]), None, None, training=True)
-    parts = whole_batch.split([len(x) for x, _, _ in given])
-    return [part * weight[:, None] + bias[:, None] for part, (_, weight, bias) in zip(parts, given, strict=True)]
-
-
-def running(given: list[Any]) -> list[Any]:
-    mean, variance = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    torch.nn.functional.batch_norm(torch.cat([x for x, _, _ in given]), mean, variance, training=True)
-    return on_all((mean, variance), len(given))
-
-
 OPTIMIZER: dict[str, Case | Refusal] = {
-    "average": Case(synchronised(), averages, gradients),
-    "sum": Case(synchronised(op="sum"), lambda gs: each(total, gs), gradients),
-    "predivided by 2": Case(synchronised(gradient_predivide_factor=2.0), averages, gradients),
-    "in groups": Case(synchronised(groups=2), averages, gradients),
     "in a group of names": Case(synchronised(groups=[["a", "c"]]), averages, gradients),
-    "fp16": Case(
-        synchronised(compression="fp16"),
-        lambda gs: each(lambda xs: (sum(x.half().double() for x in xs) / len(xs)).to(xs[0].dtype), gs),
-        gradients,
-        tolerance=2e-3,
-    ),
     "parameters that some ranks don't use": Case(grads_of_used, mean_of_used, some_use, simulated=()),
-    "momentum": Case(
-        trained,
-        lambda given: on_all(momentum(given[0]["w"], [mean_at(given, k) for k in range(4)]), len(given)),
-        training_of(4),
-        simulated=(),
-    ),
     "clipped after the sum": Case(
         lambda given: trained(given, clip=0.2),
         lambda given: on_all(momentum(given[0]["w"], [clipped(mean_at(given, k), 0.2) for k in range(4)]), len(given)),
@@ -591,60 +546,16 @@ OPTIMIZER: dict[str, Case | Refusal] = {
         simulated=(),
         tolerance=1e-6,
     ),
-    "two backward passes a step add up": Case(
-        lambda given: trained(given, backward_passes_per_step=2),
-        lambda given: on_all(
-            momentum(given[0]["w"], [mean_at(given, k) + mean_at(given, k + 1) for k in (0, 2)]), len(given)
-        ),
-        training_of(4),
-        simulated=(),
-    ),
-    "delta optimizer": Case(
-        lambda given: trained(given, op="adasum"), delta, training_of(3), worlds=(2, 4), simulated=()
-    ),
     "join": Case(
         joined,
         means_while_some_have_data,
         lambda n: [torch.randn(r + 1, 3, dtype=torch.float64) for r in range(n)],
         simulated=(),
     ),
-    "sparse, sum": Case(
-        lambda x: ltx.psum(as_sparse(x)).to_dense(),
-        lambda xs: on_all(sum(as_sparse(x).to_dense() for x in xs), len(xs)),
-        sparse_of,
-        simulated=(),
-    ),
     "sparse, average": Case(
         lambda x: ltx.sync_gradients({"table": as_sparse(x)}, ltx.HorovodStrategy())[0]["table"].to_dense(),
         lambda xs: on_all(sum(as_sparse(x).to_dense() for x in xs) / len(xs), len(xs)),
         sparse_of,
-        simulated=(),
-    ),
-    "synchronised batch norm": Case(
-        lambda given: ltx.nn.sync_batch_norm(given[0], None, None, *given[1:])[0],
-        normed_together,
-        batch_norm_of,
-        simulated=(),
-        gradient=the_sum,
-    ),
-    "running statistics": Case(
-        lambda given: tuple(
-            ltx.nn.sync_batch_norm(given[0], torch.zeros(3).double(), torch.ones(3).double(), *given[1:])[1:]
-        ),
-        running,
-        batch_norm_of,
-        simulated=(),
-    ),
-    "objects from 1": Case(
-        lambda x: len(ltx.broadcast_object({"words": "ab" * int(ltx.axis_index()), "rows": x}, 1)["words"]),
-        lambda xs: on_all(2, len(xs)),
-        randn(3),
-        simulated=(),
-    ),
-    "objects of all": Case(
-        lambda x: ltx.all_gather_object({"x": x, "rank": int(ltx.axis_index())}),
-        lambda xs: on_all([{"x": x, "rank": rank} for rank, x in enumerate(xs)], len(xs)),
-        lambda n: [torch.randn(r + 1) for r in range(n)],
         simulated=(),
     ),
 }

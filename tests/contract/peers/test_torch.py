@@ -2,8 +2,9 @@
 
 After test/distributed: test_c10d_gloo.py, test_functional_api.py, test_c10d_spawn.py, algorithms/test_join.py,
 algorithms/quantization, algorithms/ddp_comm_hooks, optim/test_zero_redundancy_optimizer.py, and the averagers' and
-DDP's parts of torch/testing/_internal/distributed/distributed_test.py. And what was found with them: failed
-collectives that left later ones wrong, and dtypes that one transport took and another didn't.
+DDP's parts of torch/testing/_internal/distributed/distributed_test.py. Collectives of every dtype, what follows a
+refused one, and their gradients are rows of tests/contract/conformance; DDP and its hooks of strategies/table.py and
+hooks/table.py; Join of training/test_uneven.py.
 
 Left out, as ltx has no way to say it:
 
@@ -27,7 +28,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import ltx
 from ltx import hooks
@@ -105,130 +105,12 @@ REFUSALS: dict[str, Case | Refusal] = {
     ),
 }
 
-# --- what a failed collective leaves behind, and dtypes ---------------------------------------------------------------
-
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: (call, dtype): refused by name, on every rank, before anything is sent.
-WITHOUT_SUM = {
-    f"{name} of {dtype}": (call, dtype)
-    for name, call in {
-        "psum": ltx.psum,
-        "pmax": ltx.pmax,
-        "pmin": ltx.pmin,
-        "psum_scatter": lambda x: ltx.psum_scatter(x, tiled=True),
-        "product": lambda x: ltx.reduce(x, "product"),
-    }.items()
-    for dtype in (*UNSIGNED, *NARROW)
-}
-
-
-def after_failures() -> dict[str, Any]:
-    """Each error, and the sums that follow: 0, 1, 2, 3 were once one behind for good."""
-    n, found = ltx.axis_size(), {}
-    for name, (call, dtype) in WITHOUT_SUM.items():
-        try:
-            call(torch.ones(4, dtype=torch.uint8).to(dtype))
-        except ltx.errors.LtxError as error:
-            sums = [float(ltx.psum(torch.tensor(float(k)))) / n for k in range(4)]
-            found[name] = type(error).__name__, str(error), sums
-        else:
-            found[name] = "no error"
-    return found
-
-
-def check_after_failures(found: dict[str, Any]) -> None:
-    for name, (kind, text, sums) in found.items():
-        assert kind == "UnsupportedError", (name, kind, text)
-        assert name.split("torch.")[1] in text, (name, text)
-        assert sums == [0, 1, 2, 3], (name, sums)
-
-
-MOVED = {
-    "all_gather": (ltx.all_gather, lambda xs, r: xs),
-    "broadcast": (lambda x: ltx.broadcast(x, 1), lambda xs, r: xs[1]),
-    "ppermute": (lambda x: ltx.ppermute(x, [(0, 1), (1, 0)]), lambda xs, r: xs[1 - r]),
-    "all_to_all": (lambda x: ltx.all_to_all(x, 0, 0), lambda xs, r: xs[:, 2 * r : 2 * r + 2].flatten(0, 1)),
-    "gather_all_tensors": (lambda x: torch.stack(ltx.gather_all_tensors(x)), lambda xs, r: xs),
-    "broadcast_object": (lambda x: ltx.broadcast_object(x, 1), lambda xs, r: xs[1]),
-    "Pool.run": (lambda x: x, lambda xs, r: xs[r]),
-}
-MOVES = (torch.bool, torch.int16, *UNSIGNED, *NARROW, torch.bfloat16, torch.complex64)
-
-
-def moved(xs: dict[torch.dtype, Tensor]) -> dict[tuple[str, torch.dtype], Any]:
-    rank = int(ltx.axis_index())
-    return {
-        (name, dtype): detached_call(call, x.view(torch.uint8)[rank].view(dtype))
-        for name, (call, _) in MOVED.items()
-        for dtype, x in xs.items()
-    }
-
-
-def detached_call(call: Any, x: Tensor) -> Any:
-    try:
-        return call(x)
-    except Exception as error:
-        return repr(error)
-
-
-def to_move() -> dict[torch.dtype, Tensor]:
-    """Four numbers for each of two ranks."""
-    return {dtype: torch.randint(0, 2, (2, 4)).to(torch.uint8).to(dtype) for dtype in MOVES}
-
-
-def check_moved(by_rank: Any, xs: dict[torch.dtype, Tensor]) -> None:
-    for rank, found in enumerate(by_rank):
-        for (name, dtype), got in found.items():
-            want = MOVED[name][1](xs[dtype].float() if not dtype.is_complex else xs[dtype], rank)
-            assert isinstance(got, Tensor), (name, dtype, got)
-            assert got.dtype == dtype, (name, dtype, got.dtype)
-            assert torch.equal(got if dtype.is_complex else got.float(), want), (name, dtype)
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("transport", ["shared memory", "sockets"])
-def test_a_failed_collective_leaves_later_ones_right(
-    transport: str, ranks: Ranks, on_new_axis: Callable[..., Any]
-) -> None:
-    by_rank = (
-        ranks(2).run(after_failures)
-        if transport == "shared memory"
-        else on_new_axis(after_failures, 30.0, sockets=True)
-    )
-    for found in by_rank:
-        check_after_failures(found)
-
-
-def test_dtypes_without_sums_alone() -> None:
-    check_after_failures(after_failures())
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("transport", ["shared memory", "sockets"])
-def test_what_moves_is_of_any_dtype(transport: str, ranks: Ranks, on_new_axis: Callable[..., Any], seed: int) -> None:
-    xs = to_move()
-    by_sockets = transport == "sockets"
-    by_rank = on_new_axis(lambda: moved(xs), 30.0, sockets=True) if by_sockets else ranks(2).run(moved, xs)
-    check_moved(by_rank, xs)
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
 def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
     """DDP's toy net, with a weight that is used twice."""
     h = torch.tanh(functional.linear(x, params["w1"], params["b1"]))
-    return functional.mse_loss(functional.linear(torch.tanh(functional.linear(h, params["w2"])), params["w2"]), y)
-
-
-def recomputed(params: Params, x: Tensor, y: Tensor) -> Tensor:
-    """The same, whose first layer is computed again in the backward pass."""
-
-    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return torch.tanh(functional.linear(x, w, b))
-
-    h = checkpoint(layer, x, params["w1"], params["b1"], use_reentrant=False)
     return functional.mse_loss(functional.linear(torch.tanh(functional.linear(h, params["w2"])), params["w2"]), y)
 
 
@@ -363,29 +245,8 @@ def case(call: Any, want: Any, **options: Any) -> Case:
     return Case(call, want, data, **{"tolerance": 1e-9, "worlds": (2,), "simulated": (2,), **options})
 
 
-def narrow_mean(trees: list[Params], dtype: torch.dtype) -> Params:
-    """Divided, rounded, added up and rounded again."""
-    n = len(trees)
-    return {name: sum((tree[name] / n).to(dtype).double() for tree in trees).to(dtype).double() for name in trees[0]}
-
-
 MOMENTUM = {"lr": 0.1, "momentum": 0.9}
-TRAINING: dict[str, Case | Refusal] = {
-    "DDP": case(training(ltx.DDPStrategy()), local(), worlds=(2, 3)),
-    "DDP in many buckets": case(training(ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8)), local(), worlds=(3,)),
-    "DDP with recomputation": case(training(ltx.DDPStrategy(), recomputed), local(), simulated=()),
-    "DDP whose optimizer overlaps": case(training(ltx.DDPStrategy(), overlap="update"), local(), simulated=()),
-    "hook: allreduce": case(training(ltx.DDPStrategy(comm_hook=hooks.AllReduce())), local()),
-    "hook: noop": case(
-        training(ltx.DDPStrategy(comm_hook=hooks.Noop()), options=MOMENTUM), averaged(lambda step, n: None)
-    ),
-}
-for hook, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-    TRAINING[f"hook: {hook}"] = case(
-        training(ltx.DDPStrategy(comm_hook=hook)),
-        local(reduced=lambda trees, dtype=dtype: narrow_mean(trees, dtype)),
-        tolerance={"fp16": 2e-3, "bf16": 2e-2}[hook],
-    )
+TRAINING: dict[str, Case | Refusal] = {}
 for kind, options in [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -423,10 +284,6 @@ TRAINING |= {
         averaged(periodic(3, 2), 2, node=2),
         worlds=(4,),
         simulated=(4,),
-    ),
-    "PostLocalSGDOptimizer by DDP's fields": case(
-        training(ltx.DDPStrategy(model_averaging_period=2, start_local_sgd_step=3), options=MOMENTUM),
-        averaged(periodic(2, 3), 3),
     ),
 }
 
@@ -479,59 +336,6 @@ def quantized_means(trees: list[Params]) -> list[Params]:
     return on_all({"v": flat[:7], "m": flat[7:55].view(8, 6)}, n)
 
 
-def uneven_training(divisor: str) -> Callable[[dict[str, Any]], Any]:
-    def call(given: dict[str, Any]) -> Any:
-        train = ltx.train_step(
-            ltx.data_parallel(lambda p, x, weight: weight * (p * x).sum()),
-            ltx.optim.from_torch(torch.optim.SGD, lr=1.0),
-        )
-        state, turns = train.init(given["start"]), 0.0
-        for x, weight in ltx.uneven(list(given["x"]), divisor=divisor):
-            turns += ltx.psum((weight > 0).double())
-            state = train(state, x, weight)[0]
-        return state.params.clone(), turns
-
-    return call
-
-
-def joined(by_all: bool) -> Callable[[list[dict[str, Any]]], list[Any]]:
-    """torch's Join: those that have run out give zeros; and its count of all-reduced ones."""
-
-    def want(given: list[dict[str, Any]]) -> list[Any]:
-        n, w = len(given), given[0]["start"].clone()
-        turns = max(len(of_rank["x"]) for of_rank in given)
-        for turn in range(turns):
-            batches = [of_rank["x"][turn] for of_rank in given if turn < len(of_rank["x"])]
-            w -= sum(batches) / (n if by_all else len(batches))
-        count = sum(len(of_rank["x"]) for of_rank in given)
-        return on_all((w, torch.tensor(float(count)).double()), n)
-
-    return want
-
-
-def of_uneven_numbers(n: int) -> list[dict[str, Any]]:
-    """Rank r has 3 + r batches, as in torch's test."""
-    return [{"start": torch.randn(5).double(), "x": torch.randn(3 + r, 5).double()} for r in range(n)]
-
-
-def not_synchronised(given: dict[str, Any]) -> Params:
-    """DDP's no_sync: all but the last of the gradients are local, and the last synchronisation is of their sum."""
-    step = ltx.data_parallel(loss)
-    local_step = ltx.block_backward_sync(step)
-    added: Params = {name: torch.zeros_like(p) for name, p in given["start"].items()}
-    for x, y in zip(given["x"], given["y"], strict=True):
-        found = torch.func.grad(local_step)(given["start"], x, y)
-        added = {name: g + found[name] for name, g in added.items()}
-    return ltx.sync_gradients(added)[0]
-
-
-def sums_of_all(given: list[dict[str, Any]]) -> list[Params]:
-    starts = [of_rank["start"] for of_rank in given]
-    by_step = [slopes(starts, given, step) for step in range(STEPS)]
-    trees = [{name: sum(of[r][name] for of in by_step) for name in starts[0]} for r in range(len(given))]
-    return means(trees)
-
-
 def with_auxiliary(given: dict[str, Any]) -> Any:
     """A detached output is one on two ranks as on one: numpy() works."""
 
@@ -556,11 +360,6 @@ GRADIENTS: dict[str, Case | Refusal] = {
     ),
     "quantization_pertensor_hook": Case(
         reduced_by(hooks.Quantize(per="tensor")), quantized_means, matrices, simulated=(2,), tolerance=1e-9
-    ),
-    "no_sync": Case(not_synchronised, sums_of_all, lambda n: same_start(data(n)), simulated=(), tolerance=1e-9),
-    "Join, divided by all": Case(uneven_training("all"), joined(True), of_uneven_numbers, simulated=(), worlds=(2, 3)),
-    "Join, divided by those with data": Case(
-        uneven_training("data"), joined(False), of_uneven_numbers, simulated=(), worlds=(2, 3)
     ),
     "a detached output has no graph": Case(
         with_auxiliary,
