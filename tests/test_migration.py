@@ -34,15 +34,15 @@ HERE = "test_migration.py::"
 
 #: What several classes have in common.
 SHARED = {
-    "accelerator": "runtime/test_world.py::test_cuda_devices_are_numbered_like_local_ranks",
-    "parallel_devices": "runtime/test_world.py::test_environments",
-    "cluster_environment": "runtime/test_world.py::test_environments",
-    "checkpoint_io": "checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",
-    "precision_plugin": "training/test_mixed_precision.py::test_what_overflows_on_one_rank_is_skipped_by_all",
-    "barrier": "collectives/test_objects.py::test_barriers_of_different_names",
+    "accelerator": "internal/world/test_world.py::test_cuda_devices_are_numbered_like_local_ranks",
+    "parallel_devices": "internal/world/test_world.py::test_environments",
+    "cluster_environment": "internal/world/test_world.py::test_environments",
+    "checkpoint_io": "contract/checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",
+    "precision_plugin": "contract/training/test_mixed_precision.py::test_what_overflows_on_one_rank_is_skipped_by_all",
+    "barrier": "internal/collectives/test_objects.py::test_barriers_of_different_names",
     "broadcast": HERE + "test_barriers_and_objects",
     "reduce": HERE + "test_reductions",
-    "teardown": "runtime/test_init.py::test_teardown_after_an_exception_and_again",
+    "teardown": "internal/world/test_init.py::test_teardown_after_an_exception_and_again",
     "root_device": HERE + "test_the_world_s_properties",
 }
 
@@ -54,75 +54,75 @@ def shared(*names: str) -> dict[str, str]:
 #: By section of the page: each documented name, and the tests (file::function) that show what stands for it.
 NAMES: dict[str, dict[str, str]] = {
     "HorovodStrategy": {
-        "HorovodStrategy": "strategies/test_conformance.py::test_processes_do_what_the_reference_says",
+        "HorovodStrategy": "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says",
         **shared("accelerator", "parallel_devices", "checkpoint_io", "precision_plugin", "teardown", "root_device"),
         "all_gather(result, group, sync_grads)": HERE + "test_gathering_as_horovod",
         "barrier(*args)": HERE + "test_barriers_and_objects",
         "broadcast(obj, src)": HERE + "test_barriers_and_objects",
-        "model_to_device": "runtime/test_init.py::test_to_device_moves_what_can_move",
+        "model_to_device": "internal/world/test_init.py::test_to_device_moves_what_can_move",
         "post_backward(closure_loss)": (
-            "training/test_train_step.py::test_clipping_is_by_the_norm_of_the_global_gradient"
+            "contract/training/test_train_step.py::test_clipping_is_by_the_norm_of_the_global_gradient"
         ),
         'reduce(tensor, group, reduce_op="mean")': HERE + "test_reductions",
         "setup(trainer)": (
-            "strategies/test_horovod.py::test_scaled_learning_rates "
-            "training/test_train_step.py::test_init_takes_rank_0s_values_and_copies"
+            "internal/strategies/test_pieces.py::test_scaled_learning_rates "
+            "contract/training/test_train_step.py::test_init_takes_rank_0s_values_and_copies"
         ),
         "handles_gradient_accumulation": (
-            "strategies/test_horovod.py::test_calls_in_between_send_nothing_and_leave_parameters_alone"
+            "contract/strategies/test_horovod.py::test_calls_in_between_send_nothing_and_leave_parameters_alone"
         ),
     },
     "ParallelStrategy": {
-        "ParallelStrategy": "strategies/test_protocol.py::test_real_ranks",
+        "ParallelStrategy": "contract/strategies/test_protocol.py::test_real_ranks",
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-        "all_gather": "collectives/test_gather.py::test_without_sync_grads_the_result_is_a_constant",
-        "block_backward_sync": "transforms/test_block.py::test_blocked_then_synchronised_is_the_plain_step",
+        "all_gather": "contract/collectives/test_gather.py::test_without_sync_grads_the_result_is_a_constant",
+        "block_backward_sync": "contract/transforms/test_block.py::test_blocked_then_synchronised_is_the_plain_step",
         "reconciliate_processes(trace)": HERE + "test_peers_of_a_rank_that_fails_are_told",
-        "reduce_boolean_decision(decision)": "collectives/test_reduce.py::test_boolean_decisions",
+        "reduce_boolean_decision(decision)": "contract/collectives/test_reduce.py::test_boolean_decisions",
         "is_global_zero": HERE + "test_the_world_s_properties",
         **shared("teardown", "root_device"),
     },
     "BaguaStrategy": {
-        "BaguaStrategy": "strategies/test_conformance.py::test_processes_do_what_the_reference_says",
+        "BaguaStrategy": "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says",
         "algorithm": HERE + "test_baguas_fields",
         "flatten": HERE + "test_baguas_fields",
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
         "**bagua_kwargs": HERE + "test_baguas_fields",
         **shared("barrier", "broadcast", "reduce"),
-        "teardown": "strategies/test_async.py::test_ranks_go_at_their_own_pace_and_end_together",
-        "lightning_module": "transforms/test_data_parallel.py::test_ways_to_wrap",
+        "teardown": "internal/strategies/test_async.py::test_ranks_go_at_their_own_pace_and_end_together",
+        "lightning_module": "contract/transforms/test_data_parallel.py::test_ways_to_wrap",
     },
     "DDPStrategy": {
-        "DDPStrategy": "training/test_train_step.py::test_fifty_steps_are_those_of_ddp",
+        "DDPStrategy": "contract/training/test_train_step.py::test_fifty_steps_are_those_of_ddp",
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-        "ddp_comm_state": "hooks/test_from_torch.py::test_power_sgd_as_under_ddp",
+        "ddp_comm_state": "contract/hooks/test_from_torch.py::test_power_sgd_as_under_ddp",
         "ddp_comm_hook": HERE + "test_hooks_and_wrappers",
         "ddp_comm_wrapper": HERE + "test_hooks_and_wrappers",
         "model_averaging_period": (
-            "strategies/test_ddp.py::test_models_are_averaged_only_where_asked_for "
-            "strategies/test_conformance.py::test_processes_do_what_the_reference_says"
+            "contract/strategies/test_ddp.py::test_models_are_averaged_only_where_asked_for "
+            "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says"
         ),
         "process_group_backend": HERE + "test_a_strategy_s_backend_and_timeout_reach_init",
         "timeout": HERE + "test_a_strategy_s_backend_and_timeout_reach_init",
-        "start_method": "runtime/test_launch.py::test_a_strategys_way_to_start",
+        "start_method": "contract/runtime/test_launch.py::test_a_strategys_way_to_start",
         "**kwargs": HERE + "test_ddps_own_arguments_are_refused",
         **shared("barrier", "broadcast", "reduce", "teardown", "root_device"),
         "on_exception(exception)": HERE + "test_ranks_may_use_different_parameters",
         "optimizer_step(optimizer, closure, model)": (
-            "training/test_train_step.py::test_a_step_that_raises_leaves_the_state_as_it_was"
+            "contract/training/test_train_step.py::test_a_step_that_raises_leaves_the_state_as_it_was"
         ),
-        "setup": "training/test_train_step.py::test_init_takes_rank_0s_values_and_copies",
-        "setup_environment": "runtime/test_init.py::test_one_process_under_torchrun_has_a_group",
+        "setup": "contract/training/test_train_step.py::test_init_takes_rank_0s_values_and_copies",
+        "setup_environment": "internal/world/test_init.py::test_one_process_under_torchrun_has_a_group",
         "is_distributed": HERE + "test_the_world_s_properties",
     },
     "utilities.distributed": {
-        "AllGatherGrad(tensor, group)": "collectives/test_gather.py::test_all_gather_grad_on_a_subgroup",
+        "AllGatherGrad(tensor, group)": "contract/collectives/test_gather.py::test_all_gather_grad_on_a_subgroup",
         "AllGatherGrad.forward": HERE + "test_all_gather_grad",
         "AllGatherGrad.backward": HERE + "test_all_gather_grad",
         "all_gather_ddp_if_available(tensor, group, sync_grads)": HERE + "test_alone",
         "gather_all_tensors(result, group)": HERE + "test_tensors_of_unequal_shapes",
         "init_dist_connection(cluster_environment, backend, global_rank, world_size, **kwargs)": (
-            "runtime/test_init.py::test_second_call_with_other_arguments_says_which"
+            "internal/world/test_init.py::test_second_call_with_other_arguments_says_which"
         ),
         "register_ddp_comm_hook(model, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)": (
             HERE + "test_hooks_and_wrappers"
