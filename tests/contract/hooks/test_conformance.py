@@ -28,7 +28,7 @@ SHAPES = {"weight": (12, 10), "bias": (7,), "scale": (), "kernel": (6, 3, 5), "n
 #: Classes that hooks' functions make, by the names that reprs show.
 KINDS = {
     type(made).__name__: type(made)
-    for made in (hooks.after(1, hooks.FP16()), hooks.chain(hooks.TopK(0.5), hooks.FP16()))
+    for made in (hooks.after(1, hooks.FP16()), hooks.chain(hooks.RandomK(0.5), hooks.BF16()))
 }
 
 
