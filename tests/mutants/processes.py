@@ -211,7 +211,7 @@ MUTANTS = (
     Mutant(
         name="turns: a plan isn't announced",
         where="ImmediateSchedule.begin",
-        old="threads.announce(self.plan.agreement.signature)",
+        old="threads.begin_pass(self.plan.agreement.signature)",
         new="pass",
         breaks="ranks that run different steps of equal shapes get each other's gradients",
         tests=("tests/contract/runtime/test_simulation_failures.py::test_ranks_that_disagree",),

@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         name="streams: a guarded update isn't conditional",
         where="Update.apply",
-        old="if donate and isinstance(self.finite, torch.Tensor):",
+        old="if donate and isinstance(self.finite, Tensor):",
         new="if donate and self.finite is None:",
         breaks="donated parameters become NaN though the step says that it was skipped",
         tests=(f"{_STEPS}::test_a_guarded_step_reads_nothing", f"{_STEPS}::test_weights_and_a_guard"),
