@@ -33,7 +33,7 @@ MUTANTS = (
         old="(xs[static[0]].clone(), False)",
         new="(xs[0].clone(), False)",
         breaks="simulated ranks get rank 0's values whatever src is",
-        tests=("ltx/core/collectives/rooted.py",),
+        tests=("ltx/core/collectives/psum.py",),
     ),
     Mutant(
         name="collectives: all_gather's mean gradient undivided",
@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         name="collectives: all_gather batched along the wrong dim",
-        where="one_more_dim",
+        where="_one_more_dim",
         old="return (dim + 1, tiled)",
         new="return (dim, tiled)",
         breaks="under vmap the samples' dimension is gathered",

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ltx.core.base.errors import UnsupportedError
+from ltx.core.base.errors import LtxError, UnsupportedError
 
 _MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
@@ -89,6 +89,12 @@ def at_trace_time(fn: F) -> F:
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn if _TORCH >= "2.12" else _by_address(fn)
+
+
+@at_trace_time
+def refuse(text: str, error: type[LtxError] = UnsupportedError) -> NoReturn:
+    """Raise, so that it reaches the user in compiled graphs too."""
+    raise error(text)
 
 
 def whole(fn: F) -> F:

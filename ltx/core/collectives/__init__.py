@@ -2,10 +2,10 @@
 
 from ltx.core.collectives.adasum import adasum
 from ltx.core.collectives.futures import Future, async_
-from ltx.core.collectives.gather import AllGatherGrad, all_gather, psum_scatter
+from ltx.core.collectives.gather import AllGatherGrad, all_gather, gather, psum_scatter, scatter
 from ltx.core.collectives.objects import all_gather_object, barrier, broadcast_object
 from ltx.core.collectives.permute import all_to_all, ppermute
-from ltx.core.collectives.psum import axis_size, pmean, psum, pvary
+from ltx.core.collectives.psum import axis_size, broadcast, pmean, psum, psum_to, pvary
 from ltx.core.collectives.ranks import axis_index, rank_seed, shard
 from ltx.core.collectives.reduce import (
     pargmax,
@@ -16,7 +16,6 @@ from ltx.core.collectives.reduce import (
     reduce_boolean_decision,
     weighted_mean,
 )
-from ltx.core.collectives.rooted import broadcast, gather, psum_to, scatter
 from ltx.core.collectives.uneven import gather_all_tensors
 
 __all__ = [

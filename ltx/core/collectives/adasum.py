@@ -19,8 +19,8 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.errors import AxisError, TreeError
 from ltx.core.collectives.calls import check_dense, check_sums, negotiate_tree, refuse_leaves
+from ltx.core.collectives.futures import in_step
 from ltx.core.collectives.gather import all_gather
-from ltx.core.collectives.in_step import in_step
 from ltx.core.collectives.linear import Static
 from ltx.core.collectives.permute import ppermute
 from ltx.core.collectives.psum import axis_size, psum

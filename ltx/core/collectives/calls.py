@@ -210,12 +210,7 @@ def refuse_leaves(
     for place, x in enumerate(leaves):
         if isinstance(x, torch.Tensor) and is_bad(x):
             path = (tree.plain_paths if traced.recording() else tree.leaf_paths)(value)[place]
-            _refuse(error, f"{name}: leaf {path!r} is {tree.describe(x)}, {why}")
-
-
-@traced.at_trace_time
-def _refuse(error: type[LtxError], text: str) -> None:
-    raise error(text)
+            traced.refuse(f"{name}: leaf {path!r} is {tree.describe(x)}, {why}", error)
 
 
 def negotiate_tree(

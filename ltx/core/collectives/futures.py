@@ -1,21 +1,79 @@
-"""async_: collectives that are begun where they are called, and the futures that are waited for later."""
+"""Calls of collectives: those that raise count as calls, and those of async_ are begun now and waited for later."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, Protocol
+from contextlib import suppress
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from ltx.core import comm
 from ltx.core.base import traced
 from ltx.core.base.arguments import brief, name_of
-from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
+from ltx.core.base.errors import (
+    AxisError,
+    CollectiveTimeoutError,
+    DeadlockDetectedError,
+    LtxError,
+    PeerLostError,
+    RankMismatchError,
+    TransportError,
+    UnsupportedError,
+    WorldError,
+)
+from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
 P = ParamSpec("P")
+R = TypeVar("R")
+
+# Their ranks know it without being told.
+_OF_THE_NETWORK = (
+    CollectiveTimeoutError,
+    DeadlockDetectedError,
+    PeerLostError,
+    RankMismatchError,
+    TransportError,
+    WorldError,
+)
+
+
+def in_step(collective: Callable[P, R]) -> Callable[P, R]:
+    """Mark a collective: a call that raises counts as one, so that ranks of which some raised find out at the next.
+
+    Where all ranks have raised they go on together, whatever each of them said.
+    """
+
+    @functools.wraps(collective)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return collective(*args, **kwargs)
+        try:
+            return collective(*args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, _OF_THE_NETWORK) and not hasattr(error, "_ltx_counted"):
+                error._ltx_counted = True  # type: ignore[attr-defined]  # once, if collectives call each other
+                with suppress(TypeError):  # arguments without an axis
+                    _count(inspect.signature(collective).bind(*args, **kwargs).arguments.get("axis"))
+            raise
+
+    return wrapped
+
+
+def _count(axis: Any) -> None:
+    if isinstance(axis, comm.InBackground):
+        axis = axis.axis
+    if not isinstance(axis, Axis | str | None):  # others may have to be opened, by all ranks together
+        return
+    with suppress(LtxError):  # there is no such axis
+        found = comm.resolve(axis)
+        if found.threads:
+            found.threads.announce(comm.RAISED.signature)
+        elif found.comm is not None:
+            found.comm.user.advance(comm.RAISED)
 
 
 class Pending(Protocol):
@@ -137,9 +195,9 @@ ONE_MESSAGE: list[Callable[..., Any]] = []
 
 
 def one_message(collective: Callable[P, Tree]) -> Callable[P, Tree]:
-    """Mark a collective that :func:`async_` may begin."""
-    ONE_MESSAGE.append(collective)
-    return collective
+    """:func:`in_step`, of a collective that :func:`async_` may begin."""
+    ONE_MESSAGE.append(in_step(collective))
+    return ONE_MESSAGE[-1]
 
 
 def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
@@ -186,18 +244,14 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
     @functools.wraps(collective)
     def wrapped(*args: Any, **kwargs: Any) -> Future:
         if traced.recording():
-            _refuse_trace(collective.__name__)
+            name = collective.__name__
+            traced.refuse(
+                f"async_: ltx.{name} can't be begun in a compiled graph, which orders its collectives itself. Call "
+                f"ltx.{name} itself there."
+            )
         bound = signature.bind(*args, **kwargs)
         bound.arguments["axis"] = comm.InBackground(bound.arguments.get("axis"), collective.__name__)
         future: Future = collective(*bound.args, **bound.kwargs)
         return future
 
     return wrapped
-
-
-@traced.at_trace_time
-def _refuse_trace(name: str) -> None:
-    raise UnsupportedError(
-        f"async_: ltx.{name} can't be begun in a compiled graph, which orders its collectives itself. Call ltx.{name} "
-        "itself there."
-    )

@@ -1,9 +1,11 @@
-"""all_gather and psum_scatter, each the other's transpose.
+"""all_gather and psum_scatter, gather and scatter, in each pair one is the other's transpose.
 
-    all_gather:    y_r = [x_0, ..., x_{n-1}] along dim     transpose:  x̄_r = (sum_s ȳ_s)[r]
-    psum_scatter:  y_r = (sum_s x_s)[r] along dim          transpose:  x̄_r = [ȳ_0, ..., ȳ_{n-1}]
+    all_gather:    y_r = [x_0, ..., x_{n-1}]                   transpose:  x̄_r = (sum_s ȳ_s)[r]
+    psum_scatter:  y_r = (sum_s x_s)[r]                        transpose:  x̄_r = [ȳ_0, ..., ȳ_{n-1}]
+    gather:        y_dst = [x_0, ..., x_{n-1}], 0 elsewhere    transpose:  x̄_r = (ȳ_dst)[r]
+    scatter:       y_r = (x_src)[r]                            transpose:  x̄_src = [ȳ_0, ..., ȳ_{n-1}], 0 elsewhere
 
-With ``tiled`` the ranks' parts lie one after another on an existing dimension instead of on a new one.
+All along dim. With ``tiled`` the ranks' parts lie one after another on an existing dimension instead of on a new one.
 """
 
 from __future__ import annotations
@@ -16,62 +18,78 @@ import torch
 from ltx.core.base import tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import AxisError
-from ltx.core.collectives.calls import GradScale, collective, grouped, scale_gradient, tensors_of
+from ltx.core.collectives.calls import GradScale, check_index, collective, grouped, scale_gradient, tensors_of
 from ltx.core.collectives.futures import one_message
-from ltx.core.collectives.in_step import in_step
-from ltx.core.collectives.linear import Rule, Static, add_rule
+from ltx.core.collectives.linear import Static, add_rule, only_at
 from ltx.core.collectives.psum import countable
 from ltx.core.collectives.uneven import all_gather_uneven, is_even, psum_scatter_uneven
 from ltx.core.comm.group_collectives import as_it_is
 from ltx.typing import Tree
 
 
-def spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
+def _spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
     """(n, *shape) with the first dimension moved to where `static` = (dim, tiled) wants it."""
     dim, tiled = static
     moved = gathered.movedim(0, dim)
     return moved.flatten(dim, dim + 1) if tiled else moved
 
 
-def split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
-    """Inverse of :func:`spread`."""
+def _split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
+    """Inverse of :func:`_spread`."""
     dim, tiled = static
     return (x.unflatten(dim, (n, x.shape[dim] // n)) if tiled else x).movedim(dim, 0)
 
 
-def one_more_dim(static: Static) -> Static:
+def _one_more_dim(static: Static) -> Static:
     """`static` = (dim, tiled) for a tensor with one more dimension in front."""
     dim, tiled = static
     return (dim + 1, tiled)
 
 
 add_rule(
-    Rule(
-        name="all_gather",
-        operation="all_gather",
-        after=lambda result, x, rank, n, static: spread(result, static),
-        stacked=lambda xs, n, static: (spread(xs, static).clone(), False),
-        alone=lambda x, static: spread(x.unsqueeze(0), static),
-        transpose=lambda shape, static: ("psum_scatter", static),
-        batched=one_more_dim,
-    )
+    name="all_gather",
+    operation="all_gather",
+    after=lambda result, x, rank, n, static: _spread(result, static),
+    stacked=lambda xs, n, static: (_spread(xs, static).clone(), False),
+    alone=lambda x, static: _spread(x.unsqueeze(0), static),
+    transpose=lambda shape, static: ("psum_scatter", static),
+    batched=_one_more_dim,
 )
 
 add_rule(
-    Rule(
-        name="psum_scatter",
-        operation="psum_scatter",
-        before=lambda x, n, static: split(x, n, static).contiguous(),
-        stacked=lambda xs, n, static: (split(xs.sum(0, dtype=xs.dtype), n, static), True),
-        alone=lambda x, static: split(x, 1, static).squeeze(0),
-        transpose=lambda shape, static: ("all_gather", static),
-        batched=one_more_dim,
-    )
+    name="psum_scatter",
+    operation="psum_scatter",
+    before=lambda x, n, static: _split(x, n, static).contiguous(),
+    stacked=lambda xs, n, static: (_split(xs.sum(0, dtype=xs.dtype), n, static), True),
+    alone=lambda x, static: _split(x, 1, static).squeeze(0),
+    transpose=lambda shape, static: ("all_gather", static),
+    batched=_one_more_dim,
+)
+
+add_rule(
+    name="gather",
+    operation="gather",
+    after=lambda result, x, rank, n, static: _spread(result, static[1:]),
+    stacked=lambda xs, n, static: only_at(_spread(xs, static[1:]), n, static[0]),
+    alone=lambda x, static: _spread(x.unsqueeze(0), static[1:]),
+    transpose=lambda shape, static: ("scatter", static),
+    batched=lambda static: (static[0], *_one_more_dim(static[1:])),
+    arguments=lambda static: static[:1],
+)
+
+add_rule(
+    name="scatter",
+    operation="scatter",
+    before=lambda x, n, static: _split(x, n, static[1:]).contiguous(),
+    stacked=lambda xs, n, static: (_split(xs[static[0]], n, static[1:]).clone(), True),
+    alone=lambda x, static: _split(x, 1, static[1:]).squeeze(0),
+    transpose=lambda shape, static: ("gather", static),
+    batched=lambda static: (static[0], *_one_more_dim(static[1:])),
+    arguments=lambda static: static[:1],
 )
 
 
 @one_message
-@in_step
 @checked("dim", "tiled", "sync_grads", "splits", "axis_index_groups")
 def all_gather(
     value: Tree,
@@ -127,13 +145,12 @@ def all_gather(
         "all_gather",
         scaled,
         axis,
-        lambda x, n: place_of("all_gather", x, dim, tiled, new_dim=not tiled),
+        lambda x, n: _place_of("all_gather", x, dim, tiled, new_dim=not tiled),
         as_it_is if sync_grads else torch.Tensor.detach,
     )
 
 
 @one_message
-@in_step
 @checked("dim", "tiled", "splits", "axis_index_groups")
 def psum_scatter(
     value: Tree,
@@ -186,11 +203,88 @@ def psum_scatter(
         "psum_scatter",
         scaled,
         axis,
-        lambda x, n: place_of("psum_scatter", x, dim, tiled, new_dim=False, parts=n),
+        lambda x, n: _place_of("psum_scatter", x, dim, tiled, new_dim=False, parts=n),
     )
 
 
-def place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool, parts: int | None = None) -> Static:
+@one_message
+@checked("dst", "dim", "tiled")
+def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
+    """Every rank's tensor, on rank `dst` alone. It sends an n-th of what :func:`all_gather` does.
+
+    Args:
+        value: tree of tensors, the same structure, shapes and dtypes on every rank.
+        dst: an index on the axis (not a rank of the world), 0 to n - 1.
+        axis: as in :func:`ltx.psum`.
+        dim, tiled: as in :func:`all_gather`.
+
+    Returns:
+        What each rank sees: on `dst` the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``. On the other
+        ranks tensors of that shape full of zeros, so that all ranks can go on alike, under transforms and simulated.
+
+    Gradient:
+        scatter(ȳ): each rank gets its own part of the cotangent on `dst`.
+
+    Raises:
+        AxisError: `axis` isn't in scope, `dst` isn't on it, or `dim` is out of range.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.gather(x, dst=1))(torch.tensor([3.0, 4.0]))
+        tensor([[0., 0.],
+                [3., 4.]])
+
+    Source: ``torch.distributed.gather``, whose other ranks get None.
+    """
+
+    def static(x: torch.Tensor, n: int) -> Static:
+        check_index("gather", "dst", dst, n)
+        return (dst, *_place_of("gather", x, dim, tiled, new_dim=not tiled))
+
+    return collective("gather", value, axis, static)
+
+
+@one_message
+@checked("src", "dim", "tiled")
+def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
+    """This rank's part of rank `src`'s tensor.
+
+    Args:
+        value: tree of tensors, the same structure, shapes and dtypes on every rank; only `src`'s values matter, and the
+            others may give ``torch.empty``. Without `tiled`, ``shape[dim]`` must be the axis' size n, and part r is
+            entry r; with it, ``shape[dim]`` must be a multiple of n, and part r is the r-th of n equal chunks.
+        src: an index on the axis (not a rank of the world), 0 to n - 1.
+        axis: as in :func:`ltx.psum`.
+        dim: the dimension that is split.
+        tiled: split a dimension into chunks instead of taking it away.
+
+    Returns:
+        What each rank sees: its own part, without dimension `dim` or with it n times smaller.
+
+    Gradient:
+        gather(ȳ): the cotangents of all ranks' parts on `src`, 0 elsewhere.
+
+    Raises:
+        AxisError: `axis` isn't in scope, `src` isn't on it, or the dimension can't be split among its ranks.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.scatter(x, src=1))(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([3., 4.])
+
+    Source: ``torch.distributed.scatter``.
+    """
+
+    def static(x: torch.Tensor, n: int) -> Static:
+        check_index("scatter", "src", src, n)
+        return (src, *_place_of("scatter", x, dim, tiled, new_dim=False, parts=n))
+
+    return collective("scatter", value, axis, static)
+
+
+def _place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool, parts: int | None = None) -> Static:
     """(dim, tiled) of a collective on `x`, which is split into that many `parts`, if any.
 
     Raises:

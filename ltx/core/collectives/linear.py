@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch._C import _functorch
@@ -30,6 +30,8 @@ from ltx.core.collectives.futures import Arrived, Pending
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import MetaBacking, VmapBacking
+
+P = ParamSpec("P")
 
 #: Static arguments of a rule: ints only, so that they can be constants of a compiled graph.
 Static = tuple[int, ...]
@@ -88,10 +90,16 @@ def at_places(values: Sequence[Any], places: Sequence[int], others: Iterable[Any
     return filled
 
 
-def add_rule(rule: Rule) -> Rule:
-    """Enter a rule into the table."""
-    RULES[rule.name] = rule
-    return rule
+def _entering(make: Callable[P, Rule]) -> Callable[P, None]:
+    def add(*args: P.args, **kwargs: P.kwargs) -> None:
+        rule = make(*args, **kwargs)
+        RULES[rule.name] = rule
+
+    return add
+
+
+#: Enter a rule into the table: with the arguments of :class:`Rule`.
+add_rule = _entering(Rule)
 
 
 class Function(torch.autograd.Function):

@@ -17,8 +17,7 @@ from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.errors import AxisError
 from ltx.core.collectives.calls import collective, grouped, tensors_of
 from ltx.core.collectives.futures import one_message
-from ltx.core.collectives.in_step import in_step
-from ltx.core.collectives.linear import Rule, Static, add_rule
+from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import axis_size
 from ltx.core.collectives.uneven import all_to_all_uneven, is_even
 from ltx.core.comm.group_collectives import as_it_is, view_as
@@ -45,15 +44,13 @@ def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, 
 
 
 add_rule(
-    Rule(
-        name="all_to_all",
-        operation="all_to_all",
-        before=lambda x, n, static: _cut(x, n, static[0]).contiguous(),
-        after=lambda result, x, rank, n, static: _join(result, static[1]),
-        stacked=_exchanged,
-        transpose=lambda shape, static: ("all_to_all", (static[1], static[0])),
-        batched=lambda static: (static[0] + 1, static[1] + 1),
-    )
+    name="all_to_all",
+    operation="all_to_all",
+    before=lambda x, n, static: _cut(x, n, static[0]).contiguous(),
+    after=lambda result, x, rank, n, static: _join(result, static[1]),
+    stacked=_exchanged,
+    transpose=lambda shape, static: ("all_to_all", (static[1], static[0])),
+    batched=lambda static: (static[0] + 1, static[1] + 1),
 )
 
 
@@ -73,19 +70,16 @@ def _turned_round(static: Static) -> Static:
 
 
 add_rule(
-    Rule(
-        name="ppermute",
-        operation="ppermute",
-        stacked=_moved,
-        alone=lambda x, static: x if static else torch.zeros_like(x),
-        transpose=lambda shape, static: ("ppermute", _turned_round(static)),
-        arguments=lambda static: static,
-    )
+    name="ppermute",
+    operation="ppermute",
+    stacked=_moved,
+    alone=lambda x, static: x if static else torch.zeros_like(x),
+    transpose=lambda shape, static: ("ppermute", _turned_round(static)),
+    arguments=lambda static: static,
 )
 
 
 @one_message
-@in_step
 @checked("split_dim", "concat_dim", "tiled", "splits", "axis_index_groups")
 def all_to_all(
     value: Tree,
@@ -190,7 +184,6 @@ _NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
 
 
 @one_message
-@in_step
 @checked()
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
     """Send each rank's tensor to at most one other.

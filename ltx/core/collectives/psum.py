@@ -1,8 +1,10 @@
-"""psum, pmean and pvary: sums over ranks.
+"""Sums over ranks, and their transposes.
 
-    psum:   y_r = sum_s x_s        transpose:  x̄_r = sum_s ȳ_s      (psum)
-    pmean:  y_r = sum_s x_s / n    transpose:  x̄_r = sum_s ȳ_s / n
-    pvary:  y_r = x_r              transpose:  x̄_r = sum_s ȳ_s      (psum)
+    psum:       y_r = sum_s x_s                    transpose:  x̄_r = sum_s ȳ_s      (psum)
+    pmean:      y_r = sum_s x_s / n                transpose:  x̄_r = sum_s ȳ_s / n
+    pvary:      y_r = x_r                          transpose:  x̄_r = sum_s ȳ_s      (psum)
+    broadcast:  y_r = x_src                        transpose:  x̄_src = sum_s ȳ_s, 0 elsewhere
+    psum_to:    y_dst = sum_s x_s, 0 elsewhere     transpose:  x̄_r = ȳ_dst
 
 pvary is the identity on a value that is the same on every rank and from here on counts as each rank's own: its
 gradient is the sum over all ranks' copies.
@@ -21,45 +23,61 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import InputError, TreeError, UnsupportedError
 from ltx.core.collectives.calls import (
+    GradScale,
+    check_index,
     check_sums,
     collective,
     grouped,
     prepare_trace,
     refuse_background,
     refuse_leaves,
+    scale_gradient,
     tensors_of,
     traced_size,
 )
 from ltx.core.collectives.futures import one_message
-from ltx.core.collectives.in_step import in_step
-from ltx.core.collectives.linear import Rule, add_rule, apply, key_of
+from ltx.core.collectives.linear import Static, add_rule, apply, key_of, only_at
 from ltx.core.collectives.uneven import padded, told
 from ltx.core.comm.group_collectives import as_it_is
 from ltx.typing import Tree
 
 add_rule(
-    Rule(
-        name="psum",
-        operation="psum",
-        before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
-        stacked=lambda xs, n, static: (xs.sum(0, dtype=xs.dtype), False),
-        transpose=lambda shape, static: ("psum", ()),
-    )
+    name="psum",
+    operation="psum",
+    before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
+    stacked=lambda xs, n, static: (xs.sum(0, dtype=xs.dtype), False),
+    transpose=lambda shape, static: ("psum", ()),
 )
 
 add_rule(
-    Rule(
-        name="pvary",
-        operation=None,
-        before=lambda x, n, static: x,
-        stacked=lambda xs, n, static: (xs, True),
-        transpose=lambda shape, static: ("psum", ()),
-    )
+    name="pvary",
+    operation=None,
+    before=lambda x, n, static: x,
+    stacked=lambda xs, n, static: (xs, True),
+    transpose=lambda shape, static: ("psum", ()),
+)
+
+add_rule(
+    name="broadcast",
+    operation="broadcast",
+    before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
+    stacked=lambda xs, n, static: (xs[static[0]].clone(), False),
+    transpose=lambda shape, static: ("psum_to", static),
+    arguments=lambda static: static,
+    keeps_strides=True,
+)
+
+add_rule(
+    name="psum_to",
+    operation="psum",
+    before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
+    after=lambda result, x, rank, n, static: result if rank == static[0] else torch.zeros_like(result),
+    stacked=lambda xs, n, static: only_at(xs.sum(0, dtype=xs.dtype), n, static[0]),
+    transpose=lambda shape, static: ("broadcast", static),
 )
 
 
 @one_message
-@in_step
 @checked("axis_index_groups", "prescale", "postscale")
 def psum(
     value: Tree,
@@ -168,7 +186,6 @@ def _is_one(factor: float | torch.Tensor) -> bool:
 
 
 @one_message
-@in_step
 @checked("axis_index_groups")
 def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The mean over ranks of every tensor of a tree; integers give floats.
@@ -224,6 +241,77 @@ def pvary(value: Tree, axis: Any = None) -> Tree:
     the f operator of Megatron-LM (arXiv:1909.08053, section 3).
     """
     return collective("pvary", value, axis, lambda x, n: ())
+
+
+@one_message
+@checked("src")
+def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradScale = "sum") -> Tree:
+    """Rank `src`'s tree, on every rank.
+
+    Args:
+        value: tree of tensors, the same structure, shapes and dtypes on every rank; only `src`'s values matter.
+        src: an index on the axis (not a rank of the world), 0 to n - 1.
+        axis: as in :func:`ltx.psum`.
+        grad_scale: "mean" divides the gradient by n, as Horovod does.
+
+    Returns:
+        What each rank sees: new tensors with the values of rank `src`, which lie in memory as its own do (channels
+        last stays so).
+
+    Gradient:
+        psum(ȳ) on rank `src`, 0 elsewhere.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or `src` isn't on it.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.broadcast(x, src=1))(torch.tensor([1.0, 2.0]))
+        tensor([2., 2.])
+    """
+
+    def static(x: torch.Tensor, n: int) -> Static:
+        check_index("broadcast", "src", src, n)
+        return (src,)
+
+    return collective("broadcast", scale_gradient(value, axis, grad_scale, lambda n: 1 / n), axis, static)
+
+
+@one_message
+@checked("dst")
+def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
+    """The sum over ranks of every tensor of a tree, on rank `dst` alone.
+
+    Args:
+        value: as in :func:`ltx.psum`, but for sparse tensors.
+        dst: an index on the axis (not a rank of the world), 0 to n - 1.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: on `dst` the same tree of new tensors with the sums; on the other ranks zeros of the same
+        shapes and dtypes, so that all ranks can go on alike, under transforms and simulated.
+
+    Gradient:
+        broadcast(ȳ): the cotangent on `dst`, on every rank.
+
+    Raises:
+        AxisError: `axis` isn't in scope, or `dst` isn't on it.
+        TreeError, UnsupportedError, RankMismatchError: as in :func:`ltx.psum`.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.vmap(lambda x: ltx.psum_to(x, dst=1))(torch.tensor([1.0, 2.0]))
+        tensor([0., 3.])
+
+    Source: ``torch.distributed.reduce``, which leaves something unspecified on the other ranks.
+    """
+
+    def static(x: torch.Tensor, n: int) -> Static:
+        check_index("psum_to", "dst", dst, n)
+        return (dst,)
+
+    return collective("psum_to", countable(tensors_of(value, axis)), axis, static)
 
 
 @checked()

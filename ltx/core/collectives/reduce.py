@@ -20,10 +20,9 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import AxisError, CollectiveError, InputError, TreeError, WeightError
 from ltx.core.collectives.calls import check_dense, check_sums, collective, grouped, refuse_leaves, tensors_of
-from ltx.core.collectives.futures import one_message
+from ltx.core.collectives.futures import in_step, one_message
 from ltx.core.collectives.gather import all_gather
-from ltx.core.collectives.in_step import in_step
-from ltx.core.collectives.linear import Rule, Static, add_rule
+from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import NARROW, axis_size, countable, pmean, psum
 from ltx.core.collectives.ranks import axis_index
 from ltx.core.comm.operations import SUMMED
@@ -52,15 +51,13 @@ def _add_extremum(name: str, stacked: Callable[[torch.Tensor], torch.Tensor], si
         return _turned(result + sign * _nans(dtype)).view(dtype).to(x.dtype)
 
     add_rule(
-        Rule(
-            name=name,
-            operation=name,
-            before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
-            coded=coded,
-            after=after,
-            stacked=lambda xs, n, static: (stacked(xs), False),
-            weights=lambda x, y: (x == y).to(x.dtype),
-        )
+        name=name,
+        operation=name,
+        before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
+        coded=coded,
+        after=after,
+        stacked=lambda xs, n, static: (stacked(xs), False),
+        weights=lambda x, y: (x == y).to(x.dtype),
     )
 
 
@@ -88,7 +85,6 @@ def _extremum(name: str, value: Tree, axis: Any) -> Tree:
 
 
 @one_message
-@in_step
 @checked("axis_index_groups")
 def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The maximum over ranks of every element of a tree.
@@ -117,7 +113,6 @@ def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
 
 
 @one_message
-@in_step
 @checked("axis_index_groups")
 def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The minimum over ranks of every element of a tree. Everything else is as in :func:`pmax`.

@@ -17,7 +17,7 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import shown
 from ltx.core.base.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
 from ltx.core.collectives.calls import check_dense, collective, movable, refuse_background, tensors_of
-from ltx.core.collectives.in_step import in_step
+from ltx.core.collectives.futures import in_step
 from ltx.core.collectives.linear import apply, key_of
 from ltx.core.comm.group_collectives import from_bytes
 from ltx.core.ranks.axis import Axis
@@ -264,20 +264,15 @@ def _table_of_splits(value: Tree, split_dim: int, axis: Axis, splits: tuple[int,
 
 def _real(axis: Any, what: str, instead: str) -> Axis:
     if traced.recording():
-        _refuse_trace(what)
+        traced.refuse(
+            f"{what} can't be compiled: what it gives has another shape on each rank, or at each call. Call it outside "
+            "of the compiled function."
+        )
     refuse_background(what, axis)
     found = comm.resolve(axis)
     if found.simulated:
         raise AxisError(f"{what} has no form under ltx.vmap, whose ranks have equal shapes. {instead}")
     return found
-
-
-@traced.at_trace_time
-def _refuse_trace(what: str) -> None:
-    raise UnsupportedError(
-        f"{what} can't be compiled: what it gives has another shape on each rank, or at each call. Call it outside "
-        "of the compiled function."
-    )
 
 
 def _rank(axis: Axis) -> int:

@@ -20,7 +20,7 @@ import torch
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked, whole
 from ltx.core.base.errors import StepError, UnsupportedError
-from ltx.core.collectives import batches
+from ltx.core.collectives import ranks as batches
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.collectives.reduce import wide
 from ltx.core.gradients.marker import ACCUMULATE_PRIORITY, raise_priority
