@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         name="collectives: uneven parts joined with their padding",
-        where="all_gather_uneven.joined",
+        where="_joined",
         old="part.narrow(at, 0, length) for part",
         new="part for part",
         breaks="zeros between the ranks' parts",

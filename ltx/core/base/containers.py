@@ -229,15 +229,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def check_open(leaves: Sequence[Any], paths: Callable[[], list[str]], what: str, done: str, tensors_only: bool) -> None:
-    """Raise :class:`TreeError` for a leaf that may hold tensors, or other data, where nobody can get at them.
-
-    Args:
-        leaves: what :func:`ltx.tree.flatten` gave.
-        paths: a function that gives their paths.
-        what: who was given them, for the error.
-        done: what would have been done with the tensors.
-        tensors_only: NumPy arrays and iterators are let through.
-    """
+    """As :func:`ltx.core.base.tree.check_open`; `paths` is a function that gives the leaves' paths."""
     if PLAIN.issuperset(map(type, leaves)):
         return
     for place, leaf in enumerate(leaves):

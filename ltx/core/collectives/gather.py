@@ -27,15 +27,15 @@ from ltx.core.comm.group_collectives import as_it_is
 from ltx.typing import Tree
 
 
-def _spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
+def spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
     """(n, *shape) with the first dimension moved to where `static` = (dim, tiled) wants it."""
     dim, tiled = static
     moved = gathered.movedim(0, dim)
     return moved.flatten(dim, dim + 1) if tiled else moved
 
 
-def _split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
-    """Inverse of :func:`_spread`."""
+def split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
+    """Inverse of :func:`spread`."""
     dim, tiled = static
     return (x.unflatten(dim, (n, x.shape[dim] // n)) if tiled else x).movedim(dim, 0)
 
@@ -49,9 +49,9 @@ def _one_more_dim(static: Static) -> Static:
 add_rule(
     name="all_gather",
     operation="all_gather",
-    after=lambda result, x, rank, n, static: _spread(result, static),
-    stacked=lambda xs, n, static: (_spread(xs, static).clone(), False),
-    alone=lambda x, static: _spread(x.unsqueeze(0), static),
+    after=lambda result, x, rank, n, static: spread(result, static),
+    stacked=lambda xs, n, static: (spread(xs, static).clone(), False),
+    alone=lambda x, static: spread(x.unsqueeze(0), static),
     transpose=lambda shape, static: ("psum_scatter", static),
     batched=_one_more_dim,
 )
@@ -59,9 +59,9 @@ add_rule(
 add_rule(
     name="psum_scatter",
     operation="psum_scatter",
-    before=lambda x, n, static: _split(x, n, static).contiguous(),
-    stacked=lambda xs, n, static: (_split(xs.sum(0, dtype=xs.dtype), n, static), True),
-    alone=lambda x, static: _split(x, 1, static).squeeze(0),
+    before=lambda x, n, static: split(x, n, static).contiguous(),
+    stacked=lambda xs, n, static: (split(xs.sum(0, dtype=xs.dtype), n, static), True),
+    alone=lambda x, static: split(x, 1, static).squeeze(0),
     transpose=lambda shape, static: ("all_gather", static),
     batched=_one_more_dim,
 )
@@ -69,9 +69,9 @@ add_rule(
 add_rule(
     name="gather",
     operation="gather",
-    after=lambda result, x, rank, n, static: _spread(result, static[1:]),
-    stacked=lambda xs, n, static: only_at(_spread(xs, static[1:]), n, static[0]),
-    alone=lambda x, static: _spread(x.unsqueeze(0), static[1:]),
+    after=lambda result, x, rank, n, static: spread(result, static[1:]),
+    stacked=lambda xs, n, static: only_at(spread(xs, static[1:]), n, static[0]),
+    alone=lambda x, static: spread(x.unsqueeze(0), static[1:]),
     transpose=lambda shape, static: ("scatter", static),
     batched=lambda static: (static[0], *_one_more_dim(static[1:])),
     arguments=lambda static: static[:1],
@@ -80,9 +80,9 @@ add_rule(
 add_rule(
     name="scatter",
     operation="scatter",
-    before=lambda x, n, static: _split(x, n, static[1:]).contiguous(),
-    stacked=lambda xs, n, static: (_split(xs[static[0]], n, static[1:]).clone(), True),
-    alone=lambda x, static: _split(x, 1, static[1:]).squeeze(0),
+    before=lambda x, n, static: split(x, n, static[1:]).contiguous(),
+    stacked=lambda xs, n, static: (split(xs[static[0]], n, static[1:]).clone(), True),
+    alone=lambda x, static: split(x, 1, static[1:]).squeeze(0),
     transpose=lambda shape, static: ("gather", static),
     batched=lambda static: (static[0], *_one_more_dim(static[1:])),
     arguments=lambda static: static[:1],

@@ -53,7 +53,11 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     among: Any = found.threads or _axis_comm("broadcast_object", found)
     if among is None:
         return obj
-    data, failed = (_broadcast_among_threads if found.threads else _broadcast)(obj, src, among)
+    if found.threads:
+        mine = _dumped(obj) if among.rank == src else None
+        data, failed = among.exchange(comm.Signature("broadcast_object", (), f"src={src}"), mine)[src]
+    else:
+        data, failed = _broadcast(obj, src, among)
     if failed:
         raise _unpicklable("broadcast_object", src, data)
     return obj if among.rank == src else pickle.loads(data)
@@ -111,12 +115,6 @@ def _broadcast(obj: Any, src: int, axis_comm: comm.AxisComm) -> tuple[bytes, boo
         body = axis_comm.user.issue("broadcast", body, "broadcast_object", (src,)).wait()
     data = _bytes_of(body.cpu())
     return (data if failed or axis_comm.rank == src else comm.opened(axis_comm, data, src, issue)), failed
-
-
-def _broadcast_among_threads(obj: Any, src: int, threads: comm.ThreadComm) -> tuple[bytes, bool]:
-    mine = _dumped(obj) if threads.rank == src else None
-    found: tuple[bytes, bool] = threads.exchange(comm.Signature("broadcast_object", (), f"src={src}"), mine)[src]
-    return found
 
 
 def _gathered(obj: Any, axis: Axis, axis_comm: comm.AxisComm) -> list[tuple[bytes, bool]]:

@@ -17,27 +17,17 @@ from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.errors import AxisError
 from ltx.core.collectives.calls import collective, grouped, tensors_of
 from ltx.core.collectives.futures import one_message
+from ltx.core.collectives.gather import split, spread
 from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import axis_size
-from ltx.core.collectives.uneven import all_to_all_uneven, is_even
+from ltx.core.collectives.uneven import all_to_all_uneven, dim_of, is_even
 from ltx.core.comm.group_collectives import as_it_is, view_as
 from ltx.typing import Tree
 
 
-def _cut(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
-    """n equal chunks of dimension `dim`, on a new dimension in front."""
-    chunks: torch.Tensor = x.unflatten(dim, (n, x.shape[dim] // n))
-    return chunks.movedim(dim, 0)
-
-
-def _join(chunks: torch.Tensor, dim: int) -> torch.Tensor:
-    """Inverse of :func:`_cut`."""
-    return chunks.movedim(0, dim).flatten(dim, dim + 1)
-
-
 def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
-    split, concat = static
-    chunks = _cut(xs, n, split + 1)  # (destination, source, *chunk)
+    split_dim, concat = static
+    chunks = split(xs, n, (split_dim + 1, True))  # (destination, source, *chunk)
     # One copy, laid out so that joining is a view.
     laid_out = chunks.movedim(1, concat + 1).clone(memory_format=torch.contiguous_format)
     return laid_out.flatten(concat + 1, concat + 2), True
@@ -46,8 +36,8 @@ def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, 
 add_rule(
     name="all_to_all",
     operation="all_to_all",
-    before=lambda x, n, static: _cut(x, n, static[0]).contiguous(),
-    after=lambda result, x, rank, n, static: _join(result, static[1]),
+    before=lambda x, n, static: split(x, n, (static[0], True)).contiguous(),
+    after=lambda result, x, rank, n, static: spread(result, (static[1], True)),
     stacked=_exchanged,
     transpose=lambda shape, static: ("all_to_all", (static[1], static[0])),
     batched=lambda static: (static[0] + 1, static[1] + 1),
@@ -139,13 +129,13 @@ def all_to_all(
         return all_to_all_uneven(value, split_dim, concat_dim, axis, splits)
 
     def static(x: torch.Tensor, n: int) -> Static:
-        _check_dims(x, split_dim, concat_dim)
+        dims = dim_of("all_to_all", x, split_dim, "split_dim"), dim_of("all_to_all", x, concat_dim, "concat_dim")
         if x.shape[split_dim] % n:
             raise AxisError(
                 f"all_to_all over {n} ranks: dimension {split_dim} of a tensor of shape {list(x.shape)} must be a "
                 f'multiple of {n}, got {x.shape[split_dim]}. Pad it, or give splits= or splits="infer".'
             )
-        return (split_dim % x.ndim, concat_dim % x.ndim)
+        return dims
 
     exchanged = collective("all_to_all", value, axis, static, then)
     if not even:
@@ -157,19 +147,14 @@ def all_to_all(
     return exchanged, (*lengths[:1],) * n
 
 
-def _check_dims(x: torch.Tensor, split_dim: int, concat_dim: int) -> None:
-    for name, dim in (("split_dim", split_dim), ("concat_dim", concat_dim)):
-        if not -x.ndim <= dim < x.ndim:
-            raise AxisError(f"all_to_all: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
-
-
 def _in_front(value: Tree, split_dim: int, concat_dim: int, n: int) -> Tree:
     """`value`, whose slices along `split_dim` are for the n ranks, with that dimension in front."""
 
     def moved(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x  # collective says so
-        _check_dims(x, split_dim, concat_dim)
+        dim_of("all_to_all", x, split_dim, "split_dim")
+        dim_of("all_to_all", x, concat_dim, "concat_dim")
         if x.shape[split_dim] != n:
             raise AxisError(
                 f"all_to_all over {n} ranks with tiled=False: dimension {split_dim} of a tensor of shape "

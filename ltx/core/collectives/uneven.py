@@ -6,7 +6,7 @@ Built of differentiable collectives and views alone, so gradients follow; paddin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,7 +143,7 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
         agreed = axis_comm.negotiate(axis_comm.user, (_INFERRED, tree.spec_paths(spec), tuple(kinds), dim), signature)
         axis_comm.user.advance(agreed)
     if not all(fit):  # and so it is on every rank, as their numbers of dimensions are the same
-        _dim("all_gather", leaves[fit.index(False)], dim)
+        dim_of("all_gather", leaves[fit.index(False)], dim)
     if found.comm is not None and leaves:
         rows = _exchanged(_INFERRED, mine, axis_comm)
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
@@ -152,7 +152,7 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
     if found.comm is not None:
         axis_comm.agree([key_of("all_gather", x, (0, 0)) for x in sent], agreed)  # follows from what was told
     whole = [
-        torch.cat([part.narrow(at, 0, length) for part, length in zip(gathered, parts, strict=True)], at)
+        _joined(gathered, parts, at, at)
         for gathered, at, parts in zip(apply("all_gather", (0, 0), found, sent), ats, lengths, strict=True)
     ]
     return tree.unflatten(
@@ -182,42 +182,28 @@ def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | 
     if isinstance(splits, str):
         return _all_gather_inferred(value, axis, dim)
     splits = tuple(splits)
-    found = _real(axis, "all_gather(splits=)", "Leave splits out, or use ltx.simulate.")
-    here = _rank(found)
-
-    def check_part(x: torch.Tensor) -> None:
-        length = x.shape[_dim("all_gather", x, dim)]
-        if length != splits[here]:
-            raise AxisError(
-                f"all_gather: rank {here}'s part has length {length} along dimension {dim}, but splits[{here}] is "
-                f"{splits[here]}."
-            )
-
-    _agree("all_gather", splits, found, _misfit("all_gather", value, splits, found, check_part))
-
-    def joined(x: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-        at = dim % x.ndim
-        return torch.cat([part.narrow(at, 0, length) for part, length in zip(gathered, splits, strict=True)], at)
-
+    found = _real(axis, "all_gather(splits=)")
+    _agree("all_gather", splits, found, _misfit("all_gather", value, dim, splits, found, of_part=True))
     even = tree.map(lambda x: padded(x, dim % x.ndim, max(splits)), value)
-    return tree.map(joined, value, collective("all_gather", even, found, lambda x, n: (0, 0)))
+    gathered = collective("all_gather", even, found, lambda x, n: (0, 0))
+    return tree.map(lambda x, parts: _joined(parts, splits, dim % x.ndim, dim), value, gathered)
 
 
 def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
     """psum_scatter(tiled=True) into parts whose lengths along `dim` are `splits`, one a rank."""
     leaves, spec = tree.flatten(value)
     tree.check_leaves(leaves, value, "psum_scatter: its argument")
-    found = _real(axis, "psum_scatter(splits=)", "Leave splits out, or use ltx.simulate.")
+    found = _real(axis, "psum_scatter(splits=)")
     given = None if isinstance(splits, str) else tuple(splits)
     lengths = [_equal_splits(x, dim, found.size) if given is None else given for x in leaves]
-    misfits = [_sum_misfit("psum_scatter", x, dim, each, found) for x, each in zip(leaves, lengths, strict=True)]
+    misfits = [_misfit("psum_scatter", x, dim, each, found) for x, each in zip(leaves, lengths, strict=True)]
     _agree("psum_scatter", tuple(lengths) if given is None else given, found, next(filter(None, misfits), None))
     parts = [
         torch.stack([padded(part, dim % x.ndim, max(each)) for part in x.split(each, dim)])
         for x, each in zip(leaves, lengths, strict=True)
     ]
     sums = tree.flatten(collective("psum_scatter", tree.unflatten(spec, parts), found, lambda x, n: (0, 0)))[0]
-    here = _rank(found)
+    here = int(found.rank)
     return tree.unflatten(spec, [y.narrow(dim % y.ndim, 0, each[here]) for y, each in zip(sums, lengths, strict=True)])
 
 
@@ -229,16 +215,14 @@ def all_to_all_uneven(
         found = _real(axis, 'all_to_all(splits="infer")', "")
         splits = _equal_splits(next(iter(tree.flatten(value)[0]), None), split_dim, found.size)
     else:
-        found, splits = _real(axis, "all_to_all(splits=)", "Leave splits out, or use ltx.simulate."), tuple(splits)
-    table = _table_of_splits(value, split_dim, found, splits)
-    received = tuple(row[_rank(found)] for row in table)
+        found, splits = _real(axis, "all_to_all(splits=)"), tuple(splits)
+    misfit = _misfit("all_to_all", value, split_dim, splits, found)
+    table = told("all_to_all", [-1] * found.size if misfit else list(splits), found)
+    if any(-1 in row for row in table):
+        _agree("all_to_all", splits, found, misfit)  # raises on every rank, since they can't all fit
+    received = tuple(row[int(found.rank)] for row in table)
     most = max(length for row in table for length in row)
-
-    def joined(x: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-        at, to = split_dim % x.ndim, concat_dim % x.ndim
-        return torch.cat([chunk.narrow(at, 0, n) for chunk, n in zip(arrived, received, strict=True)], to)
-
-    elsewhere = any(_dim("all_to_all", x, concat_dim) != split_dim % x.ndim for x in tree.flatten(value)[0])
+    elsewhere = any(dim_of("all_to_all", x, concat_dim) != split_dim % x.ndim for x in tree.flatten(value)[0])
     if elsewhere and any(len(set(column)) > 1 for column in zip(*table, strict=True)):
         raise AxisError(
             f"all_to_all: ranks' splits {table} along dimension {split_dim} give chunks of unequal lengths, which "
@@ -248,21 +232,16 @@ def all_to_all_uneven(
     def parts(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([padded(chunk, split_dim % x.ndim, most) for chunk in x.split(splits, split_dim)])
 
-    return tree.map(
-        joined, value, collective("all_to_all", tree.map(parts, value), found, lambda x, n: (0, 0))
-    ), received
+    arrived = collective("all_to_all", tree.map(parts, value), found, lambda x, n: (0, 0))
+    return tree.map(lambda x, ys: _joined(ys, received, split_dim % x.ndim, concat_dim), value, arrived), received
 
 
-def _table_of_splits(value: Tree, split_dim: int, axis: Axis, splits: tuple[int, ...]) -> list[list[int]]:
-    """Every rank's splits; if those of one don't fit its tensors, all ranks raise."""
-    misfit = _sum_misfit("all_to_all", value, split_dim, splits, axis)
-    table = told("all_to_all", [-1] * axis.size if misfit else list(splits), axis)
-    if any(-1 in row for row in table):
-        _agree("all_to_all", splits, axis, misfit)  # raises, since they can't all fit
-    return table
+def _joined(parts: torch.Tensor, lengths: Sequence[int], at: int, dim: int) -> torch.Tensor:
+    """The ranks' parts one after another along `dim`, each cut to its length along `at`."""
+    return torch.cat([part.narrow(at, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
 
 
-def _real(axis: Any, what: str, instead: str) -> Axis:
+def _real(axis: Any, what: str, instead: str = "Leave splits out, or use ltx.simulate.") -> Axis:
     if traced.recording():
         traced.refuse(
             f"{what} can't be compiled: what it gives has another shape on each rank, or at each call. Call it outside "
@@ -275,13 +254,10 @@ def _real(axis: Any, what: str, instead: str) -> Axis:
     return found
 
 
-def _rank(axis: Axis) -> int:
-    return axis.backing.rank if axis.backing is not None else 0  # type: ignore[union-attr]
-
-
-def _dim(what: str, x: torch.Tensor, dim: int) -> int:
+def dim_of(what: str, x: torch.Tensor, dim: int, name: str = "dim") -> int:
+    """`dim`, the argument `name` of the collective `what`, counted from the front."""
     if not -x.ndim <= dim < x.ndim:
-        raise AxisError(f"{what}: dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
+        raise AxisError(f"{what}: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
     return dim % x.ndim
 
 
@@ -290,29 +266,33 @@ def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 1 - dim), 0, length - x.shape[dim]))
 
 
-def _check_splits(what: str, splits: Sequence[int], n: int) -> None:
-    if len(splits) != n or not all(isinstance(length, int) and length >= 0 for length in splits):
-        raise AxisError(f"{what}: splits must be {n} lengths, one for each rank, got {list(splits)}.")
-
-
 def _misfit(
-    what: str, value: Tree, splits: tuple[int, ...], axis: Axis, check: Callable[[torch.Tensor], None]
+    what: str, value: Tree, dim: int, splits: tuple[int, ...], axis: Axis, of_part: bool = False
 ) -> AxisError | None:
-    """What is wrong with this rank's splits, or with its tensors under them; None if they fit."""
-    leaves = tree.flatten(value)[0]
+    """What is wrong with this rank's splits, or with its tensors under them; None if they fit.
+
+    Along `dim` a tensor is as long as all splits together; `of_part`: as this rank's.
+    """
+    leaves, here = tree.flatten(value)[0], int(axis.rank)
     tree.check_leaves(leaves, value, f"{what}: its argument")
-    try:
-        _check_splits(what, splits, axis.size)
-        for x in leaves:
-            check(x)
-    except AxisError as error:
-        return error
+    if len(splits) != axis.size or not all(isinstance(length, int) and length >= 0 for length in splits):
+        return AxisError(f"{what}: splits must be {axis.size} lengths, one for each rank, got {list(splits)}.")
+    for x in leaves:
+        try:
+            length = x.shape[dim_of(what, x, dim)]
+        except AxisError as error:
+            return error
+        if of_part and length != splits[here]:
+            return AxisError(
+                f"{what}: rank {here}'s part has length {length} along dimension {dim}, but splits[{here}] is "
+                f"{splits[here]}."
+            )
+        if not of_part and length != sum(splits):
+            return AxisError(
+                f"{what}: splits {list(splits)} add up to {sum(splits)}, but dimension {dim % x.ndim} of a tensor of "
+                f"shape {list(x.shape)} has length {length}."
+            )
     return None
-
-
-def _sum_misfit(what: str, value: Tree, dim: int, splits: tuple[int, ...], axis: Axis) -> AxisError | None:
-    """:func:`_misfit` of tensors that are split along `dim`."""
-    return _misfit(what, value, splits, axis, lambda x: _check_sum(what, splits, x, _dim(what, x, dim)))
 
 
 def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | None) -> None:
@@ -332,11 +312,3 @@ def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | N
         axis_comm.negotiate_issue(axis_comm.user, key, lambda: signature)
     if misfit:
         raise misfit
-
-
-def _check_sum(what: str, splits: Sequence[int], x: torch.Tensor, dim: int) -> None:
-    if sum(splits) != x.shape[dim]:
-        raise AxisError(
-            f"{what}: splits {list(splits)} add up to {sum(splits)}, but dimension {dim} of a tensor of shape "
-            f"{list(x.shape)} has length {x.shape[dim]}."
-        )

@@ -14,6 +14,7 @@ from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
 from ltx.core.ranks.axis import DEFAULT_NAME, close_simulated, open_simulated
+from ltx.core.ranks.backings import unwrapped
 from ltx.typing import Tree
 
 
@@ -172,8 +173,7 @@ def _check_equal(result: torch.Tensor, structure: Any, place: int) -> None:
         return
     first = result[:1]
     same = (result == first) | ((result != result) & (first != first))  # NaN is NaN
-    while _functorch.is_functorch_wrapped_tensor(same):  # by a transform outside: all of its entries
-        same = _functorch.get_unwrapped(same)
+    same = unwrapped(same)  # by a transform outside: all of its entries
     if torch.compiler.is_compiling() or not bool(same.all()):
         path = tree.leaf_paths(tree.unflatten(structure, list(range(structure.num_leaves))))[place]
         raise AxisError(
