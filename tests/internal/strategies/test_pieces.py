@@ -8,7 +8,7 @@ import torch
 import ltx
 from ltx.core.transforms.strategy_update import may_be_written_to
 from ltx.errors import StrategyError
-from ltx.strategies import low_precision
+from ltx.strategies import decentralized
 from ltx.strategies.decentralized import peers
 from ltx.strategies.diloco import cut
 from ltx.strategies.horovod import with_scaled_lr
@@ -67,8 +67,8 @@ def test_differences_are_added_leaf_by_leaf(rows: int, monkeypatch: pytest.Monke
     sizes = [1, 0, 30, 4, 7]
     width = -(-sum(sizes) // rows)
     change = torch.randn(rows, width)
-    messages = low_precision._CODEC.encode(change, None)
+    messages = decentralized._CODEC.encode(change, None)
     leaves = [torch.randn(size) for size in sizes]
-    whole = torch.cat(leaves) + low_precision._CODEC.decode(messages, width, torch.float32).reshape(-1)[: sum(sizes)]
-    low_precision._add_decoded({"own": messages}, [{"own": leaf} for leaf in leaves])
+    whole = torch.cat(leaves) + decentralized._CODEC.decode(messages, width, torch.float32).reshape(-1)[: sum(sizes)]
+    decentralized._add_decoded({"own": messages}, [{"own": leaf} for leaf in leaves])
     torch.testing.assert_close(torch.cat(leaves), whole, rtol=0, atol=0)
