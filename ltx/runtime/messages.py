@@ -46,7 +46,6 @@ class Rendezvous:
     port: int
 
 
-@dataclass(frozen=True)
 class Ready:
     """The worker's world is up."""
 
@@ -82,7 +81,6 @@ class Renew:
     count: int
 
 
-@dataclass(frozen=True)
 class Stop:
     """End."""
 

@@ -35,23 +35,10 @@ from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.placement import LOOPBACK
 from ltx.core.world.world import abandon, accelerators, forget
 from ltx.errors import WorkerError
-from ltx.runtime import show
+from ltx.runtime import messages, show
 from ltx.runtime.calls import Modules
 from ltx.runtime.failures import failure_of, places_of
-from ltx.runtime.messages import (
-    At,
-    Call,
-    Cancel,
-    Message,
-    Ready,
-    Rendezvous,
-    Renew,
-    Result,
-    Setup,
-    Stop,
-    pack,
-    receive,
-)
+from ltx.runtime.messages import Call, Message, pack, receive
 from ltx.runtime.show import Writer
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -63,7 +50,7 @@ Inherited = tuple[Any, tuple[Any, ...]]
 def serve(connection: Connection, inherited: Inherited | None = None) -> None:
     """Do what the driver asks for through `connection` until it says stop; a fork's call is `inherited`."""
     os.set_inheritable(connection.fileno(), False)  # else the driver would see its end only with that of a command
-    setup: Setup = receive(connection)()
+    setup: messages.Setup = receive(connection)()
     sys.path[:] = setup.search_path
     loop = _WorkerLoop(connection, inherited, setup.search_path)
     signal.signal(signal.SIGINT, loop.interrupt)
@@ -81,17 +68,17 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
         sys.stdout, sys.stderr = (Writer(name, fd, loop.send) for fd, name in ((1, "stdout"), (2, "stderr")))
         for writer in (sys.stdout, sys.stderr):
             os.register_at_fork(after_in_child=writer.in_fork)
-    loop.send(Ready())
+    loop.send(messages.Ready())
     # A thread of its own reads, so that the end of the driver is seen while a call runs or hangs in a collective.
     threading.Thread(target=loop.read, name="ltx-worker-reader", daemon=True).start()
     while True:
         message, load = loop.inbox.get()
-        if isinstance(message, Stop):
+        if isinstance(message, messages.Stop):
             return
-        if isinstance(message, Renew):
+        if isinstance(message, messages.Renew):
             try:
                 renew(message.count)
-                loop.send(Ready())
+                loop.send(messages.Ready())
             except Exception as error:
                 loop.send(failure_of(error))
         elif isinstance(message, Call):
@@ -124,7 +111,7 @@ class _WorkerLoop:
             except (EOFError, OSError):
                 os._exit(1)
             message = load()
-            if not isinstance(message, Cancel):
+            if not isinstance(message, messages.Cancel):
                 self.inbox.put((message, load))
                 continue
             self.cancelled = message.number
@@ -144,7 +131,7 @@ class _WorkerLoop:
 
     def _tell_place(self, number: int, caught: bool = False) -> None:
         """Say where call `number` is, unless its answer is on its way: that comes last."""
-        place = pack(At(places_of(sys._current_frames()[threading.main_thread().ident or 0]), caught))
+        place = pack(messages.At(places_of(sys._current_frames()[threading.main_thread().ident or 0]), caught))
         with self._sending, suppress(OSError):  # the driver is gone
             if self.running == number:
                 place.send(self._connection)
@@ -191,7 +178,7 @@ class _WorkerLoop:
             value = fn(*args, **kwargs)
             self._modules.note()
             doing = f"pickling the result, which is of type {type(value).__name__}: "
-            reply = pack(Result(value))
+            reply = pack(messages.Result(value))
             self.running = None
             return reply
         except BaseException as error:
@@ -237,7 +224,7 @@ def _start_world(connection: Connection, threads: int) -> None:
         store = loopback_store(0)
         _hosted.append(store)
         port = store.port
-        pack(Rendezvous(port)).send(connection)
+        pack(messages.Rendezvous(port)).send(connection)
     else:
         port = receive(connection)().port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = LOOPBACK, str(port)

@@ -19,23 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ltx.errors import CallInterruptedError, WorkerError
+from ltx.runtime import messages
 from ltx.runtime.calls import search_path
 from ltx.runtime.failures import exit_text, failure_of, told_where
-from ltx.runtime.messages import (
-    At,
-    Cancel,
-    Failure,
-    Idle,
-    Message,
-    Ready,
-    Rendezvous,
-    Renew,
-    Result,
-    Setup,
-    Stop,
-    pack,
-    receive,
-)
+from ltx.runtime.messages import Failure, Message, Result, pack, receive
 from ltx.runtime.show import Bar, Output, Printed, open_pipe, together
 from ltx.runtime.worker import Process, Starter
 
@@ -100,7 +87,7 @@ class WorkerGroup:
 
     def cancel(self, ranks: Collection[int], number: int) -> None:
         for rank in ranks:
-            self.send(rank, pack(Cancel(number)))
+            self.send(rank, pack(messages.Cancel(number)))
 
     def receive(self, ranks: Collection[int], timeout_s: float | None) -> dict[int, Any]:
         """What `ranks` have answered; words on how its process ended for one that is gone, or has been stopped.
@@ -135,11 +122,11 @@ class WorkerGroup:
         self._worlds += 1
         for rank in range(self.size):
             # Far above what a user's own calls of ltx.init may have counted up to.
-            self.send(rank, pack(Renew(self._worlds * 1_000_000)))
+            self.send(rank, pack(messages.Renew(self._worlds * 1_000_000)))
         deadline, waiting = time.monotonic() + self._start_timeout_s, set(range(self.size))
         while waiting:
             answers = self.receive(waiting, max(0.0, deadline - time.monotonic()))
-            bad = {rank: answer for rank, answer in answers.items() if not isinstance(answer, Ready)}
+            bad = {rank: answer for rank, answer in answers.items() if not isinstance(answer, messages.Ready)}
             if bad or not answers:
                 raise WorkerError(f"ranks {sorted(bad or waiting)} couldn't make a new world: {bad or 'no answer'}.")
             waiting -= answers.keys()
@@ -180,7 +167,7 @@ class WorkerGroup:
             finally:
                 for writing in streams:
                     os.close(writing)
-        self.send(rank, pack(Setup(search_path(), threads, shows_output)))
+        self.send(rank, pack(messages.Setup(search_path(), threads, shows_output)))
 
     def _take(self, rank: int, answers: dict[int, Any]) -> None:
         """Read what has come of `rank`: show it, or put it among `answers`. Many printed lines are shown together."""
@@ -229,10 +216,10 @@ class WorkerGroup:
                     "start_timeout_s, or look for what loads this one."
                 )
             for rank, message in answers.items():
-                if isinstance(message, Rendezvous):
+                if isinstance(message, messages.Rendezvous):
                     for other in range(1, self.size):
                         self.send(other, pack(message))
-                elif isinstance(message, Ready):
+                elif isinstance(message, messages.Ready):
                     waiting.discard(rank)
                 elif isinstance(message, Failure):
                     raise WorkerError(
@@ -261,7 +248,7 @@ def _end(owner: int, processes: list[Process], connections: list[Connection], ou
     try:
         for connection in connections if grace_s else ():
             with suppress(OSError):
-                pack(Stop()).send(connection)
+                pack(messages.Stop()).send(connection)
         for process in processes if grace_s else ():
             process.ended(max(0.0, deadline - time.monotonic()))
     finally:
@@ -293,7 +280,7 @@ def collect(
         CallInterruptedError: a KeyboardInterrupt came in; its ``kept`` says whether all ranks have given up.
     """
     # A rank that goes after this is found out below.
-    answers: dict[int, Any] = {r: Idle(workers.exit_text(r)) for r in ranks if not workers.send(r, call)}
+    answers: dict[int, Any] = {r: messages.Idle(workers.exit_text(r)) for r in ranks if not workers.send(r, call)}
     waiting, grace_s = set(ranks) - answers.keys(), GRACE_S if grace_s is None else grace_s
     try:
         end = float("inf") if limit_s is None else time.monotonic() + limit_s
@@ -335,7 +322,7 @@ def _wait(
     while waiting and time.monotonic() < end:
         came = workers.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
         answers.update(came)
-        done = {rank: answer for rank, answer in came.items() if not isinstance(answer, At)}
+        done = {rank: answer for rank, answer in came.items() if not isinstance(answer, messages.At)}
         waiting.difference_update(done)
         if not all(isinstance(answer, Result) for answer in done.values()):
             end = min(end, time.monotonic() + patience_s)
