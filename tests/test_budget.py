@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(855, 8),
-    "all": Size(40678, 181),
+    "all": Size(40650, 181),
     "checkpoint": Size(1760, 8),
     "core": Size(1, 1),
     "core/base": Size(1635, 8),
@@ -43,7 +43,7 @@ BUDGET = {
     "nn": Size(468, 2),
     "notebook": Size(325, 4),
     "profile": Size(1057, 4),
-    "runtime": Size(4016, 14),
+    "runtime": Size(3988, 14),
     "strategies": Size(2875, 12),
 }
 
