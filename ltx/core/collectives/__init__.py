@@ -1,4 +1,4 @@
-"""Collectives: one operation and its transpose a file, all by the rules of :mod:`ltx.core.collectives.linear`."""
+"""Collectives: operations beside their transposes, all by the rules of :mod:`ltx.core.collectives.linear`."""
 
 from ltx.core.collectives.adasum import adasum
 from ltx.core.collectives.futures import Future, async_
