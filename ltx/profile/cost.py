@@ -1,6 +1,6 @@
 """What a step costs: on paper, on a network that there may not be (plan), and here, on these ranks (compare).
 
-In a plan, what is sent is what the strategy asks for on shapes (:mod:`ltx.estimate.dry_run`); when is found by going
+In a plan, what is sent is what the strategy asks for on shapes (:mod:`ltx.estimate.steps`); when is found by going
 through a step. Of processors nothing is known but what the caller has measured. A collective takes as many latencies as
 messages follow one another in it, and its bytes at the link's bandwidth (Thakur, Rabenseifner and Gropp, "Optimization
 of collective communication operations in MPICH", 2005, section 4).
@@ -24,9 +24,8 @@ from ltx.core.gradients.pending import Exchange
 from ltx.core.training import TrainState, TrainStep
 from ltx.core.training.train_state import counted
 from ltx.errors import InputError
-from ltx.estimate.dry_run import Steps, cycle_of
 from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds, short
-from ltx.estimate.requests import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues
+from ltx.estimate.steps import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues, Steps, cycle_of
 from ltx.optim import Optimizer
 from ltx.profile.traces import record
 from ltx.strategies import Strategy

@@ -27,9 +27,18 @@ from ltx.core.training.train_step import TrainStep
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.sync_state import SyncState
 from ltx.errors import StepError
-from ltx.estimate.dry_run import Gradients, Steps, stand_in
 from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds
-from ltx.estimate.requests import BucketExplanation, Collective, ExchangeExplanation, Issues, collective, meta
+from ltx.estimate.steps import (
+    BucketExplanation,
+    Collective,
+    ExchangeExplanation,
+    Gradients,
+    Issues,
+    Steps,
+    collective,
+    meta,
+    stand_in,
+)
 from ltx.profile.traces import Trace
 from ltx.strategies import StepInfo, Strategy
 from ltx.strategies.auto_hook import choice_for, network_of

@@ -1,7 +1,7 @@
 """Choosing a communication hook: by the bandwidth between ranks, and by what each hook would send.
 
 What a hook sends is what it asks for
-when it is driven on shapes (:mod:`ltx.estimate.dry_run`).
+when it is driven on shapes (:mod:`ltx.estimate.steps`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from ltx import hooks
 from ltx.errors import LtxError, SyncStateError
-from ltx.estimate.dry_run import Gradients
 from ltx.estimate.formats import format_bytes
+from ltx.estimate.steps import Gradients
 from ltx.extend import Strategy, comm
 from ltx.typing import Tree
 
