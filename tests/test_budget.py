@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(855, 8),
-    "all": Size(40650, 181),
+    "all": Size(40630, 180),
     "checkpoint": Size(1760, 8),
     "core": Size(1, 1),
     "core/base": Size(1635, 8),
@@ -38,11 +38,11 @@ BUDGET = {
     "core/transforms": Size(3661, 16),
     "core/world": Size(1556, 7),
     "demo": Size(667, 4),
-    "estimate": Size(581, 4),
+    "estimate": Size(553, 3),
     "hooks": Size(2486, 12),
     "nn": Size(468, 2),
     "notebook": Size(325, 4),
-    "profile": Size(1057, 4),
+    "profile": Size(1065, 4),
     "runtime": Size(3988, 14),
     "strategies": Size(2875, 12),
 }
