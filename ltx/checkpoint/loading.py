@@ -19,8 +19,7 @@ from ltx.checkpoint.storage import Piece
 from ltx.checkpoint.together import Together
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked
-from ltx.core.training.random_states import set_random_states
-from ltx.core.training.train_state import TrainState, counted
+from ltx.core.training.train_state import TrainState, counted, set_random_states
 from ltx.errors import CheckpointError, InputError
 
 T = TypeVar("T")

@@ -21,8 +21,7 @@ from ltx.checkpoint.together import Together
 from ltx.core import comm
 from ltx.core.base.arguments import checked, seconds, whole
 from ltx.core.comm import HostCopy
-from ltx.core.training.random_states import random_states
-from ltx.core.training.train_state import TrainState, updates_of
+from ltx.core.training.train_state import TrainState, random_states, updates_of
 from ltx.errors import CheckpointError
 
 

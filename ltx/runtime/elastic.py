@@ -19,9 +19,8 @@ from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.arguments import seconds, whole
 from ltx.core.comm.signature import Signature
-from ltx.core.training.metrics import Metrics
 from ltx.core.training.replicas import fingerprint
-from ltx.core.training.train_state import TrainState
+from ltx.core.training.train_state import Metrics, TrainState
 from ltx.core.training.train_step import TrainStep
 from ltx.core.world.init import reform
 from ltx.core.world.placement import Placement

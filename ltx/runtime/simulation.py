@@ -21,9 +21,9 @@ from ltx.core.collectives import rank_seed
 from ltx.core.ranks.axis import DEFAULT_NAME, OTHERS, Axis, axes_in_scope, open_alone, set_opened_aside
 from ltx.core.ranks.backings import ThreadBacking
 from ltx.core.ranks.simulated import mapped_arguments, mapped_size
-from ltx.core.training.random_states import set_random_states, torch_states
+from ltx.core.training.train_state import set_random_states, torch_states
 from ltx.core.transforms.closure_check import reached_from
-from ltx.core.transforms.recompute import functional_calls_of_torch
+from ltx.core.transforms.functional_call import functional_calls_of_torch
 from ltx.core.transforms.swap import set_placed_aside, version_of
 from ltx.errors import AxisError, UnsupportedError
 from ltx.runtime.per_rank import PerRank

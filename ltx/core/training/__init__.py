@@ -1,10 +1,9 @@
 """Whole training steps: gradients, optimizer, and what a strategy does with parameters, as one function of a state."""
 
 from ltx.core.training.accumulate import accumulate
-from ltx.core.training.metrics import Metrics
 from ltx.core.training.parameters import to_module
 from ltx.core.training.replicas import check_replicas, sync_params
-from ltx.core.training.train_state import TrainState
+from ltx.core.training.train_state import Metrics, TrainState
 from ltx.core.training.train_step import TrainStep, train_step
 
 __all__ = [

@@ -26,11 +26,11 @@ from ltx.core.collectives.reduce import wide
 from ltx.core.gradients.marker import ACCUMULATE_PRIORITY, raise_priority
 from ltx.core.gradients.planning import tracked
 from ltx.core.training.outputs import as_loss, loss_in
-from ltx.core.training.random_states import drawn_again, torch_states
+from ltx.core.training.train_state import drawn_again, torch_states
 from ltx.core.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.core.transforms.data_parallel import DataParallel
+from ltx.core.transforms.functional_call import checkpoints_allowed
 from ltx.core.transforms.plain_autograd import gradients
-from ltx.core.transforms.recompute import checkpoints_allowed
 from ltx.core.transforms.run import Weighted
 from ltx.typing import Step, Tree
 

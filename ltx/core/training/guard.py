@@ -19,12 +19,10 @@ from ltx.core.base.errors import NotFiniteError, StepError
 from ltx.core.gradients.comm_hook import EXACT
 from ltx.core.optim import grad_norm
 from ltx.core.optim.base import chosen
-from ltx.core.training.metrics import Metrics
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of
 from ltx.core.training.placed_state import on_any_rank
-from ltx.core.training.random_states import drawn_again
 from ltx.core.training.settings import TrainSettings
-from ltx.core.training.train_state import TrainState
+from ltx.core.training.train_state import Metrics, TrainState, drawn_again
 from ltx.core.transforms.compare import with_ranks
 from ltx.core.transforms.plain_autograd import gradients
 from ltx.core.transforms.run import CallOptions, Weighted

@@ -12,9 +12,9 @@ from ltx.core.base import tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import StepError, TreeError
 from ltx.core.ranks.axis import Axis
-from ltx.core.training.donated import give_away
-from ltx.core.training.train_state import TrainState
+from ltx.core.training.train_state import TrainState, give_away
 from ltx.core.transforms.compare import tensors_by_path
+from ltx.core.transforms.swap import same_values
 from ltx.typing import Tree
 
 #: Which leaves are trained: patterns of paths (as in :mod:`fnmatch`), or a function of a path.
@@ -206,8 +206,7 @@ def _check_equal(names: list[str], values: dict[str, torch.Tensor]) -> None:
     """Raise unless the names of one parameter have one value."""
     first = values[names[0]]
     for name in names[1:]:
-        other = values[name]
-        if not bool(((other == first) | (other.isnan() & first.isnan())).all()):
+        if not same_values(values[name], first):
             raise TreeError(
                 f"to_module: {names[0]!r} and {name!r} are one parameter of the module (tied weights), and their "
                 "values differ in the state. Give one of them alone, or a module in which they aren't tied."

@@ -23,11 +23,10 @@ from ltx.core.optim import Optimizer
 from ltx.core.optim.averages import Ema
 from ltx.core.optim.combine import Chain
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm, global_norm
-from ltx.core.training.donated import hand_over
 from ltx.core.training.settings import TrainSettings
-from ltx.core.training.train_state import TrainState
+from ltx.core.training.train_state import TrainState, hand_over
 from ltx.core.transforms.compare import check_leaves
-from ltx.core.transforms.placed import check_placements, local_parts
+from ltx.core.transforms.run import check_placements, local_parts
 from ltx.typing import Tree
 
 Train = TypeVar("Train", bound=TrainSettings)

@@ -1,18 +1,27 @@
-"""TrainState: everything that training changes, as one value."""
+"""TrainState: everything that training changes, as one value; the metrics beside it, and random numbers.
+
+A step with ``donate=True`` writes into the tensors of its state. Their objects become :class:`DonatedTensor`, of which
+a use raises, as in JAX, and the next state gets new objects on the same memory. This is done only to tensors that the
+user may hold: those of parts that were read off the state or put into it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch._guards import TracingContext
 
 from ltx.core.base import traced, tree
 from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateError
-from ltx.core.base.placements import is_dtensor, local
+from ltx.core.base.placements import is_dtensor, local, own_part
 from ltx.core.optim import TorchState
 from ltx.core.transforms.strategy_update import StateLayout
 from ltx.typing import Tree
@@ -274,3 +283,143 @@ tree.register_node(
     ),
     names=lambda s: _children(s),
 )
+
+
+# --- donated tensors -------------------------------------------------------------------------------------------------
+
+# What may be asked of a donated tensor: nothing of it is a value.
+_HARMLESS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_sparse")
+) | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.is_complex}
+
+
+class DonatedTensor(torch.Tensor):
+    """A tensor whose memory belongs to a later state. Any use raises, except for its shape, dtype and device."""
+
+    _why: ClassVar[str] = ""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Dynamo looks at all tensors of a module, also at those in whose places functional_call puts others.
+        looked_at = not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
+        if func in _HARMLESS or looked_at:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise DonatedStateError(next(kind._why for kind in types if issubclass(kind, DonatedTensor)))
+
+
+def _gone(x: Any, *args: Any, **kwargs: Any) -> Any:
+    raise DonatedStateError(type(x)._why)
+
+
+# What DTensors do without torch's functions.
+_OF_DTENSORS = {"__slots__": (), "__module__": __name__} | dict.fromkeys(
+    ("to_local", "full_tensor", "redistribute", "__repr__"), _gone
+)
+
+
+def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
+    """Make each of `tensors` raise DonatedStateError with the text `why` wherever it is used."""
+    kind = type("DonatedTensor", (DonatedTensor,), {"_why": why, "__module__": __name__})
+    for x in tensors:
+        part = own_part(x)
+        if x.layout is torch.strided and (x.is_floating_point() or x.is_complex()):
+            # functorch's wrappers don't ask the class: a read through them finds NaN, which takes no memory.
+            part.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(part.shape)
+        with suppress(TypeError):  # a subclass of tensors with a layout of its own
+            x.__class__ = kind if part is x else type("DonatedTensor", (kind, type(x)), _OF_DTENSORS)
+
+
+def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> TrainState:
+    """`following`, which shares the memory of `state`, with tensor objects of its own; `state` is donated.
+
+    `seen`: the parts of `state` whose tensors the user may hold.
+    """
+    leaves = [x for part in state.parts(seen) for x in tree.flatten(part)[0] if isinstance(x, torch.Tensor)]
+    held = {id(x): x for x in leaves}  # parameters may be communication state too
+    state.donate()
+    if held:
+        following.renew(lambda part: tree.map(lambda x: x.detach() if id(x) in held else x, part))
+        give_away(
+            held.values(),
+            f"this tensor was read off the TrainState of step {state.step}, and that state was donated to the step "
+            f"that made state {state.step + 1}: its memory holds other values now. Read it off the state that the step "
+            "returned; to keep old values copy them before the step, such as {name: x.clone() for name, x in "
+            "state.params.items()}, or use train_step(..., donate=False).",
+        )
+    return following
+
+
+@dataclass(frozen=True, eq=False)
+class Metrics:
+    """What a step reports.
+
+    Attributes:
+        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step), the same on every rank; over those
+            that share gradients in this step, as of a node, or this rank's own, unless all do or outputs are "mean".
+        aux: what the step returned besides; None without `has_aux`. It is this rank's own, unless the step takes the
+            mean itself, ``return loss, {"accuracy": ltx.pmean(accuracy)}``, or ``data_parallel(outputs="mean")`` does.
+        grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping, of this rank's own where ranks share
+            none; None without :func:`ltx.optim.clip_by_global_norm` or :func:`ltx.optim.measure_global_norm` in the
+            optimizer, or in some groups of a partition.
+        loss_scale: 0-dim tensor: what this step's loss was multiplied by; None without dynamic loss scaling.
+        skipped: 0-dim bool tensor: whether this step left parameters and optimizer state as they were, because
+            gradients weren't finite; None without dynamic loss scaling or a guard. (`grad_norm` is then an earlier
+            step's.)
+    """
+
+    loss: torch.Tensor
+    aux: Any = None
+    grad_norm: torch.Tensor | None = None
+    loss_scale: torch.Tensor | None = None
+    skipped: torch.Tensor | None = None
+
+
+tree.register_node(
+    Metrics,
+    lambda m: ((m.loss, m.aux, m.grad_norm, m.loss_scale, m.skipped), None),
+    lambda children, _: Metrics(*children),
+    names=("loss", "aux", "grad_norm", "loss_scale", "skipped"),
+)
+
+
+# --- the default random number generators of this process ------------------------------------------------------------
+
+
+def torch_states() -> dict[str, Any]:
+    """What torch's generators would draw next: the CPU's, and the current CUDA device's if there is one in use."""
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def random_states() -> dict[str, Any]:
+    """torch's, Python's, and NumPy's if it is loaded, in what a checkpoint can hold."""
+    states = torch_states() | {"python": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (str(name), [int(key) for key in keys], int(rest[0]), int(rest[1]), float(rest[2]))
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Inverse of :func:`torch_states` and :func:`random_states`. Generators that `states` doesn't have go on."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        import numpy  # it needn't be installed
+
+        numpy.random.set_state(states["numpy"])
+
+
+@contextmanager
+def drawn_again(states: dict[str, Any]) -> Iterator[None]:
+    """In the block torch's generators go on from what :func:`torch_states` gave; afterwards from where they were."""
+    with torch.random.fork_rng([torch.cuda.current_device()] if "cuda" in states else []):
+        set_random_states(states)
+        yield

@@ -18,15 +18,13 @@ from ltx.core.optim import Optimizer
 from ltx.core.optim.base import differentiated, is_transforming
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.guard import must_sync_finite, scaling
-from ltx.core.training.metrics import Metrics
 from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
 from ltx.core.training.placed_state import init_on_parts, on_parts
-from ltx.core.training.pure_step import step_purely
 from ltx.core.training.replicas import check_replicas
 from ltx.core.training.settings import TrainSettings, check_devices, check_kept, check_layout
-from ltx.core.training.step import Step
-from ltx.core.training.train_state import TrainState
+from ltx.core.training.step import Step, step_purely
+from ltx.core.training.train_state import Metrics, TrainState
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, check_next
 from ltx.core.transforms.sync_state import SyncState

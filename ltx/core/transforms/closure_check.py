@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ltx.core.base import tree
 from ltx.core.base.errors import StepError
 from ltx.core.transforms.functional_call import own_buffer_text, own_written, refuse_max_norm
-from ltx.core.transforms.swap import Members
+from ltx.core.transforms.swap import Members, same_values
 from ltx.typing import Tree
 
 
@@ -173,8 +173,9 @@ def look_at_modules(fn: Any) -> Iterator[None]:
             raise StepError(own_buffer_text(norms[0])) from error
         raise
     for module, buffer, value in watched:
-        counted = buffer._replace(version=-1) if _differs(buffer.tensor, value) else buffer
-        own_written([counted], type(module).__name__)
+        x = buffer.tensor
+        other = not x.is_meta and x.shape == value.shape and not same_values(x, value)
+        own_written([buffer._replace(version=-1) if other else buffer], type(module).__name__)
     _called.add(fn)
 
 
@@ -248,10 +249,3 @@ def _running_statistics(module: nn.Module) -> Iterator[str]:
 def _value(tensor: torch.Tensor) -> torch.Tensor:
     with torch._C._DisableFuncTorch(), torch.no_grad():
         return tensor.detach().clone()
-
-
-def _differs(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    with torch._C._DisableFuncTorch(), torch.no_grad():
-        if tensor.is_meta or tensor.shape != value.shape:
-            return False
-        return not bool(((tensor == value) | ((tensor != tensor) & (value != value))).all())

@@ -72,8 +72,12 @@ def digests_by_rank(
     axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]], signature: comm.Signature | None = None
 ) -> list[list[str]]:
     """Each rank's digests of `leaves`; where all are the same perhaps only this rank's."""
-    if axis.simulated:
-        return _on_simulated_ranks(axis.simulated, axis.size, leaves)
+    if backing := axis.simulated:
+        by_rank: list[list[str]] = [[] for _ in range(axis.size)]
+        for value, dim in (with_ranks(leaf, backing) for _, leaf in leaves):
+            for rank, digests in enumerate(by_rank):
+                digests.append("" if dim is None else digest(values(value.select(dim, rank))))
+        return by_rank
     if not (axis.comm or axis.threads):
         return [["" for _ in leaves]]
     mine = [digest(values(leaf)) for _, leaf in leaves]
@@ -86,15 +90,6 @@ def digests_by_rank(
         return [mine]
     gathered: list[list[str]] = exchange(signature, mine)
     return gathered
-
-
-def _on_simulated_ranks(backing: VmapBacking, size: int, leaves: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
-    by_rank: list[list[str]] = [[] for _ in range(size)]
-    for _, leaf in leaves:
-        value, dim = with_ranks(leaf, backing)
-        for rank, digests in enumerate(by_rank):
-            digests.append("" if dim is None else digest(values(value.select(dim, rank))))
-    return by_rank
 
 
 def _diverged(
@@ -209,8 +204,14 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
     leaves = dict(tensors_by_path(params))
     # Transforms around the step must not see this.
     with torch._C._DisableFuncTorch(), torch.no_grad():
-        if axis.simulated:
-            _check_simulated(axis, axis.simulated, leaves)
+        if backing := axis.simulated:
+            part = backing.part
+            everyone = {tuple(range(axis.size))}
+            together = everyone if part is None else {tuple(part.members(r)) for r in range(part.world)}
+            split = {path: with_ranks(leaf, backing) for path, leaf in leaves.items()}
+            # Where there is no dimension of ranks, all share one value.
+            apart = [(path, x.unbind(dim)) for path, (x, dim) in split.items() if dim is not None]
+            _check_here(axis.name, together, {path: list(map(values, of_ranks)) for path, of_ranks in apart})
             return
         own = {path: values(leaf) for path, leaf in leaves.items()}
         signature = comm.Signature.of("the parameters of data_parallel", list(own), list(own.values()))
@@ -234,15 +235,6 @@ def _check_processes(axis_comm: comm.AxisComm, signature: comm.Signature, leaves
     by_rank = under_way[-1].exchange(axis_comm, comm.Signature(f"the difference in leaf {differ[0]!r}", ()), found)
     told = {rank: post.value for rank, post in enumerate(by_rank) if post.value}
     raise _diverged_in_debug(axis_comm.name, differ, mine, told, f" This is the step called at {posts[0].caller}.")
-
-
-def _check_simulated(axis: Axis, backing: VmapBacking, leaves: dict[str, torch.Tensor]) -> None:
-    part = backing.part
-    together = {tuple(range(axis.size))} if part is None else {tuple(part.members(r)) for r in range(part.world)}
-    split = {path: with_ranks(leaf, backing) for path, leaf in leaves.items()}
-    # Where there is no dimension of ranks, all share one value.
-    by_rank = {path: [values(x) for x in value.unbind(dim)] for path, (value, dim) in split.items() if dim is not None}
-    _check_here(axis.name, together, by_rank)
 
 
 def _check_here(axis_name: str, together: set[tuple[int, ...]], by_rank: dict[str, list[torch.Tensor]]) -> None:

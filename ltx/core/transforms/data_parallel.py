@@ -23,11 +23,21 @@ from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
 from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, nodes_made, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once
-from ltx.core.transforms.marking import mark, mark_in_graph
-from ltx.core.transforms.placed import check_placements, local_parts, placed, whole_scalars
-from ltx.core.transforms.run import PLAIN_CALL, CallOptions, Marked, Run, StepSettings, averaged, refuse_gradients
+from ltx.core.transforms.marking import mark, mark_in_graph, sync_gradients
+from ltx.core.transforms.run import (
+    PLAIN_CALL,
+    CallOptions,
+    Marked,
+    Run,
+    StepSettings,
+    averaged,
+    check_placements,
+    local_parts,
+    placed,
+    refuse_gradients,
+    whole_scalars,
+)
 from ltx.core.transforms.strategy import Strategy, default_strategy
-from ltx.core.transforms.sync_gradients import sync_gradients
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 

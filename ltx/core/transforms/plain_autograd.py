@@ -23,7 +23,7 @@ from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.planning import tracked
 from ltx.core.transforms.closure_check import is_wrapped, watch_for_traced_values
-from ltx.core.transforms.recompute import checkpoints_allowed
+from ltx.core.transforms.functional_call import checkpoints_allowed
 
 
 def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

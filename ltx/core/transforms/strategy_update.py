@@ -5,7 +5,7 @@
 
 Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
 buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket has its part of both as soon as its
-gradients are there (:class:`ltx.core.training.completion.UpdateThenSend`), so messages travel during the backward
+gradients are there (:class:`ltx.core.training.backward.UpdateThenSend`), so messages travel during the backward
 pass.
 
 Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer

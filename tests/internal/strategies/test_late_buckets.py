@@ -14,8 +14,7 @@ from torch import Tensor
 
 import ltx
 from ltx import Pool
-from ltx.core.training.backward import BackwardResult
-from ltx.core.training.completion import UpdateThenSend
+from ltx.core.training.backward import BackwardResult, UpdateThenSend
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
 from tests.contract.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
 
