@@ -85,9 +85,6 @@ class Accumulated:
                 split += [cuts] * (len(tree.flatten(cell)[0]) if batches.is_records(cell) else 1)
         return (given, named), split, length, parts is not batch
 
-    def chunks_of(self, leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.tensor_split(leaf, self.steps)
-
 
 class _Call:
     """One call of an accumulated step. Leaves of the batch are given by their chunks, all others are whole.
@@ -100,7 +97,7 @@ class _Call:
         arguments, split, self.length, self.has_records = step.opened(args, kwargs)
         self.leaves, self.spec = tree.flatten(arguments)
         pairs = zip(self.leaves, split, strict=True)
-        self.chunks = [step.chunks_of(leaf) if splits else None for leaf, splits in pairs]
+        self.chunks = [leaf.tensor_split(step.steps) if splits else None for leaf, splits in pairs]
         self._structure: tuple[Any, list[Any]] = (None, [])
         self._positions: list[int] = []  # of tensors among the leaves
         self.wanted: tuple[int, ...] = ()  # those of the tensors that are differentiated
@@ -121,7 +118,7 @@ class _Call:
             filled = [
                 (x if x is leaf else x.to(leaf.dtype))
                 if chunk is None
-                else (chunk[k] if leaves is self.leaves else self.step.chunks_of(leaf)[k])
+                else (chunk[k] if leaves is self.leaves else leaf.tensor_split(self.step.steps)[k])
                 for leaf, x, chunk in zip(leaves, shared, self.chunks, strict=True)
             ]
             arguments = tree.unflatten(self.spec, filled)
