@@ -25,8 +25,8 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(855, 8),
-    "all": Size(40630, 180),
-    "checkpoint": Size(1760, 8),
+    "all": Size(40506, 172),
+    "checkpoint": Size(1758, 8),
     "core": Size(1, 1),
     "core/base": Size(1635, 8),
     "core/collectives": Size(3571, 13),
@@ -34,8 +34,8 @@ BUDGET = {
     "core/gradients": Size(2291, 8),
     "core/optim": Size(2756, 11),
     "core/ranks": Size(856, 4),
-    "core/training": Size(3674, 18),
-    "core/transforms": Size(3661, 16),
+    "core/training": Size(3607, 13),
+    "core/transforms": Size(3611, 13),
     "core/world": Size(1556, 7),
     "demo": Size(667, 4),
     "estimate": Size(553, 3),
@@ -43,7 +43,7 @@ BUDGET = {
     "nn": Size(468, 2),
     "notebook": Size(325, 4),
     "profile": Size(1065, 4),
-    "runtime": Size(3988, 14),
+    "runtime": Size(3987, 14),
     "strategies": Size(2875, 12),
 }
 
