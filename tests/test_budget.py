@@ -33,7 +33,7 @@ BUDGET = {
     "core/comm": Size(5569, 23),
     "core/gradients": Size(2291, 8),
     "core/optim": Size(2756, 11),
-    "core/ranks": Size(856, 4),
+    "core/ranks": Size(870, 4),
     "core/training": Size(3607, 13),
     "core/transforms": Size(3611, 13),
     "core/world": Size(1556, 7),
