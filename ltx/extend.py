@@ -2,28 +2,28 @@
 
 Contracts, to derive from. A value of one compares, hashes, pickles and prints by its fields.
 
-* :class:`CommHook`: what is done to a bucket of gradients on its way; ``reduce(inputs)`` is all that it needs.
+* :class:`CommHook <ltx.hooks.CommHook>`: what is done to a bucket of gradients; ``reduce(inputs)`` is all it needs.
 * :class:`PostUpdateHook`: the same of parameters that the optimizer has updated, bucket by bucket.
-* :class:`Strategy`: what ranks agree on, and when; ``hook(step)`` is all that it needs.
-* :class:`Optimizer`: two pure functions, ``init(params)`` and ``update(grads, state, params)``.
+* :class:`Strategy <ltx.Strategy>`: what ranks agree on, and when; ``hook(step)`` is all that it needs.
+* :class:`Optimizer <ltx.optim.Optimizer>`: two pure functions, ``init(params)`` and ``update(grads, state, params)``.
 
 What a hook gets, and what it gives.
 
-* :class:`BucketInput`: a bucket's gradients on this rank, the states of its parameters, the ranks.
+* :class:`BucketInput <ltx.hooks.BucketInput>`: a bucket's gradients, their parameters' states, and the ranks.
 * :class:`Bucket`: the shapes and sizes of what lies in a flat buffer. ``Bucket.of(index, tensors)`` makes one.
-* :class:`CollectiveRequest`: a collective that ``reduce`` yields; it is sent the result.
+* :class:`CollectiveRequest <ltx.hooks.CollectiveRequest>`: a collective that ``reduce`` yields; it is sent the result.
 * :data:`Reduction`: the generator that ``reduce`` is; it returns :data:`Reduced`, the buffer and the next states.
 * :data:`LeafState`: the tensors that a hook keeps of one parameter, by name.
 * :data:`Terms`: tensors that are added to a gradient as it is packed, each with its factor.
-* :class:`AllReduce`: the hook of the exact mean.
+* :class:`AllReduce <ltx.hooks.AllReduce>`: the hook of the exact mean.
 * :func:`around`: the decorator of a hook or strategy that wraps another: what it doesn't define is the other's.
 * :func:`drive_within`: runs another hook's ``reduce`` inside of one's own, and answers what that asks for.
 * :func:`unchanging`: the hook that a compiled graph can hold; raises where the hook changes with the step.
 
 What a strategy gets, and what it gives.
 
-* :class:`Axis`: the ranks; ``axis.size``, ``axis.rank``. :func:`inner` and :func:`outer` are the ranks of this rank's
-  node, and those with this rank's place in the other nodes.
+* :class:`Axis <ltx.Axis>`: the ranks; ``axis.size``, ``axis.rank``. :func:`inner` and :func:`outer` are the ranks
+  of this rank's node, and those with this rank's place in the other nodes.
 * :class:`StepInfo`: the number of steps before this one, and the axis.
 * :class:`StateLayout`: which parts of a train state are the same on every rank.
 * :data:`States`: the communication state, a :data:`LeafState` by the path of each parameter.

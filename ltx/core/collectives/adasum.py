@@ -37,7 +37,7 @@ class Halving:
     At level l = 0, 1, 2, ... a rank has 1/2^l of the adasum of a block of 2^l ranks. It gives half of that to rank r
     xor 2^l for half of the other block's (permute), both blocks' ranks add up their parts of the inner products (sum),
     and each has 1/2^(l+1) of the adasum of both. In the end everybody gets everybody's (all_gather). So a rank sends
-    2(n-1)/n of the tensor, as the ring does, and 48 n bytes for each part at most.
+    2(n-1)/n of the tensor, as the ring does, and 48 n bytes for each part at most::
 
         piece = halving.rows(flat)
         for level in range(halving.depth):

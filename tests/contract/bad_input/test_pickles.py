@@ -86,6 +86,6 @@ def test_where_ltx_unpickles() -> None:
         "objects.py:broadcast_object",
         "objects.py:all_gather_object",
         "messages.py:receive",
-        "collecting.py:_original",
+        "failures.py:failure_error",
         "storage.py:read_metadata",
     }
