@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow_compile, pytest.mark.filterwarnings("ignore:Dynam
 Ranks = Callable[[int], ltx.Pool]
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_taken_over(name: str, seed: int) -> None:
     torch.testing.assert_close(*taken_over(name, "eager" if name == "linear" else "aot_eager", seed, name == "linear"))
@@ -126,6 +126,7 @@ class CountsSteps(ltx.DDPStrategy):
         return True
 
 
+@pytest.mark.full
 def test_steps_of_trainings_that_are_at_different_steps_compile(seed: int) -> None:
     """In one process: Dynamo takes what has been another number for a variable, and hooks need a constant."""
     torch._dynamo.reset()  # Dynamo never compiles code again whose tracing raised a program's own error
