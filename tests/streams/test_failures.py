@@ -79,7 +79,7 @@ def test_a_rank_that_raises_in_its_backward_pass(started: Any, ranks: Callable[[
 
     (said, took, held, after, loss), (own, _, _, others, _) = StreamedPool(ranks(2)).run(run)
     assert own == "ZeroDivisionError: the model's own"
-    assert said.startswith("DeadlockDetectedError: rank 0: rank 1 has left step 3 of the training on axis 'data'"), said
+    assert said.startswith("ReplicaDivergedError: rank 0: rank 1 has left step 3 of the training on axis 'data'"), said
     assert took < SOON_S
     assert "the device couldn't complete what it is made of" in held
     assert after == others

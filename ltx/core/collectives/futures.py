@@ -16,14 +16,13 @@ from ltx.core.base.arguments import brief, name_of
 from ltx.core.base.errors import (
     AxisError,
     CollectiveTimeoutError,
-    DeadlockDetectedError,
     LtxError,
     PeerLostError,
-    RankMismatchError,
     TransportError,
     UnsupportedError,
     WorldError,
 )
+from ltx.core.comm.recovery import OF_PEERS
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -31,14 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Their ranks know it without being told.
-_OF_THE_NETWORK = (
-    CollectiveTimeoutError,
-    DeadlockDetectedError,
-    PeerLostError,
-    RankMismatchError,
-    TransportError,
-    WorldError,
-)
+_OF_THE_NETWORK = (*OF_PEERS, CollectiveTimeoutError, PeerLostError, TransportError, WorldError)
 
 
 def in_step(collective: Callable[P, R]) -> Callable[P, R]:

@@ -91,7 +91,7 @@ class AxisComm:
         self.futures: list[Any] = []
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
-        self.recovery = Recovery(self.store_exchange, self.name, self._fail_channels, self._renew)
+        self.recovery = Recovery(self.store_exchange, self.name, self._fail_channels, self._renew, self._issued_by_user)
         self.negotiation = Negotiation(self)
         self._streams: dict[torch.device, CommStream] = {}
         self._stream_group = self._open_stream_group()
@@ -215,6 +215,9 @@ class AxisComm:
     def _part_comms(self) -> list[AxisComm]:
         return [axis.comm for axis in self._parts.values() if axis.comm is not None]
 
+    def _issued_by_user(self) -> int:
+        return self.user.issued
+
     def _renew(self) -> None:
         """Replace the failed channels. Their groups stay open until the next time: a schedule may refer to them."""
         left, self._left = self._left, [*self._phases, self.background]
@@ -229,7 +232,7 @@ class AxisComm:
         self.background = self._open_channel("background")
         self.open_phases(count)
         for part in self._part_comms:
-            part.recovery.recover()
+            part.recovery.recover(within=True)
 
     @property
     def device(self) -> torch.device:

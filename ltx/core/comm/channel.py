@@ -28,6 +28,7 @@ from ltx.core.base.errors import (
     LtxError,
     PeerLostError,
     RankMismatchError,
+    ReplicaDivergedError,
     TransportError,
     UnsupportedError,
     WorldError,
@@ -254,7 +255,7 @@ class Channel:
         """Check whether the peers can still come: called now and then during a long wait for issue `number`."""
         try:
             self.negotiation.answer_peers()
-        except (DeadlockDetectedError, PeerLostError) as error:
+        except (DeadlockDetectedError, PeerLostError, ReplicaDivergedError) as error:
             error.args = (f"{error} It waited for {label} (issue {number}).",)
             raise
         waited_s = time.perf_counter() - began

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -125,7 +125,8 @@ class BackwardPass:
 class Recovery:
     """The backward passes on one axis.
 
-    `fail_channels` marks the bucket channels as failed, and `renew` replaces them, on all ranks together.
+    `fail_channels` marks the bucket channels as failed, and `renew` replaces them, on all ranks together. `issued`: how
+    many collectives the user has called so far.
     """
 
     def __init__(
@@ -134,12 +135,14 @@ class Recovery:
         axis_name: str,
         fail_channels: Callable[[LtxError], None],
         renew: Callable[[], None],
+        issued: Callable[[], int],
     ):
         self._exchange, self._rank, self._axis_name = exchange, exchange.rank, axis_name
-        self._fail_channels, self._renew = fail_channels, renew
+        self._fail_channels, self._renew, self._issued = fail_channels, renew, issued
         self._under_way: list[BackwardPass] = []
         self._completed = 0
-        self._has_left = False
+        self._has_left = self._told = False
+        self._calls = 0  # of training steps, and plain steps' backward passes
         self.generation = 0  # how many times the ranks have recovered
         self.external_runs = 0  # how many times collectives of other libraries have begun
         self.external_error = ""  # why these no longer pair; "" as long as they do
@@ -154,6 +157,7 @@ class Recovery:
         The number is part of every step summary meanwhile. What raises before leaves the step, and its peers are told.
         """
         self._find_dropped(torch._C._current_graph_task_id())
+        self._calls += 1
         self.recover()
         committed: list[bool] = []
         around, self.step = self.step, number
@@ -197,7 +201,7 @@ class Recovery:
         self.recover()
         try:
             yield
-        except DeadlockDetectedError as error:
+        except (DeadlockDetectedError, ReplicaDivergedError) as error:
             self.abort(error)
             raise
 
@@ -233,6 +237,7 @@ class Recovery:
         why, self.forward.failed = self.forward.failed, ""
         if why:
             self.leave(why)
+        self._calls += self.step is None
         self.recover()
 
     def leave(self, why: str, lost: bool = False) -> None:
@@ -246,7 +251,8 @@ class Recovery:
                 "peers wait for the rest of it."
             )
         )
-        said = [self._completed, why, self._what, self.external_runs, self.external_error, lost]
+        counts = [self._calls, self._issued()]
+        said = [self._completed, why, self._what, counts, self.external_runs, self.external_error, lost]
         with suppress(PeerLostError):  # the store is gone: its host has ended, and the peers see that
             self._exchange.announce(self._place, said)
 
@@ -274,7 +280,7 @@ class Recovery:
                 completed, why, what, *_, lost = left
                 done = None if lost else completed < self._completed
                 text = left_halfway(self._rank, rank, what, self._axis_name, why, done)
-                raise (PeerLostError if lost else DeadlockDetectedError)(text)
+                raise (PeerLostError if lost else ReplicaDivergedError if done else DeadlockDetectedError)(text)
 
     def begin_external(self, label: str) -> None:
         """Other libraries' collectives are about to be issued, on every rank, on process groups of theirs.
@@ -300,14 +306,17 @@ class Recovery:
             self.external_error = f"rank {self._rank} waited in {label}: {error}"
             raise
 
-    def recover(self) -> None:
+    def recover(self, within: bool = False) -> None:
         """Before a pass: if the last one was aborted, wait until all ranks have aborted it, and open new channels.
+
+        `within`: in the recovery of the axis that this one is a part of.
 
         Raises:
             CollectiveTimeoutError: a peer hasn't aborted it within the axis' timeout.
             DeadlockDetectedError, PeerLostError: a peer won't, for it has left the axis or is gone.
-            ReplicaDivergedError: on every rank, once: some ranks had completed that pass and others hadn't. The
-                channels are new.
+            ReplicaDivergedError: some ranks had completed that pass and others hadn't. On every rank once, when the
+                channels are new; or, if those ahead have left, for that reason, the very call that this rank comes to,
+                on this one now, so that all have left as many calls when they open the channels at the next one.
         """
         if not self._has_left:
             return
@@ -319,17 +328,28 @@ class Recovery:
                 self._exchange.refuse_lost(self._place, what, range(self._exchange.size))
 
         left = self._exchange.collect(self._place, what, while_waiting=look, to="begin the next one")
-        runs = {begun for _, _, _, begun, *_ in left}
+        most = max(passes for passes, *_ in left)
+        behind = [rank for rank, (passes, *_) in enumerate(left) if passes < most]
+        told = f"told/{self.generation}"
+        if self._rank in behind and not (self._told or within):
+            now = self._calls, self._issued()
+            if all(call >= now[0] and issued >= now[1] for passes, _, _, (call, issued), *_ in left if passes == most):
+                self._told = True
+                self._exchange.announce(told, True)
+                raise self._diverged(left, behind[0])
+        runs = {begun for *_, begun, _, _ in left}
         begun = f"ranks had begun {sorted(runs)} of them" if len(runs) > 1 else ""
         self.external_error = next((error for *_, error, _ in left if error), begun)
-        self._has_left, self._completed = False, 0
+        self._has_left, self._told, self._completed = False, False, 0
         self.generation += 1
         self._renew()
-        behind = min(range(len(left)), key=lambda rank: left[rank][0])
-        if len({passes for passes, *_ in left}) > 1:
-            counts = ", ".join(f"rank {rank}: {passes}" for rank, (passes, *_) in enumerate(left))
-            why = f"{left[behind][1]}; passes completed: {counts}"
-            raise ReplicaDivergedError(parted(self._axis_name, behind, left[behind][2], why))
+        if behind and not any(self._exchange.peek(told, rank) for rank in behind):
+            raise self._diverged(left, behind[0])
+
+    def _diverged(self, left: list[Any], behind: int) -> ReplicaDivergedError:
+        counts = ", ".join(f"rank {rank}: {passes}" for rank, (passes, *_) in enumerate(left))
+        _, why, what, *_ = left[behind]
+        return ReplicaDivergedError(parted(self._axis_name, behind, what, f"{why}; passes completed: {counts}"))
 
     @property
     def _place(self) -> str:

@@ -124,7 +124,8 @@ class Turns:
             call.fail(ReplicaDivergedError(parted(call.axis_name, who, left.what, left.why)))
             return
         place = call.members.index(rank)
-        call.fail(DeadlockDetectedError(left_halfway(place, who, left.what, call.axis_name, left.why, done)))
+        kind = ReplicaDivergedError if done else DeadlockDetectedError
+        call.fail(kind(left_halfway(place, who, left.what, call.axis_name, left.why, done)))
         if done and not left.told:
             left.told = True
             self.completed[left.rank, call.members] = self.completed[rank, call.members]
