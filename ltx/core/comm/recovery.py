@@ -314,9 +314,8 @@ class Recovery:
         Raises:
             CollectiveTimeoutError: a peer hasn't aborted it within the axis' timeout.
             DeadlockDetectedError, PeerLostError: a peer won't, for it has left the axis or is gone.
-            ReplicaDivergedError: some ranks had completed that pass and others hadn't. On every rank once, when the
-                channels are new; or, if those ahead have left, for that reason, the very call that this rank comes to,
-                on this one now, so that all have left as many calls when they open the channels at the next one.
+            ReplicaDivergedError: some ranks had completed that pass and others hadn't. On every rank once, with new
+                channels; or now, if those ahead have left, for that reason, the very call that this rank comes to.
         """
         if not self._has_left:
             return

@@ -241,7 +241,8 @@ def resolve(axis: Any) -> Axis:
 
 def kinds_of(axis: Any) -> list[Any]:
     """The names of each kind, processes or simulated ranks, in a tuple of names that mixes them; else `axis` alone."""
-    if traced.recording() or type(axis) not in (tuple, list) or not all(isinstance(name, str) for name in axis):
+    known = [] if traced.recording() else [known.name for known in axes.axes_in_scope()]
+    if type(axis) not in (tuple, list) or any(name not in known for name in axis):
         return [axis]
     kinds: dict[type, list[str]] = {}
     for name in axis:
