@@ -141,8 +141,7 @@ class Recovery:
         self._fail_channels, self._renew, self._issued = fail_channels, renew, issued
         self._under_way: list[BackwardPass] = []
         self._completed = 0
-        self._has_left = self._told = False
-        self._calls = 0  # of training steps, and plain steps' backward passes
+        self._has_left, self._told, self._calls = False, False, 0  # calls of training steps, and of plain ones' passes
         self.generation = 0  # how many times the ranks have recovered
         self.external_runs = 0  # how many times collectives of other libraries have begun
         self.external_error = ""  # why these no longer pair; "" as long as they do

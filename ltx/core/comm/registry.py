@@ -212,8 +212,7 @@ def size_and_rank(axis: Any) -> tuple[int, int]:
 
 
 def resolve(axis: Any) -> Axis:
-    """The axis that a user means: None, a name or a tuple of names, an Axis, a process group, a DeviceMesh, or a tuple
-    of dimensions of one."""
+    """The axis that a user means: None, a name, an Axis, a process group, a DeviceMesh, or a tuple of such."""
     if isinstance(axis, str):
         return _called(axis)
     if isinstance(axis, list):
@@ -241,8 +240,10 @@ def resolve(axis: Any) -> Axis:
 
 def kinds_of(axis: Any) -> list[Any]:
     """The names of each kind, processes or simulated ranks, in a tuple of names that mixes them; else `axis` alone."""
-    known = [] if traced.recording() else [known.name for known in axes.axes_in_scope()]
-    if type(axis) not in (tuple, list) or any(name not in known for name in axis):
+    if traced.recording() or type(axis) not in (tuple, list):
+        return [axis]
+    in_scope = [known.name for known in axes.axes_in_scope()]
+    if any(name not in in_scope for name in axis):
         return [axis]
     kinds: dict[type, list[str]] = {}
     for name in axis:
