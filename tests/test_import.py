@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import requires
 
 SCRIPT = """
 import sys, torch
@@ -32,3 +33,14 @@ def test_without_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr
+
+
+def test_with_the_oldest_torch() -> None:
+    """What ltx does otherwise for older versions of torch is looked at when it is imported."""
+    oldest = next(line for line in requires("ltx") or [] if line.startswith("torch")).partition(">=")[2]
+    script = (
+        f"import torch\ntorch.__version__ = torch.torch_version.TorchVersion({oldest!r})\nimport ltx\n"
+        "print(ltx.vmap(lambda x: ltx.psum(x))(torch.ones(2)).tolist())"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert done.stdout == "[2.0, 2.0]\n", done.stderr

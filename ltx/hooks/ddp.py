@@ -248,8 +248,6 @@ class _Pass:
     backward_pass: comm.BackwardPass
     pending: PendingReductions
     names: list[list[str]] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
-    futures: list[torch.futures.Future[torch.Tensor]] = field(default_factory=list)
 
     @property
     def going_on(self) -> bool:
@@ -354,25 +352,15 @@ class ToTorch:
         # GradBuckets aren't divided. The buffer is DDP's: what is packed is a copy.
         flat = pack(grads, mine, hook, now.axis.size, states)
         now.names.append(names)
-        now.dtypes.append(buffer.dtype)
-        now.futures.append(torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None))
+        # It notes what is on the stream where it is completed, and the stream that waits for it goes behind that.
+        future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.device.type != "cpu" else None)
         inputs = BucketInput(flat, mine, now.axis.size, now.axis_comm.rank, states, self.step, last, now.axis)
-        now.pending.reduce(hook, inputs)
-        self._complete_futures(now)
-        return now.futures[-1]
-
-    def _complete_futures(self, now: _Pass) -> None:
-        """Complete the futures of the buckets that are complete."""
-        for place, future in enumerate(now.futures):
-            reduced = now.pending.completed(place)
-            if reduced is not None and not future.done():
-                future.set_result(reduced[0].to(now.dtypes[place]))
+        now.pending.reduce(hook, inputs, lambda reduced: future.set_result(reduced[0].to(buffer.dtype)))
+        return future
 
     def _finish_pass(self, now: _Pass) -> None:
         """All buckets are launched: wait for them, then take over the next states together."""
-        reduced = list(now.pending.wait_each())
-        self._complete_futures(now)
-        for names, (_, states) in zip(now.names, reduced, strict=True):
+        for names, (_, states) in zip(now.names, now.pending.wait_each(), strict=True):
             for name, state in zip(names, states, strict=True):
                 self._states[name] = {**self._states[name], **{k: t.detach() for k, t in state.items()}}
         self.step += 1

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import ltx
 from ltx import Pool, hooks
+from ltx.core.comm.backends import CommStream, StreamFence
 from ltx.errors import LtxError
 from tests.contract.optim.test_opaque import Anchored
-from tests.streams.backend import log
+from tests.streams.backend import NAME, log
 from tests.streams.pool import StreamedPool
 
 Ranks = Callable[[int], Pool]
@@ -322,3 +326,43 @@ def test_a_class_that_runs_as_it_is_begins_after_a_skipped_step(ranks: Ranks) ->
     for params, skipped in StreamedPool(ranks(2)).run(run):
         assert skipped == left_out == [True, False, False]
         torch.testing.assert_close(params, expected)
+
+
+def test_under_ddp_nothing_waits_before_the_last_bucket(ranks: Ranks) -> None:
+    """Each future is completed on the stream that communicates, and DDP waits for it at the end."""
+
+    def run() -> Any:
+        module, rank, seen = model(), int(ltx.axis_index()), list[str]()
+        behind, fence, complete = CommStream.behind_current, CommStream.fence, torch.futures.Future.set_result
+
+        @contextmanager
+        def noted(stream: CommStream) -> Iterator[None]:
+            with behind(stream):
+                seen.append("on")
+                yield
+                seen.append("off")
+
+        def fenced(stream: CommStream) -> StreamFence:
+            wait = fence(stream)
+            return lambda *given: (seen.append("waits"), wait(*given))[1]
+
+        ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4, init_sync=False)
+        group = dist.new_group(backend=NAME)
+        ddp.register_comm_hook(group, hooks.to_torch(hooks.FP16()))
+        ddp(batch(rank, 0)[0]).square().mean().backward()  # in one bucket
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CommStream, "behind_current", noted)
+            patch.setattr(CommStream, "fence", fenced)
+            patch.setattr(
+                torch.futures.Future,
+                "set_result",
+                lambda future, value: (seen.append("completed"), complete(future, value)),
+            )
+            ddp(batch(rank, 1)[0]).square().mean().backward()
+        dist.destroy_process_group(group)
+        return seen
+
+    for seen in StreamedPool(ranks(2)).run(run):
+        buckets = seen.count("completed")
+        assert buckets > 2
+        assert seen == ["on", "completed", "off"] * buckets + ["waits"] * buckets

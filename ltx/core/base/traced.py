@@ -91,12 +91,6 @@ def at_trace_time(fn: F) -> F:
     return fn if _TORCH >= "2.12" else _by_address(fn)
 
 
-@at_trace_time
-def refuse(text: str, error: type[LtxError] = UnsupportedError) -> NoReturn:
-    """Raise, so that it reaches the user in compiled graphs too."""
-    raise error(text)
-
-
 def whole(fn: F) -> F:
     """Decorate a function that is traced as a whole, or not at all.
 
@@ -143,6 +137,12 @@ def _by_address(fn: Any) -> Any:
         return at_addresses(places, *[id(x) if i in places else x for i, x in enumerate(args)])
 
     return run
+
+
+@at_trace_time
+def refuse(text: str, error: type[LtxError] = UnsupportedError) -> NoReturn:
+    """Raise, so that it reaches the user in compiled graphs too."""
+    raise error(text)
 
 
 def keep(key: str, value: Any) -> str:

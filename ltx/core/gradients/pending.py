@@ -46,6 +46,7 @@ class _PendingReduction:
     work: comm.Work | None = None
     phase: int = 0
     completed: Reduced | None = None
+    then: Callable[[Reduced], None] | None = None
     total: float | None = None  # of all elements of the result, if the transport knows it
     fence: StreamFence | None = None  # until the stream that waits is behind the result
 
@@ -69,13 +70,15 @@ class PendingReductions:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def launch(self, program: Program, hook: CommHook) -> None:
+    def launch(self, program: Program, hook: CommHook, then: Callable[[Reduced], None] | None = None) -> None:
         """Start the program of the next bucket in order, which is that of `hook`.
+
+        `then` is given the result as soon as it is complete, on the stream that makes it.
 
         A hook without collectives of its own may wait for something else. Peers that are still in their backward pass
         can't be made to wait for that, so such a hook runs when the bucket is waited for.
         """
-        pending = _PendingReduction(hook, program)
+        pending = _PendingReduction(hook, program, then=then)
         self._pending.append(pending)
         if hook.phases_on(self._comm.size) == 0:
             return
@@ -89,9 +92,9 @@ class PendingReductions:
                 self._advance(len(self) - 1)
         pending.fence, pending.program = stream.fence(), program
 
-    def reduce(self, hook: CommHook, inputs: BucketInput) -> None:
+    def reduce(self, hook: CommHook, inputs: BucketInput, then: Callable[[Reduced], None] | None = None) -> None:
         """Start the reduction of the next bucket in order by `hook`, and go on with those before it."""
-        self.launch(program_of(hook, inputs), hook)
+        self.launch(program_of(hook, inputs), hook, then)
         self.poll()
 
     def _advance(self, place: int) -> None:
@@ -125,6 +128,8 @@ class PendingReductions:
         if pending.work is not None and unchanged:
             pending.total = pending.work.total  # the transport's sum is that of the hook's result
         pending.completed, pending.work, pending.program = request, None, None
+        if pending.then is not None:
+            pending.then(request)
 
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
