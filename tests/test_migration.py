@@ -8,7 +8,6 @@ import re
 import socket
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import ltx
-from ltx.errors import DeadlockDetectedError, WorldError
-from tests import inside
+from ltx.errors import WorldError
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "coming-from" / "lightning-names.md"
@@ -31,6 +28,9 @@ Ranks = Callable[[int], ltx.Pool]
 # --- the names, and the tests that show what stands for them ----------------------------------------------------------
 
 HERE = "test_migration.py::"
+ALONE = "contract/conformance/test_properties.py::test_a_world_of_one_is_one_simulated_rank"
+TOLD = "contract/strategies/test_failures.py::test_peers_are_told_and_the_step_can_be_done_again"
+REDUCED = "contract/collectives/test_reduce.py::test_defaults_and_what_passes_through"
 
 #: What several classes have in common.
 SHARED = {
@@ -40,8 +40,8 @@ SHARED = {
     "checkpoint_io": "contract/checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",
     "precision_plugin": "contract/training/test_mixed_precision.py::test_what_overflows_on_one_rank_is_skipped_by_all",
     "barrier": "internal/collectives/test_objects.py::test_barriers_of_different_names",
-    "broadcast": HERE + "test_barriers_and_objects",
-    "reduce": HERE + "test_reductions",
+    "broadcast": "internal/collectives/test_objects.py::test_objects_arrive",
+    "reduce": REDUCED,
     "teardown": "internal/world/test_init.py::test_teardown_after_an_exception_and_again",
     "root_device": HERE + "test_the_world_s_properties",
 }
@@ -56,14 +56,14 @@ NAMES: dict[str, dict[str, str]] = {
     "HorovodStrategy": {
         "HorovodStrategy": "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says",
         **shared("accelerator", "parallel_devices", "checkpoint_io", "precision_plugin", "teardown", "root_device"),
-        "all_gather(result, group, sync_grads)": HERE + "test_gathering_as_horovod",
-        "barrier(*args)": HERE + "test_barriers_and_objects",
-        "broadcast(obj, src)": HERE + "test_barriers_and_objects",
+        "all_gather(result, group, sync_grads)": "contract/collectives/test_uneven.py::test_all_gather",
+        "barrier(*args)": "internal/collectives/test_objects.py::test_barriers",
+        "broadcast(obj, src)": "internal/collectives/test_objects.py::test_objects_arrive",
         "model_to_device": "internal/world/test_init.py::test_to_device_moves_what_can_move",
         "post_backward(closure_loss)": (
             "contract/training/test_train_step.py::test_clipping_is_by_the_norm_of_the_global_gradient"
         ),
-        'reduce(tensor, group, reduce_op="mean")': HERE + "test_reductions",
+        'reduce(tensor, group, reduce_op="mean")': REDUCED,
         "setup(trainer)": (
             "internal/strategies/test_pieces.py::test_scaled_learning_rates "
             "contract/training/test_train_step.py::test_init_takes_rank_0s_values_and_copies"
@@ -77,7 +77,7 @@ NAMES: dict[str, dict[str, str]] = {
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
         "all_gather": "contract/collectives/test_gather.py::test_without_sync_grads_the_result_is_a_constant",
         "block_backward_sync": "contract/transforms/test_block.py::test_blocked_then_synchronised_is_the_plain_step",
-        "reconciliate_processes(trace)": HERE + "test_peers_of_a_rank_that_fails_are_told",
+        "reconciliate_processes(trace)": TOLD,
         "reduce_boolean_decision(decision)": "contract/collectives/test_reduce.py::test_boolean_decisions",
         "is_global_zero": HERE + "test_the_world_s_properties",
         **shared("teardown", "root_device"),
@@ -96,8 +96,8 @@ NAMES: dict[str, dict[str, str]] = {
         "DDPStrategy": "contract/training/test_train_step.py::test_fifty_steps_are_those_of_ddp",
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
         "ddp_comm_state": "contract/hooks/test_from_torch.py::test_power_sgd_as_under_ddp",
-        "ddp_comm_hook": HERE + "test_hooks_and_wrappers",
-        "ddp_comm_wrapper": HERE + "test_hooks_and_wrappers",
+        "ddp_comm_hook": "contract/strategies/test_ddp.py::test_wrappers",
+        "ddp_comm_wrapper": "contract/strategies/test_ddp.py::test_wrappers",
         "model_averaging_period": (
             "contract/strategies/test_ddp.py::test_models_are_averaged_only_where_asked_for "
             "contract/strategies/test_conformance.py::test_processes_do_what_the_reference_says"
@@ -117,18 +117,18 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "utilities.distributed": {
         "AllGatherGrad(tensor, group)": "contract/collectives/test_gather.py::test_all_gather_grad_on_a_subgroup",
-        "AllGatherGrad.forward": HERE + "test_all_gather_grad",
-        "AllGatherGrad.backward": HERE + "test_all_gather_grad",
-        "all_gather_ddp_if_available(tensor, group, sync_grads)": HERE + "test_alone",
-        "gather_all_tensors(result, group)": HERE + "test_tensors_of_unequal_shapes",
+        "AllGatherGrad.forward": "contract/collectives/test_gather.py::test_all_gather_grad_on_a_subgroup",
+        "AllGatherGrad.backward": "contract/collectives/test_gather.py::test_all_gather_grad_on_a_subgroup",
+        "all_gather_ddp_if_available(tensor, group, sync_grads)": ALONE,
+        "gather_all_tensors(result, group)": "contract/collectives/test_uneven.py::test_gather_all_tensors",
         "init_dist_connection(cluster_environment, backend, global_rank, world_size, **kwargs)": (
             "internal/world/test_init.py::test_second_call_with_other_arguments_says_which"
         ),
         "register_ddp_comm_hook(model, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)": (
-            HERE + "test_hooks_and_wrappers"
+            "contract/strategies/test_ddp.py::test_wrappers"
         ),
-        "sync_ddp(result, group, reduce_op)": HERE + "test_reductions",
-        "sync_ddp_if_available": HERE + "test_alone",
+        "sync_ddp(result, group, reduce_op)": REDUCED,
+        "sync_ddp_if_available": ALONE,
     },
 }
 
@@ -232,133 +232,7 @@ def test_behind_every_row_stands_a_test() -> None:
 # --- what no other test shows: utilities.distributed ------------------------------------------------------------------
 
 
-def test_all_gather_grad(ranks: Ranks) -> None:
-    """Lightning's own example on three ranks: loss_r = (r + 1) * sum(gathered), and every gradient is 1 + 2 + 3."""
-
-    def run() -> tuple[Tensor, ...]:
-        rank = int(ltx.axis_index())
-
-        def loss(x: Tensor) -> Tensor:
-            return (rank + 1) * ltx.AllGatherGrad.apply(x).sum()
-
-        x = torch.full((2, 5), float(rank)).T.requires_grad_()  # not contiguous
-        (plain,) = torch.autograd.grad(loss(x), x)
-        transpose = ltx.psum_scatter(torch.full((3, 5, 2), rank + 1.0))
-        return ltx.AllGatherGrad.apply(x.detach()), plain, torch.func.grad(loss)(x.detach()), transpose
-
-    gathered, *gradients = ranks(3).run(run).replicated()
-    assert torch.equal(gathered, torch.arange(3.0).reshape(3, 1, 1).expand(3, 5, 2))
-    for gradient in gradients:
-        assert torch.equal(gradient, torch.full((5, 2), 6.0))
-
-
-def test_tensors_of_unequal_shapes(ranks: Ranks) -> None:
-    shapes = [(0, 3), (2, 1), (4,)]
-
-    def run() -> tuple[list[Tensor], Tensor]:
-        rank = int(ltx.axis_index())
-        x = torch.full(shapes[rank], float(rank), requires_grad=True)
-        found = ltx.gather_all_tensors(x)
-        torch.stack([y.sum() for y in found]).sum().backward()
-        return [y.detach() for y in found], x.grad
-
-    for rank, (found, gradient) in enumerate(ranks(3).run(run)):
-        assert [tuple(x.shape) for x in found] == shapes
-        assert all((x == r).all() for r, x in enumerate(found))
-        assert torch.equal(gradient, torch.full(shapes[rank], 3.0))  # theirs: none
-
-
-def test_alone() -> None:
-    """In a world of one results are what they are in any other, and never the argument itself."""
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    gathered = ltx.all_gather(x)
-    assert gathered.shape == (1, 2)
-    assert gathered.requires_grad
-    assert not ltx.all_gather(x, sync_grads=False).requires_grad
-    for reduced in (ltx.psum(x), ltx.reduce(x), ltx.reduce(x, None)):
-        assert torch.equal(reduced, x)
-        assert reduced is not x
-        assert reduced.data_ptr() != x.data_ptr()
-    assert ltx.reduce(torch.tensor(3)).dtype == torch.float32
-
-
 # --- the strategies' methods ------------------------------------------------------------------------------------------
-
-
-def test_reductions(ranks: Ranks) -> None:
-    def run() -> dict[str, Any]:
-        rank = int(ltx.axis_index())
-        x, count = torch.tensor([1.0 + rank, 4.0]), torch.tensor(2 * rank - 3)
-        group = dist.new_group([0, 2])
-        try:
-            return {
-                "mean by default": ltx.reduce(x),
-                "sum by default": ltx.psum(x),
-                "None is the sum": ltx.reduce(x, None),
-                "integers": ltx.reduce(torch.tensor(rank % 2)),
-                "truncated": ltx.reduce(count - 1, keep_dtype=True),
-                "no tensors": ltx.reduce(["epoch", 3, None]),
-                "a group": ltx.reduce(x, "PRODUCT", group) if rank != 1 else torch.tensor([3.0, 16.0]),
-                "the argument": x - torch.tensor([rank, 0.0]),
-            }
-        finally:
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                inside.close_axis(inside.resolve(group))
-                dist.destroy_process_group(group)
-
-    found = ranks(3).run(run).replicated()
-    assert found["no tensors"] == ["epoch", 3, None]
-    assert {name: x.tolist() for name, x in found.items() if name != "no tensors"} == {
-        "mean by default": [2.0, 4.0],
-        "sum by default": [6.0, 12.0],
-        "None is the sum": [6.0, 12.0],
-        "integers": pytest.approx(1 / 3),
-        "truncated": -2,  # (-4 - 2 + 0) / 3
-        "a group": [3.0, 16.0],
-        "the argument": [1.0, 4.0],
-    }
-
-
-@dataclass
-class Config:
-    """Something that pickles."""
-
-    names: tuple[str, ...]
-    weight: Tensor
-
-
-def test_barriers_and_objects(ranks: Ranks) -> None:
-    def run() -> tuple[Any, ...]:
-        rank = int(ltx.axis_index())
-        ltx.barrier("before")
-        ltx.barrier()
-        config = ltx.broadcast_object(Config((f"rank {rank}",), torch.tensor(rank)) if rank == 2 else None, src=2)
-        scale = ltx.broadcast_object(lambda x: x * (1 + rank), src=1)
-        return config.names, config.weight.item(), scale(3), ltx.broadcast({"w": torch.tensor(rank)}, src=1)["w"]
-
-    assert ranks(3).run(run).replicated() == (("rank 2",), 2, 6, torch.tensor(1))
-
-
-def test_gathering_as_horovod(ranks: Ranks) -> None:
-    """Parts of unequal lengths one after another, scalars, and its gradient: the mean over ranks instead of the sum."""
-
-    def run() -> tuple[Tensor, ...]:
-        rank = int(ltx.axis_index())
-
-        def loss(x: Tensor, grad_scale: Any) -> Tensor:
-            return ltx.all_gather(x, tiled=True, splits=[1, 0, 2], grad_scale=grad_scale).sum() * (rank + 1)
-
-        x = torch.full(([1, 0, 2][rank], 2), float(rank))
-        gathered = ltx.all_gather(x, tiled=True, splits=[1, 0, 2])
-        gradients = [torch.func.grad(loss)(x, scale).reshape(-1).unique() for scale in ("sum", "mean")]
-        constant = ltx.all_gather(x.requires_grad_(), tiled=True, splits=[1, 0, 2], sync_grads=False)
-        assert not constant.requires_grad
-        return gathered, ltx.all_gather(torch.tensor(float(rank))), *gradients
-
-    for rank, (gathered, scalars, summed, averaged) in enumerate(ranks(3).run(run)):
-        assert gathered.tolist() == [[0.0, 0.0], [2.0, 2.0], [2.0, 2.0]]
-        assert scalars.tolist() == [0.0, 1.0, 2.0]
-        assert (summed.tolist(), averaged.tolist()) == (([], []) if rank == 1 else ([6.0], [2.0]))
 
 
 def test_the_world_s_properties(ranks: Ranks) -> None:
@@ -368,49 +242,6 @@ def test_the_world_s_properties(ranks: Ranks) -> None:
 
     assert list(ranks(3).run(run)) == [(True, True, True), (False, True, True), (False, True, True)]
     assert (ltx.world().is_global_zero, ltx.world().is_distributed) == (True, False)  # theirs: always True
-
-
-class Breaks(torch.autograd.Function):
-    """Identity whose backward pass raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ZeroDivisionError("no derivative")
-
-
-def test_peers_of_a_rank_that_fails_are_told(ranks: Ranks) -> None:
-    """Nobody is killed, states are as they were, and all do the next step together."""
-
-    def run() -> tuple[str, str, list[float], list[float]]:
-        rank = ltx.world().rank
-        axis = inside.open_axis("fresh", dist.new_group([0, 1, 2]), timedelta(seconds=10))
-
-        def loss(params: Any, x: Tensor, fails: bool) -> Tensor:
-            return (x * (Breaks.apply(params["w"]) if fails else params["w"])).sum()
-
-        step = ltx.data_parallel(loss, axis=axis)
-        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
-        state = train.init({"w": torch.zeros(2)})
-        x = torch.tensor([rank, 1.0])
-        state, _ = train(state, x, False)
-        with pytest.raises((ZeroDivisionError, DeadlockDetectedError)) as caught:
-            train(state, x, rank == 1)
-        kept = state.params["w"].tolist()
-        state, _ = train(state, x, False)
-        return type(caught.value).__name__, str(caught.value), kept, state.params["w"].tolist()
-
-    results = list(ranks(3).run(run))
-    assert [kind for kind, *_ in results] == ["DeadlockDetectedError", "ZeroDivisionError", "DeadlockDetectedError"]
-    for _, text, kept, after in results:
-        assert "no derivative" in text
-        assert (kept, after) == ([-1.0, -1.0], [-2.0, -2.0])
-    for rank in (0, 2):  # which may have it from each other
-        assert results[rank][1].startswith(f"rank {rank}: rank ")
-        assert "rank 1 has left step 1 of the training on axis 'fresh' halfway (ZeroDivisionError" in results[rank][1]
 
 
 def test_ranks_may_use_different_parameters(ranks: Ranks) -> None:
@@ -430,38 +261,6 @@ def test_ranks_may_use_different_parameters(ranks: Ranks) -> None:
 
 
 # --- the strategies' arguments ----------------------------------------------------------------------------------------
-
-
-def test_hooks_and_wrappers(ranks: Ranks) -> None:
-    """On CPUs too, a wrapper alone too, and a hook of torch's with its state."""
-    seen: list[int] = []
-
-    def counting(state: list[int], bucket: Any) -> Any:
-        state.append(bucket.buffer().numel())
-        return allreduce_hook(None, bucket)
-
-    def run() -> tuple[list[float], list[int]]:
-        strategies = [
-            ltx.DDPStrategy(),
-            ltx.DDPStrategy(comm_hook="bf16"),
-            ltx.DDPStrategy(comm_wrapper="bf16"),
-            ltx.DDPStrategy(comm_hook=ltx.hooks.from_torch(counting, seen)),
-        ]
-        axis = inside.open_axis("of its own", dist.group.WORLD, timedelta(seconds=30))
-        try:
-            x = torch.tensor([1 + 2.0**-12])
-            steps = [ltx.data_parallel(lambda w, x: (w * x).sum(), strategy, axis=axis) for strategy in strategies]
-            return [torch.func.grad(step)(torch.ones(1), x).item() for step in steps], seen
-        finally:
-            inside.close_axis(axis)
-
-    gradients, counted = ranks(3).run(run).replicated()
-    exact, rounded, wrapped, torchs = gradients
-    assert exact == pytest.approx(1 + 2.0**-12, rel=1e-6)
-    assert torchs == pytest.approx(1 + 2.0**-12, rel=1e-6)
-    assert rounded == wrapped == pytest.approx(1.0, abs=2.0**-7)
-    assert rounded != pytest.approx(exact, abs=2.0**-14)
-    assert counted == [1]
 
 
 def test_ddps_own_arguments_are_refused() -> None:

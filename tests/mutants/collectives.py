@@ -9,7 +9,7 @@ MUTANTS = (
         old='transpose=lambda shape, static: ("psum", ())',
         new='transpose=lambda shape, static: ("pvary", ())',
         breaks="gradients through psum are this rank's alone",
-        tests=("tests/internal/collectives/test_transpose.py",),
+        tests=("tests/contract/conformance/test_conformance.py",),
     ),
     Mutant(
         name="collectives: pvary's transpose dropped",
@@ -17,7 +17,7 @@ MUTANTS = (
         old='transpose=lambda shape, static: ("psum", ())',
         new='transpose=lambda shape, static: ("pvary", ())',
         breaks="the gradient of replicated parameters isn't summed",
-        tests=("tests/internal/collectives/test_transpose.py",),
+        tests=("tests/contract/conformance/test_conformance.py",),
     ),
     Mutant(
         name="collectives: broadcast's transpose on every rank",
@@ -57,10 +57,7 @@ MUTANTS = (
         old='transpose=lambda shape, static: ("all_to_all", (static[1], static[0])),',
         new='transpose=lambda shape, static: ("all_to_all", static),',
         breaks="the gradient of an all_to_all along two dimensions has parts in wrong places",
-        tests=(
-            "tests/internal/collectives/test_transpose.py",
-            "tests/contract/collectives/test_permute.py",
-        ),
+        tests=("tests/contract/collectives/test_permute.py", "tests/contract/conformance/test_conformance.py"),
     ),
     Mutant(
         name="collectives: ppermute's transpose goes on forwards",
@@ -68,10 +65,7 @@ MUTANTS = (
         old='transpose=lambda shape, static: ("ppermute", _turned_round(static)),',
         new='transpose=lambda shape, static: ("ppermute", static),',
         breaks="gradients are sent on instead of back",
-        tests=(
-            "tests/internal/collectives/test_transpose.py",
-            "tests/contract/collectives/test_permute.py",
-        ),
+        tests=("tests/contract/collectives/test_permute.py", "tests/contract/conformance/test_conformance.py"),
     ),
     Mutant(
         name="collectives: ranks that tie get the whole gradient",

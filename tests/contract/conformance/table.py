@@ -226,6 +226,20 @@ def batch_norm_of(xs: Tensor) -> Tensor:
     return 1.5 * (xs - xs.mean()) / (xs.var(correction=0) + 0.1).sqrt() + 0.5
 
 
+def softmax(x: Tensor) -> Tensor:
+    exps = torch.exp(x - ltx.pmax(x.detach()))
+    return exps / ltx.psum(exps)
+
+
+def product_round_a_ring(x: Tensor) -> Tensor:
+    """A rank's rows times the sum of all ranks' transposed ones, each multiplied as it comes round."""
+    passing, y = x, x @ x.mT
+    for _ in range(ltx.axis_size() - 1):
+        passing = ltx.ppermute(passing, ring(ltx.axis_size()))
+        y = y + x @ passing.mT
+    return y
+
+
 accumulated = ltx.accumulate(ltx.data_parallel(batch_loss), steps=2)
 
 EVERY: dict[str, Any] = {"dtypes": ALL, "whole": WHOLE}
@@ -405,6 +419,16 @@ OPS = (
         compiled=("grad", "hvp"),
     ),
     Op("sync_gradients", lambda x: ltx.sync_gradients(x)[0], mean_of),
+    # What programs make of several collectives.
+    Op("softmax over ranks", softmax, lambda xs: torch.softmax(xs, 0), compiled=(), dtypes=()),
+    Op(
+        "variance over ranks",
+        lambda x: ltx.pmean((x - ltx.pmean(x)) ** 2),
+        lambda xs: everywhere(xs.var(0, correction=0), len(xs)),
+        compiled=(),
+        dtypes=(),
+    ),
+    Op("product round a ring", product_round_a_ring, lambda xs: xs @ xs.sum(0).mT, compiled=(), dtypes=()),
 )
 
 
