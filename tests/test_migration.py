@@ -73,7 +73,7 @@ NAMES: dict[str, dict[str, str]] = {
         ),
     },
     "ParallelStrategy": {
-        "ParallelStrategy": "contract/strategies/test_protocol.py::test_real_ranks",
+        "ParallelStrategy": "contract/test_extend.py::test_a_strategy",
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
         "all_gather": "contract/collectives/test_gather.py::test_without_sync_grads_the_result_is_a_constant",
         "block_backward_sync": "contract/transforms/test_block.py::test_blocked_then_synchronised_is_the_plain_step",

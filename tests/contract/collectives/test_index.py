@@ -29,11 +29,6 @@ def test_alone() -> None:
     assert (index.shape, index.dtype, index.item(), size) == (torch.Size([]), torch.int64, 0, 1)
 
 
-def test_processes(ranks: Ranks) -> None:
-    for rank, (index, size) in enumerate(ranks(3).run(_index_and_size)):
-        assert (index.shape, index.dtype, index.item(), size) == (torch.Size([]), torch.int64, rank, 3)
-
-
 def test_simulated() -> None:
     seen: list[Any] = []
 
@@ -44,55 +39,6 @@ def test_simulated() -> None:
 
     assert ltx.vmap(look, axis_size=4)().tolist() == [0, 1, 2, 3]
     assert seen == [(torch.Size([]), torch.int64, 4)]
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [torch.func.grad, torch.func.jacrev, torch.func.jacfwd, lambda f: torch.func.grad(torch.func.grad(f))],
-    ids=["grad", "jacrev", "jacfwd", "grad of grad"],
-)
-def test_the_index_is_an_ordinary_number_inside_transforms(transform: Callable[..., Any]) -> None:
-    def f(x: Tensor) -> Tensor:
-        return (ltx.axis_index() + 1) * x * x
-
-    expected = ltx.vmap(lambda x, r: transform(lambda x: (r + 1) * x * x)(x))(torch.ones(3), torch.arange(3))
-    assert torch.equal(ltx.vmap(transform(f))(torch.ones(3)), expected)
-
-
-def test_nested_axes() -> None:
-    """Two simulated axes of 2 and 3 ranks: each collective takes the one it names."""
-
-    def f(x: Tensor) -> dict[str, Tensor]:
-        return {
-            "node": ltx.psum(x, "node"),
-            "data": ltx.psum(x, "data"),
-            "both": ltx.psum(ltx.psum(x, "node"), "data"),
-            "index": 10 * ltx.axis_index("node") + ltx.axis_index("data"),
-            "gathered": ltx.all_gather(ltx.all_gather(x, "data"), "node"),
-            "grad": torch.func.grad(lambda x: ltx.psum(x, "node") * ltx.axis_index("data"))(x),
-        }
-
-    xs = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
-    got = ltx.vmap(ltx.vmap(f, axis_name="data"), axis_name="node")(xs)
-    assert torch.equal(got["node"], xs.sum(0).expand(2, 3))
-    assert torch.equal(got["data"], xs.sum(1, keepdim=True).expand(2, 3))
-    assert torch.equal(got["both"], torch.full((2, 3), 63.0))
-    assert got["index"].tolist() == [[0, 1, 2], [10, 11, 12]]
-    assert torch.equal(got["gathered"], xs.expand(2, 3, 2, 3))
-    assert torch.equal(got["grad"], 2 * torch.arange(3.0).expand(2, 3))
-
-
-def test_an_inner_axis_hides_an_outer_one_of_its_name() -> None:
-    xs = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert ltx.vmap(ltx.vmap(ltx.psum))(xs).tolist() == [[3.0, 3.0], [7.0, 7.0]]
-
-
-def test_simulated_ranks_inside_processes(ranks: Ranks) -> None:
-    def run(xs: Tensor) -> Tensor:
-        mine = xs[ltx.axis_index("data")]
-        return ltx.vmap(lambda x: ltx.psum(ltx.psum(x, "inner"), "data"), axis_name="inner")(mine)
-
-    assert ranks(2).run(run, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).replicated().tolist() == [10.0, 10.0]
 
 
 def test_every_form_of_an_axis(ranks: Ranks) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
 from torch.nn import functional
 
@@ -128,30 +127,6 @@ def test_second_derivatives_are_those_of_the_whole_batch(name: str, ranks: Ranks
     torch.testing.assert_close(torch.cat(list(ranks(len(xs)).run(run)), 2), second)
 
 
-@pytest.mark.full
-def test_gradcheck_and_gradgradcheck_on_simulated_ranks(seed: int) -> None:
-    xs, (mean, var, weight, bias) = drawn([(2, C, 2)] * 3)
-
-    def normed(xs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        run = ltx.vmap(lambda x: sync_batch_norm(x, mean, var, weight, bias)[0])
-        return run(xs)
-
-    at = tuple(t.requires_grad_() for t in (torch.stack(xs), weight, bias))
-    assert gradcheck(normed, at, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(normed, at, check_fwd_over_rev=True)
-
-
-@pytest.mark.parametrize("name", ["equal", "images", "one value each"])
-def test_simulated_ranks(name: str, ranks: Ranks, seed: int) -> None:
-    shapes = [s for s in SHAPES[name] if s == SHAPES[name][0]] * 2
-    xs, (mean, var, weight, bias) = drawn(shapes[:2])
-    ys, running, _, _ = one_process(xs, mean, var, weight, bias)
-    run = ltx.vmap(lambda x: sync_batch_norm(x, mean, var, weight, bias, momentum=0.3, eps=1e-3))
-    y, *found = run(torch.stack(xs))
-    torch.testing.assert_close(y, torch.stack(ys))
-    torch.testing.assert_close(tuple(found), tuple(torch.stack([r, r]) for r in running))
-
-
 def test_under_torch_vmap_statistics_are_of_each_entry(ranks: Ranks, seed: int) -> None:
     (x, _), (mean, var, weight, bias) = drawn([(4, C), (4, C)])
     batch = torch.stack([x, 2 * x, x + 1])
@@ -179,12 +154,6 @@ def test_alone_it_is_torchs(training: bool, seed: int) -> None:
     torch.testing.assert_close(under[0], want)
     reference = torch.func.vjp(lambda x: functional.batch_norm(x, m, v, weight, bias, training), x)
     torch.testing.assert_close(under[1](y), reference[1](y))
-
-
-def test_a_process_group_of_one(ranks: Ranks, seed: int) -> None:
-    (x,), (mean, var, weight, bias) = drawn([(4, C, 2)], torch.float32)
-    (found,) = ranks(1).run(lambda: sync_batch_norm(x, mean, var, weight, bias, axis="data"))
-    assert all(torch.equal(a, b) for a, b in zip(found, sync_batch_norm(x, mean, var, weight, bias), strict=True))
 
 
 def test_not_training_communicates_nothing(ranks: Ranks, seed: int) -> None:

@@ -20,7 +20,7 @@ from ltx.extend import inner, outer
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.strategies import StateLayout, StepInfo
 from tests import inside
-from tests.contract.strategies.test_protocol import TWINS, Gossip, LocalSGD, problem, trainer
+from tests.contract.strategies.test_protocol import STRATEGIES, Gossip, LocalSGD, problem, trainer
 from tests.covering import some
 from tests.twins.feedback import ErrorFeedback
 
@@ -395,11 +395,11 @@ class InNodes(ltx.Strategy):
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_training_steps_send_what_is_explained(ranks: Ranks, name: str, n: int) -> None:
     def run() -> list[tuple[int, int, int]]:
         params, inputs = problem(n)
-        train = trainer(TWINS[name].strategy)
+        train = trainer(STRATEGIES[name])
         state, seen = train.init(params), []
         for x in inputs:
             explained = ltx.profile.explain(train, state)

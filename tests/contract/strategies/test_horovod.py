@@ -253,27 +253,6 @@ def test_what_compiled_graphs_cant_hold(fields: dict[str, Any], text: str) -> No
 # --- adasum ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_adasum_moves_by_the_adaptive_sum_of_steps(ranks: Ranks) -> None:
-    """With plain SGD and one step: p - lr adasum(gradients). Every rank has an optimizer state of its own."""
-    x = torch.randn(2, 3)
-
-    def run() -> Any:
-        train = trainer(ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), op="adasum")
-        mine = x[ltx.axis_index()]
-        state, metrics = train(train.init(params_of()), mine)
-        grads = torch.func.grad(loss)(params_of(), mine)
-        moved = {k: p - 0.1 * ltx.adasum(grads[k]) for k, p in params_of().items()}
-        return state.params, moved, ltx.tree.flatten(state.opt_state)[0], state.layout.opt_state, metrics.loss
-
-    results = ranks(2).run(run)
-    for params, moved, _, kind, _ in results:
-        torch.testing.assert_close(params, moved)
-        assert kind == "per_rank"
-    assert not all(map(torch.equal, results.rank(0)[2], results.rank(1)[2]))
-    assert results.rank(0)[4] != results.rank(1)[4]  # a rank's own loss
-
-
 def test_adasum_pairs_ranks(ranks: Ranks) -> None:
     def run() -> str:
         with pytest.raises(StrategyError) as raised:
@@ -312,20 +291,6 @@ def test_groups_are_buckets() -> None:
     assert buckets_of(9) == [("v",), ("w",), ("x",), ("y",), ("z",)]
     assert buckets_of([["z", "v"]], **small) == [("w",), ("x",), ("y",), ("v", "z")]
     assert buckets_of([["[w-x]"], ["z", "y"]]) == [("v",), ("w", "x"), ("y", "z")]
-
-
-@pytest.mark.full
-def test_groups_reduce_as_ever(ranks: Ranks) -> None:
-    x = torch.randn(2, 3)
-
-    def run() -> Any:
-        mine = x[ltx.axis_index()]
-        plain = torch.func.grad(ltx.data_parallel(loss))(params_of(), mine)
-        for groups in (1, 2, [["b"]]):
-            step = ltx.data_parallel(loss, ltx.HorovodStrategy(groups=groups))
-            torch.testing.assert_close(torch.func.grad(step)(params_of(), mine), plain, rtol=0, atol=0)
-
-    ranks(2).run(run)
 
 
 def test_groups_that_dont_fit() -> None:
@@ -381,22 +346,6 @@ def test_a_sparse_gradient_in_a_bucket_is_refused(ranks: Ranks) -> None:
     assert "has layout torch.sparse_coo, and buckets hold dense ones" in ranks(2).run(run).replicated()
 
 
-@pytest.mark.full
-def test_join(ranks: Ranks) -> None:
-    """Horovod's golden value: a rank without data counts as zero, and the mean divides by all: g (n - 1) / n."""
-
-    def run() -> list[float]:
-        step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.HorovodStrategy())
-        batches = [torch.tensor([3.0])] * (2 if ltx.axis_index() else 1)
-        found = []
-        for batch, weight in ltx.uneven(batches, divisor="all"):
-            grad = torch.func.grad(lambda w, x=batch, weight=weight: weight * step(w, x))(torch.tensor(1.0))
-            found.append(grad.item())
-        return found
-
-    assert ranks(2).run(run).replicated() == [3.0, 3.0 * (2 - 1) / 2]
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
 def test_a_state_restored_on_one_rank_is_broadcast(optimizer: Any, ranks: Ranks) -> None:
     """Horovod's broadcast_parameters and broadcast_optimizer_state; the count of steps and other leaves come along."""
@@ -428,14 +377,6 @@ def test_a_state_restored_on_one_rank_is_broadcast(optimizer: Any, ranks: Ranks)
         assert counts == (3, 3, 3)
         assert all(map(torch.equal, leaves, expected))
         assert torch.equal(params["w"], results.rank(0)[2]["w"])
-
-
-def test_a_world_of_one_broadcasts_to_itself() -> None:
-    train = trainer()
-    state = train.init(params_of())
-    again = train.broadcast(state)
-    assert torch.equal(again.params["w"], state.params["w"])
-    assert again.step == 0
 
 
 @pytest.mark.parametrize(

@@ -88,37 +88,11 @@ class Anchored(LocalSGD):
         return {path: state["anchor"] for path, state in anchors.items()}, anchors
 
 
-def mean_of(by_rank: list[Params]) -> Params:
-    return ltx.tree.map(lambda *xs: sum(xs) / len(xs), *by_rank)
-
-
-def twin_local_sgd(params: list[Params], anchor: Params, step: int) -> tuple[list[Params], Params]:
-    """After the update: (each rank's parameters, the next anchor)"""
-    return ([mean_of(params)] * len(params) if (step + 1) % 3 == 0 else params), anchor
-
-
-def twin_anchored(params: list[Params], anchor: Params, step: int) -> tuple[list[Params], Params]:
-    if (step + 1) % 3:
-        return params, anchor
-    anchor = mean_of([anchor, mean_of(params)])
-    return [anchor] * len(params), anchor
-
-
-@dataclass(frozen=True)
-class Twin:
-    """What a strategy should do, on all ranks' parameters at once."""
-
-    strategy: ltx.Strategy
-    moved: Callable[[list[Params]], list[Params]] = lambda params: params
-    after: Callable[..., Any] = lambda params, anchor, step: (params, anchor)
-    synchronous_steps: int = 0
-
-
-TWINS = {
-    "local SGD": Twin(LocalSGD(), after=twin_local_sgd),
-    "post-local SGD": Twin(PostLocalSGD(), after=twin_local_sgd, synchronous_steps=2),
-    "gossip": Twin(Gossip(), moved=lambda params: [mean_of(params)] * len(params)),
-    "anchored": Twin(Anchored(), after=twin_anchored),
+STRATEGIES = {
+    "local SGD": LocalSGD(),
+    "post-local SGD": PostLocalSGD(),
+    "gossip": Gossip(),
+    "anchored": Anchored(),
 }
 
 
@@ -132,90 +106,8 @@ def problem(ranks: int) -> tuple[Params, Tensor]:
     return {"w": torch.ones(3), "b": torch.zeros(())}, 0.5 * torch.randn(STEPS, ranks, 3, generator=generator)
 
 
-def slow(twin: Twin, ranks: int) -> list[Params]:
-    """Each rank's parameters in the end."""
-    start, inputs = problem(ranks)
-    params, anchor = [start] * ranks, start
-    for step, x in enumerate(inputs):
-        grads = [torch.func.grad(loss)(p, x[rank]) for rank, p in enumerate(params)]
-        grads = [mean_of(grads)] * ranks if step < twin.synchronous_steps else grads
-        params = [{k: p[k] - LR * g[k] for k in p} for p, g in zip(twin.moved(params), grads, strict=True)]
-        params, anchor = twin.after(params, anchor, step)
-    return params
-
-
 def trainer(strategy: ltx.Strategy, **kwargs: Any) -> Any:
     return ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=LR), **kwargs)
-
-
-def on_a_rank(strategy: ltx.Strategy, restart: bool = False, **kwargs: Any) -> tuple[Params, list[Tensor]]:
-    """(parameters, losses)"""
-    params, inputs = problem(ltx.world().size)
-    train = trainer(strategy, **kwargs)
-    state, losses = train.init(params), []
-    for step, x in enumerate(inputs):
-        state = pickle.loads(pickle.dumps(state)) if restart and step == 4 else state
-        state, metrics = train(state, x[ltx.world().rank])
-        losses.append(metrics.loss)
-    return state.params, losses
-
-
-def assert_like(got: Params, expected: Params) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.full(but=5)
-@pytest.mark.parametrize(
-    ("name", "kwargs"),
-    [
-        (name, kwargs)
-        for name in TWINS
-        for kwargs in ({}, {"donate": False}, {"restart": True}, {"overlap": "update"})
-        if name != "gossip" or "overlap" not in kwargs
-    ],
-    ids=str,
-)
-def test_real_ranks(name: str, kwargs: dict[str, Any], ranks: Ranks) -> None:
-    results = ranks(2).run(on_a_rank, TWINS[name].strategy, **kwargs)
-    for rank, ((params, losses), expected) in enumerate(zip(results, slow(TWINS[name], 2), strict=True)):
-        assert_like(params, expected)
-        together = TWINS[name].synchronous_steps
-        assert losses[:together] == results[0][1][:together]
-        assert losses[together:] != results[1 - rank][1][together:]  # ranks don't wait for one another's
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_world_of_one(name: str) -> None:
-    assert_like(on_a_rank(TWINS[name].strategy)[0], slow(TWINS[name], 1)[0])
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_simulated_ranks(name: str) -> None:
-    train = trainer(TWINS[name].strategy)
-    params, inputs = problem(3)
-    state = train.init(params)
-    for step, x in enumerate(inputs):
-        state, metrics = ltx.vmap(train, in_dims=(0 if step else None, 0))(state, x)
-        assert (metrics.loss == metrics.loss[0]).all() == (step < TWINS[name].synchronous_steps)
-    for rank, expected in enumerate(slow(TWINS[name], 3)):
-        assert_like({k: p[rank] for k, p in state.params.items()}, expected)
-
-
-def issued() -> list[list[str]]:
-    params, inputs = problem(2)
-    train = trainer(LocalSGD())
-    state, labels = train.init(params), []
-    for x in inputs:
-        with ltx.profile.record() as trace:
-            state, _ = train(state, x[ltx.world().rank])
-        labels.append([event.label for event in trace.events])
-    return labels
-
-
-def test_local_steps_send_nothing(ranks: Ranks) -> None:
-    labels = ranks(2).run(issued).replicated()
-    assert all("bucket" not in label for step in labels for label in step)
-    assert [bool(step) for step in labels] == [False, False, True] * 2 + [False]
 
 
 def test_work_on_all_parameters_together_cant_be_done_by_bucket() -> None:

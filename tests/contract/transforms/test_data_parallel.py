@@ -131,12 +131,6 @@ def test_outputs() -> None:
     assert (outputs["loss"].tolist(), outputs["count"].tolist(), outputs["name"]) == ([14.5, 14.5], [3, 8], "n")
 
 
-def test_the_gradient_of_a_mean_output_is_that_of_the_mean() -> None:
-    for outputs in ("local", "mean"):
-        grads = on_two(torch.func.grad(ltx.data_parallel(scaled, outputs=outputs)), AB)
-        assert grads["a"].tolist() == [MEAN.tolist()] * 2
-
-
 def test_gradients_with_respect_to_the_batch_are_the_ranks_own() -> None:
     grads = on_two(torch.func.grad(ltx.data_parallel(scaled), argnums=1), AB)
     assert grads.tolist() == [[2.0, 3.0]] * 2
@@ -211,22 +205,6 @@ def with_buckets(seed: int) -> list[Params]:
 def test_buckets_change_no_bit(ranks: Ranks, seed: int) -> None:
     results = ranks(2).run(with_buckets, seed).replicated()
     assert_same_bits(*results)
-
-
-def in_another_order(seed: int) -> Params:
-    module, batches = CASES["mlp"].build(seed, 2)
-    rank = ltx.world().rank
-    params = params_of(module)
-    if rank == 1:
-        params = dict(reversed(params.items()))
-    grads = WAYS["backward"](ltx.data_parallel(plain_step(module), SMALL_BUCKETS), params, *batches[rank])
-    return dict(sorted(grads.items()))
-
-
-def test_ranks_may_build_their_dicts_in_different_orders(ranks: Ranks, seed: int) -> None:
-    module, batches = CASES["mlp"].build(seed, 2)
-    got = ranks(2).run(in_another_order, seed).replicated()
-    assert_close(got, dict(sorted(cases.gradient(module, CASES["mlp"].loss(module, batches)).items())))
 
 
 def interleaved(seed: int) -> tuple[Params, Params]:

@@ -1,4 +1,4 @@
-"""Transforms of torch.func around a data-parallel step. All but forward mode are linear in the step.
+"""Transforms around a data-parallel step that conformance can't say. All but forward mode are linear in the step.
 
 So what every rank gets is the mean over ranks of what the transform makes of the plain step on each rank's batch.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, jacrev, jvp, vjp
+from torch.func import grad, jacrev, jvp
 
 import ltx
 from tests.twins.cases import CASES, Batch, Params, assert_close, assert_same_bits, backward, params_of, plain_step
@@ -27,24 +27,14 @@ class Transform:
 
     Attributes:
         vectors: of a step that gives one loss a sample.
-        outputs: as in ltx.data_parallel.
         plain: by plain autograd, which can't run inside of vmap.
         local: what each rank gets is its own.
     """
 
     apply: Callable[..., Any]
     vectors: bool = False
-    outputs: Literal["local", "mean"] = "local"
     plain: bool = False
     local: bool = False
-
-
-def direction(params: Params) -> Params:
-    return {name: torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape) for name, p in params.items()}
-
-
-def dot(a: Params, b: Params) -> Tensor:
-    return sum((a[name] * b[name]).sum() for name in a)
 
 
 def leaves(p: Params) -> tuple[Params, list[Tensor]]:
@@ -68,24 +58,9 @@ def retained(f: F, p: Params, *batch: Tensor) -> list[tuple[Tensor, ...]]:
     return [torch.autograd.grad(scale * loss, flat, retain_graph=True) for scale in (1.0, -3.0)]
 
 
-def double_backward(f: F, p: Params, *batch: Tensor) -> tuple[Tensor, ...]:
-    given, flat = leaves(p)
-    grads = torch.autograd.grad(f(given, *batch), flat, create_graph=True)
-    return torch.autograd.grad(dot(dict(zip(given, grads, strict=True)), direction(p)), flat)
-
-
-def tangent(f: F, p: Params, *batch: Tensor) -> Any:
-    return jvp(lambda p: f(p, *batch), (p,), (direction(p),))
-
-
 TRANSFORMS = {
-    "per sample": Transform(lambda f, p, x, y: torch.vmap(grad(f), in_dims=(None, 0, 0))(p, x[:, None], y[:, None])),
-    "jacrev": Transform(lambda f, p, *b: jacrev(f)(p, *b)),
     "jacrev of a vector": Transform(lambda f, p, *b: jacrev(f)(p, *b), vectors=True),
     "jacrev in chunks": Transform(lambda f, p, *b: jacrev(f, chunk_size=1)(p, *b), vectors=True),
-    "hessian": Transform(lambda f, p, *b: hessian(f)(p, *b)),
-    "jacrev of jacrev": Transform(lambda f, p, *b: jacrev(jacrev(f))(p, *b)),
-    "hvp, forward over reverse": Transform(lambda f, p, *b: jvp(lambda p: grad(f)(p, *b), (p,), (direction(p),))),
     "hvp, forward over reverse, of one leaf": Transform(
         lambda f, p, *b: jvp(lambda w: grad(f)(p | {"3.bias": w}, *b), (p["3.bias"],), (torch.ones_like(p["3.bias"]),))
     ),
@@ -93,9 +68,6 @@ TRANSFORMS = {
         lambda f, p, *b: jvp(lambda w: f(p | {"3.bias": w}, *b), (p["3.bias"],), (torch.ones_like(p["3.bias"]),)),
         local=True,
     ),
-    "hvp, reverse over reverse": Transform(lambda f, p, *b: grad(lambda p: dot(grad(f)(p, *b), direction(p)))(p)),
-    "hvp, double backward": Transform(double_backward, plain=True),
-    "vjp": Transform(lambda f, p, *b: vjp(lambda p: f(p, *b), p)[1](b[0].new_tensor(3.0))),
     "two steps in one loss": Transform(lambda f, p, x, y: grad(lambda p: f(p, x, y) * f(p, -x, y))(p)),
     "two steps in one loss, backward": Transform(
         lambda f, p, x, y: backward(lambda p: f(p, x, y) * f(p, -x, y), p), plain=True
@@ -103,8 +75,6 @@ TRANSFORMS = {
     "produced parameters": Transform(produced),
     "produced parameters, backward": Transform(produced_backward, plain=True),
     "retain_graph twice": Transform(retained, plain=True),
-    "jvp": Transform(tangent, local=True),
-    "jvp of the mean": Transform(tangent, outputs="mean"),
 }
 
 
@@ -119,7 +89,7 @@ def build(name: str, seed: int) -> tuple[F, F, Params, list[Batch]]:
     step = plain_step(module.double())
     step = of_samples(step) if transform.vectors else step
     strategy = ltx.DDPStrategy(bucket_bytes=128, first_bucket_bytes=16)
-    wrapped = ltx.data_parallel(step, strategy, outputs=transform.outputs)
+    wrapped = ltx.data_parallel(step, strategy)
     return step, wrapped, params_of(module), [(x.double(), y.double()) for x, y in batches]
 
 
@@ -145,7 +115,7 @@ def test_real_ranks(name: str, ranks: Ranks, seed: int) -> None:
         results.replicated()
 
 
-@pytest.mark.full(but=5)
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", [name for name, transform in TRANSFORMS.items() if not transform.plain])
 def test_simulated_ranks(name: str, seed: int) -> None:
     _, step, params, batches = build(name, seed)
@@ -159,31 +129,3 @@ def test_simulated_ranks(name: str, seed: int) -> None:
 def test_world_of_one(name: str, seed: int) -> None:
     plain, step, params, (batch, _) = build(name, seed)
     assert_same_bits(*(TRANSFORMS[name].apply(f, params, *batch) for f in (plain, step)))
-
-
-def compiled(way: str, seed: int) -> Params:
-    """On a rank, compiled. Dynamo looks up globals in the module by name, which workers don't have: no globals here."""
-    from torch.func import functional_call
-
-    module, batches = CASES["mlp"].build(seed, 2)
-    module = torch.nn.Sequential(*module)
-    x, y = batches[ltx.world().rank]
-    step = ltx.data_parallel(lambda params, x, y: (functional_call(module, params, (x,)) - y).square().mean())
-    try:
-        if way == "func.grad":
-            return torch.compile(grad(step), fullgraph=True, backend="aot_eager")(params_of(module), x, y)
-        return backward(torch.compile(step, fullgraph=True, backend="aot_eager"), params_of(module), x, y)
-    finally:
-        torch._dynamo.reset()
-
-
-@pytest.mark.full
-@pytest.mark.covering(1, of=lambda **_: ())
-@pytest.mark.slow_compile
-@pytest.mark.parametrize("way", ["func.grad", "backward of the step"])
-@pytest.mark.parametrize("real", [True, False], ids=["real", "world of one"])
-def test_compiled(way: str, real: bool, ranks: Ranks, seed: int) -> None:
-    module, batches = CASES["mlp"].build(seed, 2)
-    got = ranks(2).run(compiled, way, seed).replicated() if real else compiled(way, seed)
-    alone = [grad(plain_step(module))(params_of(module), *batch) for batch in batches]
-    assert_close(got, ltx.tree.map(lambda a, b: (a + b) / 2, *alone) if real else alone[0])

@@ -16,7 +16,7 @@ from torch import Tensor
 import ltx
 from ltx import Precision
 from ltx.errors import StrategyError
-from ltx.strategies.zero import AllParts, MeanPart, Shards, part
+from ltx.strategies.zero import MeanPart, Shards
 from tests.contract.strategies.test_failures import BrokenError, fails_once
 
 Ranks = Callable[[int], ltx.Pool]
@@ -106,13 +106,6 @@ def test_two_ranks_train_as_ddp_does(case: str, ranks: Ranks) -> None:
         torch.testing.assert_close(norm, expected_norm, rtol=1e-2, atol=0)
 
 
-@pytest.mark.full
-def test_three_ranks_train_as_ddp_does(ranks: Ranks) -> None:
-    params, _, _ = ranks(3).run(trained, ltx.ZeroStrategy(**BUCKETS), SGD).replicated()
-    expected, _, _ = ranks(3).run(trained, ltx.DDPStrategy(**BUCKETS), SGD).replicated()
-    assert_close(params, expected)
-
-
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=repr)
 def test_two_ranks_have_ddps_bits(optimizer: Any, ranks: Ranks, seed: int) -> None:
     """Sums of two shares don't depend on their order; parts of 128 elements fill the processor's lanes."""
@@ -127,30 +120,6 @@ def test_two_ranks_have_ddps_bits(optimizer: Any, ranks: Ranks, seed: int) -> No
 
     got = ranks(2).run(on_a_rank, ltx.ZeroStrategy()).replicated()
     assert torch.equal(got, ranks(2).run(on_a_rank, ltx.DDPStrategy()).replicated())
-
-
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=repr)
-def test_a_world_of_one_is_ddps(optimizer: Any) -> None:
-    params, _, _ = trained(ltx.ZeroStrategy(), optimizer)
-    expected, _, _ = trained(ltx.DDPStrategy(), optimizer)
-    assert all(torch.equal(params[name], expected[name]) for name in expected)
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("n", [2, 3])
-def test_simulated_ranks_train_as_ddps_do(n: int, seed: int) -> None:
-    x = torch.randn(3, n, 8, 6)
-
-    def run(strategy: ltx.Strategy) -> Params:
-        train = ltx.train_step(ltx.data_parallel(loss, strategy), SGD)
-        state = train.init(params_of_all_kinds())
-        for step in range(3):
-            state, _ = ltx.vmap(train, in_dims=(0 if step else None, 0))(state, x[step])
-        return state.params
-
-    params, expected = run(ltx.ZeroStrategy(**BUCKETS)), run(ltx.DDPStrategy(**BUCKETS))
-    assert all((x == x[0]).all() for x in params.values())
-    assert_close(params, expected)
 
 
 # --- memory and bytes ------------------------------------------------------------------------------------------------
@@ -189,16 +158,6 @@ def test_each_rank_has_a_part_of_the_state_and_sends_what_ddp_sends(n: int, rank
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (2, 3), (7,)], ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_parts_add_up(shape: tuple[int, ...], n: int, seed: int) -> None:
-    x = torch.randn(shape)
-    parts = torch.stack([part(x, rank, n) for rank in range(n)])
-    assert torch.equal(parts.reshape(-1)[: x.numel()], x.reshape(-1))
-    assert not parts.reshape(-1)[x.numel() :].any()
-    assert torch.equal(ltx.vmap(lambda _: part(x, ltx.axis_index(), n))(torch.zeros(n)), parts)
-
-
 def test_plain_gradients_are_the_whole_mean() -> None:
     step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy())
     grads = ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(torch.ones(3), torch.tensor([[1.0, 2, 3], [3, 4, 5]]))
@@ -229,13 +188,6 @@ def moment() -> Any:
     from ltx.strategies import StepInfo
 
     return StepInfo(0, comm.resolve(None))
-
-
-def test_all_parts() -> None:
-    gathered, _ = ltx.vmap(lambda x: ltx.ZeroStrategy().exchange(AllParts(), [x], ["x"], moment()).wait())(
-        torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    )
-    assert gathered[0][0].tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
@@ -280,17 +232,6 @@ def test_one_norm_is_measured_of_all_parts(n: int) -> None:
     state, metrics = ltx.vmap(train, in_dims=(None, 0))(train.init(torch.zeros(5)), x)
     torch.testing.assert_close(metrics.grad_norm, x.mean(0).norm().expand(n))
     torch.testing.assert_close(state.params, -x.mean(0).expand(n, 5))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_clipping_takes_one_norm_over_all_parts(n: int) -> None:
-    x = torch.arange(1.0, 1 + 5 * n).reshape(n, 5)
-    optimizer = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
-    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.ZeroStrategy()), optimizer)
-    state, metrics = ltx.vmap(train, in_dims=(None, 0))(train.init(torch.zeros(5)), x)
-    mean = x.mean(0)
-    torch.testing.assert_close(metrics.grad_norm, mean.norm().expand(n))
-    torch.testing.assert_close(state.params[0], -mean / (mean.norm() + 1e-6))
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
