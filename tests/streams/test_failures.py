@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import Tensor
 
 import ltx
 from ltx import Pool
-from ltx.errors import InvalidStateError, LtxError, ReplicaDivergedError
+from ltx.core.ranks.axis import axes_in_scope
+from ltx.errors import InvalidStateError, LtxError, PeerLostError, ReplicaDivergedError
 from tests.chaos import rounds
 from tests.chaos.schedule import Trouble
 from tests.forks import Ranks
@@ -84,6 +86,29 @@ def test_a_rank_that_raises_in_its_backward_pass(started: Any, ranks: Callable[[
     assert "the device couldn't complete what it is made of" in held
     assert after == others
     assert loss > 0
+
+
+def test_an_abort_by_another_thread_ends_what_waits_for_a_peer(ranks: Callable[[int], Pool]) -> None:
+    def run() -> Any:
+        axis_comm: Any = axes_in_scope()[0].comm
+        assert ltx.psum(torch.ones(2)).tolist() == [2.0, 2.0]
+        said, outstanding = "", [axis_comm.device_outstanding]
+        if axis_comm.rank == 0:
+            never = ltx.psum(torch.ones(2))
+            outstanding.append(axis_comm.device_outstanding)
+            for _ in range(2):
+                threading.Timer(0.1, axis_comm.abort_device).start()
+            never.tolist()
+            outstanding.append(axis_comm.device_outstanding)
+            with pytest.raises(PeerLostError) as told:
+                axis_comm.read(never, "a sum")
+            said = str(told.value)
+        return outstanding, said
+
+    (outstanding, said), (others, _) = StreamedPool(ranks(2), hung_s=30).run(run)
+    assert (outstanding, others) == ([False, True, False], [False])
+    assert said.startswith("rank 0: a sum on axis 'data' failed while waiting for its peers: ")
+    assert said.endswith("(its communicator was aborted)")
 
 
 @pytest.mark.full(but=1)

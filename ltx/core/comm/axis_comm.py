@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore
 from ltx.core.base.errors import LtxError, PeerLostError, WorldError
 from ltx.core.base.traced import refuse_script
 from ltx.core.comm import backends
-from ltx.core.comm.backends import CommStream, HostCopy, open_group
+from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, open_group
 from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import Channel
 from ltx.core.comm.deadlock import OPENED, PATIENCE_S
@@ -156,14 +156,15 @@ class AxisComm:
         channel.history = deque(maxlen=_HISTORY) if background else None
         return channel
 
-    def _open_stream_group(self) -> dist.ProcessGroup | None:
+    def _open_stream_group(self) -> StreamGroup | None:
         """The one communicator of this axis for tensors on the device. Opening waits for all ranks."""
         stream, device_type = self.backends.stream, self.backends.device_type
         if stream is None:
             return None
         label = f"{self.label}/stream.{self.recovery.generation}"
         backend, device = f"{device_type}:{stream}", self.device
-        return open_group(self.global_ranks, label, backend, self.timeout, f"ltx:{self.name}", device=device)
+        group = open_group(self.global_ranks, label, backend, self.timeout, f"ltx:{self.name}", device=device)
+        return StreamGroup(group)
 
     def open_phases(self, count: int) -> None:
         """Open bucket channels until there are `count`. Opening waits for all ranks, so all must call this together."""
@@ -204,10 +205,10 @@ class AxisComm:
             backends.unregister(channel.group)
         if self._stream_group is not None:
             if self.unread is not None:  # no pass has begun since: let the device complete the last one
-                with suppress(LtxError, torch.OutOfMemoryError):
-                    self.read(torch.zeros((), device=self.device), "the end of the last pass")
-            backends.abort(self._stream_group)
-            backends.unregister(self._stream_group)
+                with suppress(LtxError):
+                    self._wait_for_device("the end of the last pass")
+            self.abort_device()
+            backends.unregister(self._stream_group.group)
         for part in self._part_comms:
             part.recovery.abort(error)
 
@@ -250,6 +251,22 @@ class AxisComm:
         return self.user.wait_for_host(HostCopy(tensor), label)
 
     @property
+    def device_outstanding(self) -> bool:
+        """Whether the device has collectives of the axis left to do, as :attr:`StreamGroup.outstanding`."""
+        return self._stream_group is not None and self._stream_group.outstanding
+
+    def abort_device(self) -> None:
+        """Have the device give up collectives that wait for peers, as :meth:`StreamGroup.abort`: from any thread.
+
+        What waits for them raises then. Until the ranks recover, collectives go over the host.
+        """
+        if self._stream_group is not None:
+            self._stream_group.abort()
+
+    def _wait_for_device(self, label: str) -> None:
+        self.user.wait_for_host(HostCopy(torch.zeros(()), lambda: not self.device_outstanding), label)
+
+    @property
     def channels(self) -> list[Channel]:
         """All channels."""
         return [self.user, self.background, *self._phases, *self._left]
@@ -263,7 +280,7 @@ class AxisComm:
             end for part in self._part_comms for end in (part.close, partial(dist.destroy_process_group, part.group))
         ]
         first = [self.store_exchange.finish, self.buffer_pool.clear, self._look_at_last_pass, self._end_pending]
-        _in_turn([*first, *parts, self._end_heartbeat, self._destroy_groups])
+        _in_turn([*first, self._end_device, *parts, self._end_heartbeat, self._destroy_groups])
 
     def _end_pending(self) -> None:
         for future in list(self.futures):
@@ -274,6 +291,18 @@ class AxisComm:
         with suppress(PeerLostError):  # the store is gone
             self.negotiation.end()
 
+    def _end_device(self) -> None:
+        """Wait until the device has done all, which states may be made of. After a failure it gives up.
+
+        A group whose kernels wait for a peer that won't come can't be destroyed in good order.
+        """
+        try:
+            if all(channel.failed is None for channel in self.channels):
+                self._wait_for_device("the end of the axis")
+        finally:
+            if self.device_outstanding:
+                self.abort_device()
+
     def _end_heartbeat(self) -> None:
         self.heartbeat.reports.pop(self.label, None)
         self.heartbeat.deadlocks.counts.pop(self.label, None)
@@ -283,8 +312,7 @@ class AxisComm:
         for channel in self.channels:
             if channel.transport is not None:
                 channel.transport.close()
-        opened = [group for channel in self.channels for group in (channel.group, channel.stream_group)]
-        for group in {id(group): group for group in opened if group is not None}.values():
+        for group in {id(group): group for channel in self.channels for group in channel.groups}.values():
             dist.destroy_process_group(group)
 
     def _look_at_last_pass(self) -> None:
@@ -295,8 +323,8 @@ class AxisComm:
 
     def release(self) -> list[dist.ProcessGroup]:
         """The process groups that this holds besides its channels, and holds no longer."""
-        groups = [group for group in (self.group, self._stream_group) if group is not None]
-        self.group = self._stream_group = None
+        groups = [] if self.group is None else [self.group]
+        self.group = self._stream_group = None  # the channels hold that, too
         return groups
 
     def negotiate(

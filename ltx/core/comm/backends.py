@@ -227,11 +227,31 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
     return group.name() == "gloo" or dist.get_backend(group) == _IN_TURN
 
 
-def abort(group: dist.ProcessGroup) -> None:
-    """Give up what is under way on a stream-ordered group: kernels that wait for a peer end, and the stream goes on."""
-    stop = getattr(group, "abort", None)
-    if stop is not None:
-        stop()
+class StreamGroup:
+    """The one communicator of an axis for tensors on the device. What is issued on it completes in one order."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group: Any = group
+        self.last: Any = None  # the work that was issued last
+        self.aborted = False
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether the device has something of it left to do. It is asked, which the capture of a CUDA graph forbids."""
+        return self.last is not None and not self.aborted and not self.last.is_completed()
+
+    def abort(self) -> None:
+        """Give up what is under way: kernels that wait for a peer end, and the stream goes on, with garbage.
+
+        Any thread may call it, also while another one is in ``cudaStreamSynchronize`` or ``Tensor.item``: these have
+        released Python's lock, as does this call, and hold none of the group's. ``ProcessGroupNCCL::abort`` has
+        ``ncclCommAbort`` called by a thread of its own, as NCCL's watchdog does in the same situation; that sets the
+        flag which kernels look at before it frees anything. A second call finds an aborted communicator, and returns.
+        """
+        self.aborted = True  # before streams go on
+        stop = getattr(self.group, "abort", None)
+        if stop is not None:
+            stop()
 
 
 @cache

@@ -35,7 +35,7 @@ from ltx.core.base.errors import (
 )
 from ltx.core.base.traced import recording
 from ltx.core.comm import ledger
-from ltx.core.comm.backends import Backends, HostCopy
+from ltx.core.comm.backends import Backends, HostCopy, StreamGroup
 from ltx.core.comm.deadlock import PATIENCE_S
 from ltx.core.comm.group_collectives import Arguments, as_bytes, as_it_is, from_bytes, is_of_network, is_out_of_memory
 from ltx.core.comm.negotiation import Negotiation
@@ -69,7 +69,7 @@ class Work:
     _label: str
     _event: ledger.Event | None
     _finish: Callable[[torch.Tensor], torch.Tensor] = as_it_is
-    _ordered: bool = False
+    _ordered: StreamGroup | None = None  # where its waits order streams
     _given_up: LtxError | None = None
     total: float | None = None
 
@@ -92,7 +92,7 @@ class Work:
             assert self._channel.transport is not None
             progress_everywhere()
             return self._work.completed or bool(self._channel.transport.failures())
-        return self._work is None or self._ordered or self._work.is_completed()
+        return self._work is None or bool(self._ordered) or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
         """Wait for the result and return it. On a stream-ordered backend the current stream waits, not the host."""
@@ -106,7 +106,7 @@ class Work:
             if isinstance(work, SharedMemoryWork):
                 self._pass(work, began)
             elif self._ordered:
-                work.wait()
+                self._order(work, self._ordered)
             else:
                 self._block(work, began)
         except LtxError as error:
@@ -127,10 +127,22 @@ class Work:
 
     def read(self) -> HostCopy:
         """The result on its way to the host: :meth:`Channel.wait_for_host` waits for it."""
-        started = self._work
-        if not self._ordered or started is None or isinstance(started, SharedMemoryWork):
+        started, group = self._work, self._ordered
+        if group is None or started is None or isinstance(started, SharedMemoryWork):
             return HostCopy(self.wait())
-        return HostCopy(self.wait(), started.is_completed)
+
+        def arrived() -> bool:
+            if not started.is_completed():
+                return False
+            self._order(started, group)  # raises if it has failed
+            return True
+
+        return HostCopy(self.wait(), arrived)
+
+    def _order(self, work: dist.Work, group: StreamGroup) -> None:
+        """Put the current stream behind `work`. Raises if that has failed, for its buffer holds garbage then."""
+        self._find_out(work)
+        self._channel.check_device(group, self._number, self._label)
 
     def _block(self, work: dist.Work, began: float) -> None:
         ticks = 0
@@ -150,19 +162,11 @@ class Work:
             self._channel.look_around(began, self._number, self._label)
 
     def _find_out(self, work: dist.Work) -> None:
-        channel = self._channel
         try:
             work.wait()
         except RuntimeError as error:
-            if not is_of_network(error):
-                raise
-            if "Timed out" in str(error):  # gloo's own clock was a little ahead
-                raise channel.timed_out(self._number, self._label) from error
-            channel.negotiation.answer_peers()  # a peer that has aborted may have said why
-            raise PeerLostError(
-                f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its peers: "
-                f"{channel.negotiation.missing_peers()}. ({error})"
-            ) from error
+            self._channel.explain(error, self._number, self._label)
+            raise
 
     def _pass(self, work: SharedMemoryWork, began: float) -> None:
         channel = self._channel
@@ -203,7 +207,7 @@ class Channel:
     timeout_s: float
     negotiation: Negotiation
     transport: SharedMemoryTransport | None  # shared memory, where all ranks share a machine
-    stream_group: Any  # for tensors on the device, if a stream-ordered backend takes these: one for all channels
+    stream_group: StreamGroup | None  # for tensors on the device, where a stream-ordered backend takes these
     _backends: Backends
     failed: LtxError | None = None  # the error after which a collective never completed
     issued: int = 0
@@ -264,6 +268,25 @@ class Channel:
         if waited_s > PATIENCE_S:
             self.negotiation.check_deadlock(self, number, label)
 
+    def explain(
+        self, error: RuntimeError, number: int, label: str, failed: str = "failed while waiting for its peers"
+    ) -> None:
+        """Raise what `error`, which the backend has raised of issue `number`, says of the peers, if it does."""
+        if not is_of_network(error):
+            return
+        if "Timed out" in str(error) or "operation timeout" in str(error):  # gloo's own clock, or NCCL's
+            raise self.timed_out(number, label) from error
+        self.negotiation.answer_peers()  # a peer that has aborted may have said why
+        raise PeerLostError(
+            f"rank {self.rank}: {label} on axis {self.axis_name!r} {failed}: {self.negotiation.missing_peers()}. "
+            f"({error})"
+        ) from error
+
+    def check_device(self, group: StreamGroup | None, number: int, label: str) -> None:
+        """Raise if `group` was aborted: the device has gone on with garbage."""
+        if group is not None and group.aborted:
+            self.explain(dist.DistBackendError("its communicator was aborted"), number, label)
+
     def timed_out(self, number: int, label: str) -> CollectiveTimeoutError:
         """The error for issue `number`, to which not all peers have come: this rank may have issued more since."""
         return CollectiveTimeoutError(
@@ -276,6 +299,7 @@ class Channel:
         """The value of `copy`. While the host waits for the device it looks after deadlines, peers and interrupts."""
         try:
             self._watch(copy.ready, time.sleep, label)
+            self.check_device(self.stream_group, self.begun, label)
         except LtxError as error:
             self.failed = error
             raise
@@ -340,15 +364,21 @@ class Channel:
         """Whether collectives of tensors on `device` are ordered by streams."""
         return self.stream_group is not None and self._backends.orders_streams(device)
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The channel's process groups."""
+        groups = [self.group, self.stream_group and self.stream_group.group]
+        return [group for group in groups if group is not None]
+
     def release(self) -> list[dist.ProcessGroup]:
         """The channel's process groups, which it no longer holds."""
-        groups = [group for group in (self.group, self.stream_group) if group is not None]
-        self.group = self.stream_group = None
+        groups, self.group, self.stream_group = self.groups, None, None
         return groups
 
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
         """The process group for tensors on `device`."""
-        group: dist.ProcessGroup = self.stream_group if self.orders_streams(device) else self.group
+        ordered = self.stream_group if self.orders_streams(device) else None
+        group: dist.ProcessGroup = ordered.group if ordered else self.group
         return group
 
     def issue(
@@ -386,7 +416,9 @@ class Channel:
         if self.history is not None:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))
             self.device = buffer.device
-        ordered = not on_host and self.orders_streams(buffer.device)
+        ordered = None if on_host or not self.orders_streams(buffer.device) else self.stream_group
+        if ordered and ordered.aborted:  # until the ranks recover, which they do before the next pass
+            ordered = None
         restored = as_it_is
         if not ordered and buffer.device.type != "cpu":
             restored, buffer = partial(torch.Tensor.to, device=buffer.device), buffer.cpu()
@@ -400,21 +432,18 @@ class Channel:
         if ordered:
             ledger.note_on_device(event, buffer.device)
         try:
-            work, value, finish = entry.start(self.stream_group if ordered else self.group, buffer, arguments)
+            work, value, finish = entry.start(ordered.group if ordered else self.group, buffer, arguments)
         except RuntimeError as error:
             if is_out_of_memory(error):  # on this rank alone: its peers would pair its next collective with this one
                 self.failed = RankMismatchError(
                     f"rank {self.rank}: {label} on axis {self.axis_name!r} couldn't be issued for want of memory, and "
                     "its peers may have issued theirs."
                 )
-            if not is_of_network(error):
-                raise
-            raise PeerLostError(
-                f"rank {self.rank}: {label} on axis {self.axis_name!r} could not be issued: "
-                f"{self.negotiation.missing_peers()}. "
-                f"({error})"
-            ) from error
-        if event is not None and not ordered:  # futures of streams complete when they are made
+            self.explain(error, self.begun, label, "could not be issued")
+            raise
+        if ordered:
+            ordered.last = work
+        elif event is not None:  # futures of streams complete when they are made
             with suppress(RuntimeError):  # some of gloo's works have no future; then the wait tells
                 work.get_future().add_done_callback(lambda _: setattr(event, "completed_s", time.perf_counter()))
         both = finish if restored is as_it_is else lambda completed: restored(finish(completed))
