@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,8 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from ltx.checkpoint import directory, storage
-from ltx.checkpoint.contents import Leaf, check_state, decode, leaves_of, name_on
-from ltx.checkpoint.storage import Piece
+from ltx.checkpoint.storage import Piece, check_state, decode, leaves_of, name_on
 from ltx.checkpoint.together import Together
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked
@@ -103,21 +103,19 @@ def load(
     together, passed_over = Together("checkpoint.load", axis), list[str]()
     with together.leaving():
         base = Path(os.path.abspath(path))
-        wanted = partial(_wanted, base, state, step, data, per_rank)
-        found: list[int] = together.exchange("the steps", wanted, "checkpoint.load")[0]
+        _, (found, *_) = together.exchange(
+            lambda: (None, _wanted(base, state, step, data, per_rank)), "checkpoint.load"
+        )
         for at in found:
-            where, problems = directory.step_path(base, at), list[str]()
+            where = directory.step_path(base, at)
             opening = partial(open_checkpoint, where, together.rank, together.size)
-            opened = _attempt(together, "the files", where, opening, problems)
-            if not problems:
-                assert opened is not None
-                plan = _checked(together, partial(_plan, opened, state, per_rank, data, bool(rng)))
+            opened, problems = _attempt(together, where, opening)
+            if opened is not None and not problems:
                 # All of it before the ranks' last exchange: afterwards one of them may remove the checkpoint.
-                reading = partial(_read, opened, state, plan, data)
-                found_in = _attempt(together, "the tensors", where, reading, problems)
-                if not problems:
-                    assert found_in is not None
-                    restored, drawn = found_in
+                reading = partial(_read, opened, state, data, per_rank, bool(rng))
+                read, problems = _attempt(together, where, reading)
+                if read is not None and not problems:
+                    restored, drawn = read
                     directory.continue_run(base, str(opened.manifest.get("run", "")))
                     if drawn is not None:
                         set_random_states(drawn)
@@ -165,17 +163,17 @@ class Opened:
         return entry.size, entry.properties.dtype
 
     def structure(self, name: str) -> Any:
-        """What :func:`ltx.checkpoint.contents.encode` made of a structure."""
-        names = {"": name}
+        """What :func:`ltx.checkpoint.storage.encode` made of a structure."""
+        names, pieces = [name], list[Piece]()
         while self.has(f"{name}.{len(names) - 1}"):
-            names[str(len(names) - 1)] = f"{name}.{len(names) - 1}"
-        pieces = {}
-        for part, full in names.items():
-            shape, dtype = self.like(full)
-            pieces[part] = Piece.whole(full, torch.empty(shape, dtype=dtype))
-        storage.read(self.path, self.metadata, list(pieces.values()))
+            names.append(f"{name}.{len(names) - 1}")
+        for each in names:
+            shape, dtype = self.like(each)
+            pieces.append(Piece(each, torch.empty(shape, dtype=dtype)))
+        storage.read(self.path, self.metadata, pieces)
         try:
-            return decode({part: piece.tensor for part, piece in pieces.items()})
+            described, *tensors = (piece.tensor for piece in pieces)
+            return decode(described, tensors)
         except (ValueError, LookupError, TypeError) as error:
             raise CheckpointError(f"{self.path}: {name!r} can't be decoded: {error}") from error
 
@@ -198,10 +196,6 @@ def open_checkpoint(path: Path, rank: int, size: int) -> Opened:
     return Opened(path, manifest, metadata, rank, size)
 
 
-#: What this rank reads: for each leaf of the state one piece, or all ranks' to be averaged; and whether the generators.
-_Plan = tuple[list[list[Piece]], bool]
-
-
 def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank: str) -> list[int]:
     if data not in ("own", "all"):
         raise InputError(f'checkpoint.load: data must be "own" or "all", got {brief(data)}.')
@@ -211,130 +205,110 @@ def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank
     return [at for at in directory.steps(base) if step in (None, at)]
 
 
-def _checked(together: Together, make: Callable[[], T]) -> T:
-    """What `make` gives, which needn't be JSON, once it has gone well on all ranks."""
-    made: list[T] = []
-    together.exchange("what fits", lambda: made.append(make()), "checkpoint.load")
-    return made[0]
+def _attempt(together: Together, path: Path, make: Callable[[], T]) -> tuple[T | None, list[str]]:
+    """What `make` gives; and what the ranks have found wrong with the checkpoint, the same on all of them.
 
-
-def _attempt(together: Together, what: str, path: Path, make: Callable[[], T], problems: list[str]) -> T | None:
-    """What `make` gives; a CheckpointError, on whichever rank, is a problem of the checkpoint's, appended on all ranks.
-
-    Others say something of this process or its machine and nothing of the checkpoint, so all ranks raise them: to go
-    back to an older one would lose what was trained since.
+    That is a CheckpointError, on whichever rank. Others say something of this process or its machine and nothing of the
+    checkpoint, so all ranks raise them: to go back to an older one would lose what was trained since.
     """
-    made: list[T] = []
 
-    def tried() -> list[str]:
+    def tried() -> tuple[T | None, str]:
         try:
-            made.append(make())
+            return make(), ""
         except CheckpointError as error:
-            return [str(error)]
-        return []
+            return None, str(error)
 
     after = " It may be whole, so it isn't passed over. Load it again once that is mended, or give the step of another."
-    for texts in together.exchange(what, tried, f"checkpoint.load: {path} can't be read", after):
-        problems += [text for text in texts if text not in problems]
-    return made[0] if made else None
+    made, told = together.exchange(tried, f"checkpoint.load: {path} can't be read", after)
+    return made, list(dict.fromkeys(filter(None, told)))
 
 
-def _plan(opened: Opened, state: TrainState, per_rank: str, data: str, rng: bool) -> _Plan:
-    """What to read for each leaf; raises InputError where the checkpoint doesn't fit."""
-    leaves = leaves_of(state)
-    saved = set()
-    for name in opened.metadata.state_dict_metadata:
-        owner, _, path = name.partition(".")
-        path = path if owner.removeprefix("rank_").isdigit() and owner.startswith("rank_") else name
-        if path.partition(".")[0] not in ("data", "rng"):
-            saved.add(path)
-    wanted = {leaf.path for leaf in leaves}
+def _check_names(opened: Opened, wanted: set[str]) -> None:
+    """Raise unless the checkpoint has leaves of the paths `wanted`, and no others."""
+    names = (re.sub(r"^rank_\d+\.", "", name) for name in opened.metadata.state_dict_metadata)
+    saved = {path for path in names if path.partition(".")[0] not in ("data", "rng")}
     for what, paths in (("isn't in the checkpoint", wanted - saved), ("isn't in the state", saved - wanted)):
         if paths:
-            names = sorted(paths)
-            more = f", nor {'are' if len(names) > 2 else 'is'} {', '.join(names[1:8])}" if len(names) > 1 else ""
+            first, *others = sorted(paths)
+            more = f", nor {'are' if len(others) > 1 else 'is'} {', '.join(others[:7])}" if others else ""
             raise InputError(
-                f"checkpoint.load: leaf {names[0]!r} {what}{more}. It was saved by {opened.saved_ranks} ranks with "
+                f"checkpoint.load: leaf {first!r} {what}{more}. It was saved by {opened.saved_ranks} ranks with "
                 f"{opened.manifest['strategy']}. Build the state with the model, optimizer and strategy that it was "
                 "saved with."
             )
-    pieces = [_pieces(opened, leaf, per_rank) for leaf in leaves]
-    same_size = opened.saved_ranks == opened.size
-    if data == "own" and opened.manifest["data"] == "per_rank" and not same_size:
-        raise InputError(
-            f"checkpoint.load: {opened.saved_ranks} ranks saved different positions in their data, and here are "
-            f'{opened.size} ranks. Take all of them with data="all", and divide them anew.'
-        )
-    return pieces, rng and bool(opened.manifest["rng"]) and same_size
 
 
-def _pieces(opened: Opened, leaf: Leaf, per_rank: str) -> list[Piece]:
-    if opened.has(leaf.path):  # one value, of which this rank wants all or a part
-        shape, dtype = opened.like(leaf.path)
+def _pieces(opened: Opened, leaf: Piece, per_rank: str) -> list[Piece]:
+    """What this rank reads for `leaf`: one piece, or all ranks' to be averaged; raises InputError if it doesn't fit."""
+    if opened.has(leaf.name):  # one value, of which this rank wants all or a part
+        shape, dtype = opened.like(leaf.name)
         _check_like(opened, leaf, shape, dtype)
-        return [Piece(leaf.path, _room(leaf), leaf.size, leaf.offsets)]
+        return [replace(leaf, tensor=_room(leaf))]
     if leaf.kind == "per_rank" and opened.saved_ranks == opened.size:
-        own = name_on(opened.rank, leaf.path)
+        own = name_on(opened.rank, leaf.name)
         _check_like(opened, leaf, *opened.like(own))
-        return [Piece.whole(own, _room(leaf))]
+        return [Piece(own, _room(leaf))]
     if per_rank == "refuse":
         how = f"here are {opened.size} ranks" if leaf.kind == "per_rank" else "here it should be the same on every rank"
         raise InputError(
-            f"checkpoint.load: leaf {leaf.path!r} was each rank's own, saved by {opened.saved_ranks} ranks with "
+            f"checkpoint.load: leaf {leaf.name!r} was each rank's own, saved by {opened.saved_ranks} ranks with "
             f"{opened.manifest['strategy']}, and {how}. Load it on {opened.saved_ranks} ranks, or give every rank the "
             'mean of those saved: per_rank="mean".'
         )
-    names = [name_on(rank, leaf.path) for rank in range(opened.saved_ranks)]
+    names = [name_on(rank, leaf.name) for rank in range(opened.saved_ranks)]
     for name in names:
         _check_like(opened, leaf, *opened.like(name))
     averaged = leaf.tensor.is_floating_point() or leaf.tensor.is_complex()
-    return [Piece.whole(name, torch.empty_like(leaf.tensor)) for name in (names if averaged else names[:1])]
+    return [Piece(name, torch.empty_like(leaf.tensor)) for name in (names if averaged else names[:1])]
 
 
-def _check_like(opened: Opened, leaf: Leaf, shape: torch.Size, dtype: torch.dtype) -> None:
+def _check_like(opened: Opened, leaf: Piece, shape: torch.Size, dtype: torch.dtype) -> None:
     here = leaf.size
     if leaf.kind == "sharded" and len(shape) == 1:
         # Both are the whole, padded for as many ranks as there were.
-        fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.ranks)
+        fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.parts)
     else:
         fits = shape == here
     if not fits or dtype != leaf.tensor.dtype:
         saved = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
         wanted = f"{str(leaf.tensor.dtype).removeprefix('torch.')}{list(here)}"
         raise InputError(
-            f"checkpoint.load: leaf {leaf.path!r} was saved as {saved}, and is {wanted} in the state. Build the state "
+            f"checkpoint.load: leaf {leaf.name!r} was saved as {saved}, and is {wanted} in the state. Build the state "
             f"with the model, optimizer and strategy that it was saved with ({opened.manifest['strategy']})."
         )
 
 
-def _room(leaf: Leaf) -> torch.Tensor:
+def _room(leaf: Piece) -> torch.Tensor:
     # Padding that nobody saved stays what init made of it.
     return leaf.tensor.detach().clone() if leaf.kind == "sharded" else torch.empty_like(leaf.tensor)
 
 
-def _read(opened: Opened, state: TrainState, plan: _Plan, data: str) -> tuple[Restored, dict[str, Any] | None]:
-    """What is read, and this rank's random number generators."""
-    by_leaf, rng = plan
-    single = [pieces[0] for pieces in by_leaf if len(pieces) == 1]
-    storage.read(opened.path, opened.metadata, single)
+def _read(
+    opened: Opened, state: TrainState, data: str, per_rank: str, rng: bool
+) -> tuple[Restored, dict[str, Any] | None]:
+    """What is read, and this rank's random number generators; raises InputError where the checkpoint doesn't fit."""
+    manifest, leaves = opened.manifest, leaves_of(state)
+    _check_names(opened, {leaf.name for leaf in leaves})
+    plan = [_pieces(opened, leaf, per_rank) for leaf in leaves]
+    common, same_size = manifest["data"] == "common", opened.saved_ranks == opened.size
+    if data == "own" and not common and not same_size:
+        raise InputError(
+            f"checkpoint.load: {opened.saved_ranks} ranks saved different positions in their data, and here are "
+            f'{opened.size} ranks. Take all of them with data="all", and divide them anew.'
+        )
     tensors = []
-    for pieces in by_leaf:
-        if len(pieces) == 1:
-            tensors.append(pieces[0].tensor)
-            continue
+    for pieces in plan:
         storage.read(opened.path, opened.metadata, pieces)
-        wide = torch.complex128 if pieces[0].tensor.is_complex() else torch.float64
-        total = sum(piece.tensor.to(wide) for piece in pieces)
-        assert isinstance(total, torch.Tensor)
-        tensors.append((total / len(pieces)).to(pieces[0].tensor.dtype))
-    spec = tree.flatten(state)[1]
-    manifest = opened.manifest
-    restored = counted(tree.unflatten(spec, tensors), manifest["step"], manifest["updates"])
-    common = manifest["data"] == "common"
-    if data == "own":
-        position = opened.structure("data" if common else name_on(opened.rank, "data"))
-    else:
-        ranks = range(opened.saved_ranks)
-        position = [opened.structure("data" if common else name_on(rank, "data")) for rank in ranks]
-    drawn = opened.structure(name_on(opened.rank, "rng")) if rng else None
-    return Restored(restored, position, manifest["step"], opened.path), drawn
+        tensor = pieces[0].tensor
+        if len(pieces) > 1:
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            total = torch.zeros_like(tensor, dtype=wide)
+            for piece in pieces:
+                total += piece.tensor
+            tensor = (total / len(pieces)).to(tensor.dtype)
+        tensors.append(tensor)
+    restored = counted(tree.unflatten(tree.flatten(state)[1], tensors), manifest["step"], manifest["updates"])
+    ranks = range(opened.saved_ranks) if data == "all" else [opened.rank]
+    positions = [opened.structure("data" if common else name_on(rank, "data")) for rank in ranks]
+    drawn = opened.structure(name_on(opened.rank, "rng")) if rng and manifest["rng"] and same_size else None
+    return Restored(restored, positions if data == "all" else positions[0], manifest["step"], opened.path), drawn

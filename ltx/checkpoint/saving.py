@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import warnings
@@ -15,8 +14,7 @@ from typing import Any
 import torch
 
 from ltx.checkpoint import directory, storage
-from ltx.checkpoint.contents import Encoded, check_plain, check_state, digest, encode, leaves_of, name_on, shared_out
-from ltx.checkpoint.storage import Piece
+from ltx.checkpoint.storage import Piece, check_plain, check_state, digest, encode, leaves_of, owned
 from ltx.checkpoint.together import Together
 from ltx.core import comm
 from ltx.core.base.arguments import checked, seconds, whole
@@ -96,50 +94,20 @@ class Job:
             )
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """What one rank has to save: pieces of its own, and pieces that any rank could write."""
-
-    own: list[Piece]
-    common: list[Piece]
-    data: Encoded
-    manifest: dict[str, Any]
-
-    @property
-    def digest(self) -> str:
-        """Equal where ranks agree on what is common."""
-        text = repr([(p.name, str(p.tensor.dtype), list(p.size)) for p in self.common])
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _contents(state: TrainState, together: Together, data: Any, rng: bool) -> _Contents:
+def _contents(state: TrainState, rank: int, data: Any, rng: bool) -> tuple[list[Piece], list[Piece], list[Piece]]:
+    """What this rank alone has to save; what each rank could, since all have it; and `data`, which is one or other."""
     check_state("checkpoint", state)
     state.check_finished("checkpoint")
-    rank, own, common = together.rank, [], []
+    own, common = list[Piece](), list[Piece]()
     for leaf in leaves_of(state):
-        check_plain(f"leaf {leaf.path!r}", leaf.tensor)
-        if leaf.kind == "sharded" and leaf.ranks > 1:
-            own.append(Piece(leaf.path, leaf.tensor, leaf.size, leaf.offsets))
-        elif leaf.kind == "per_rank":
-            own.append(Piece.whole(name_on(rank, leaf.path), leaf.tensor))
+        check_plain(f"leaf {leaf.name!r}", leaf.tensor)
+        if leaf.kind == "per_rank":
+            own += owned(rank, [leaf])
         else:
-            common.append(Piece.whole(leaf.path, leaf.tensor))
+            (own if leaf.parts > 1 else common).append(leaf)
     if rng:
-        own += _pieces(name_on(rank, "rng"), encode(random_states(), "rng"))
-    manifest = {
-        "format": directory.FORMAT,
-        "step": state.step,
-        "updates": updates_of(state),
-        "ranks": together.size,
-        "strategy": state.layout.strategy,
-        "torch": torch.__version__,
-        "rng": rng,
-    }
-    return _Contents(own, common, encode(data, "data"), manifest)
-
-
-def _pieces(name: str, encoded: Encoded) -> list[Piece]:
-    return [Piece.whole(f"{name}.{part}" if part else name, tensor) for part, tensor in encoded.items()]
+        own += owned(rank, encode(random_states(), "rng"))
+    return own, common, encode(data, "data")
 
 
 def begin_saving(
@@ -148,18 +116,16 @@ def begin_saving(
     """What the ranks agree on before anything is written."""
     base = Path(os.path.abspath(path))
     together = Together(operation, axis, base)
-    made = list[_Contents]()
     temporary = list[Path]()
 
-    def offer() -> dict[str, Any]:
-        """What the other ranks are to know of what this one saves."""
+    def offer() -> tuple[tuple[list[Piece], list[Piece], list[Piece]], dict[str, Any]]:
+        """What this rank saves, and what the others are to know of it."""
         if keep is not None:
             whole("checkpoint: keep", keep, 1, besides="None (all) or ")
         directory.check_name(path)
         if together.comm is not None:  # a state that the device couldn't complete isn't worth keeping
             comm.read_last_summary(together.comm)
-        contents = _contents(state, together, data, rng)
-        made.append(contents)
+        own, common, position = _contents(state, together.rank, data, rng)
         if together.rank == 0:
             base.mkdir(parents=True, exist_ok=True)
             final = directory.step_path(base, state.step)
@@ -167,18 +133,18 @@ def begin_saving(
             directory.check_replaceable(final, directory.run_in(base))
             temporary.append(directory.hidden(base, final.name))
             temporary[0].mkdir()
-        return {
+        return (own, common, position), {
             "run": directory.run_in(base),
-            "to": [str(base), contents.manifest["step"]],
-            "common": contents.digest,
-            "data": digest(contents.data),
+            "to": [str(base), state.step],
+            "common": digest(common, values=False),
+            "data": digest(position),
             "temporary": temporary[0].name if temporary else "",
         }
 
     try:
-        failed, after = "the checkpoint wasn't saved", " Earlier ones are as they were."
-        by_rank = together.exchange("", offer, failed, after)
         with together.leaving():
+            failed, after = "the checkpoint wasn't saved", " Earlier ones are as they were."
+            (own, common, position), by_rank = together.exchange(offer, failed, after)
             for what, key, fix in (
                 ("where and at which step to save", "to", "save the same step to the same path on every rank"),
                 ("what is replicated in the state", "common", "give every rank the state of the same train step"),
@@ -189,16 +155,29 @@ def begin_saving(
             # Of the first that knows it: a newcomer to a run doesn't.
             run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
             directory.continue_run(base, run)
-            contents = made[0]
-            own, common, manifest = list(contents.own), list(contents.common), {**contents.manifest, "run": run}
-            manifest["data"] = "common" if len({said["data"] for said in by_rank}) == 1 else "per_rank"
-            if manifest["data"] == "common":
-                common += _pieces("data", contents.data)
+            same_data = len({said["data"] for said in by_rank}) == 1
+            if same_data:
+                common += position
             else:
-                own += _pieces(name_on(together.rank, "data"), contents.data)
-            writers = shared_out([(p.name, p.tensor.numel() * p.tensor.itemsize) for p in common], together.size)
-            own += [piece for piece, writer in zip(common, writers, strict=True) if writer == together.rank]
-            final = directory.step_path(base, manifest["step"])
+                own += owned(together.rank, position)
+            written = [0] * together.size  # bytes, about as many by each rank; the same on all of them
+            for piece in sorted(common, key=lambda piece: (-piece.tensor.nbytes, piece.name)):
+                writer = written.index(min(written))
+                written[writer] += piece.tensor.nbytes
+                if writer == together.rank:
+                    own.append(piece)
+            manifest = {
+                "format": directory.FORMAT,
+                "step": state.step,
+                "updates": updates_of(state),
+                "ranks": together.size,
+                "strategy": state.layout.strategy,
+                "torch": torch.__version__,
+                "rng": rng,
+                "run": run,
+                "data": "common" if same_data else "per_rank",
+            }
+            final = directory.step_path(base, state.step)
             return Job(together, base / by_rank[0]["temporary"], final, own, manifest, keep)
     except BaseException:
         together.let_go()

@@ -1,94 +1,236 @@
-"""Tensors in files, in the format of ``torch.distributed.checkpoint`` (DCP).
+"""What a checkpoint holds, under which names, and its files: those of ``torch.distributed.checkpoint`` (DCP).
 
-DCP's files, metadata and readers are used, but neither its ``save`` nor its ``load``: these plan by collectives of
-their own on a process group, and read metadata with an unrestricted unpickler. Here each rank knows what it writes and
-reads, and metadata may name nothing but the classes that DCP's metadata is made of. DCP's own tools can read what is
-written.
+DCP's format, metadata and reader are used, and its tools can read what is written. Its ``save`` and ``load`` aren't:
+their plans are made by collectives (see ltx.checkpoint.together), without which they refuse a rank's part of a whole;
+and they read metadata with an unrestricted unpickler, whose errors are then one class. Here each rank knows what it
+writes and reads, and metadata may name nothing but the classes that DCP's metadata is made of.
+
+Besides the tensors of a train state these are the position in the data, and the states of random number generators:
+structures that travel as JSON in a tensor of bytes, with their tensors beside it. So nothing is pickled, and nothing
+that is read can run code.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import io
+import json
+import os
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ltx.checkpoint.directory import MISSING
-from ltx.errors import CheckpointError
+from ltx.core.base import tree
+from ltx.core.base.placements import is_dtensor
+from ltx.core.training.train_state import TrainState
+from ltx.core.transforms.strategy_update import LeafLayout
+from ltx.errors import CheckpointError, InputError, StepError, UnsupportedError
+from ltx.strategies.zero import Shards
 
 METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that is saved under `name`, and where in the whole of that name it is."""
+    """A tensor, this rank's, and what it is a part of."""
 
-    name: str
+    name: str  # a leaf's path, by which errors call it too; of what is each rank's own, see name_on
     tensor: torch.Tensor
-    size: torch.Size
-    offsets: torch.Size
+    kind: LeafLayout = "replicated"
+    parts: int = 1  # how many equal ones the whole has, if it is sharded
+    part: int = 0  # which of them this is
 
-    @staticmethod
-    def whole(name: str, tensor: torch.Tensor) -> Piece:
-        """All that is saved under `name`."""
-        return Piece(name, tensor, tensor.shape, torch.Size((0,) * tensor.ndim))
+    @property
+    def size(self) -> torch.Size:
+        """That of the whole, of which `tensor` is a part."""
+        shape = self.tensor.shape
+        return torch.Size((self.parts * shape[0],)) if self.kind == "sharded" else shape
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Where in the whole `tensor` is."""
+        shape = self.tensor.shape
+        return torch.Size((self.part * shape[0],) if self.kind == "sharded" else (0,) * len(shape))
+
+
+def name_on(rank: int, path: str) -> str:
+    """The name under which `rank`'s own value of the leaf at `path` is saved."""
+    return f"rank_{rank}.{path}"
+
+
+def owned(rank: int, pieces: Iterable[Piece]) -> list[Piece]:
+    """`pieces` under the names of `rank`'s own values."""
+    return [replace(piece, name=name_on(rank, piece.name)) for piece in pieces]
+
+
+def check_state(what: str, state: Any) -> None:
+    """Raise unless `state` is a train step's, which can be read."""
+    if not isinstance(state, TrainState):
+        raise StepError(
+            f"{what}: the state is the ltx.TrainState of a train step, such as train.init(params), got "
+            f"{type(state).__name__}."
+        )
+    state.check_owned()
+
+
+def leaves_of(state: TrainState) -> list[Piece]:
+    """The leaves of `state`, in the order of its flattening.
+
+    Paths don't say which part of a sharded optimizer state this is, so that another number of ranks finds them.
+    """
+    shards = state.opt_state if isinstance(state.opt_state, Shards) else None
+    if shards is not None and shards.rank is None:
+        shards = None  # simulated ranks: all parts in one tensor
+    tree.check_paths(state, "ltx.checkpoint")
+    layout, leaves = state.layout, []
+    for path, tensor in zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True):
+        if is_dtensor(tensor):
+            raise UnsupportedError(
+                f"ltx.checkpoint: leaf {path!r} is a DTensor, of which this format would keep one rank's part. Use "
+                "torch's, which keeps each part once: torch.distributed.checkpoint.save({'state': state}, "
+                "checkpoint_id=path), and load(...) the same."
+            )
+        part, _, rest = path.partition(".")
+        if part == "opt_state" and shards is not None:
+            path = f"opt_state.{rest.removeprefix(shards.name + '.')}"
+            cut = tensor.ndim == 1  # others are counters
+            leaves.append(
+                Piece(path, tensor, "sharded", shards.ranks, shards.rank or 0) if cut else Piece(path, tensor)
+            )
+        elif path in ("sync_state.uses", "sync_state.clock"):
+            leaves.append(Piece(path, tensor))  # guards, which are the same in every state that can be saved
+        else:
+            kind: LeafLayout = getattr(layout, part, "replicated")
+            leaves.append(Piece(path, tensor, "replicated" if kind == "sharded" else kind))
+    return leaves
+
+
+_TAG = "__ltx__"
+
+
+def encode(value: Any, what: str) -> list[Piece]:
+    """`value`, called `what`: dicts with string keys, lists, tuples, plain tensors, and what JSON has; else InputError.
+
+    The first piece, `what`, is its JSON; those that follow, `what`.0, `what`.1, ..., are its tensors.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def walk(node: Any, path: str) -> Any:
+        if isinstance(node, torch.Tensor):
+            check_plain(path, node)
+            tensors.append(node.detach())
+            return {_TAG: "tensor", "at": len(tensors) - 1}
+        if node is None or type(node) in (bool, int, float, str):
+            return node
+        if type(node) in (list, tuple):
+            items = [walk(child, f"{path}[{i}]") for i, child in enumerate(node)]
+            return items if type(node) is list else {_TAG: "tuple", "items": items}
+        if isinstance(node, dict) and all(type(key) is str for key in node) and _TAG not in node:
+            return {key: walk(child, f"{path}[{key!r}]") for key, child in node.items()}
+        raise InputError(
+            f"checkpoint: {path} is of type {type(node).__name__}, and a checkpoint holds no pickles. Give dicts with "
+            "string keys, lists, tuples, tensors, numbers, strings, booleans and None: an iterator's state_dict() or "
+            "its position, not the iterator."
+        )
+
+    text = json.dumps(walk(value, what)).encode()
+    described = Piece(what, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return [described, *(Piece(f"{what}.{i}", tensor) for i, tensor in enumerate(tensors))]
+
+
+def check_plain(what: str, tensor: torch.Tensor) -> None:
+    """Raise unless `tensor`, called `what`, is all in its bytes: another could be written, and never be read again."""
+    if found := _kind_of(tensor):
+        raise InputError(
+            f"checkpoint: {what} is {found}, and a checkpoint holds the values of plain tensors. Give one of those: "
+            "to_dense() of a sparse one, dequantize() of a quantized one, unbind() of a nested one, to_local() of a "
+            "DTensor, as_subclass(torch.Tensor) of another class. What is on the meta device has no values."
+        )
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """What a tensor is that isn't plain; "" of one that is."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}, a class of tensors of its own"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor inside of a transform of torch.func"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"a tensor of the layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype})"
+    return "a tensor on the meta device" if tensor.is_meta else ""
+
+
+def decode(described: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
+    """Inverse of :func:`encode`, of the pieces' tensors."""
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, list):
+            return [walk(child) for child in node]
+        if not isinstance(node, dict):
+            return node
+        match node.get(_TAG):
+            case "tensor":
+                return tensors[node["at"]]
+            case "tuple":
+                return tuple(walk(child) for child in node["items"])
+        return {key: walk(child) for key, child in node.items()}
+
+    return walk(json.loads(_bytes(described)))
+
+
+def digest(pieces: Iterable[Piece], values: bool = True) -> str:
+    """Equal for pieces of equal names, dtypes and sizes, and `values`."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(f"{piece.name} {piece.tensor.dtype} {list(piece.size)} ".encode())
+        if values:
+            found.update(_bytes(piece.tensor))
+    return found.hexdigest()
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    x = _values(tensor)
+    return ctypes.string_at(x.data_ptr(), x.numel() * x.itemsize)  # without NumPy
 
 
 #: What a rank has written, for rank 0: JSON of (name, dtype, size, offsets, sizes, file, position, length) for a piece.
 Written = list[list[Any]]
 
 
-class _Saving(DefaultSavePlanner):
-    """Gives DCP's writer the tensors of `pieces`."""
-
-    def __init__(self, pieces: Sequence[Piece]):
-        super().__init__()
-        self._tensors = {_index(piece): piece.tensor for piece in pieces}
-
-    def lookup_object(self, index: dcp.MetadataIndex) -> torch.Tensor:
-        return self._tensors[index].detach().resolve_conj().resolve_neg()
-
-
-def _index(piece: Piece) -> dcp.MetadataIndex:
-    return dcp.MetadataIndex(piece.name, piece.offsets)
-
-
 def write(directory: Path, rank: int, pieces: Sequence[Piece]) -> Written:
     """Write `pieces` to this rank's file in `directory`, and through to the disk."""
     if not pieces:
         return []
-    writer = FileSystemWriter(directory, sync_files=True)
-    writer.set_up_storage_writer(rank == 0)
-    items = [
-        WriteItem(
-            _index(piece),
-            WriteItemType.TENSOR if piece.tensor.shape == piece.size else WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                dcp.ChunkStorageMetadata(piece.offsets, piece.tensor.shape),
-                dcp.TensorProperties.create_from_tensor(piece.tensor),
-                piece.size,
-            ),
-        )
-        for piece in pieces
-    ]
-    # DCP names files by the place of a plan among the ranks'.
-    plan = writer.prepare_global_plan([*(SavePlan([]) for _ in range(rank)), SavePlan(items)])[rank]
-    results = {result.index: result.storage_data for result in writer.write_data(plan, _Saving(pieces)).wait()}
-    written = []
-    for piece in pieces:
-        info = results[_index(piece)]
-        dtype = str(piece.tensor.dtype).removeprefix("torch.")
-        where = [info.relative_path, info.offset, info.length]
-        written.append([piece.name, dtype, list(piece.size), list(piece.offsets), list(piece.tensor.shape), *where])
+    written, name = list[list[Any]](), f"__{rank}_0.distcp"
+    with open(directory / name, "wb") as file:
+        for piece in pieces:
+            tensor, begin = _values(piece.tensor), file.tell()
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # all of the memory would be written
+                tensor = tensor.clone()
+            torch.save(tensor, file)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            where = [name, begin, file.tell() - begin]
+            written.append([piece.name, dtype, list(piece.size), list(piece.offsets), list(tensor.shape), *where])
+        file.flush()
+        os.fsync(file.fileno())
     return written
 
 

@@ -1,6 +1,9 @@
 """The ranks that save or load together: they exchange values through the store, and nothing of it goes over a channel.
 
-Ranks that save because the store is gone exchange values through a file in the directory of the checkpoints instead.
+DCP (torch.distributed.checkpoint) gathers failures by collectives. Tried, they broke what is promised here: a rank that
+calls something else was waited for until the group's timeout; a KeyboardInterrupt became an error of DCP's where it
+came; what peers send is unpickled; and the group that saving in the background needs can't be made once the store is
+gone. Ranks that save because it is gone exchange values through a file in the directory of the checkpoints instead.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ T = TypeVar("T")
 
 # How long rank 0 waits for the others to have heard what it tells them; and if that is why it raises.
 _HEARD_S, _LEAVING_S = 10.0, 1.0
+# The places of conclude(): to rank 0, from it, and to it.
+_PARTS, _OUTCOME, _HEARD = 2, 3, 4
 
 #: What went wrong on a rank, to be told to the others: the name of the error's class, and text. None if nothing did.
 Trouble = tuple[str, str] | None
@@ -69,7 +74,8 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None, Trouble]:
 class Together:
     """One call of a checkpoint's function, on all ranks of an axis.
 
-    A rank that raises tells its peers so wherever they might wait for it, and waits for none of them: nobody waits for
+    The ranks meet at places 1, 2, ... of this call, where each announces what it has made, or what it raised. One that
+    leaves early says so at the places where peers might yet wait for it, and waits for none of them: nobody waits for
     one that has raised, whatever that was, an interrupt too. All ranks see `folder`: if the store is gone, they
     exchange values through a file in it.
     """
@@ -89,54 +95,50 @@ class Together:
         self.rank = 0 if self.comm is None else self.comm.rank
         self._folder = folder
         self._exchange: comm.StoreExchange | None = None if self.comm is None else self.comm.store_exchange
-        self._place = "" if self._exchange is None else self._exchange.new_place()
-        self._exchanges = 0  # that are over
-        self._owed = {"outcome"} if self.rank == 0 else {"parts", "heard"}
+        self._places = "" if self._exchange is None else self._exchange.new_place()
+        self._at = 0  # the last place at which this rank has announced something
 
-    def exchange(self, what: str, make: Callable[[], T], failed: str, after: str = "") -> list[T]:
-        """What `make` gives on every rank, which is JSON, on every rank. For the thread that trains.
+    def exchange(self, make: Callable[[], tuple[T, Any]], failed: str, after: str = "") -> tuple[T, list[Any]]:
+        """The first of what `make` gives; and the second, which is JSON, of every rank. For the thread that trains.
 
         If it raises on a rank, all raise one error. `failed`: what didn't go well then; `after`: what to know besides.
-        So they do, a RankMismatchError, if peers are at something else, or at another `what`.
+        So they do, a RankMismatchError, if peers are at something else.
         """
         with self.leaving():
-            mine, failure, trouble = _tried(make)
-            posts = self._collect([what, mine, trouble])
-            refuse([trouble for *_, trouble in posts], failure, failed, after)
-            if any(theirs != what for theirs, *_ in posts):
-                values = {rank: theirs for rank, (theirs, *_) in enumerate(posts)}
-                raise comm.mismatch(f"of {self.operation}", "what is done", values, "call the same on every rank")
-            return [value for _, value, _ in posts]
+            made, failure, trouble = _tried(make)
+            posts = self._meet([None if made is None else made[1], trouble])
+            refuse([trouble for _, trouble in posts], failure, failed, after)
+            assert made is not None
+            return made[0], [told for told, _ in posts]
 
-    def _collect(self, post: list[Any]) -> list[list[Any]]:
-        """Every rank's post at the place of the next exchange."""
+    def _meet(self, post: list[Any]) -> list[list[Any]]:
+        """Every rank's post at the next place."""
         if self.comm is None:
             return [post]
-        place = f"{self._place}/{self._exchanges + 1}"
-        try:
-            posts = self.comm.negotiation.exchange_values(self._signature, post, place)
-        except StoreGoneError:
-            if self._folder is None:
-                raise
-            posts = self._through_file(self._folder).exchange(place, post, self.operation)
-        self._exchanges += 1
-        return posts
+        if self._at == 0:  # and peers may be at something else
+            try:
+                posts = self.comm.negotiation.exchange_values(self._signature, post, f"{self._places}/1")
+                self._at = 1
+                return posts
+            except StoreGoneError as error:
+                self._use_file(error)
+        self._announce(self._at + 1, post)
+        return self._collect(self._at, range(self.size))
 
-    def _through_file(self, folder: Path) -> comm.StoreExchange:
-        """An exchange for when the store is gone."""
+    def _use_file(self, gone: StoreGoneError) -> None:
+        """Exchange values through a file from now on, if there may be one."""
         assert self.comm is not None
-        assert self._exchange is not None
-        if self._exchange is not self.comm.store_exchange:
-            return self._exchange  # another of this rank's on the file would be counted as another rank's
+        if self._folder is None or self._exchange is not self.comm.store_exchange:
+            raise gone
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"{self.operation}: the ranks' store is gone, and they can't use {folder} instead: {said_of(error)[1]}"
+                f"{self.operation}: the ranks' store is gone, and they can't use {self._folder} instead: "
+                f"{said_of(error)[1]}"
             ) from error
         name = hashlib.sha1(f"{self.comm.label} of {self.comm.heartbeat.world}".encode()).hexdigest()[:12]
-        self._exchange = self.comm.store_exchange.in_file(folder / f".ltx-exchange-{name}", self.comm.lost)
-        return self._exchange
+        self._exchange = self.comm.store_exchange.in_file(self._folder / f".ltx-exchange-{name}", self.comm.lost)
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -149,34 +151,26 @@ class Together:
 
     def leave(self, error: BaseException) -> None:
         """Do no more of this call because of `error`, and tell the peers wherever they might wait for this rank."""
-        if self.comm is None or self._exchange is None or not self._owed:
+        if self.comm is None or self._exchange is None:
             return
-        told = said_of(error)
-        # Peers may have been through the exchange in which this rank is, and be in the next one.
-        places = [f"{self._place}/{self._exchanges + ahead}" for ahead in (1, 2)]
-        post = ["", None, told]
-        troubles = [told if rank == self.rank else None for rank in range(self.size)]
-        last_words = {"parts": [None, told], "heard": True, "outcome": troubles}
+        post = [None, said_of(error)]
         with suppress(LtxError):  # this rank can't reach its peers, and they see that
             try:
-                for place in places:
-                    self.comm.negotiation.announce(place, Post(self._signature, post))
-                self._exchange.has(places[0], [self.rank])  # a store that is gone shows when it is read
-            except StoreGoneError:
-                if self._folder is None:
-                    raise
-                exchange = self._through_file(self._folder)
-                for place in places:
-                    exchange.announce(place, post)
-            for what in sorted(self._owed):
-                self._announce(what, last_words[what])
+                self._exchange.has(self._places, [self.rank])  # a store that is gone shows when it is read
+            except StoreGoneError as gone:
+                self._use_file(gone)
+            for at in range(self._at + 1, max(self._at + 1, _HEARD) + 1):
+                if at == 1 and self._exchange is self.comm.store_exchange:
+                    self.comm.negotiation.announce(f"{self._places}/1", Post(self._signature, post))
+                else:
+                    self._exchange.announce(f"{self._places}/{at}", post)
 
     def let_go(self) -> None:
         """Nobody will be told anything more. The last rank that lets go of a file in place of the store removes it."""
         self._exchange = None
 
     def conclude(self, make: Callable[[], T], decide: Callable[[list[T]], None], failed: str, after: str = "") -> None:
-        """Have rank 0 `decide` on what `make` gives on every rank, which is JSON. For any thread.
+        """Have rank 0 `decide` on what `make` gives on every rank, which is JSON. For any thread, after an exchange.
 
         If either raises, all raise one error. `failed`, `after`: as for :meth:`exchange`.
         """
@@ -184,7 +178,17 @@ class Together:
         try:
             with self.leaving():
                 mine, failure, trouble = _tried(make)
-                troubles = self._decided((mine, trouble), decide) if self.rank == 0 else self._told((mine, trouble))
+                if self.rank > 0:
+                    self._announce(_PARTS, [mine, trouble])
+                    ((troubles, left),) = self._collect(_OUTCOME, [0])
+                    troubles = [left, None] if left else troubles  # rank 0 has left, and others may not have
+                    self._announce(_HEARD, None)
+                else:
+                    parts = [[mine, trouble], *self._collect(_PARTS, range(1, self.size))]
+                    troubles = [trouble for _, trouble in parts]
+                    if not any(troubles):
+                        _, failure, troubles[0] = _tried(lambda: decide([part for part, _ in parts]))
+                    self.tell(troubles)
             patience_s = _HEARD_S
         finally:
             self._wait_until_heard(patience_s)
@@ -193,41 +197,23 @@ class Together:
 
     def tell(self, troubles: Sequence[Trouble]) -> None:
         """On rank 0: tell the others what went wrong, by rank."""
-        self._announce("outcome", troubles)
-
-    def _decided(self, part: tuple[Any, Trouble], decide: Callable[[list[Any]], None]) -> list[Trouble]:
-        parts = [part]
-        if self._exchange is not None:
-            place, others = f"{self._place}/parts", range(1, self.size)
-            parts += self._exchange.collect(place, self.operation, others)
-            self._exchange.forget(place, others)
-        troubles = [trouble for _, trouble in parts]
-        if not any(troubles):
-            try:
-                decide([value for value, _ in parts])
-            except Exception as error:
-                troubles[0] = said_of(error)
-        self.tell(troubles)
-        return troubles
-
-    def _told(self, part: tuple[Any, Trouble]) -> list[Trouble]:
-        assert self._exchange is not None
-        self._announce("parts", part)
-        (troubles,) = self._exchange.collect(f"{self._place}/outcome", self.operation, [0])
-        self._announce("heard", True)
-        return list(troubles)
+        self._announce(_OUTCOME, [troubles, None])
 
     def _wait_until_heard(self, patience_s: float) -> None:
         """On rank 0, which may end next, and the store with it."""
         if self._exchange is None or self.rank > 0:
             return
         with suppress(LtxError):
-            others = range(1, self.size)
-            self._exchange.collect(f"{self._place}/heard", self.operation, others, patience_s)
-            self._exchange.forget(f"{self._place}/outcome", [0])
-            self._exchange.forget(f"{self._place}/heard", others)
+            self._collect(_HEARD, range(1, self.size), patience_s)
+            for at in (_PARTS, _OUTCOME, _HEARD):
+                self._exchange.forget(f"{self._places}/{at}")
 
-    def _announce(self, what: str, value: Any) -> None:
+    def _announce(self, at: int, value: Any) -> None:
         if self._exchange is not None:
-            self._exchange.announce(f"{self._place}/{what}", value)
-            self._owed.discard(what)
+            self._exchange.announce(f"{self._places}/{at}", value)
+            self._at = at
+
+    def _collect(self, at: int, ranks: Sequence[int], timeout_s: float | None = None) -> list[Any]:
+        if self._exchange is None:
+            return []
+        return self._exchange.collect(f"{self._places}/{at}", self.operation, ranks, timeout_s)

@@ -163,8 +163,8 @@ MUTANTS = (
     Mutant(
         name="checkpoint: every rank gets rank 0's own part",
         where="_pieces",
-        old="own = name_on(opened.rank, leaf.path)",
-        new="own = name_on(0, leaf.path)",
+        old="own = name_on(opened.rank, leaf.name)",
+        new="own = name_on(0, leaf.name)",
         breaks="local SGD's parameters are rank 0's everywhere",
         tests=("tests/contract/checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",),
     ),
@@ -194,7 +194,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoint: a rank's failure isn't told",
-        where="Together._decided",
+        where="Together.conclude",
         old="troubles = [trouble for _, trouble in parts]",
         new="parts = [x for x in parts if x[0]]\ntroubles: list[Trouble] = [None for _ in parts]",
         breaks="a checkpoint without a rank's part gets its name",

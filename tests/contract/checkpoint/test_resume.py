@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -436,6 +437,26 @@ def test_torchs_tools_read_it(ranks: Ranks, tmp_path: Path) -> None:
     found = torch.load(tmp_path / "all.pt", weights_only=True)
     assert torch.equal(found["params.w"], whole.params["w"])
     assert torch.equal(found["opt_state.per_param.v.exp_avg"][:5], whole.opt_state.state.per_param["v"]["exp_avg"])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_one_of_an_earlier_version(n: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Saved by two ranks when DCP's writer wrote the files, after a step of Adam on gradients 0.5, 1.5, ... and 1."""
+    shutil.unpack_archive(Path(__file__).with_name("version_1.zip"), tmp_path)
+    adam = ltx.optim.from_torch(torch.optim.Adam, lr=0.5)
+
+    def on_a_rank() -> Any:
+        train = ltx.train_step(ltx.data_parallel(lambda p: p["w"].sum() + p["b"], ltx.ZeroStrategy()), adam)
+        state = train.init({"w": torch.zeros(5), "b": torch.zeros(())})
+        restored = ltx.checkpoint.load(tmp_path, state, data="all")
+        return restored.data, restored.step, train.gather(restored.state)
+
+    for data, step, whole in ranks(n).run(on_a_rank) if n > 1 else [on_a_rank()]:
+        assert [(seen["rank"], seen["order"][0].tolist()) for seen in data] == [(0, [0, 7]), (1, [1, 7])]
+        assert (step, whole.step) == (1, 1)
+        torch.testing.assert_close(whole.params, {"w": torch.full((5,), 0.5), "b": torch.tensor(-0.5)})
+        average = whole.opt_state.state.per_param["w"]["exp_avg"]
+        torch.testing.assert_close(average, 0.1 * (torch.arange(5) + 0.5))
 
 
 def test_replicated_leaves_are_written_once_and_by_all(ranks: Ranks, tmp_path: Path) -> None:

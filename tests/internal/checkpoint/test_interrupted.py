@@ -52,13 +52,13 @@ class Interrupts:
 PLACES = {
     "before they agree": Interrupts(saving, "_contents"),
     "waiting to agree": Interrupts(StoreExchange, "collect", at="/1"),
-    "agreed": Interrupts(Together, "_collect", after=True),
+    "agreed": Interrupts(Together, "_meet", after=True),
     "before it writes": Interrupts(storage, "write"),
     "written": Interrupts(storage, "write", after=True),
 }
 ONLY_RANK_0 = {
-    "waiting for parts": Interrupts(StoreExchange, "collect", at="/parts"),
-    "has all parts": Interrupts(StoreExchange, "collect", at="/parts", after=True),
+    "waiting for parts": Interrupts(StoreExchange, "collect", at="/2"),
+    "has all parts": Interrupts(StoreExchange, "collect", at="/2", after=True),
     "before it has its name": Interrupts(directory, "commit"),
 }
 CASES = [(place, rank) for place in PLACES for rank in (0, 1)] + [(place, 0) for place in ONLY_RANK_0]
@@ -104,9 +104,9 @@ def test_in_a_save(place: str, interrupted: int, error: BaseException, ranks: Po
 
 
 TOO_LATE = [
-    (Interrupts(StoreExchange, "collect", at="/outcome"), 1),
+    (Interrupts(StoreExchange, "collect", at="/3"), 1),
     (Interrupts(directory, "commit", after=True), 0),
-    (Interrupts(StoreExchange, "collect", at="/heard"), 0),
+    (Interrupts(StoreExchange, "collect", at="/4"), 0),
 ]
 
 
@@ -124,7 +124,7 @@ def test_too_late_to_keep_others_from_saving(place: Interrupts, interrupted: int
 
 def test_the_loss_of_a_peer_is_one_on_all_that_are_left(ranks: Pools, tmp_path: Path) -> None:
     """From which elastic training goes on."""
-    place = Interrupts(StoreExchange, "collect", at="/parts")
+    place = Interrupts(StoreExchange, "collect", at="/2")
     error = PeerLostError("rank 0: the process of rank 2 is gone")
 
     def on_a_rank() -> tuple[str, float]:
@@ -166,7 +166,7 @@ def test_while_its_copies_are_made(ranks: Pools, tmp_path: Path) -> None:
     [
         Interrupts(loading, "_wanted"),
         Interrupts(StoreExchange, "collect", at="/2"),
-        Interrupts(Together, "exchange", after=True, at="what fits"),
+        Interrupts(Together, "exchange", after=True, at="can't be read"),
         Interrupts(loading, "_read"),
     ],
     ids=["the steps", "waiting", "between", "the tensors"],
