@@ -41,7 +41,7 @@ MUTANTS = (
         old="if info.axis.size == 1:",
         new="if info.axis.size >= 1:",
         breaks="clipping scales parts of one gradient by different factors",
-        tests=("tests/internal/strategies/test_zero.py::test_clipping_takes_one_norm_over_all_parts",),
+        tests=("tests/internal/strategies/test_zero.py::test_one_norm_is_measured_of_all_parts",),
     ),
     Mutant(
         name="strategies: averaging one step late",

@@ -37,14 +37,13 @@ def fails_once(strategy: ltx.Strategy, fails_at: int) -> tuple[list[type], bool,
     train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.Adam, lr=0.1))
     state, raised, kept = train.init(params), [], True
     for step, x in enumerate(inputs):
-        before = ltx.tree.map(torch.clone, (state.params, state.opt_state))
+        before = ltx.tree.map(torch.clone, state)
         broken = ["now"] if rank == 1 and step == fails_at else []
         try:
             state, _ = train(state, x[rank])
         except (BrokenError, DeadlockDetectedError) as error:
             raised.append(type(error))
-            after = (state.params, state.opt_state)
-            kept = kept and all(map(torch.equal, ltx.tree.flatten(before)[0], ltx.tree.flatten(after)[0]))
+            kept = kept and all(map(torch.equal, ltx.tree.flatten(before)[0], ltx.tree.flatten(state)[0]))
             state, _ = train(state, x[rank])
     return raised, kept, state.params
 
@@ -53,15 +52,26 @@ def undisturbed(strategy: ltx.Strategy) -> dict[str, Tensor]:
     return fails_once(strategy, -1)[2]
 
 
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize(
-    ("strategy", "sockets"),
-    [(LocalSGD(period=3), False), (LocalSGD(period=3), True), (ltx.HorovodStrategy(op="adasum"), False)],
-    ids=["shared memory", "sockets", "several phases"],
-)
-def test_peers_are_told_and_the_step_can_be_done_again(
-    strategy: ltx.Strategy, sockets: bool, on_new_axis: OnNewAxis
-) -> None:
+NODES = {"hierarchical": True, "node_size": 2}
+#: Strategies whose ranks communicate in step 2, of their parameters, of their updates, or in several phases.
+TALKING: dict[str, ltx.Strategy] = {
+    "of one's own": LocalSGD(period=3),
+    "local SGD": ltx.LocalSGDStrategy(3, 2),
+    "DiLoCo": ltx.DiLoCoStrategy(3),
+    "zero": ltx.ZeroStrategy(),
+    "adasum": ltx.HorovodStrategy(op="adasum"),
+    "ring": ltx.BaguaStrategy("low_precision_decentralized"),
+    "nodes": ltx.BaguaStrategy("decentralized", **NODES),
+    "ring of nodes": ltx.BaguaStrategy("low_precision_decentralized", **NODES),
+}
+
+
+@pytest.mark.full(but=3)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+@pytest.mark.parametrize("name", TALKING)
+def test_peers_are_told_and_the_step_can_be_done_again(name: str, sockets: bool, on_new_axis: OnNewAxis) -> None:
+    strategy = TALKING[name]
     (raised, kept, params), (raised_1, kept_1, params_1) = on_new_axis(lambda: fails_once(strategy, 2), sockets=sockets)
     assert (raised, raised_1) == ([DeadlockDetectedError], [BrokenError])
     assert kept

@@ -14,7 +14,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import DeadlockDetectedError, RankMismatchError, StrategyError
 from tests.contract.strategies.problem import loss, make_problem
-from tests.contract.strategies.test_failures import BrokenError, fails_once, undisturbed
+from tests.contract.strategies.test_failures import BrokenError
 
 Ranks = Callable[[int], ltx.Pool]
 OnNewAxis = Callable[..., Any]
@@ -274,27 +274,6 @@ def test_means_over_different_steps_are_refused(fields: dict[str, Any], on_new_a
         step = 0 if rank else 2
         assert text.startswith(f"rank {rank}: its parameters, at step {step}, were averaged with others, which were at")
         assert kept
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        ltx.BaguaStrategy("low_precision_decentralized"),
-        ltx.BaguaStrategy("decentralized", **NODES),
-        ltx.BaguaStrategy("low_precision_decentralized", **NODES),
-    ],
-    ids=repr,
-)
-def test_a_step_that_failed_can_be_done_again(strategy: ltx.Strategy, on_new_axis: OnNewAxis) -> None:
-    """As peers need this rank after its backward pass, nobody has gone on."""
-    (raised, kept, params), (raised_1, kept_1, params_1) = on_new_axis(lambda: fails_once(strategy, 2))
-    assert (raised, raised_1) == ([DeadlockDetectedError], [BrokenError])
-    assert kept
-    assert kept_1
-    expected, expected_1 = on_new_axis(lambda: undisturbed(strategy))
-    torch.testing.assert_close(params, expected, rtol=0, atol=0)
-    torch.testing.assert_close(params_1, expected_1, rtol=0, atol=0)
 
 
 def fails_in_the_optimizer() -> tuple[list[str], float]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import ltx
 from ltx import Pool
-from ltx.errors import DeadlockDetectedError
 from ltx.strategies import Updated
 
 Ranks = Callable[[int], Pool]
@@ -127,44 +126,6 @@ def test_what_the_optimizer_has_kept_isnt_written_to(name: str, ranks: Ranks, se
 
     for mine, other in zip(ranks(2).run(run, False), ranks(2).run(run, True), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
-
-
-class BrokenError(Exception):
-    """What a rank's own program raises."""
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("name", ["ring of 2", "adasum"])
-def test_a_peer_that_fails_leaves_everything_as_it_was(name: str, on_new_axis: OnNewAxis, seed: int) -> None:
-    """Rank 1 fails at a step, before it communicates; both do that step again."""
-    strategy = LATE[name][1]
-
-    def run(fails_at: int) -> tuple[bool, list[Tensor]]:
-        torch.manual_seed(seed)
-        params, inputs = problem(2)
-        rank, broken, kept = int(ltx.axis_index()), [], True
-
-        def fragile(params: dict[str, Tensor], x: Tensor) -> Tensor:
-            if broken and broken.pop():
-                raise BrokenError
-            return loss(params, x)
-
-        train = ltx.train_step(ltx.data_parallel(fragile, strategy), adam())
-        state = train.init(params)
-        for step, x in enumerate(inputs):
-            before = ltx.tree.map(torch.clone, state)
-            broken[:] = [True] if rank == 1 and step == fails_at else []
-            try:
-                state, _ = train(state, x[rank])
-            except (BrokenError, DeadlockDetectedError):
-                kept = all(map(torch.equal, ltx.tree.flatten(before)[0], ltx.tree.flatten(state)[0]))
-                state, _ = train(state, x[rank])
-        return kept, [x.clone() for x in ltx.tree.flatten(state)[0]]
-
-    failed, undisturbed = on_new_axis(lambda: run(2)), on_new_axis(lambda: run(-1))
-    for (kept, mine), (_, expected) in zip(failed, undisturbed, strict=True):
-        assert kept
-        torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
 @pytest.mark.full(but=1)

@@ -23,7 +23,6 @@ import ltx
 from ltx import hooks
 from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, UnsupportedError
 from tests import inside
-from tests.contract.strategies.test_failures import OnNewAxis, fails_once, undisturbed
 
 Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Tensor]
@@ -344,22 +343,6 @@ def test_nodes_may_reduce_in_half_precision(ranks: Ranks) -> None:
         return train(state, torch.full((2,), float(ltx.axis_index())))[0].params
 
     assert [params.tolist() for params in ranks(4).run(run)] == [[-0.5, -0.5]] * 2 + [[-2.5, -2.5]] * 2
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
-@pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(3, 2), ltx.DiLoCoStrategy(3)], ids=["local SGD", "DiLoCo"])
-def test_a_rank_that_fails_where_all_communicate_costs_nobody_its_state(
-    strategy: ltx.Strategy, sockets: bool, on_new_axis: OnNewAxis
-) -> None:
-    """Step 2 averages, or takes the outer step."""
-    ended = on_new_axis(lambda: fails_once(strategy, 2), sockets=sockets)
-    for (raised, kept, params), expected in zip(
-        ended, on_new_axis(lambda: undisturbed(strategy), sockets=sockets), strict=True
-    ):
-        assert len(raised) == 1
-        assert kept
-        torch.testing.assert_close(params, expected, rtol=0, atol=0)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import ltx
 from ltx import Pool
 from ltx.core.training.backward import BackwardResult, UpdateThenSend
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
-from tests.contract.strategies.test_late import LATE, BrokenError, Overlap, adam, loss, problem, trained
+from tests.contract.strategies.test_failures import BrokenError
+from tests.contract.strategies.test_late import LATE, Overlap, adam, loss, problem, trained
 
 Ranks = Callable[[int], Pool]
 OnNewAxis = Callable[..., Any]

@@ -17,10 +17,8 @@ import ltx
 from ltx import Precision
 from ltx.errors import StrategyError
 from ltx.strategies.zero import MeanPart, Shards
-from tests.contract.strategies.test_failures import BrokenError, fails_once
 
 Ranks = Callable[[int], ltx.Pool]
-OnNewAxis = Callable[..., Any]
 Params = dict[str, Tensor]
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -319,14 +317,6 @@ def test_a_part_for_other_ranks_is_refused() -> None:
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_fails_leaves_all_states_as_they_were(on_new_axis: OnNewAxis) -> None:
-    results = on_new_axis(lambda: fails_once(ltx.ZeroStrategy(), 3))
-    assert all(raised for raised, _, _ in results)
-    assert results[1][0] == [BrokenError]
-    assert all(as_before for _, as_before, _ in results)
-    assert all(torch.equal(results[0][2][name], results[1][2][name]) for name in results[0][2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
