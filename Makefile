@@ -32,11 +32,12 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.demo
 	$(BIN)/ltx demo $(DEMO)
 
+# In two processes: PYTEST="--shard 1/4" is one.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m tests.shards $(PYTEST)
 
 test-full: $(VENV)/.test
-	$(BIN)/python -m pytest --full $(PYTEST)
+	$(BIN)/python -m tests.shards --full $(PYTEST)
 
 # Warnings are errors. SPHINX="-D nb_execution_mode=off" shows the notebooks' committed outputs instead.
 docs: $(VENV)/.test

@@ -316,13 +316,13 @@ def test_a_peer_that_does_not_come(on_new_axis: OnFreshAxis, operation: str, kno
         assert isinstance(caught.value, TimeoutError)
         return str(caught.value), time.monotonic() - began
 
-    text, took_s = on_new_axis(run, timeout_s=0.5).rank(0)
+    text, took_s = on_new_axis(run, timeout_s=1.5).rank(0)
     assert text.startswith("rank 0: ")
-    assert "within 0.5 s" in text
+    assert "within 1.5 s" in text
     assert "on axis 'data'" in text
     assert operation in text or (known and operation == "data_parallel" and ("bucket 0" in text or "summary" in text))
     assert ("ranks [1] didn't come to compare it" in text) != known
-    assert 0.4 < took_s < 5.0
+    assert 1.4 < took_s < 6.0
 
 
 def test_a_signal_is_seen_while_a_rank_waits(on_new_axis: OnFreshAxis) -> None:
