@@ -44,30 +44,6 @@ def test_untiled_wants_one_part_a_rank() -> None:
         ltx.all_to_all(torch.ones(1), 2, 0, tiled=False)
 
 
-def test_all_to_all_twice_is_the_identity(ranks: Ranks) -> None:
-    def run(xs: Tensor) -> tuple[Tensor, Tensor]:
-        x = xs[ltx.axis_index()].T
-        return x, ltx.all_to_all(ltx.all_to_all(x, 0, 1), 1, 0)
-
-    for x, back in ranks(2).run(run, torch.randn(2, 3, 4)):
-        assert torch.equal(x, back)
-
-
-@pytest.mark.parametrize(
-    "perm", [[(0, 1), (1, 2), (2, 0)], [(2, 0)], [(1, 1), (0, 2)], []], ids=["ring", "one", "self", "none"]
-)
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
-def test_ppermute(ranks: Ranks, perm: list[tuple[int, int]], shape: tuple[int, ...]) -> None:
-    xs = torch.randn(3, *shape)
-    source_of = {destination: source for source, destination in perm}
-    want = [xs[source_of[r]] if r in source_of else torch.zeros(shape) for r in range(3)]
-    real = ranks(3).run(lambda xs: ltx.ppermute(xs[ltx.axis_index()], (pair for pair in perm)), xs)
-    simulated = ltx.vmap(lambda x: ltx.ppermute(x, perm))(xs)
-    for rank in range(3):
-        assert torch.equal(real.rank(rank), want[rank])
-        assert torch.equal(simulated[rank], want[rank])
-
-
 def test_pairs_of_any_kind(ranks: Ranks) -> None:
     numpy = pytest.importorskip("numpy")
     pairs = [(0, 1), (1, 0)]
@@ -109,20 +85,6 @@ def test_ppermute_compiled(ranks: Ranks, perm: list[tuple[int, int]]) -> None:
     want = [2 * b + b, a + 2 * a] if len(perm) == 2 else [2 * b, 2 * a]
     for rank in range(2):
         torch.testing.assert_close(real.rank(rank), want[rank])
-
-
-def test_trees(ranks: Ranks) -> None:
-    def run() -> Any:
-        rank = float(ltx.axis_index())
-        tree = {"a": torch.full((2,), rank), "b": [torch.tensor([[rank], [rank + 10]])]}
-        return ltx.ppermute(tree, [(0, 1), (1, 0)]), ltx.all_to_all(tree, 0, 0)
-
-    for rank, (moved, exchanged) in enumerate(ranks(2).run(run)):
-        other = 1.0 - rank
-        assert torch.equal(moved["a"], torch.full((2,), other))
-        assert torch.equal(moved["b"][0], torch.tensor([[other], [other + 10]]))
-        assert exchanged["a"].tolist() == [0.0, 1.0]
-        assert exchanged["b"][0].tolist() == [[10.0 * rank], [1 + 10.0 * rank]]
 
 
 @pytest.mark.parametrize(

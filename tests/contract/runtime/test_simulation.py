@@ -378,27 +378,18 @@ def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-STRATEGIES: dict[str, ltx.Strategy] = {
-    "ddp, small buckets": ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8),
-    "powersgd": ltx.DDPStrategy(comm_hook=ltx.hooks.PowerSGD(1, start_step=1)),
-    "bytegrad": ltx.BaguaStrategy("bytegrad"),
-    "horovod adasum": ltx.HorovodStrategy(op="adasum"),
-    "shift_one": ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one"),
-    "low precision": ltx.BaguaStrategy("low_precision_decentralized"),
-    "local sgd of nodes": ltx.LocalSGDStrategy(period=2, warmup_steps=1, subgroup=2),
-    "zero": ltx.ZeroStrategy(),
-}
 
 
 def weighted(params: dict[str, Tensor], x: Tensor) -> ltx.Weighted:
     return ltx.Weighted((1 + ltx.axis_index()) * loss(params, x), 1 + ltx.axis_index())
 
 
-TRAINS: dict[str, Any] = {name: ltx.train_step(ltx.data_parallel(loss, s), SGD) for name, s in STRATEGIES.items()} | {
+#: Strategies by themselves are rows of tests/contract/strategies.
+TRAINS: dict[str, Any] = {
     "weighted": ltx.train_step(ltx.data_parallel(weighted), SGD),
     "weighted, accumulated": ltx.train_step(ltx.accumulate(ltx.data_parallel(weighted), steps=2), SGD),
     "accumulated": ltx.train_step(ltx.accumulate(ltx.data_parallel(loss), steps=2), SGD),
-    "bucket by bucket": ltx.train_step(ltx.data_parallel(loss, STRATEGIES["zero"]), SGD, overlap="update"),
+    "bucket by bucket": ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), SGD, overlap="update"),
     "compared": ltx.train_step(ltx.data_parallel(loss), SGD, donate=False, guard="skip", check_every=1),
     "scaled": ltx.train_step(
         ltx.mixed_precision(ltx.data_parallel(loss), ltx.Precision(loss_scale=ltx.DynamicLossScale(init=8.0))),

@@ -123,28 +123,6 @@ def test_world_of_one_is_the_bare_loop_bit_for_bit(name: str, seed: int) -> None
     assert_same_bits((losses, params), one_process(module, whole(batches), fused=True))  # as ltx does by default
 
 
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("each_step", [True, False], ids=["vmap a step", "vmap the loop"])
-@pytest.mark.parametrize("name", ["defaults", "small buckets", "accumulate outside", "weighted", "not fused"])
-def test_simulated_ranks_train_as_real_ones(name: str, each_step: bool, ranks: Ranks, seed: int) -> None:
-    steps = 4
-    real = ranks(2).run(on_a_rank, LIKE_DDP[name], seed, EQUAL, steps).replicated()
-    module, batches = problem(seed, EQUAL, steps)
-    train = LIKE_DDP[name](module)
-    x, y = (torch.stack([torch.stack([batch[i] for batch in by_rank]) for by_rank in batches], 1) for i in (0, 1))
-    if each_step:
-        state, losses = train.init(params_of(module)), []
-        for t in range(steps):
-            state, metrics = ltx.vmap(train, in_dims=(0 if t else None, 0, 0))(state, x[:, t], y[:, t])
-            losses.append(metrics.loss)
-        simulated = torch.stack(losses, 1), state.params
-    else:
-        simulated = ltx.vmap(lambda x, y: run(train, module, list(zip(x, y, strict=True))))(x, y)
-    for rank in range(2):
-        mine = ltx.tree.map(lambda leaf, rank=rank: leaf[rank], simulated)
-        torch.testing.assert_close(mine, real, rtol=1e-5, atol=1e-5)
-
-
 # --- what else a step passes in and out ------------------------------------------------------------------------------
 
 
@@ -352,17 +330,6 @@ def test_the_optimizer_counts_its_own_updates(strategy: ltx.Strategy, ranks: Ran
     for (params, _, steps), (others, _, _) in zip(updated, from_zero, strict=True):
         assert steps == 3
         assert not any(torch.equal(params[path], others[path]) for path in params)
-
-
-@pytest.mark.filterwarnings("ignore::ltx.errors.UnusedParameterWarning")
-def test_frozen_parameters() -> None:
-    frozen = torch.tensor([1.0, 3.0])
-    train = ltx.train_step(
-        ltx.data_parallel(lambda p, x: (p["w"] * frozen * p["fixed"].detach() * x).sum()), sgd(lr=1.0)
-    )
-    state, _ = train(train.init({"w": torch.zeros(2), "fixed": torch.ones(2), "unused": torch.ones(2)}), torch.ones(2))
-    assert state.params["w"].tolist() == [-1.0, -3.0]
-    assert state.params["fixed"].tolist() == state.params["unused"].tolist() == [1.0, 1.0]
 
 
 def init_of_different_ranks() -> tuple[Any, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -100,31 +100,6 @@ def test_world_of_one(way: str, seed: int) -> None:
     assert_same_bits(errors, wanted_errors[0])
 
 
-def test_what_was_sent_and_what_is_left_add_up_to_the_gradients(ranks: Ranks, seed: int) -> None:
-    results = ranks(2).run(on_a_rank, "ltx.grad_and_value", seed)
-    _, _, local = expected(seed, 2)
-    sent = ltx.tree.map(lambda *xs: sum(xs), *results[0][0])
-    accounted = ltx.tree.map(lambda s, *errors: s + sum(errors), sent, *(errors for _, errors, _ in results))
-    total = ltx.tree.map(lambda *gs: sum(gs) / 2, *(grads for by_rank in local for grads in by_rank))
-    torch.testing.assert_close(accounted, total, rtol=0, atol=1e-12)
-    assert any((sent[name] - total[name]).abs().max() > 1e-4 for name in total)  # rounding did lose something
-
-
-OTHERS = {
-    "restored from a pickle": (STRATEGY, 2),
-    "one bucket": (replace(STRATEGY, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20), None),
-    "a bucket for each": (replace(STRATEGY, bucket_bytes=1, first_bucket_bytes=1), None),
-}
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("name", OTHERS)
-def test_bit_equal(name: str, ranks: Ranks, seed: int) -> None:
-    strategy, after = OTHERS[name]
-    usual = ranks(2).run(on_a_rank, "backward", seed)
-    assert_same_bits(list(usual), list(ranks(2).run(on_a_rank, "backward", seed, strategy, after)))
-
-
 # --- train_step ------------------------------------------------------------------------------------------------------
 
 
@@ -159,23 +134,6 @@ def test_train_step(kwargs: dict[str, Any], ranks: Ranks, seed: int) -> None:
     assert_same_bits(*(result[:2] for result in ranks(2).run(trained, seed, **kwargs)))
 
 
-def test_train_step_restarted_is_bit_equal(ranks: Ranks, seed: int) -> None:
-    assert_same_bits(list(ranks(2).run(trained, seed)), list(ranks(2).run(trained, seed, restart=True)))
-
-
-def test_train_step_on_simulated_ranks(ranks: Ranks, seed: int) -> None:
-    module, batches = problem(seed, 2)
-    train = ltx.train_step(ltx.data_parallel(plain_step(module), STRATEGY), training.sgd())
-    state, losses = train.init(params_of(module)), []
-    for t, by_rank in enumerate(batches):
-        x, y = (torch.stack(parts) for parts in zip(*by_rank, strict=True))
-        state, metrics = ltx.vmap(train, in_dims=(0 if t else None, 0, 0))(state, x, y)
-        losses.append(metrics.loss)
-    for rank, real in enumerate(ranks(2).run(trained, seed)):
-        mine = ltx.tree.map(lambda leaf, rank=rank: leaf[rank], (losses, state.params, errors_of(state.sync_state)))
-        torch.testing.assert_close(mine, real[:3], rtol=0, atol=1e-9)
-
-
 # --- schedules: a hook that changes from step to step ----------------------------------------------------------------
 
 
@@ -207,26 +165,6 @@ def test_hooks_that_change_with_the_step(way: str, early: bool, size: int, ranks
         assert steps == STEPS
         torch.testing.assert_close(got, rounded + exact if early else exact + rounded, rtol=0, atol=1e-12)
         torch.testing.assert_close(got_errors, errors[rank], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_train_step_with_hooks_that_change_with_the_step(early: bool, ranks: Ranks, seed: int) -> None:
-    def on_rank() -> Any:
-        module, batches = problem(seed, 2)
-        train = ltx.train_step(
-            ltx.data_parallel(plain_step(module), Switching(feedback_early=early)), training.sgd(lr=1e-30)
-        )
-        state, errors = train.init(params_of(module)), []
-        for by_rank in batches:
-            state, _ = train(state, *by_rank[ltx.world().rank])
-            errors.append(ltx.tree.map(torch.clone, errors_of(state.sync_state)))
-        return errors
-
-    _, _, local = expected(seed, 2)
-    twin = slow_twin(local[:2] if early else local[2:])[1]
-    for rank, errors in enumerate(ranks(2).run(on_rank)):
-        torch.testing.assert_close(errors[-1], twin[rank], rtol=0, atol=1e-9)
-        assert all(not e.any() for e in errors[1].values()) is not early
 
 
 # --- misuse ----------------------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import torch
-
 from ltx.core.comm.signature import Signature, explain_mismatch
 from ltx.errors import LtxError, RankMismatchError
 
@@ -28,13 +26,6 @@ def test_there_and_back_through_json(seed: int) -> None:
 def test_fingerprints_are_the_same_in_every_process() -> None:
     assert PSUM.fingerprint == 599021627975147398
     assert 0 <= PSUM.fingerprint < 2**60
-
-
-def test_of_tensors() -> None:
-    tensors = [torch.zeros(2, 3), torch.zeros((), dtype=torch.bfloat16), torch.zeros(0, dtype=torch.bool)]
-    signature = Signature.of("psum", ["a", "b.0", "c"], tensors, "x")
-    assert signature.leaves == (("a", "float32[2, 3]"), ("b.0", "bfloat16[]"), ("c", "bool[0]"))
-    assert (signature.operation, signature.static) == ("psum", "x")
 
 
 def test_texts() -> None:

@@ -24,21 +24,6 @@ def comm_of(turns: Turns, rank: int) -> ThreadComm:
     return ThreadComm(turns, "data", tuple(range(turns.size)), rank)
 
 
-def test_ranks_run_in_order_between_two_calls() -> None:
-    turns, trace = Turns(3, nothing_aside), list[tuple[int, int]]()
-
-    def f(rank: int) -> list[int]:
-        comm = comm_of(turns, rank)
-        for step in range(3):
-            trace.append((step, rank))
-            assert comm.exchange(MEET, 10 * step + rank) == [10 * step, 10 * step + 1, 10 * step + 2]
-        return comm.exchange(MEET, rank, lambda values: [-x for x in values])
-
-    assert turns.run(f) == [0, -1, -2]
-    assert trace == [(step, rank) for step in range(3) for rank in range(3)]
-    assert turns.closed
-
-
 def test_what_a_rank_has_put_aside_comes_back() -> None:
     current = [-1]
 
@@ -102,19 +87,6 @@ def test_announced_calls_are_compared() -> None:
     turns.run(f)
     assert caught == [caught[0]] * 2
     assert "ranks disagree on the operation: rank 0: meet; rank 1: step" in caught[0]
-
-
-def test_a_new_plan_is_compared_once_and_takes_rank_0s_offer() -> None:
-    turns = Turns(2, nothing_aside)
-
-    def f(rank: int) -> Any:
-        comm = comm_of(turns, rank)
-        found = [comm.negotiate("key", lambda: MEET, lambda: rank).offer for _ in range(3)]
-        assert not comm.compared.has(f, "key")
-        comm.compared.add(f, "key")
-        return found, comm.compared.has(f, "key"), comm.compared.has(f, "other")
-
-    assert turns.run(f) == [([0, 0, 0], True, False)] * 2
 
 
 def test_ranks_that_swallow_errors_come_to_an_end() -> None:
