@@ -65,6 +65,9 @@ class OnDevice(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.behind.untyped_storage()
 
+    def data_ptr(self) -> int:
+        return self.behind.data_ptr()
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OnDevice({list(self.shape)}, {self.dtype})"
 
@@ -91,7 +94,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     asked = kwargs.get("device")
     to = None if asked is None else torch.device(asked).type
     if not ours and to != DEVICE.type:
-        return func(*args, **kwargs)
+        return _on_the_host(func, args, kwargs)
     copies = func is _ops.copy_.default
     if ours and others and func not in _MIXES and (func in _LISTS or any(x.ndim for x in others)):
         raise RuntimeError(
@@ -102,8 +105,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     crosses = bool(others) if copies else func is _ops._to_copy.default and bool(ours) is (to == "cpu")
     if func in _READS:
         _note_wait(func.name())
-    elif crosses and not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
-        _note_wait("a copy to or from the CPU")
+    elif crosses:
+        there = func is _ops._to_copy.default and bool(ours)  # memory of the host that torch itself takes is pinned
+        ahead = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+        if not ahead or not (there or all(getattr(x, "in_pinned_memory", False) for x in others)):
+            _note_wait("a copy to or from the CPU")
     plain_args, plain = tree_map(lambda x: x.behind if isinstance(x, OnDevice) else x, (args, kwargs))
     if asked is not None:
         plain["device"] = "cpu"
@@ -116,6 +122,17 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return results
     results = tree_map_only(torch.Tensor, OnDevice, results)
     return return_and_correct_aliasing(func, args, kwargs, results) if ours else results
+
+
+def _on_the_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`func`; memory that is pinned is marked, as torch has none without a GPU."""
+    if func is _ops.is_pinned.default:
+        return getattr(args[0], "in_pinned_memory", False)
+    pinned = kwargs.pop("pin_memory", None)
+    made = func(*args, **kwargs)
+    if pinned:
+        made.in_pinned_memory = True
+    return made
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import ltx
+from ltx.extend import comm
 from tests.contract.conformance.table import OPS
 from tests.contract.hooks.table import HOOKS
 from tests.contract.optim.cases import DENSE_CASES, Case, random_grads, random_params
@@ -90,6 +91,12 @@ def _updated(case: Case) -> tuple[Any, Run]:
     return (params, *(random_grads(case, params) for _ in range(3))), run
 
 
+def _moved() -> tuple[Any, Run]:
+    x = torch.randn(5, 3)
+    batch = {"x": x, "strided": x[::2], "other order": x.T, "expanded": x[0].expand(4, 3), "number": x[0, 0]}
+    return torch.zeros(()), lambda like: {name: comm.to_device(part, like.device) for name, part in batch.items()}
+
+
 def rows() -> dict[str, Callable[[], tuple[Any, Run]]]:
     """Of each row: what makes its argument on the CPU, and what runs on it."""
     sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -107,6 +114,7 @@ def rows() -> dict[str, Callable[[], tuple[Any, Run]]]:
     for case in DENSE_CASES:
         if case.cls is not torch.optim.ASGD:  # it makes its averages by an operation that devices of Python's lack
             found[f"optimizer {case!r}"] = partial(_updated, case)
+    found["step moved to the device"] = _moved
     found["step with a guard"] = partial(_trained, ltx.DDPStrategy(), sgd, False, guard="skip")
     scaled = ltx.Precision(compute=torch.bfloat16, loss_scale=ltx.DynamicLossScale())
     found["step with a loss scale"] = partial(_trained, ltx.DDPStrategy(), sgd, False, scaled)

@@ -7,24 +7,31 @@ The mixer is the 32-bit finaliser of MurmurHash3 (Appleby, public domain), twice
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch
 
 _MASK = 0xFFFFFFFF
 
+Bits = TypeVar("Bits", int, torch.Tensor)
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """32 bits in int64, mixed."""
+
+def _mixed(x: Bits) -> Bits:
+    """32 bits, in an int or in int64, mixed."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)
 
 
 def key_of(*parts: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """One 0-dim key of several numbers, Python's or 0-dim tensors."""
-    key = torch.zeros((), dtype=torch.int64, device=device)
+    """One 0-dim key of several numbers, Python's or 0-dim tensors.
+
+    What comes before the first tensor is mixed on the host. A device would take fourteen kernels for each number.
+    """
+    key: Any = 0
     for part in parts:
         key = _mixed((key * 31 + (part if isinstance(part, torch.Tensor) else part & _MASK) + 0x9E3779B9) & _MASK)
-    return key
+    return key if isinstance(key, torch.Tensor) else torch.full((), key, dtype=torch.int64, device=device)
 
 
 def bits(key: torch.Tensor, count: int) -> torch.Tensor:

@@ -114,7 +114,7 @@ def whole(fn: F) -> F:
 
 _set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
-_CONSTANTS = (bool, int, float, str, tuple, type, torch.dtype)
+_CONSTANTS = (bool, int, float, str, tuple, type, torch.dtype, torch.device)
 
 
 def _by_address(fn: Any) -> Any:

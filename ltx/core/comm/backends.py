@@ -154,10 +154,14 @@ def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """
     if device is None or device == made.device:
         return made
-    wrapped = traced.recording() or torch._C._are_functorch_transforms_active()
-    if wrapped or made.device.type != "cpu" or device.type == "meta":
+    wrapped = traced.recording() or torch._C._are_functorch_transforms_active() or type(made) is not torch.Tensor
+    if wrapped or made.requires_grad or made.layout is not torch.strided:
         return made.to(device)
-    return made.pin_memory().to(device, non_blocking=True)
+    if made.device.type != "cpu" or device.type in ("cpu", "meta"):
+        return made.to(device)
+    # torch uses this memory again only when the copy is done.
+    pinned = made if made.is_pinned() else torch.empty_like(made, pin_memory=True).copy_(made)
+    return pinned.to(device, non_blocking=True)
 
 
 def refuse_capture(what: Callable[[], str]) -> None:

@@ -63,11 +63,17 @@ def _pack_by_foreach(
 ) -> None:
     """:func:`pack` in few kernels."""
     views = [part.view(grad.shape) for part, grad in zip(flat.split(bucket.sizes, -1), grads, strict=True)]
-    if flat.dtype.itemsize >= bucket.dtype.itemsize:
-        torch._foreach_copy_(views, list(grads))
+    widens = flat.dtype.itemsize >= bucket.dtype.itemsize
+    # What gets narrower is scaled before it is rounded, or it might overflow.
+    given = list(grads) if widens or scale == 1 else torch._foreach_mul(list(grads), scale)
+    # One gradient that lies otherwise in memory, such as a channels-last one, would have torch copy all one by one.
+    together = [place for place, grad in enumerate(given) if grad.is_contiguous()]
+    if together:
+        torch._foreach_copy_([views[place] for place in together], [given[place] for place in together])
+    for place in set(range(len(given))).difference(together):
+        views[place].copy_(given[place])
+    if widens and scale != 1:
         flat.mul_(scale)
-    else:  # scaled before it is rounded, or it might overflow
-        torch._foreach_copy_(views, torch._foreach_mul(list(grads), scale))
     added: dict[tuple[int, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for view, terms in zip(views, extra_terms, strict=True):
         for place, (term, times) in enumerate(terms):  # the first of every leaf that has any, the second, ...

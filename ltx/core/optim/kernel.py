@@ -277,11 +277,14 @@ def run_aligned(run: Run, grads: Tensors, states: LeafStates, params: Tensors) -
 
 def _aligned(grad: Tensor, state: dict[str, Tensor], param: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The leaf's tensors in one dense layout: the very tensors where they have it, else contiguous copies."""
-    strides = param.stride()
-    like_param: list[Any] = [tensor for tensor in state.values() if tensor.shape == param.shape]
-    dense = torch.empty_like(param, device="meta").stride() == strides  # preserve_format keeps only dense strides
-    if dense and all(tensor.stride() == strides for tensor in like_param):
-        return grad if grad.stride() == strides else torch.empty_like(param).copy_(grad), state, param
+
+    def alike(tensor: Tensor) -> bool:
+        pairs = zip(param.shape, tensor.stride(), param.stride(), strict=True)
+        return all(its == own for length, its, own in pairs if length > 1)  # no step is made along the others
+
+    dense = alike(torch.empty_like(param, device="meta"))  # preserve_format keeps only dense strides
+    if dense and all(alike(tensor) for tensor in state.values() if tensor.shape == param.shape):
+        return grad if alike(grad) else torch.empty_like(param).copy_(grad), state, param
     return grad.contiguous(), {key: tensor.contiguous() for key, tensor in state.items()}, param.contiguous()
 
 

@@ -44,7 +44,7 @@ class _Part(NamedTuple):
     carry: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # torch 2.11 looks up objects that a compiled function makes before they have fields
 class Accumulated:
     """A step over micro-batches: what :func:`accumulate` makes of a plain step."""
 

@@ -206,7 +206,7 @@ def _check_equal(names: list[str], values: dict[str, torch.Tensor]) -> None:
     """Raise unless the names of one parameter have one value."""
     first = values[names[0]]
     for name in names[1:]:
-        if not same_values(values[name], first):
+        if not same_values([values[name]], [first]):
             raise TreeError(
                 f"to_module: {names[0]!r} and {name!r} are one parameter of the module (tied weights), and their "
                 "values differ in the state. Give one of them alone, or a module in which they aren't tied."

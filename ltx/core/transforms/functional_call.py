@@ -117,14 +117,14 @@ def functional_call(
         # A copy on which the module itself has called requires_grad_() depends on nothing: no gradient goes on from it.
         after = {name: swap.after[name] for name in copies}
         return output, {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
-    for name, copy in kept.items():
-        if copy.written(swap.after[name]):
-            raise StepError(
-                f"functional_call: {type(module).__name__} wrote to {name!r}, a buffer that it was given, and what it "
-                "wrote would be lost. Take it: output, buffers = ltx.functional_call(module, (params, buffers), "
-                "inputs, return_buffers=True), and return the buffers from the step. Or leave them as they are: "
-                "module.eval()."
-            )
+    written = _written(kept, swap.after)
+    if written is not None:
+        raise StepError(
+            f"functional_call: {type(module).__name__} wrote to {written!r}, a buffer that it was given, and what it "
+            "wrote would be lost. Take it: output, buffers = ltx.functional_call(module, (params, buffers), "
+            "inputs, return_buffers=True), and return the buffers from the step. Or leave them as they are: "
+            "module.eval()."
+        )
     return output
 
 
@@ -180,21 +180,26 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Kept:
-    """Whether a copy of a given buffer is written to from now on."""
+    """A copy of a given buffer, and what tells whether it is written to from now on."""
 
     def __init__(self, copy: torch.Tensor, given: torch.Tensor, training: bool):
         self.copy, self.version = copy, version_of(copy)
-        # Batch norm in training writes past the count of writes.
-        self.value = given if training else None
+        # Batch norm in training writes past the count of writes, into vectors.
+        self.value = given if training and copy.ndim == 1 and copy.is_floating_point() else None
         if torch._C._are_functorch_transforms_active():
             with torch._C._DisableFuncTorch():
                 self.value = unwrapped(copy).clone()
 
-    def written(self, now: torch.Tensor) -> bool:
-        """Whether it was written to, or isn't in its place any more."""
-        if now is not self.copy or version_of(now) != self.version:
-            return True
-        return self.value is not None and not same_values(unwrapped(now), self.value)
+
+def _written(kept: Mapping[str, _Kept], after: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of a copy that was written to, or isn't in its place any more. The host waits for values once."""
+    for name, copy in kept.items():
+        if after[name] is not copy.copy or version_of(copy.copy) != copy.version:
+            return name
+    pairs = {name: (unwrapped(c.copy), c.value) for name, c in kept.items() if c.value is not None}
+    if not pairs or same_values(*zip(*pairs.values(), strict=True)):
+        return None
+    return next(name for name, (now, value) in pairs.items() if not same_values([now], [value]))
 
 
 def own_written(buffers: Sequence[Buffer], where: str) -> None:

@@ -183,6 +183,9 @@ def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
 def to_device(tree: Tree) -> Tree:
     """`tree` with every leaf that has a ``.to(device)`` method moved to this rank's device; other leaves as they are.
 
+    Tensors on their way from the CPU to an accelerator are copied into pinned memory first, so that the program goes on
+    at once. Those that are pinned already are read from where they lie: write to them only once the device has them.
+
     Example:
         >>> import torch, ltx
         >>> ltx.to_device({"x": torch.ones(2), "name": "a"})
@@ -191,9 +194,11 @@ def to_device(tree: Tree) -> Tree:
     device = world().device
 
     def moved(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta and device.type != "meta":
+        if not isinstance(leaf, torch.Tensor):
+            return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+        if leaf.is_meta and device.type != "meta":
             raise TreeError(f"to_device: a leaf is {trees.describe(leaf)} on the meta device, which holds no values.")
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) or callable(getattr(leaf, "to", None)) else leaf
+        return comm.to_device(leaf, device)
 
     leaves, spec = trees.flatten(tree)
     trees.check_open(

@@ -17,9 +17,7 @@ SHAPES = [(), (3,), (4, 5), (0,), (2, 1, 3), (100, 100)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-@pytest.mark.parametrize(
-    "hook", [hooks.AllReduce(), hooks.FP16(), hooks.error_feedback(hooks.ByteGrad()), hooks.PowerSGD()], ids=repr
-)
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
 def test_it_comes_to_the_same(hook: hooks.CommHook, dtype: torch.dtype, seed: int) -> None:
     grads = [torch.randn(shape).to(dtype) for shape in SHAPES]
     grads[2] = grads[2].T.contiguous().T  # as of a linear layer

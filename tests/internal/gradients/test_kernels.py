@@ -1,0 +1,93 @@
+"""What one step has an accelerator do, in kernels, and how often the host reads a value."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ltx
+from ltx.core.base import noise
+from ltx.core.gradients import packing
+from ltx.core.gradients.reduction import Bucket
+from ltx.core.optim.kernel import run_aligned
+
+READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that aren't views, and don't only take memory; a list of tensors that lie unlike is so many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not views and "empty" not in func.name():
+            lists = [x for x in args if isinstance(x, list)]
+            steps = [[[s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1] for x in given] for given in lists]
+            alike = all(given == steps[0] for given in steps)
+            self.seen[func._schema.name] += 1 if alike else len(lists[0])
+        return func(*args, **(kwargs or {}))
+
+
+def counted(run: Callable[[], Any]) -> Counter[str]:
+    with Kernels() as kernels:
+        run()
+    return kernels.seen
+
+
+def convolutions() -> list[Tensor]:
+    """Gradients of a residual network in channels_last: of ten convolutions two are 3 x 3."""
+    shapes = [(4, 6, side, side) for side in (1, 1, 3, 1, 1, 1, 3, 1, 1, 1)]
+    return [x for s in shapes for x in (torch.randn(s).to(memory_format=torch.channels_last), torch.randn(4))]
+
+
+@pytest.mark.parametrize("hook", [ltx.hooks.AllReduce(), ltx.hooks.BF16()], ids=repr)
+def test_packing_copies_together_what_lies_alike(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "IN_PIECES", frozenset())
+    grads = convolutions()
+    bucket, states = Bucket.of(0, grads), [{} for _ in grads]
+    seen = counted(lambda: packing.pack(grads, bucket, hook, 4, states))
+    assert seen == {"aten::_foreach_copy_": 1, "aten::copy_": 2, next(k for k in seen if "mul" in k): 1}
+    alone = counted(lambda: packing.pack(grads, bucket, hook, 1, states))
+    assert alone == {"aten::_foreach_copy_": 1, "aten::copy_": 2}, "nothing is multiplied by 1"
+    expected = torch.cat([(g / 4).to(hook.wire_dtype(g.dtype)).reshape(-1) for g in grads])
+    assert torch.equal(packing.pack(grads, bucket, hook, 4, states), expected)
+
+
+def test_optimizers_copy_gradients_that_lie_otherwise_alone() -> None:
+    params, ran = convolutions(), []
+    grads = packing.unpack(torch.randn(sum(p.numel() for p in params)), Bucket.of(0, params))
+    states = [{"exp_avg": torch.zeros_like(p)} for p in params]
+    seen = counted(lambda: run_aligned(lambda *given: ran.append(given), grads, states, params))
+    assert (seen, len(ran)) == ({"aten::copy_": 2}, 1)
+
+
+@pytest.mark.parametrize("parts", [(0,), (7, 1 << 40, 3, -1)], ids=str)
+def test_a_key_of_numbers_is_one_kernel(parts: tuple[int, ...]) -> None:
+    cpu, key = torch.device("cpu"), noise.key_of(*parts, device=torch.device("cpu"))
+    assert sum(counted(lambda: noise.key_of(*parts, device=cpu)).values()) == 1
+    for tensors in range(1, len(parts) + 1):  # simulated ranks and counts of steps are tensors
+        mixed = [*parts[:-tensors], *(torch.tensor(p & 0xFFFFFFFF) for p in parts[-tensors:])]
+        assert torch.equal(noise.key_of(*mixed, device=cpu), key)
+
+
+def test_buffers_that_nobody_takes_are_compared_in_one_read() -> None:
+    net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(5)), nn.Dropout())
+    for norm in net[:5]:
+        norm.eval()  # as when only the rest is trained
+    given, x = (dict(net.named_parameters()), dict(net.named_buffers())), torch.randn(4, 3)
+    seen = counted(lambda: ltx.functional_call(net, given, (x,)))
+    assert sum(seen[name] for name in READS) == 1
+    net[3].num_batches_tracked = None  # nothing counts now that this one writes
+    net[3].train()
+    given = (dict(net.named_parameters()), dict(net.named_buffers()))
+    with pytest.raises(ltx.errors.StepError, match=r"wrote to '3\.running_mean'"):
+        ltx.functional_call(net, given, (x,))
