@@ -6,6 +6,7 @@ Contracts, to derive from. A value of one compares, hashes, pickles and prints b
 * :class:`PostUpdateHook`: the same of parameters that the optimizer has updated, bucket by bucket.
 * :class:`Strategy <ltx.Strategy>`: what ranks agree on, and when; ``hook(step)`` is all that it needs.
 * :class:`Optimizer <ltx.optim.Optimizer>`: two pure functions, ``init(params)`` and ``update(grads, state, params)``.
+* :class:`OptimizerOffers`: what an optimizer says of itself, its ``offers``.
 
 What a hook gets, and what it gives.
 
@@ -33,6 +34,7 @@ What a strategy gets, and what it gives.
 * :func:`communicate_after_update`: the end of a step that a :class:`PostUpdateHook` does for all buckets together.
 * :class:`Old`, :class:`PostUpdateResult`: what ``PostUpdateHook.finish_bucket`` gets of the old state, and returns.
 * :func:`members_of`, :func:`with_members`: what a chain of optimizers is made of; the chain made of others.
+* :func:`times_lr`: an optimizer with a multiple of its learning rate.
 * :class:`ClipByGlobalNorm`: the clipping whose ``norm`` a strategy replaces where ranks have parts of gradients.
 * :class:`QAdamOptimizer`: the class of :func:`ltx.optim.qadam`'s optimizers, a part of Bagua's qadam.
 
@@ -87,7 +89,7 @@ from ltx.core.gradients.reduction import (
     Terms,
     drive_within,
 )
-from ltx.core.optim.base import Optimizer, Update
+from ltx.core.optim.base import Optimizer, OptimizerOffers, Update, times_lr
 from ltx.core.optim.combine import members_of, with_members
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.optim.quantized_adam import QAdamOptimizer
@@ -119,6 +121,7 @@ __all__ = [
     "LeafState",
     "Old",
     "Optimizer",
+    "OptimizerOffers",
     "PendingReductions",
     "PostUpdateHook",
     "PostUpdateResult",
@@ -148,6 +151,7 @@ __all__ = [
     "pack",
     "prefers_few_calls",
     "recording",
+    "times_lr",
     "told",
     "tree",
     "unchanging",

@@ -22,7 +22,7 @@ from ltx.core.gradients.comm_hook import reduce_at_once
 from ltx.core.gradients.pending import Exchange
 from ltx.core.gradients.planning import Plan, arrival_order, differentiable, make_plan
 from ltx.core.gradients.reduction import REQUESTS, Bucket, LeafState, Reduced
-from ltx.core.optim.base import Update
+from ltx.core.optim.base import Update, advanced
 from ltx.core.optim.combine import members_of
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, open_alone
@@ -377,8 +377,8 @@ class Steps(Gradients):
         states = self.first_states()
         with on_shapes_alone(strategy, "the first state of the optimizer"):
             opt_state = strategy.init_optimizer(self._optimizer, whole, self.axis)
-            for _ in range(first if self._optimizer.leafwise else 0):  # such ones count their updates
-                opt_state = self._optimizer.advance(opt_state)
+            for _ in range(first if self._optimizer.offers.leafwise else 0):  # such ones count their updates
+                opt_state = advanced(opt_state)
         self._carried = Updated(whole, opt_state, states)  # what one step hands to the next
 
     def next(self) -> Issues:

@@ -41,6 +41,7 @@ from ltx.extend import (
     around,
     brief,
     communicate_after_update,
+    times_lr,
     tree,
     unchanging,
     unpack,
@@ -225,7 +226,7 @@ class HorovodStrategy(Strategy):
         return self.op == "adasum" and self._synchronises(step)
 
     def post_update_hook(self, optimizer: Optimizer, step: int) -> AdasumOfWaysBack | None:
-        whole = self.op != "adasum" or self.backward_passes_per_step > 1 or not optimizer.moves_params
+        whole = self.op != "adasum" or self.backward_passes_per_step > 1 or not optimizer.offers.moves_params
         return None if whole else AdasumOfWaysBack(self._short)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -391,7 +392,7 @@ def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
     Raises:
         StrategyError: it isn't one of torch's, whose learning rates are known.
     """
-    scaled = optimizer.times_lr(factor)
+    scaled = times_lr(optimizer, factor)
     if scaled is None:
         raise StrategyError(
             "HorovodStrategy.scale_lr multiplies the learning rate of ltx.optim.from_torch's optimizers, which "
@@ -456,7 +457,7 @@ def moved_together(
     if info.axis.size == 1 or update.finite is False:
         return Updated(*update.apply(), states)
     hook: AdasumOfMoves
-    if update.optimizer.moves_params:
+    if update.optimizer.offers.moves_params:
         # The differences are formed while they are packed.
         given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
         hook = AdasumOfWaysBack(short)

@@ -54,7 +54,7 @@ class ZeroStrategy(Strategy):
     A step sends as many bytes as DDP's: a reduce-scatter of gradients during the backward pass, and an all-gather of
     parameters after the update; with ``overlap="update"`` a bucket's all-gather follows its own update, while others
     are still on their way. Parameters are the same bits on every rank. For optimizers that work element by element
-    (``optimizer.elementwise``: SGD, Adam, AdamW, ...), and for chains of them with
+    (``optimizer.offers.elementwise``: SGD, Adam, AdamW, ...), and for chains of them with
     :func:`ltx.optim.clip_by_global_norm` or :func:`ltx.optim.measure_global_norm`, whose norm is that of the whole mean
     gradient.
 
@@ -101,7 +101,7 @@ class ZeroStrategy(Strategy):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         super().check_optimizer(optimizer)
         for member in members_of(optimizer):
-            if not (member.elementwise or isinstance(member, ClipByGlobalNorm)):
+            if not (member.offers.elementwise or isinstance(member, ClipByGlobalNorm)):
                 raise StrategyError(
                     f"ZeroStrategy gives each rank a part of every parameter, and {member!r} needs whole ones. Use an "
                     "elementwise optimizer (SGD, Adam, AdamW, ...; from_functions(..., elementwise=True)), alone or in "

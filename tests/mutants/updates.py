@@ -104,9 +104,9 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: the first gradient is dampened too",
-        where="Kernel._run_dampened",
-        old="for dampening, chosen in ((0.0, first),",
-        new='for dampening, chosen in ((group["dampening"], first),',
+        where="Kernel.run",
+        old='{**group, "params": first, "dampening": 0.0}',
+        new='{**group, "params": first}',
         breaks="SGD with dampening isn't torch's",
         tests=("tests/contract/optim/test_kernel.py", "tests/contract/optim/test_from_torch.py"),
     ),

@@ -17,9 +17,9 @@ import re
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
-from typing import Any, Literal, ParamSpec, TypeGuard, TypeVar, Union, cast
+from typing import Any, ClassVar, Literal, ParamSpec, TypeGuard, TypeVar, Union, cast
 
 import torch
 
@@ -122,6 +122,31 @@ class ShortRepr:
         own = sorted((f for f in fields(cast(Any, self)) if f.repr and f.init), key=lambda f: f.kw_only is True)
         said = (f"{f.name}={value!r}" for f in own if (value := getattr(self, f.name)) != f.default)
         return f"{type(self).__name__}({', '.join(said)})"
+
+
+class Offering:
+    """Base of a contract whose implementations say what they are in one frozen value, ``offers``.
+
+    ``offers`` is a dataclass whose fields have defaults. A class says what differs by an attribute or a property of a
+    field's name, ``elementwise = True``, or by an `offers` of its own. Whatever way, `offers` has all of them, and each
+    can be read by its name.
+    """
+
+    kind: ClassVar[Any]
+
+    def __init_subclass__(cls, kind: type | None = None, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls.kind = kind or cls.kind
+        said = [field.name for field in fields(cls.kind) if field.name in vars(cls)]
+        if said and "offers" not in vars(cls):
+            cls.offers = property(  # type: ignore[attr-defined]
+                lambda self: replace(super(cls, self).offers, **{name: getattr(self, name) for name in said})  # type: ignore[misc]
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).kind.__dataclass_fields__:
+            return getattr(self.offers, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def whole(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -19,13 +19,16 @@ from ltx.core.collectives.reduce import wide
 from ltx.core.optim.base import (
     LeafStates,
     Optimizer,
+    OptimizerOffers,
     Tensors,
     TorchState,
     all_of,
+    apply_leaves,
     apply_updates,
     check_state,
     donated,
     leaves_like,
+    unless,
 )
 from ltx.core.optim.combine import LeafPart
 from ltx.typing import Tree
@@ -47,8 +50,6 @@ class EmaState(NamedTuple):
 class Ema(Optimizer):
     """Made by :func:`ema`."""
 
-    moves_params: ClassVar[bool] = True  # what comes after it would move them on, unseen
-
     optimizer: Optimizer
     decay: float
     _skip: Tensor | None = field(default=None, init=False, compare=False)  # of one update: see `unless`
@@ -59,12 +60,8 @@ class Ema(Optimizer):
             raise OptimError(f"ema: decay must be from 0 to 1, got {brief(self.decay)}.")
 
     @property
-    def leafwise(self) -> bool:
-        return self.optimizer.leafwise
-
-    @property
-    def strategy(self) -> str | None:
-        return self.optimizer.strategy
+    def offers(self) -> OptimizerOffers:
+        return replace(self.optimizer.offers, elementwise=False, moves_params=True)  # what follows would move them on
 
     def init(self, params: Tree) -> EmaState:
         check_tensors(params, "params")
@@ -80,11 +77,8 @@ class Ema(Optimizer):
         new_params, inner = self.optimizer.apply(grads, state.inner, params, donate=donate)
         return new_params, EmaState(inner, self._averaged(state.average, new_params, donate))
 
-    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Ema | None:
-        inner = self.optimizer.unless(skip, params)
-        if inner is None:
-            return None
-        conditional = Ema(inner, self.decay)
+    def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> Ema:
+        conditional = Ema(unless(self.optimizer, skip, params), self.decay)
         object.__setattr__(conditional, "_skip", skip)
         return conditional
 
@@ -93,8 +87,9 @@ class Ema(Optimizer):
         inner = self.optimizer.leaf_states(state.inner, params)
         return [LeafPart(part, average=average) for part, average in zip(inner, averages, strict=True)]
 
-    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: EmaState) -> None:
-        self.optimizer.apply_leaves(grads, [part.inner for part in cast(list[LeafPart], states)], params, state.inner)
+    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: EmaState) -> None:
+        inner = [part.inner for part in cast(list[LeafPart], states)]
+        apply_leaves(self.optimizer, grads, inner, params, state.inner)
         self._average_in_place([own["average"] for own in states], params)
 
     def _averaged(self, average: Tree, params: Tree, donate: bool) -> Tree:

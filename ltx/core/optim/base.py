@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import optree
@@ -17,10 +19,9 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from ltx.core.base.arguments import brief, checked, shown
+from ltx.core.base.arguments import Offering, brief, checked, shown
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import NAMESPACE, check_tensors, describe, flatten, leaf_paths, register_node, unflatten
-from ltx.core.gradients.comm_hook import around
 from ltx.core.gradients.planning import in_step
 from ltx.typing import Tree
 
@@ -29,9 +30,28 @@ Rate = float | Tensor
 #: Each leaf's own part of an optimizer's state.
 LeafStates = list[dict[str, Tensor]]
 T = TypeVar("T")
+_requires_grad = attrgetter("requires_grad")
 
 
-class Optimizer(ABC):
+@dataclass(frozen=True)
+class OptimizerOffers:
+    """What an optimizer says of itself.
+
+    Attributes:
+        elementwise: each element of an update depends on that element's gradient and state alone.
+        leafwise: each leaf is updated from that leaf alone, so that ``update_leaves`` serves any subset of them.
+        moves_params: its updates are differences of parameters, which no transformation of gradients may follow. False:
+            they are gradients, and added to parameters would move these uphill. None: it doesn't say.
+        strategy: the class of strategies that it is a part of, by name; None where any will do.
+    """
+
+    elementwise: bool = False
+    leafwise: bool = False
+    moves_params: bool | None = None
+    strategy: str | None = None
+
+
+class Optimizer(Offering, ABC, kind=OptimizerOffers):
     """An immutable value with two pure methods; compares, hashes, pickles and prints by what it was made of.
 
     Make one with :func:`from_torch`, :func:`chain`, :func:`clip_by_global_norm` or :func:`from_functions`, or subclass
@@ -41,37 +61,15 @@ class Optimizer(ABC):
     no gradient. ``donate=True`` lets a method overwrite the tensors of `state` (:meth:`apply`: of `params` too) and
     return them, as JAX's buffer donation does. `grads` are never written to: ``torch.func.grad`` may return one tensor
     for two parameters, and scaling it in place would scale it twice.
+
+    Attributes:
+        offers: an :class:`ltx.extend.OptimizerOffers`. A class says what differs from its defaults by attributes of the
+            fields' names, such as ``elementwise = True``, and each can be read so.
     """
 
     @property
-    def elementwise(self) -> bool:
-        """Whether each element of an update depends on that element's gradient and state alone."""
-        return False
-
-    @property
-    def leafwise(self) -> bool:
-        """Whether each leaf is updated from that leaf alone, so that :meth:`apply_leaves` serves any subset of them.
-
-        A transformation of gradients then has :meth:`transform_leaves`, which a chain calls.
-        """
-        return False
-
-    @property
-    def moves_params(self) -> bool | None:
-        """Whether its updates are differences of parameters, which no transformation of gradients may follow.
-
-        False: they are gradients, and added to parameters would move these uphill. None: it doesn't say.
-        """
-        return None
-
-    @property
-    def strategy(self) -> str | None:
-        """The class of strategies that this optimizer is a part of, by name; None where any will do."""
-        return None
-
-    def times_lr(self, factor: float) -> Optimizer | None:
-        """This optimizer with `factor` times its learning rate; None if that isn't known."""
-        return None
+    def offers(self) -> OptimizerOffers:
+        return OptimizerOffers()
 
     @abstractmethod
     def init(self, params: Tree) -> Tree:
@@ -86,40 +84,50 @@ class Optimizer(ABC):
         updates, state = self.update(grads, state, params, donate=donate)
         return apply_updates(params, updates, donate=donate), state
 
-    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Optimizer | None:
-        """This optimizer for one update, of some of `params`, which changes no tensor if `skip`, a 0-dim bool, is true.
-
-        For accelerators, where `skip` is there when the update runs, and the host doesn't wait for it. None: it can't
-        be told so. Those that say ``moves_params`` have to know a way of their own; others run as they are beside their
-        state (:class:`Unless`).
-        """
-        return None if self.moves_params else Unless(self, skip)
-
     def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
-        """Each leaf's own part of `state`, in the order of the leaves of `params`. Only if :attr:`leafwise`."""
+        """Each leaf's own part of `state`, in the order of the leaves of `params`. Only if ``offers.leafwise``."""
         raise OptimError(_NOT_LEAFWISE.format(self))
 
-    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> None:
-        """Update some leaves in place, with their own :meth:`leaf_states` of `state`; :meth:`advance` follows the last.
+    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors | None:
+        """The updates of some leaves, whose own :meth:`leaf_states` of `state` are overwritten; None, where they are in
+        `params` already, which only an optimizer may write to that says ``moves_params``. Only if ``offers.leafwise``.
 
-        What `state` has counted is read off it.
+        What `state` has counted is read off it; after the last leaves :func:`advanced` counts on.
         """
-        updates = self.transform_leaves(grads, states, params, state)
-        with torch.no_grad():
-            for param, update in zip(params, updates, strict=True):
-                param.add_(update)
-
-    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
-        """The gradients of some leaves as :meth:`update` gives them. Only if :attr:`leafwise` and no optimizer."""
         raise OptimError(_NOT_LEAFWISE.format(self))
 
-    def advance(self, state: Tree) -> Tree:
-        """`state` with one more update counted in each :class:`TorchState`, its tensors as they are."""
-        return optree.tree_map(_one_more, state, is_leaf=lambda x: isinstance(x, TorchState), namespace=NAMESPACE)
+
+def apply_leaves(optimizer: Optimizer, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> None:
+    """Update some leaves in place: ``optimizer.update_leaves``, then the sum."""
+    updates = optimizer.update_leaves(grads, states, params, state)
+    with torch.no_grad():
+        for param, update in () if updates is None else zip(params, updates, strict=True):
+            param.add_(update)
+
+
+def advanced(state: Tree) -> Tree:
+    """`state` with one more update counted in each :class:`TorchState`, its tensors as they are."""
+    return optree.tree_map(_one_more, state, is_leaf=lambda x: isinstance(x, TorchState), namespace=NAMESPACE)
 
 
 def _one_more(node: Any) -> Any:
     return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node
+
+
+def times_lr(optimizer: Optimizer, factor: float) -> Optimizer | None:
+    """`optimizer` with `factor` times its learning rate; None where that isn't known, as of :func:`from_functions`."""
+    scaled: Callable[[float], Optimizer | None] | None = getattr(optimizer, "_times_lr", None)
+    return None if scaled is None else scaled(factor)
+
+
+def unless(optimizer: Optimizer, skip: Tensor, params: Sequence[Tensor]) -> Optimizer:
+    """`optimizer` for one update, of some of `params`, which changes no tensor if `skip`, a 0-dim bool, is true.
+
+    For accelerators, where `skip` is there when the update runs, and the host doesn't wait for it. Those that can't be
+    told so are run beside their state (:class:`Unless`).
+    """
+    told: Callable[[Tensor, Sequence[Tensor]], Optimizer | None] | None = getattr(optimizer, "_unless", None)
+    return (None if told is None else told(skip, params)) or Unless(optimizer, skip)
 
 
 _NOT_LEAFWISE = (
@@ -129,16 +137,19 @@ _NOT_LEAFWISE = (
 
 
 @dataclass(frozen=True)
-@around("optimizer", Optimizer, but=("advance", "times_lr", "unless"))
 class Unless(Optimizer):
-    """An optimizer for one update, which changes no tensor if `skip` is true; made by :meth:`Optimizer.unless`.
+    """An optimizer for one update, which changes no tensor if `skip` is true; made by :func:`unless`.
 
-    For one that can't be told so itself: it runs beside the old values, and the device chooses. :meth:`update` chooses
-    the state alone. What it makes of gradients that aren't used is all the same.
+    It runs beside the old values, and the device chooses. :meth:`update` chooses the state alone. What it makes of
+    gradients that aren't used is all the same.
     """
 
     optimizer: Optimizer
     skip: Tensor = field(compare=False)
+
+    @property
+    def offers(self) -> OptimizerOffers:
+        return self.optimizer.offers
 
     def init(self, params: Tree) -> Tree:
         return self.optimizer.init(params)
@@ -150,29 +161,21 @@ class Unless(Optimizer):
     def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
         return chosen(self.skip.logical_not(), self.optimizer.apply(grads, state, params), (params, state))
 
-    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> None:
-        with self._kept([*params, *(x for own in states for x in own.values())]):
-            self.optimizer.apply_leaves(grads, states, params, state)
+    def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
+        return self.optimizer.leaf_states(state, params)
 
-    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
-        with self._kept([x for own in states for x in own.values()]):
-            return self.optimizer.transform_leaves(grads, states, params, state)
-
-    @contextmanager
-    def _kept(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """What the block writes into `tensors` doesn't last if `skip` is true."""
-        before = [x.clone() for x in tensors]
-        yield
+    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors | None:
+        gives_gradients = self.offers.moves_params is False
+        written = [*(() if gives_gradients else params), *(x for own in states for x in own.values())]
+        before, found = [x.clone() for x in written], None
+        if gives_gradients:
+            found = self.optimizer.update_leaves(grads, states, params, state)
+        else:
+            apply_leaves(self.optimizer, grads, states, params, state)
         with torch.no_grad():
-            for x, kept in zip(tensors, chosen(self.skip.logical_not(), list(tensors), before), strict=True):
+            for x, kept in zip(written, chosen(self.skip.logical_not(), written, before), strict=True):
                 x.copy_(kept)
-
-
-def all_or_none(optimizers: Iterable[Optimizer | None]) -> list[Optimizer] | None:
-    """All of them; None if one is None."""
-    found = list(optimizers)
-    there = [optimizer for optimizer in found if optimizer is not None]
-    return there if len(there) == len(found) else None
+        return found
 
 
 def chosen(finite: bool | Tensor | None, new: T, old: T) -> T:
@@ -217,12 +220,12 @@ class Update:
         A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
         """
         if self.finite is False:
-            return self.params, self.optimizer.advance(self.opt_state)
+            return self.params, advanced(self.opt_state)
         optimizer, donate = self.optimizer, self.donate
         if donate and isinstance(self.finite, Tensor):  # on the device, which the host doesn't wait for
-            conditional = optimizer.unless(self.finite.logical_not(), flatten(self.params)[0])
-            donate = conditional is not None
-            optimizer = optimizer if conditional is None else conditional
+            told = unless(optimizer, self.finite.logical_not(), flatten(self.params)[0])
+            donate = not isinstance(told, Unless)
+            optimizer = told if donate else optimizer
         if donate and self.on_overwriting is not None:
             self.on_overwriting()
         updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
@@ -278,6 +281,10 @@ def leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> list[Any]:
 
 def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: Tree = None) -> None:
     """Refuse, by name and before anything is written, gradients that don't fit their parameters."""
+    with suppress(AttributeError):  # of what is no tensor; most often all fit
+        same_shapes = [x.shape for x in grads] == [x.shape for x in params]  # type: ignore[union-attr]
+        if same_shapes and [x.dtype for x in grads] == [x.dtype for x in params]:  # type: ignore[union-attr]
+            return
     for index, (grad, param) in enumerate(zip(grads, params, strict=True)):
         if not isinstance(param, Tensor):
             raise OptimError(f"params: {leaf_name(tree, index)} must be a tensor, got {brief(param)}.")
@@ -304,7 +311,7 @@ def differentiated(*lists: Iterable[Tensor]) -> bool:
     """
     if is_transforming():
         return True
-    return torch.is_grad_enabled() and any(x.requires_grad for xs in lists for x in xs)
+    return torch.is_grad_enabled() and any(map(_requires_grad, chain.from_iterable(lists)))
 
 
 def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ltx.core.base.arguments import brief, checked, name_of
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import check_tensors, flatten
-from ltx.core.optim.base import LeafStates, Optimizer, Tensors, all_or_none
+from ltx.core.optim.base import LeafStates, Optimizer, OptimizerOffers, Tensors, advanced, times_lr, unless
 from ltx.typing import Tree
 
 States = tuple[Tree, ...]
@@ -41,7 +41,7 @@ class LeafPart(dict[str, Tensor]):
 
 
 class LeafTransform(Optimizer):
-    """A transformation of gradients whose subclass has :meth:`transform_leaves`; without state, unless that has one."""
+    """A transformation of gradients whose subclass has :meth:`update_leaves`; without state, unless that has one."""
 
     leafwise: ClassVar[bool] = True
     moves_params: ClassVar[bool] = False
@@ -52,8 +52,8 @@ class LeafTransform(Optimizer):
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
         check_tensors(grads, "grads")
         leaves, spec = flatten(grads)
-        updates = self.transform_leaves(leaves, self.leaf_states(state, grads), leaves, state)
-        return spec.unflatten(updates), self.advance(state)
+        updates = self.update_leaves(leaves, self.leaf_states(state, grads), leaves, state)
+        return spec.unflatten(updates), advanced(state)
 
     def leaf_states(self, state: Tree, params: Tree) -> LeafStates:
         return [{} for _ in flatten(params)[0]]
@@ -68,7 +68,7 @@ class Identity(LeafTransform):
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
         return grads, state
 
-    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
+    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
         return grads
 
     def __repr__(self) -> str:
@@ -91,20 +91,14 @@ class Chain(Optimizer):
     members: tuple[Optimizer, ...]
 
     @property
-    def elementwise(self) -> bool:
-        return all(member.elementwise for member in self.members)
-
-    @property
-    def leafwise(self) -> bool:
-        return all(member.leafwise for member in self.members)
-
-    @property
-    def moves_params(self) -> bool | None:
-        return self.members[-1].moves_params
-
-    @property
-    def strategy(self) -> str | None:
-        return next((name for member in self.members if (name := member.strategy) is not None), None)
+    def offers(self) -> OptimizerOffers:
+        each = [member.offers for member in self.members]
+        return OptimizerOffers(
+            all(one.elementwise for one in each),
+            all(one.leafwise for one in each),
+            each[-1].moves_params,
+            next((one.strategy for one in each if one.strategy is not None), None),
+        )
 
     def init(self, params: Tree) -> States:
         return tuple(member.init(params) for member in self.members)
@@ -115,34 +109,25 @@ class Chain(Optimizer):
     def apply(self, grads: Tree, state: States, params: Tree, *, donate: bool = False) -> tuple[Tree, States]:
         return self._run("apply", grads, state, params, donate)
 
-    def times_lr(self, factor: float) -> Chain | None:
-        last = self.members[-1].times_lr(factor)
+    def _times_lr(self, factor: float) -> Chain | None:
+        last = times_lr(self.members[-1], factor)
         return None if last is None else Chain((*self.members[:-1], last))
 
-    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Chain | None:
-        members = all_or_none(member.unless(skip, params) for member in self.members)
-        return None if members is None else Chain(tuple(members))
+    def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> Chain:
+        return Chain(tuple(unless(member, skip, params) for member in self.members))
 
     def leaf_states(self, state: States, params: Tree) -> LeafStates:
         self._check(state)
         each = [member.leaf_states(own, params) for member, own in zip(self.members, state, strict=True)]
         return [LeafPart(*parts) for parts in zip(*each, strict=True)]
 
-    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> None:
-        *front, (last, parts, own) = self._members_of(states, state)
-        for member, its_parts, its_own in front:
-            grads = member.transform_leaves(grads, its_parts, params, its_own)
-        last.apply_leaves(grads, parts, params, own)
-
-    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> Tensors:
-        for member, parts, own in self._members_of(states, state):
-            grads = member.transform_leaves(grads, parts, params, own)
-        return grads
-
-    def _members_of(self, states: LeafStates, state: States) -> list[tuple[Optimizer, LeafStates, Tree]]:
-        """Each member with its own parts of the states of some leaves, and its own state."""
-        parts = cast(list[LeafPart], states)
-        return [(member, [part.parts[i] for part in parts], state[i]) for i, member in enumerate(self.members)]
+    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> Tensors | None:
+        updates: Tensors | None = grads
+        for i, member in enumerate(self.members):
+            assert updates is not None  # the last member alone may write to parameters
+            own = [part.parts[i] for part in cast(list[LeafPart], states)]
+            updates = member.update_leaves(updates, own, params, state[i])
+        return updates
 
     def _check(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != len(self.members):
@@ -192,7 +177,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
         members += transform.members if isinstance(transform, Chain) else (transform,)
     members = [member for member in members if not isinstance(member, Identity)]
     for member in members[:-1]:
-        if member.moves_params:
+        if member.offers.moves_params:
             raise OptimError(
                 f"{member} must come last in a chain, before it only transformations of gradients: it updates the "
                 f"parameters, so {members[-1]} after it would not get gradients."

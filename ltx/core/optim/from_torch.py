@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import optree
 import torch
@@ -22,6 +22,7 @@ from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import (
     LeafStates,
     Optimizer,
+    OptimizerOffers,
     Rate,
     Tensors,
     TorchState,
@@ -55,10 +56,8 @@ _SKIPPING = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
 class TorchOptimizer(ClassOptimizer):
     """A ``torch.optim`` class with its hyperparameters; made by :func:`from_torch`."""
 
-    leafwise: ClassVar[bool] = True
-
     kernel: Kernel = field(init=False)
-    _skip: Tensor | None = field(default=None, init=False)  # of one update: see `unless`
+    _skip: Tensor | None = field(default=None, init=False)  # of one update: see `_unless`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,10 +65,10 @@ class TorchOptimizer(ClassOptimizer):
         object.__setattr__(self, "kernel", build(self.cls, fixed_lr | dict(self.kwargs)))
 
     @property
-    def elementwise(self) -> bool:
-        return self.cls in _ELEMENTWISE
+    def offers(self) -> OptimizerOffers:
+        return OptimizerOffers(elementwise=self.cls in _ELEMENTWISE, leafwise=True, moves_params=True)
 
-    def times_lr(self, factor: float) -> TorchOptimizer | None:
+    def _times_lr(self, factor: float) -> TorchOptimizer | None:
         if callable(self.lr):
             return replace(self, lr=partial(_times, self.lr, factor))
         fixed = self.kernel.group.get("lr")
@@ -131,7 +130,7 @@ class TorchOptimizer(ClassOptimizer):
     def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
         return self._per_param(state, flatten(params)[1])
 
-    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> None:
+    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> None:
         check_grads(grads, params)
         check_grad_layouts(self.cls, grads)
         lr = self._lr(state.count)
@@ -142,7 +141,7 @@ class TorchOptimizer(ClassOptimizer):
             )
         self._run(grads, states, params, count=state.count, lr=lr)
 
-    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
+    def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
         if self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):
             return None
         conditional = copy(self)
@@ -229,9 +228,11 @@ def from_torch(
 
     Args:
         cls: the class, not an instance. SparseAdam needs sparse gradients, Muon 2-D parameters, as in torch; LBFGS is
-            refused, since it calls the loss. A class of another author that doesn't gather its tensors in
-            ``_init_group`` (timm's, transformers' Adafactor, a ten-line Lion) is run as it is, on all parameters
-            of its :func:`partition` together: eagerly, with neither a derivative nor ``overlap="update"`` nor ZeRO.
+            refused, since it calls the loss. A class of another author that doesn't make its state in ``_init_group``
+            (timm's, transformers' Adafactor, a ten-line Lion) is run as it is, on all parameters of its
+            :func:`partition` together: eagerly, with neither a derivative nor ``overlap="update"`` nor ZeRO. One with
+            a ``train()`` (schedulefree's) is in that mode; the parameters that its ``eval()`` would make are the
+            caller's to form.
         lr: a number, or a function from the number of updates done so far (0 first) to a number or 0-dim tensor, as
             optax's schedules; None is torch's default. (ASGD and Rprop keep a rate in their state; it starts as that of
             step 0.)

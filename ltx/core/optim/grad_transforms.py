@@ -164,7 +164,7 @@ class ClipByValue(LeafTransform):
         leaves, spec = flatten(grads)
         return spec.unflatten(self._clipped(leaves, grads)), state
 
-    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
+    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
         return self._clipped(grads, None)
 
     def _clipped(self, leaves: Tensors, tree: Tree) -> Tensors:
@@ -233,7 +233,7 @@ class AddNoise(LeafTransform):
     def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
         return [LeafPart(place=place) for place in places_with_none(params)]
 
-    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> Tensors:
+    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> Tensors:
         check_state(self, state, TorchState)
         if traced.recording():
             raise UnsupportedError("add_noise can't be traced: compile the loss instead of the whole training step.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -14,7 +14,16 @@ from ltx.core.base import traced
 from ltx.core.base.arguments import brief, name_of
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import flatten, leaf_paths, plain_paths, wanted
-from ltx.core.optim.base import LeafStates, Optimizer, Tensors, all_or_none, leaves_like
+from ltx.core.optim.base import (
+    LeafStates,
+    Optimizer,
+    OptimizerOffers,
+    Tensors,
+    apply_leaves,
+    leaves_like,
+    times_lr,
+    unless,
+)
 from ltx.core.optim.combine import LeafPart, identity
 from ltx.typing import Tree
 
@@ -30,17 +39,14 @@ class Partition(Optimizer):
     labels: Labels
 
     @property
-    def elementwise(self) -> bool:
-        return all(member.elementwise for _, member in self.members)
-
-    @property
-    def leafwise(self) -> bool:
-        return all(member.leafwise for _, member in self.members)
-
-    @property
-    def moves_params(self) -> bool | None:
-        each = {member.moves_params for _, member in self.members}
-        return True if True in each else None if None in each else False
+    def offers(self) -> OptimizerOffers:
+        each = [member.offers for _, member in self.members]
+        moves = {one.moves_params for one in each}
+        return OptimizerOffers(
+            all(one.elementwise for one in each),
+            all(one.leafwise for one in each),
+            True if True in moves else None if None in moves else False,
+        )
 
     def init(self, params: Tree) -> States:
         (leaves, spec), places = flatten(params), self._places(params)
@@ -52,16 +58,13 @@ class Partition(Optimizer):
     def apply(self, grads: Tree, state: States, params: Tree, *, donate: bool = False) -> tuple[Tree, States]:
         return self._each("apply", grads, state, params, donate)
 
-    def times_lr(self, factor: float) -> Partition | None:
-        return self._made_of(member.times_lr(factor) for _, member in self.members)
+    def _times_lr(self, factor: float) -> Partition | None:
+        members = tuple((label, times_lr(member, factor)) for label, member in self.members)
+        known = tuple((label, scaled) for label, scaled in members if scaled is not None)
+        return Partition(known, self.labels) if len(known) == len(members) else None
 
-    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> Partition | None:
-        return self._made_of(member.unless(skip, params) for _, member in self.members)
-
-    def _made_of(self, optimizers: Iterable[Optimizer | None]) -> Partition | None:
-        """The same of other members, in their order; None if one is None."""
-        members, labels = all_or_none(optimizers), (label for label, _ in self.members)
-        return None if members is None else Partition(tuple(zip(labels, members, strict=True)), self.labels)
+    def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> Partition:
+        return Partition(tuple((label, unless(one, skip, params)) for label, one in self.members), self.labels)
 
     def leaf_states(self, state: States, params: Tree) -> LeafStates:
         (leaves, spec), places = flatten(params), self._places(params)
@@ -71,24 +74,18 @@ class Partition(Optimizer):
             parts.update((place, LeafPart(part, label=label)) for place, part in zip(places[label], own, strict=True))
         return [parts[place] for place in range(len(leaves))]
 
-    def apply_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> None:
-        for member, at, parts, own in self._members_of(states, state):
-            member.apply_leaves([grads[i] for i in at], parts, [params[i] for i in at], own)
-
-    def transform_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> Tensors:
-        found = list(grads)
-        for member, at, parts, own in self._members_of(states, state):
-            news = member.transform_leaves([grads[i] for i in at], parts, [params[i] for i in at], own)
-            for i, new in zip(at, news, strict=True):
-                found[i] = new
-        return found
-
-    def _members_of(self, states: LeafStates, state: States) -> Iterator[tuple[Optimizer, list[int], LeafStates, Tree]]:
-        """Each member of some leaves, with the places of its own among them, their states, and its own."""
-        parts = cast(list[LeafPart], states)
+    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> Tensors | None:
+        found, parts = list(grads), cast(list[LeafPart], states)
+        gives_gradients = self.offers.moves_params is False
         for label, member in self.members:
-            if at := [i for i, part in enumerate(parts) if part.label == label]:
-                yield member, at, [parts[i].inner for i in at], state[label]
+            at = [i for i, part in enumerate(parts) if part.label == label]
+            lists = [grads[i] for i in at], [parts[i].inner for i in at], [params[i] for i in at]
+            if at and not gives_gradients:
+                apply_leaves(member, *lists, state[label])
+            elif at:
+                for i, new in zip(at, member.update_leaves(*lists, state[label]) or (), strict=True):
+                    found[i] = new
+        return found if gives_gradients else None
 
     def _each(self, method: str, grads: Tree, state: States, params: Tree, donate: bool) -> tuple[Tree, States]:
         if not isinstance(state, dict) or set(state) != {label for label, _ in self.members}:
@@ -196,10 +193,10 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
             raise OptimError(f"partition: labels must be strings, got {brief(label)}.")
         if not isinstance(member, Optimizer):
             raise OptimError(f"partition expected optimizers, but that of {label!r} is {brief(member)}.")
-        if member.strategy is not None:
-            raise OptimError(f"partition: {member} is a part of {member.strategy}, and updates all parameters.")
+        if member.offers.strategy is not None:
+            raise OptimError(f"partition: {member} is a part of {member.offers.strategy}, and updates all parameters.")
         # Without an optimizer the partition may be a transformation itself, in a chain before one.
-        if member.moves_params is False and any(other.moves_params for other in optimizers.values()):
+        if member.offers.moves_params is False and any(other.offers.moves_params for other in optimizers.values()):
             raise OptimError(
                 f"partition: {member}, for {label!r}, gives gradients where others give updates, so the parameters of "
                 "its group would move along their gradients, uphill. To leave them as they are: "
@@ -233,7 +230,7 @@ def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
         ltx.errors.OptimError: `transform` updates parameters, or is none; and with the first parameters, a pattern fits
             none of them.
     """
-    if not isinstance(transform, Optimizer) or transform.moves_params:
+    if not isinstance(transform, Optimizer) or transform.offers.moves_params:
         raise OptimError(
             f"masked expected a transformation of gradients, got {brief(transform)}. To train only some parameters: "
             "ltx.train_step(..., trainable=); to give others another optimizer: ltx.optim.partition."

@@ -12,8 +12,8 @@ between the ranks is :class:`ltx.strategies.qadam.QAdam`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ltx.core.base.arguments import checked, whole
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import describe, flatten
 from ltx.core.gradients.packing import prefers_few_calls
-from ltx.core.optim.base import LeafStates, Rate, Tensors, TorchState, leaf_name
+from ltx.core.optim.base import LeafStates, OptimizerOffers, Rate, Tensors, TorchState, leaf_name
 from ltx.core.optim.from_torch import TorchOptimizer
 from ltx.typing import Tree
 
@@ -30,8 +30,6 @@ from ltx.typing import Tree
 @dataclass(frozen=True, eq=False, repr=False)
 class QAdamOptimizer(TorchOptimizer):
     """Adam with a second phase; made by :func:`qadam`. Its state is Adam's, with the mean momentum as ``exp_avg``."""
-
-    strategy: ClassVar[str | None] = "QAdam"
 
     warmup_steps: int
     bagua_exact: bool = False
@@ -52,7 +50,11 @@ class QAdamOptimizer(TorchOptimizer):
         betas: tuple[float, float] = self._kwargs["betas"]
         return betas
 
-    def unless(self, skip: Tensor, params: Sequence[Tensor]) -> None:
+    @property
+    def offers(self) -> OptimizerOffers:
+        return replace(super().offers, strategy="QAdam")
+
+    def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> None:
         return None  # the second phase is no kernel of torch's, which alone can be told
 
     def init(self, params: Tree) -> TorchState:

@@ -1,9 +1,8 @@
 """A class of ``torch.optim`` as a value: which are accepted, what is said of others, which run as they are.
 
-torch's own classes gather their tensors in ``_init_group``, so :mod:`ltx.core.optim.kernel` can hand them the caller's.
-A class of another author that keeps its arithmetic to itself is run as it is, on state that the caller holds: each
-update makes an instance on aliases of the parameters, puts the state into it, calls ``step()``, and takes the state out
-again.
+torch's own classes update each parameter from that one alone, with state that ``_init_group`` makes before:
+:mod:`ltx.core.optim.kernel` runs them. A class of another author that keeps both to itself is run as it is: each update
+makes an instance on aliases of all parameters, puts the state into it, calls ``step()``, and takes the state out again.
 
 Such a class makes the state of a parameter when it first has a gradient, and tells by its absence that it has to. The
 caller's state has one structure from the start. So it says besides which parts of it have begun, and the others aren't
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
@@ -203,21 +202,21 @@ class OpaqueOptimizer(ClassOptimizer):
         check_tensors(params, "params")
         self._refuse_if(differentiated())
         leaves, spec = flatten(params)
-        # A step on zero gradients shows which state the class keeps; its values begin at the first gradient.
+        # A step on gradients of ones shows which state the class keeps; its values begin at the first gradient.
         probes = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         instance = self._instance(probes, 0)
         try:
-            self._step(instance, probes, [torch.zeros_like(leaf) for leaf in leaves])
+            group = self._step(instance, probes, [torch.ones_like(leaf) for leaf in leaves], None)
         except (OptimError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise OptimError(
-                f"{self}: its step() raised {type(error).__name__} on gradients of zeros: {error} ltx makes an "
-                "instance and calls its step(), and nothing else. What needs more, such as its train() before, can be "
-                "written as a pair of functions: ltx.optim.from_functions."
+                f"{self}: its step() raised {type(error).__name__} on gradients of ones: {error} ltx makes an instance "
+                "and calls its train(), if it has one, and its step(). What needs more can be written as a pair of "
+                "functions: ltx.optim.from_functions."
             ) from error
         kept = [_before(self._taken(instance, p)) for p in probes]
-        return TorchState({"params": spec.unflatten(kept), "group": _before(self._group(instance))})
+        return TorchState({"params": spec.unflatten(kept), "group": _before(group)})
 
     @checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
@@ -227,8 +226,8 @@ class OpaqueOptimizer(ClassOptimizer):
         given = leaves_like(spec, grads, "grads")
         check_grads(given, leaves, params)
         kept = leaves_like(spec, state.per_param["params"], "the optimizer's state")
-        held = [x for own in (*kept, state.per_param["group"]) for x in own.values()]
-        others = [*(g for g in given if g is not None), *held]
+        shared = state.per_param["group"]
+        others = [*(g for g in given if g is not None), *(x for own in (*kept, shared) for x in own.values())]
         self._refuse_if(not donated(leaves, others) if donate else differentiated(leaves, others))
         targets = leaves if donate else [leaf.clone() for leaf in leaves]
         with torch.no_grad():
@@ -237,16 +236,17 @@ class OpaqueOptimizer(ClassOptimizer):
         for alias, own in zip(aliases, kept, strict=True):
             if _has_begun(own):
                 instance.state[alias] = _put(own, donate)
-        if _has_begun(state.per_param["group"]):
-            instance.param_groups[0].update(_put(state.per_param["group"], donate))
+        if _has_begun(shared):
+            instance.param_groups[0].update(_put(shared, donate))
         if donate:  # what is written to `param.data` isn't counted
             torch.autograd.graph.increment_version(targets)
-        self._step(instance, aliases, [None if g is None else g.detach().clone() for g in given])
+        own_grads = [None if g is None else g.detach().clone() for g in given]
+        group = self._step(instance, aliases, own_grads, _put(shared, donate=True).keys())
         for target, alias in zip(targets, aliases, strict=True):
             if alias.data_ptr() != target.data_ptr():  # it has set `param.data`
                 target.copy_(alias.detach())
         after = [_begun(self._taken(instance, alias)) or own for alias, own in zip(aliases, kept, strict=True)]
-        per_param = {"params": spec.unflatten(after), "group": _begun(self._group(instance))}
+        per_param = {"params": spec.unflatten(after), "group": _begun(group)}
         return spec.unflatten(targets), TorchState(per_param, state.count + 1)
 
     def _instance(self, params: list[Tensor], count: int) -> Any:
@@ -262,7 +262,10 @@ class OpaqueOptimizer(ClassOptimizer):
                 f"from_torch({self.cls.__name__}): {self.cls.__name__} refused its arguments: {error}"
             ) from error
 
-    def _step(self, instance: Any, params: list[Tensor], grads: list[Tensor | None]) -> None:
+    def _step(
+        self, instance: Any, params: list[Tensor], grads: list[Tensor | None], carried: Collection[str] | None
+    ) -> dict[str, Tensor]:
+        """The class's own step, and what is to be carried for all parameters: `carried`, at first what it changes."""
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         closure = inspect.signature(instance.step).parameters.get("closure")
@@ -271,10 +274,15 @@ class OpaqueOptimizer(ClassOptimizer):
                 f"{self}: its step() wants a closure, to call the loss again. ltx has the gradients by then: write the "
                 "optimizer as a pair of functions, ltx.optim.from_functions."
             )
-        before = _kept_elsewhere(instance)
+        if callable(train := getattr(instance, "train", None)):  # as those without a schedule have it
+            train()
+        before, group = _kept_elsewhere(instance), instance.param_groups[0]
+        settings = dict(group)
         instance.step()
         after = _kept_elsewhere(instance)
-        held = self._group(instance)
+        if carried is None:
+            carried = [key for key in settings if group[key] is not settings[key] and group[key] != settings[key]]
+        held = self._group(group, [key for key in carried if not (key == "lr" and callable(self.lr))])
         for place in before | after:
             name = place.removeprefix(_GROUP)
             if before.get(place) != after.get(place) and not {name, f"{_NUMBER}{name}"} & set(held):
@@ -290,16 +298,17 @@ class OpaqueOptimizer(ClassOptimizer):
                     f"{self} keeps state under {brief(key)}, which isn't a parameter, so it would begin anew at each "
                     "step. Write it as a pair of functions: ltx.optim.from_functions."
                 )
+        return held
 
     def _taken(self, instance: Any, param: Tensor) -> dict[str, Tensor]:
         """The instance's state of `param` as tensors."""
         return {name: value for key, x in instance.state[param].items() for name, value in [self._tensor(key, x)]}
 
-    def _group(self, instance: Any) -> dict[str, Tensor]:
+    def _group(self, group: Mapping[str, Any], carried: Collection[str]) -> dict[str, Tensor]:
         """The numbers and tensors that the class keeps for all parameters, such as a count of steps."""
-        named = inspect.signature(self.cls).parameters
-        numbers = {k: x for k, x in instance.param_groups[0].items() if isinstance(x, bool | int | float | Tensor)}
-        return dict(self._tensor(key, x) for key, x in numbers.items() if key not in named and key not in _SETTINGS)
+        settings = _SETTINGS.union(inspect.signature(self.cls).parameters).difference(carried)
+        numbers = {k: x for k, x in group.items() if isinstance(x, bool | int | float | Tensor) and k not in settings}
+        return dict(self._tensor(key, x) for key, x in numbers.items())
 
     def _tensor(self, key: Any, value: Any) -> tuple[str, Tensor]:
         if isinstance(value, Tensor):

@@ -24,7 +24,7 @@ from ltx.core.gradients.packing import refuse_sparse, unpack
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
 from ltx.core.gradients.schedule import ProcessSchedule
-from ltx.core.optim import Optimizer
+from ltx.core.optim.base import Optimizer, advanced, apply_leaves, unless
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.accumulate import MicroBatches
 from ltx.core.training.train_state import TrainState
@@ -216,9 +216,6 @@ class BackwardResult:
     skip: torch.Tensor | None = None
 
 
-_NEVER = torch.tensor(False)
-
-
 @dataclass(frozen=True)
 class Scale:
     """What reduced gradients are multiplied by.
@@ -243,8 +240,7 @@ class Scale:
 
     def conditional(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Optimizer:
         """`optimizer`, which does nothing where nothing may be updated."""
-        found = None if self.skip is None else optimizer.unless(self.skip, params)
-        return optimizer if found is None else found
+        return optimizer if self.skip is None else unless(optimizer, self.skip, params)
 
 
 def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale:
@@ -252,7 +248,7 @@ def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale
     if not weighted:
         return Scale(1.0 / work.loss_scale)
     assert schedule.summary is not None
-    if not schedule.summary.stays_on_device or work.optimizer.unless(_NEVER, work.leaves) is None:
+    if not schedule.summary.stays_on_device:
         return Scale(_weighted_scale(schedule) / work.loss_scale)
     weight = schedule.summary.enqueued().weight
     empty = weight == 0  # the host raises when it reads the summary; until then nothing may change
@@ -333,13 +329,13 @@ class UpdateBuckets:
         at = [self._trained[m] for m in bucket.members]
         states, params = [self._leaf_states[i] for i in at], [self._leaves[i] for i in at]
         with comm.span("update"):
-            self._applied.apply_leaves(grads, states, params, self._opt_state)
+            apply_leaves(self._applied, grads, states, params, self._opt_state)
         self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
 
     def result(self) -> BackwardResult:
         before = self._state.held("sync_state").leaves
         after = states_after(self._schedule.plan, self._states, before, self._params, self._trained)
-        return BackwardResult(None, after, self._params, self._optimizer.advance(self._opt_state))
+        return BackwardResult(None, after, self._params, advanced(self._opt_state))
 
 
 class UpdateThenSend:
@@ -415,7 +411,7 @@ class UpdateThenSend:
         if self._work.donate:
             self._work.state.begin_writing()
         opt_states = [self._opt_states[member] for member in bucket.members]
-        self._optimizer.apply_leaves(grads, opt_states, given, self._opt_state)
+        apply_leaves(self._optimizer, grads, opt_states, given, self._opt_state)
         return given
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
@@ -429,7 +425,7 @@ class UpdateThenSend:
         for place, param in zip(self._work.trained, self._params, strict=True):
             whole[place] = param
         after = states_after(self._plan, self._states, self._before, params, self._work.trained)
-        opt_state = self._hook.held(self._work.optimizer.advance(self._opt_state), self._axis)
+        opt_state = self._hook.held(advanced(self._opt_state), self._axis)
         return BackwardResult(None, after, tree.unflatten(spec, whole), opt_state)
 
 

@@ -231,7 +231,7 @@ def on_any_rank(bad: Tensor, placements: Placements) -> Tensor:
 
 def _on_parts(optimizer: Optimizer, placements: Placements) -> Optimizer:
     """`optimizer` for parameters of which ranks hold parts."""
-    if optimizer.elementwise or placements.first_split is None:
+    if optimizer.offers.elementwise or placements.first_split is None:
         return optimizer
     if isinstance(optimizer, ClipByGlobalNorm):
         return replace(optimizer, norm=NormOfParts(placements))

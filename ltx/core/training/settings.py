@@ -100,7 +100,7 @@ def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard:
         raise StrategyError(
             f'{said}, and {type(strategy).__name__} does its part on all parameters together. Use overlap="backward".'
         )
-    if not optimizer.leafwise:
+    if not optimizer.offers.leafwise:
         raise StrategyError(
             f'{said}, before other gradients are complete; {optimizer!r} needs all of them. Use overlap="backward".'
         )

@@ -166,9 +166,9 @@ class Strategy(ShortRepr):
 
         This one refuses optimizers that are a part of another strategy.
         """
-        if optimizer.strategy is not None:
+        if (only := optimizer.offers.strategy) is not None:
             raise StrategyError(
-                f"{type(self).__name__} can't train with {optimizer!r}, which is a part of the {optimizer.strategy} "
+                f"{type(self).__name__} can't train with {optimizer!r}, which is a part of the {only} "
                 "strategy: later in training it takes for gradients what that strategy gives it. Train with that "
                 "strategy, or use another optimizer."
             )

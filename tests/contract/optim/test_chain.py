@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -18,6 +19,7 @@ from ltx.errors import OptimError
 from ltx.optim import (
     ClipState,
     Optimizer,
+    TorchState,
     add_noise,
     chain,
     clip_by_global_norm,
@@ -142,7 +144,7 @@ def test_leaf_by_leaf_is_refused_by_name() -> None:
     text = re.escape(f"{clip} can't be applied leaf by leaf: an update of one leaf may depend on the others.")
     state = made.init({})
     for call in (
-        lambda: made.apply_leaves([], [], [], state),
+        lambda: made.update_leaves([], [], [], state),
         lambda: made.leaf_states(state, {}),
     ):
         with pytest.raises(OptimError, match=text):
@@ -173,8 +175,12 @@ def test_leaf_by_leaf_is_as_together(name: str, seed: int) -> None:
         before, leaves, states = clone(grads), optree.tree_leaves(mine), made.leaf_states(own, mine)
         for some in ([3, 1], [0, 2]):  # as buckets come
             given = [optree.tree_leaves(grads)[i] for i in some]
-            made.apply_leaves(given, [states[i] for i in some], [leaves[i] for i in some], own)
-        own = made.advance(own)
+            made.update_leaves(given, [states[i] for i in some], [leaves[i] for i in some], own)
+        own = ltx.tree.map(
+            lambda x: replace(x, count=x.count + 1) if isinstance(x, TorchState) else x,
+            own,
+            is_leaf=lambda x: isinstance(x, TorchState),
+        )
         assert same_bits(grads, before)
         assert same_bits((mine, own), (together, state))
 

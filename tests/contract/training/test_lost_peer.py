@@ -118,7 +118,7 @@ def test_a_failure_between_two_buckets_leaves_no_state_that_is_neither(
         step = ltx.data_parallel(lambda p: sum(w.sum() for w in p.values()), STRATEGY)
         train = ltx.train_step(step, sgd, overlap="update", donate=donate)
         state = train.init({f"w{i}": torch.ones(SIDE, SIDE) for i in range(3)})
-        applied, apply = [], type(sgd).apply_leaves
+        applied, apply = [], type(sgd).update_leaves
 
         def fails(*args: Any) -> None:
             applied.append(apply(*args))
@@ -126,7 +126,7 @@ def test_a_failure_between_two_buckets_leaves_no_state_that_is_neither(
                 raise ValueError("not today")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(sgd), "apply_leaves", fails)
+            patch.setattr(type(sgd), "update_leaves", fails)
             with pytest.raises(ValueError, match="not today"):
                 train(state)
         try:

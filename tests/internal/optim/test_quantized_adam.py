@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ltx.core.gradients import packing
+from ltx.core.optim.base import advanced
 from ltx.errors import OptimError
 from ltx.optim import from_torch, qadam
 from tests.contract.optim.cases import Case, clone, random_grads, random_params, same_bits
@@ -56,8 +57,8 @@ def test_both_phases(
         if how == "leaves":
             leaves, states = optree.tree_leaves(params), optimizer.leaf_states(state, params)
             for i in reversed(range(len(leaves))):
-                optimizer.apply_leaves([optree.tree_leaves(grads)[i]], [states[i]], [leaves[i]], state)
-            state = optimizer.advance(state)
+                optimizer.update_leaves([optree.tree_leaves(grads)[i]], [states[i]], [leaves[i]], state)
+            state = advanced(state)
         elif how == "updates":
             updates, state = optimizer.update(grads, state, params)
             params = optree.tree_map(torch.add, params, updates)
