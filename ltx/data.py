@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 import ltx
-from ltx.errors import ArgumentError, AxisError, DataError, InputError, UnsupportedError
+from ltx.errors import ArgumentError, DataError, InputError, UnsupportedError
 from ltx.extend import Axis, arguments, brief, comm, told, tree
 from ltx.typing import Tree
 
@@ -210,12 +210,12 @@ def uneven(
     if divisor not in ("data", "all"):
         raise InputError(f'uneven: divisor must be "data" or "all", got {brief(divisor)}.')
     found = comm.resolve(axis)
-    if found.simulated:
-        raise AxisError(
-            f"uneven has no form under ltx.vmap: the ranks of axis {found.name!r} share all iterables. Pad the ranks' "
-            "batches to one number outside, stack them, and pass the ranks' weights, 0 for padding, as one more mapped "
-            "tensor; or give each rank its own with ltx.simulate."
-        )
+    found.ranks.need(
+        "objects",
+        f"uneven has no form under ltx.vmap: the ranks of axis {found.name!r} share all iterables. Pad the ranks' "
+        "batches to one number outside, stack them, and pass the ranks' weights, 0 for padding, as one more mapped "
+        "tensor; or give each rank its own with ltx.simulate.",
+    )
     return _turns(iterable, found, divisor, stop) if found.size > 1 else _alone(iterable)
 
 

@@ -94,7 +94,7 @@ from ltx.core.optim.combine import members_of, with_members
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.optim.quantized_adam import QAdamOptimizer
 from ltx.core.ranks.axis import Axis, inner, outer
-from ltx.core.ranks.backings import unwrapped
+from ltx.core.ranks.batched import unwrapped
 from ltx.core.transforms.strategy import Strategy
 from ltx.core.transforms.strategy_update import (
     Old,

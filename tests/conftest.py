@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from ltx import Axis, PerRank, Pool
 from ltx.core import comm
 from ltx.core.ranks.axis import axes_in_scope, set_world_axes
-from ltx.core.ranks.backings import GroupBacking
 from ltx.errors import CallFailedError, WorkerError
 from tests.covering import fast
 from tests.forks import Ranks
@@ -164,7 +163,7 @@ def on_new_axis() -> Iterator[Callable[..., PerRank[Any]]]:
         """
         world_axes = axes_in_scope()
         for axis in comm.open_axes():
-            if axis not in world_axes and not cast(GroupBacking, axis.backing).comm.closed:  # a part, with its axis
+            if axis not in world_axes and not axis.comm.closed:  # a part, with its axis
                 _close(axis)
         gc.collect()  # groups in the tracebacks of errors
         # Not torch's half an hour: whoever lets go of a group waits for what is under way on it.
@@ -186,7 +185,7 @@ def on_new_axis() -> Iterator[Callable[..., PerRank[Any]]]:
 
 def _close(axis: Axis) -> None:
     """Close an axis in which something may still be under way, without waiting for it."""
-    axis_comm = cast(GroupBacking, axis.backing).comm
+    axis_comm = axis.comm
     groups = [axis_comm.group, *(channel.group for channel in axis_comm.channels)]
     comm.close_axis(axis)
     dist.destroy_process_group(axis_comm.group)

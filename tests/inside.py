@@ -8,7 +8,7 @@ from typing import Any
 import ltx
 from ltx.core.comm import SUMMARY_BYTES, close_axis, open_axes, open_axis, resolve
 from ltx.core.ranks.axis import axes_in_scope, find
-from ltx.core.ranks.backings import VmapBacking
+from ltx.core.ranks.batched import VmapRanks
 from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.qadam import QAdam
 
@@ -17,7 +17,7 @@ __all__ = [
     "AsyncAveraging",
     "OnFreshAxis",
     "QAdam",
-    "VmapBacking",
+    "VmapRanks",
     "axes_in_scope",
     "close_axis",
     "find",

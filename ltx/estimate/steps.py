@@ -26,7 +26,7 @@ from ltx.core.optim.base import Update, advanced
 from ltx.core.optim.combine import members_of
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, open_alone
-from ltx.core.ranks.backings import MetaBacking
+from ltx.core.ranks.batched import ShapeRanks
 from ltx.core.transforms.strategy import Strategy, in_dtype
 from ltx.core.transforms.strategy_update import PostUpdateHook, States, StepInfo, Updated, check_updated
 from ltx.errors import LtxError, StrategyError, UnsupportedError
@@ -152,17 +152,17 @@ class Issues:
         return tuple(summary for summary in (self.summary, *started) if summary is not None)
 
 
-def collective(operation: str, buffer: torch.Tensor, axis: Axis) -> Collective:
+def collective(operation: str, buffer: torch.Tensor, ranks: ShapeRanks) -> Collective:
     """The collective of a buffer, of which the shape is read."""
-    part = axis.meta.part if axis.meta else ()
-    between = (part[0], part[-1]) if part else (0, axis.size - 1)
-    nbytes = comm.bytes_sent(operation, buffer, axis.size)
-    return Collective(operation, tree.describe(buffer), nbytes, axis.size, between)
+    part, size = ranks.members, ranks.size
+    between = (part[0], part[-1]) if part else (0, size - 1)
+    return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, size), size, between)
 
 
 def summary(axis: Axis) -> Collective:
     """The small sum that goes ahead of gradients, and of exchanges in the foreground."""
-    return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), axis)
+    ranks: Any = axis.ranks
+    return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), ranks)
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -179,7 +179,7 @@ class Asked:
     size: int  # the number of all ranks
     found: list[Collective] = field(default_factory=list)
 
-    def answer(self, operation: str, buffer: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def answer(self, operation: str, buffer: torch.Tensor, ranks: ShapeRanks) -> torch.Tensor:
         """Shape and dtype of what the collective gives."""
         if not buffer.numel():  # the schedules send nothing then
             return buffer
@@ -194,8 +194,8 @@ class Asked:
                 f"{self.hook!r} asks for {operation!r} in {self.what}. A reduction may ask for "
                 f"{', '.join(others)} and {last}."
             )
-        self.found.append(collective(operation, buffer, axis))
-        return OPERATIONS[operation].new_result(buffer, axis.size)
+        self.found.append(collective(operation, buffer, ranks))
+        return OPERATIONS[operation].new_result(buffer, ranks.size)
 
 
 # --- found on shapes alone --------------------------------------------------------------------------------------------
@@ -258,7 +258,8 @@ class Gradients:
 
     def __init__(self, strategy: Strategy, params: Tree, size: int, rank: int = 0):
         self.strategy = strategy
-        self.axis = Axis(DEFAULT_NAME, size, MetaBacking(rank, self._answer, self._exchange))
+        self.ranks = ShapeRanks(rank, size, self._answer, self._exchange)
+        self.axis = Axis(DEFAULT_NAME, size, self.ranks)
         self._asked: Asked | None = None
         given, self.spec = tree.flatten(params)
         self.leaves = [meta(leaf.shape, leaf.dtype) for leaf in given]
@@ -328,13 +329,15 @@ class Gradients:
         yield
         self._asked = None
 
-    def _answer(self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    def _answer(
+        self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], ranks: ShapeRanks
+    ) -> torch.Tensor:
         if self._asked is None:
             raise UnsupportedError(
                 f"{self.strategy!r} communicates by a collective ({operation} of {tree.describe(buffer)}) that belongs "
                 "to no exchange, so that nothing can be said of it ahead. Let it communicate through Strategy.exchange."
             )
-        return self._asked.answer(operation, buffer, axis)
+        return self._asked.answer(operation, buffer, ranks)
 
     def _exchange(self, *args: Any) -> Exchange:
         raise AssertionError("gradients are no exchange")

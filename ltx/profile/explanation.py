@@ -257,7 +257,7 @@ def explain(
     hook = inner.hook(number, training=trains)
     gradients = Gradients(strategy, params, size, rank)
     plain_bytes = sum(
-        collective("psum", meta((b.numel,), b.dtype), gradients.axis).nbytes
+        collective("psum", meta((b.numel,), b.dtype), gradients.ranks).nbytes
         for b in gradients.plan(hooks.AllReduce()).buckets
     )
     issues = Issues()

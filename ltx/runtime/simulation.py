@@ -19,7 +19,6 @@ from ltx.core.base import tree
 from ltx.core.base.arguments import checked
 from ltx.core.collectives import rank_seed
 from ltx.core.ranks.axis import DEFAULT_NAME, OTHERS, Axis, axes_in_scope, open_alone, set_opened_aside
-from ltx.core.ranks.backings import ThreadBacking
 from ltx.core.ranks.simulated import mapped_arguments, mapped_size
 from ltx.core.training.train_state import set_random_states, torch_states
 from ltx.core.transforms.closure_check import reached_from
@@ -95,8 +94,7 @@ def simulate(
             states, reopen = torch_states(), set_opened_aside()
 
             def axis_of(rank: int) -> Axis:
-                threads = comm.ThreadComm(turns, axis_name, tuple(range(inputs.size)), rank)
-                return Axis(axis_name, inputs.size, ThreadBacking(rank, threads))
+                return Axis(axis_name, inputs.size, comm.ThreadRanks(turns, axis_name, tuple(range(inputs.size)), rank))
 
             # Other threads, which may be a rank's, get no world of one: this axis refuses their collectives.
             close_for_others = open_alone(axis_of(0), OTHERS)
@@ -150,7 +148,7 @@ def _alone() -> Iterator[None]:
             f"ltx.simulate runs ranks in threads, into which no mode leads, and {others[0]} is on. Enter it in f."
         )
     scope = axes_in_scope()
-    if any(axis.threads for axis in scope):
+    if any(axis.ranks.in_turn for axis in scope):
         raise UnsupportedError(_ONE_ONLY)
     if several := [axis for axis in scope if axis.size > 1]:
         raise UnsupportedError(

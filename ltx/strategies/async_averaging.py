@@ -154,10 +154,11 @@ class AsyncAveraging(NodeStrategy):
 
     def check_axis(self, axis: Axis) -> None:
         super().check_axis(axis)
-        if self.schedule is None and axis.size > 1 and (axis.simulated or axis.threads):
-            raise UnsupportedError(
+        if self.schedule is None and axis.size > 1:
+            axis.ranks.need(
+                "clock",
                 "AsyncAveraging: simulated ranks have no clock, as all of them step together. Give the rounds a "
-                "schedule: AsyncAveraging(schedule=(period, delay))."
+                "schedule: AsyncAveraging(schedule=(period, delay)).",
             )
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
@@ -203,12 +204,12 @@ class AsyncAveraging(NodeStrategy):
             period, delay = self.schedule
             since = info.step - self.warmup_steps
             return since >= delay and (since - delay) % period == 0, since % period == 0
-        if info.axis.meta:
-            raise UnsupportedError(
-                f"{self!r}: the clock says when a round begins, so what a step sends isn't known ahead. Give the "
-                "rounds a schedule: schedule=(period, delay). What a step sends can be counted while it runs: with "
-                "ltx.profile.record() as trace."
-            )
+        info.axis.ranks.need(
+            "values",
+            f"{self!r}: the clock says when a round begins, so what a step sends isn't known ahead. Give the "
+            "rounds a schedule: schedule=(period, delay). What a step sends can be counted while it runs: with "
+            "ltx.profile.record() as trace.",
+        )
         mean = None if pending is None else pending.mean
         late = pending is None or time.monotonic() - pending.began_s >= self.sync_interval_ms / 1000
         is_there, late = self._all_of_node([mean is not None and mean.done, late], info)
@@ -227,7 +228,7 @@ class AsyncAveraging(NodeStrategy):
         """Begin a round; where that does it all, what it comes to waits in the states."""
         leaves = tree.flatten(params)[0]
         mean = self._exchange(params, info, finishing=0)
-        if info.axis.comm or info.axis.meta:
+        if info.axis.ranks.lags:
             return Round(time.monotonic(), [x.clone() for x in leaves], mean), states
         reduced = self._wait_round(mean, params, info)
         paths = tree.leaf_paths(params)

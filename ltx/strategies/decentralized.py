@@ -170,10 +170,8 @@ class Decentralized(GossipStrategy):
         if self.node_size is not None:
             reduced, _ = self.exchange(FromParts(self.node_size), reduced, paths, info).wait()
         *reduced, tag = reduced
-        if info.axis.comm is not None:
-            self._check(info.axis.comm.read(tag, "the number of steps"), info, info.axis.comm.rank)
-        elif info.axis.threads is not None:
-            self._check(tag, info, info.axis.threads.rank)
+        if isinstance(info.axis.rank, int) and not tag.is_meta:
+            self._check(info.axis.ranks.read(tag, "the number of steps"), info, info.axis.rank)
         # In memory of their own, rather than a bucket's.
         y = tree.unflatten(spec, [mean.clone() for mean in reduced])
         return super().update(replace(update, params=y), states, info, None)

@@ -3,7 +3,6 @@
 from ltx.core.collectives.adasum import adasum
 from ltx.core.collectives.futures import Future, async_
 from ltx.core.collectives.gather import AllGatherGrad, all_gather, gather, psum_scatter, scatter
-from ltx.core.collectives.objects import all_gather_object, barrier, broadcast_object
 from ltx.core.collectives.permute import all_to_all, ppermute
 from ltx.core.collectives.psum import axis_size, broadcast, pmean, psum, psum_to, pvary
 from ltx.core.collectives.ranks import axis_index, rank_seed, shard
@@ -16,7 +15,7 @@ from ltx.core.collectives.reduce import (
     reduce_boolean_decision,
     weighted_mean,
 )
-from ltx.core.collectives.uneven import gather_all_tensors
+from ltx.core.collectives.uneven import all_gather_object, barrier, broadcast_object, gather_all_tensors
 
 __all__ = [
     "AllGatherGrad",

@@ -229,7 +229,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
         check_sums("adasum", leaves, value)
         found = comm.resolve(axis)
         negotiate_tree("adasum", value, leaves, spec, [() for _ in leaves], found)
-        rank = found.comm.rank if found.comm else found.index()
+        rank = found.rank
     results = list(leaves)
     for kind in dict.fromkeys((x.dtype, x.device) for x in leaves):
         places = [i for i, x in enumerate(leaves) if (x.dtype, x.device) == kind]

@@ -14,9 +14,9 @@ from ltx.core.base.arguments import brief
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, CollectiveError, LtxError, UnsupportedError
 from ltx.core.collectives.futures import Future
-from ltx.core.collectives.linear import RULES, Function, Static, apply, begin, finished, key_of
+from ltx.core.collectives.linear import RULES, Function, Static, apply
 from ltx.core.comm.group_collectives import as_bytes, as_it_is, from_bytes
-from ltx.core.comm.operations import SUMMED
+from ltx.core.comm.operations import OPERATIONS, SUMMED
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -28,11 +28,8 @@ def prepare_trace(axis: Any) -> str:
         key: str = axis
         return key
     found = comm.resolve(axis)
-    refuse_threads(found)
-    key = repr(found.name) if found.backing is None else f"{found.name!r} {found.backing!r} {id(found.backing)}"
-    if found.simulated:
-        key = f"{found.name!r} of {found.size}, {found.backing!r}"
-    return traced.keep(key, found)
+    check_recorded(found)
+    return traced.keep(f"{found.name!r} of {found.size}, {found.ranks!r}", found)
 
 
 @traced.at_trace_time
@@ -40,13 +37,13 @@ def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
     return prepare_trace(comm.InGroups(axis, groups))
 
 
-def refuse_threads(axis: Axis) -> None:
-    """Raise if the ranks of `axis`, on which a recorded graph would communicate, are threads."""
-    if axis.threads:
-        raise UnsupportedError(
-            f"axis {axis.name!r}: a graph (torch.compile, make_fx, linearize) can't hold a collective of ltx.simulate, "
-            "whose ranks wait for each other in Python. Compile what is between collectives, or use ltx.vmap."
-        )
+def check_recorded(axis: Axis) -> None:
+    """Raise if a recorded graph can't communicate on `axis`."""
+    axis.ranks.need(
+        "graphs",
+        f"axis {axis.name!r}: a graph (torch.compile, make_fx, linearize) can't hold a collective of ltx.simulate, "
+        "whose ranks wait for each other in Python. Compile what is between collectives, or use ltx.vmap.",
+    )
 
 
 @traced.node
@@ -76,8 +73,7 @@ def tensors_of(value: Tree, axis: Any) -> Tree:
     leaves, spec = tree.flatten(value)
     if all(isinstance(x, torch.Tensor) for x in leaves):
         return value
-    axis_comm = None if traced.recording() else comm.resolve(axis).comm
-    device = None if axis_comm is None else axis_comm.device
+    device = None if traced.recording() else comm.resolve(axis).ranks.device
     return tree.unflatten(spec, [_as_tensor(x, device) for x in leaves])
 
 
@@ -108,7 +104,7 @@ def collective(
     """
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
-    if RULES[name].operation is not None and not RULES[name].moves:
+    if not _moves(name) and RULES[name].operation is not None:
         check_sums(name, leaves, value, "sums" if RULES[name].weights is None else "extrema")
     if traced.recording():
         key = prepare_trace(axis)
@@ -119,7 +115,7 @@ def collective(
         return tree.unflatten(spec, [then(y) for y in values])
     check_dense(name, leaves, value)
     found, background = comm.resolve(axis), axis if isinstance(axis, comm.InBackground) else None
-    if found.comm is not None:
+    if found.ranks.overlaps:
         tree.check_values(leaves, value, name)
     if background:
         check_plain(background.name, leaves, value, found)
@@ -131,15 +127,14 @@ def collective(
         all_three = zip(leaves, moved, results, strict=True)
         return tree.unflatten(spec, [then(y if m is x else from_bytes(y, x.dtype)) for x, m, y in all_three])
 
-    if background and found.comm is not None:
-        axis_comm: comm.AxisComm = found.comm
-        begun = [(RULES[name], x, group) for x, group in zip(moved, groups, strict=True)]
-        works = [begin(axis_comm, *each, label=f"async {background.name}") for each in begun]
+    if background and found.ranks.overlaps:
+        label = f"async {background.name}"
+        begun = [found.ranks.begin(RULES[name], group, x, label) for x, group in zip(moved, groups, strict=True)]
         return Future(
             background.name,
-            works,
-            lambda ys: restored([finished(axis_comm, *each, y) for each, y in zip(begun, ys, strict=True)]),
-            axis_comm,
+            [work for work, _ in begun],
+            lambda ys: restored([finish(y) for (_, finish), y in zip(begun, ys, strict=True)]),
+            found.ranks.futures,
         )
     if len(set(groups)) == 1:
         results = apply(name, groups[0], found, moved)
@@ -151,7 +146,7 @@ def collective(
 def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) -> None:
     """Raise where a collective that is begun and waited for later would have to be differentiated or batched."""
     levels = [level.key() for level in _functorch.get_interpreter_stack() or ()]
-    batched = axis.simulated is not None and all(level == _functorch.TransformType.Vmap for level in levels)
+    batched = bool(axis.ranks.levels) and all(level == _functorch.TransformType.Vmap for level in levels)
     if torch.autograd.forward_ad._current_level >= 0 or (levels and not batched):
         raise UnsupportedError(
             f"async_: ltx.{name} under a transform of torch.func or forward mode: what is waited for later can't be "
@@ -183,7 +178,13 @@ def refuse_background(what: str, axis: Any) -> None:
 
 def movable(name: str, x: torch.Tensor) -> torch.Tensor:
     """What moves in place of `x`: its bytes, where torch's own kernels don't know its dtype and it has no gradient."""
-    return x if x.dtype in SUMMED or x.requires_grad or not RULES[name].moves else as_bytes(x)
+    return x if x.dtype in SUMMED or x.requires_grad or not _moves(name) else as_bytes(x)
+
+
+def _moves(name: str) -> bool:
+    """Whether nothing is computed with the data, so that it may travel as bytes."""
+    operation = RULES[name].operation
+    return operation is not None and OPERATIONS[operation].moves
 
 
 def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
@@ -226,19 +227,13 @@ def negotiate_tree(
 
     The Functions compare tensor by tensor, as what their derivatives issue has no tree.
     """
-    if axis.comm is None and axis.threads is None:
-        return
     arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
-    if axis.threads is not None:
-        axis.threads.announce(comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments))
-        return
-    axis_comm: comm.AxisComm = axis.comm
-    # Paths, as signatures have them: a list on one rank and a tuple on another is the same call.
-    call = (name, tree.spec_paths(spec), tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups))
-    agreed = axis_comm.negotiate(
-        axis_comm.user, call, lambda: comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments)
+    agreed = axis.ranks.confirm(
+        # Paths, as signatures have them: a list on one rank and a tuple on another is the same call.
+        lambda: (name, tree.spec_paths(spec), tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups)),
+        lambda: comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments),
     )
-    axis_comm.agree((key_of(name, x, group) for x, group in zip(moved or leaves, groups, strict=True)), agreed)
+    axis.ranks.agree((comm.key_of(name, x, group) for x, group in zip(moved or leaves, groups, strict=True)), agreed)
 
 
 def traced_axis(key: str) -> Axis:
@@ -254,17 +249,16 @@ def traced_size(key: str) -> int:
 
 
 @traced.at_trace_time
-def traced_processes(key: str) -> bool:
-    """Whether the ranks of an axis named by :func:`prepare_trace` are several processes."""
-    axis = traced_axis(key)
-    return axis.comm is not None and axis.size > 1
-
-
-@traced.at_trace_time
 def traced_rank(key: str) -> int | None:
     """This rank's position on an axis named by :func:`prepare_trace`; None on a simulated one."""
     rank = traced_axis(key).rank
     return rank if isinstance(rank, int) else None
+
+
+@traced.at_trace_time
+def traced_processes(key: str) -> bool:
+    """Whether the ranks of an axis named by :func:`prepare_trace` are several processes."""
+    return traced_axis(key).ranks.overlaps and traced_axis(key).size > 1
 
 
 @traced.node

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -61,37 +61,7 @@ def _count(axis: Any) -> None:
     if not isinstance(axis, Axis | str | None):  # others may have to be opened, by all ranks together
         return
     with suppress(LtxError):  # there is no such axis
-        found = comm.resolve(axis)
-        if found.threads:
-            found.threads.announce(comm.RAISED.signature)
-        elif found.comm is not None:
-            found.comm.user.advance(comm.RAISED)
-
-
-class Pending(Protocol):
-    """One buffer on its way: :class:`ltx.core.comm.Work`, or what stands for it where nothing is sent."""
-
-    @property
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        ...
-
-    def wait(self) -> torch.Tensor:
-        """The result, once it is there."""
-        ...
-
-
-class Arrived:
-    """A result that is there already."""
-
-    done = True
-
-    def __init__(self, value: torch.Tensor):
-        self._value = value
-
-    def wait(self) -> torch.Tensor:
-        """The result."""
-        return self._value
+        comm.resolve(axis).ranks.announce(comm.RAISED)
 
 
 class Future:
@@ -114,30 +84,30 @@ class Future:
     def __init__(
         self,
         name: str,
-        works: Sequence[Pending] = (),
+        works: Sequence[comm.Work | comm.Arrived] = (),
         finish: Callable[[list[torch.Tensor]], Tree] = lambda results: None,
-        axis_comm: comm.AxisComm | None = None,
+        others: list[Any] | None = None,
     ):
         self.name = name
-        self._works, self._finish, self._axis_comm = works, finish, axis_comm
+        self._works, self._finish, self._others = works, finish, others
         self._value: Any = None
         self._error: LtxError | None = None
-        if axis_comm is None:
+        if others is None:
             self._value = finish([])
         else:  # the axis completes what nobody waits for
-            axis_comm.futures[:] = [*(other for other in axis_comm.futures if not other.done), self]
+            others[:] = [*(other for other in others if not other.done), self]
             if not self.over:
                 comm.look_after(self)
 
     @property
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once, or raise."""
-        return self._axis_comm is None or all(work.done for work in self._works)
+        return self._others is None or all(work.done for work in self._works)
 
     @property
     def over(self) -> bool:
         """Whether it doesn't need :meth:`poll`: nothing goes through shared memory now."""
-        return self._axis_comm is None or not comm.any_transport_busy()
+        return self._others is None or not comm.any_transport_busy()
 
     def poll(self) -> None:
         """Do this rank's part in shared memory: peers may wait for it while this process is in no wait of ltx."""
@@ -153,7 +123,7 @@ class Future:
         """
         if self._error is not None:
             raise self._error
-        if self._axis_comm is not None:
+        if self._others is not None:
             try:
                 self._value = self._finish([work.wait() for work in self._works])
             except LtxError as error:
@@ -173,10 +143,10 @@ class Future:
             )
 
     def _over(self, error: LtxError | None) -> None:
-        assert self._axis_comm is not None
+        assert self._others is not None
         self._error = error
-        self._axis_comm.futures[:] = [other for other in self._axis_comm.futures if other is not self]
-        self._axis_comm, self._works, self._finish = None, (), lambda results: None
+        self._others[:] = [other for other in self._others if other is not self]
+        self._others, self._works, self._finish = None, (), lambda results: None
 
     def __repr__(self) -> str:
         return f"<ltx.Future of {self.name}, {'done' if self.done else 'under way'}>"

@@ -36,9 +36,10 @@ from ltx.core.collectives.calls import (
     traced_size,
 )
 from ltx.core.collectives.futures import one_message
-from ltx.core.collectives.linear import Static, add_rule, apply, key_of, only_at
+from ltx.core.collectives.linear import Static, add_rule, apply, only_at
 from ltx.core.collectives.uneven import padded, told
 from ltx.core.comm.group_collectives import as_it_is
+from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
 add_rule(
@@ -214,10 +215,15 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
 def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Tensor:
     """The number of ranks: a tensor where it differs between simulated ranks."""
     unequal = groups is not None and len({len(group) for group in groups}) > 1
-    if unequal and (traced.recording() or comm.resolve(axis).simulated):
+    if unequal and (traced.recording() or _in_unequal(comm.resolve(axis))):
         ranks: torch.Tensor = psum(torch.ones((), dtype=torch.int64), axis)
         return ranks
     return axis_size(axis)
+
+
+def _in_unequal(axis: Axis) -> bool:
+    """Whether the numbers of ranks differ among groups that are in one batch."""
+    return axis.ranks.least(axis.size) < axis.size
 
 
 @checked()
@@ -364,7 +370,7 @@ def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
     that says how many entries there are.
     """
     found = comm.resolve(axis)
-    if found.simulated or torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(
             f"{name} of a sparse tensor works outside of torch.func transforms; use x.to_dense() there."
         )
@@ -377,14 +383,13 @@ def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
         header = [signature.fingerprint, *counts, *[0] * (_HEADER - 1 - len(counts))]
         said = told(name, header, found, signature)
         if any(row[0] != header[0] for row in said):
-            found.comm.negotiation.compare(found.comm.user, signature, None)  # raises on every rank
+            found.ranks.exchange(signature, None)  # raises on every rank
         for row, more in zip(rows, said, strict=True):
             row.extend(more[1 : 1 + len(counts)])
     parts = [part for x in mine for part in (x.indices().T, x.values())]
     sent = [padded(part, 0, max(row[place // 2] for row in rows)) for place, part in enumerate(parts)]
-    if found.comm is not None:  # which follows from what was told
-        agreed = comm.Agreement(signature, header[0], None)
-        found.comm.agree([key_of("all_gather", x, (0, 0)) for x in sent], agreed)
+    agreed = comm.Agreement(signature, signature.fingerprint, None)
+    found.ranks.agree([comm.key_of("all_gather", x, (0, 0)) for x in sent], agreed)  # which follows from what was told
     gathered = [
         torch.cat([part[: row[place // 2]] for part, row in zip(each, rows, strict=True)])
         for place, each in enumerate(apply("all_gather", (0, 0), found, sent))

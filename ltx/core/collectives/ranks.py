@@ -41,10 +41,7 @@ def axis_index(axis: Any = None) -> torch.Tensor:
     """
     if traced.recording():
         return in_graph_index(prepare_trace(axis))
-    found = comm.resolve(axis)
-    if found.comm is None:
-        return found.index()
-    return torch.full((), found.comm.rank, dtype=torch.int64, device=found.comm.device)
+    return comm.resolve(axis).index()
 
 
 @checked("seed")
@@ -67,13 +64,12 @@ def rank_seed(seed: int, axis: Any = None) -> int:
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     found = comm.resolve(axis)
-    rank = found.rank
-    if not isinstance(rank, int):
-        raise AxisError(
-            f"rank_seed: the simulated ranks of axis {found.name!r} share one generator. They draw different numbers "
-            'under ltx.vmap(f, randomness="different"), the default.'
-        )
-    z = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    found.ranks.need(
+        "objects",
+        f"rank_seed: the simulated ranks of axis {found.name!r} share one generator. They draw different numbers "
+        'under ltx.vmap(f, randomness="different"), the default.',
+    )
+    z = (seed + (found.ranks.rank + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
     return (z ^ (z >> 31)) >> 1

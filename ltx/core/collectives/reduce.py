@@ -18,7 +18,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, checked
-from ltx.core.base.errors import AxisError, CollectiveError, InputError, TreeError, WeightError
+from ltx.core.base.errors import CollectiveError, InputError, TreeError, WeightError
 from ltx.core.collectives.calls import check_dense, check_sums, collective, grouped, refuse_leaves, tensors_of
 from ltx.core.collectives.futures import in_step, one_message
 from ltx.core.collectives.gather import all_gather
@@ -26,7 +26,7 @@ from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import NARROW, axis_size, countable, pmean, psum
 from ltx.core.collectives.ranks import axis_index
 from ltx.core.comm.operations import SUMMED
-from ltx.core.ranks.backings import unwrapped
+from ltx.core.ranks.batched import unwrapped
 from ltx.typing import Tree
 
 
@@ -290,11 +290,11 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     Source: Lightning's ``Strategy.reduce_boolean_decision``.
     """
     found = comm.resolve(axis)
-    if found.simulated:
-        raise AxisError(
-            f"reduce_boolean_decision has no form under ltx.vmap: the ranks of axis {found.name!r} can't take "
-            'different branches there. Use ltx.reduce(flag, "min") for all, "max" for any, and torch.where.'
-        )
+    found.ranks.need(
+        "objects",
+        f"reduce_boolean_decision has no form under ltx.vmap: the ranks of axis {found.name!r} can't take "
+        'different branches there. Use ltx.reduce(flag, "min") for all, "max" for any, and torch.where.',
+    )
     if isinstance(decision, torch.Tensor) and (decision.numel() != 1 or decision.is_meta):
         raise InputError(f"reduce_boolean_decision: a decision is one value, got {tree.describe(decision)}.")
     said = torch.tensor(bool(decision))  # of the host, for the host
@@ -392,12 +392,8 @@ def _term(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _check(w: torch.Tensor, whole: torch.Tensor, negative: torch.Tensor, axis: Any) -> None:
-    axis_comm: comm.AxisComm | None = comm.resolve(axis).comm
-
-    def on_host(x: torch.Tensor) -> torch.Tensor:
-        return x if axis_comm is None else axis_comm.read(x, "weighted_mean")
-
-    count = int(on_host(unwrapped(negative).max()))
+    ranks = comm.resolve(axis).ranks
+    count = int(ranks.read(unwrapped(negative).max(), "weighted_mean"))
     if count:
         rank, mine = unwrapped(axis_index(axis)), unwrapped(w)
         here = f"that of rank {rank} is {mine:g}" if mine.ndim == 0 and rank.ndim == 0 else f"they are {mine.tolist()}"
@@ -405,7 +401,7 @@ def _check(w: torch.Tensor, whole: torch.Tensor, negative: torch.Tensor, axis: A
             f"weighted_mean: {count} of the {axis_size(axis)} ranks' weights {'is' if count == 1 else 'are'} negative; "
             f"{here}. Weights count samples: give 0 to a rank whose value is to count for nothing."
         )
-    if bool(on_host((unwrapped(whole) == 0).any())):
+    if bool(ranks.read((unwrapped(whole) == 0).any(), "weighted_mean")):
         raise WeightError(
             "weighted_mean: the weights of all ranks add up to 0, so there is no mean. Give at least one rank a "
             "weight, or leave the call out on all of them."

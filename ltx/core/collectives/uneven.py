@@ -1,31 +1,33 @@
-"""Collectives of unequal shapes: pad to the largest, use the even collective, cut the padding off.
+"""Collectives of what is of another size on each rank: tensors of unequal shapes, and objects; the barrier.
 
-Built of differentiable collectives and views alone, so gradients follow; padding has none. The ranks of
+Tensors are padded to the largest, and the padding is cut off what the even collective gives. That is built of differentiable collectives and views alone, so gradients follow; padding has none. The ranks of
 :func:`ltx.vmap` have equal shapes by their nature, so there is no form for them.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ltx.core import comm
 from ltx.core.base import traced, tree
-from ltx.core.base.arguments import shown
+from ltx.core.base.arguments import checked, shown
 from ltx.core.base.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
-from ltx.core.collectives.calls import check_dense, collective, movable, refuse_background, tensors_of
+from ltx.core.collectives.calls import check_dense, check_index, collective, movable, refuse_background, tensors_of
 from ltx.core.collectives.futures import in_step
-from ltx.core.collectives.linear import apply, key_of
+from ltx.core.collectives.linear import apply
 from ltx.core.comm.group_collectives import from_bytes
+from ltx.core.comm.pickling import dumps
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
 # In one order on all ranks, which have the same torch.
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 _MOST_DIMS = 32
+T = TypeVar("T")
 _INFERRED = 'all_gather(splits="infer")'
 
 
@@ -96,24 +98,8 @@ def told(what: str, numbers: list[int], axis: Axis, call: comm.Signature | None 
     With the signature of the whole `call`, of which they are a part, it is compared the first time; and it is what
     peers are told that call something else.
     """
-    if axis.backing is None:
-        return [numbers]
     signature = call or comm.Signature(what, (), f"{len(numbers)} lengths")
-    if axis.threads:
-        gathered: list[list[int]] = axis.threads.exchange(signature, numbers)
-        return gathered
-    axis_comm: comm.AxisComm = axis.comm
-    agreed = axis_comm.negotiate(axis_comm.user, (what, "lengths", len(numbers)), lambda: signature)
-    axis_comm.user.advance(replace(agreed, signature=signature))
-    return _exchanged(what, numbers, axis_comm)
-
-
-def _exchanged(what: str, numbers: list[int], axis_comm: comm.AxisComm) -> list[list[int]]:
-    with torch._C._DisableFuncTorch():  # they are sizes, the same under every transform
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        work = axis_comm.user.issue("all_gather", mine, f"{what}: lengths", on_host=True)
-        rows: list[list[int]] = work.wait().tolist()
-    return rows
+    return axis.ranks.tell(what, numbers, lambda: signature, lambda: (what, "lengths", len(numbers)))
 
 
 def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
@@ -127,30 +113,24 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
         (x.dtype, tuple(-1 if ok and at == dim % x.ndim else length for at, length in enumerate(x.shape)))
         for x, ok in zip(leaves, fit, strict=True)
     ]
-    if found.backing is not None:
+    if found.size > 1:
         tree.check_values(leaves, value, "all_gather")
 
     def signature() -> comm.Signature:
         texts = [f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace("-1", "any") for dtype, shape in kinds]
         return comm.Signature(_INFERRED, tuple(zip(tree.leaf_paths(value), texts, strict=True)), f"dim={dim}")
 
-    mine = [x.shape[dim] if ok else -1 for x, ok in zip(leaves, fit, strict=True)]
-    rows = [mine]
-    if found.threads:
-        rows = found.threads.exchange(signature(), mine)
-    elif found.comm is not None:
-        axis_comm: comm.AxisComm = found.comm
-        agreed = axis_comm.negotiate(axis_comm.user, (_INFERRED, tree.spec_paths(spec), tuple(kinds), dim), signature)
-        axis_comm.user.advance(agreed)
+    def key() -> tuple[Any, ...]:
+        return _INFERRED, tree.spec_paths(spec), tuple(kinds), dim
+
+    agreed = found.ranks.confirm(key, signature)
     if not all(fit):  # and so it is on every rank, as their numbers of dimensions are the same
         dim_of("all_gather", leaves[fit.index(False)], dim)
-    if found.comm is not None and leaves:
-        rows = _exchanged(_INFERRED, mine, axis_comm)
+    rows = found.ranks.tell(_INFERRED, [x.shape[dim] for x in leaves], signature, key) if leaves else []
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
     lengths = list(zip(*rows, strict=True))
     sent = [padded(x, at, max(parts)) for x, at, parts in zip(moved, ats, lengths, strict=True)]
-    if found.comm is not None:
-        axis_comm.agree([key_of("all_gather", x, (0, 0)) for x in sent], agreed)  # follows from what was told
+    found.ranks.agree([comm.key_of("all_gather", x, (0, 0)) for x in sent], agreed)  # follows from what was told
     whole = [
         _joined(gathered, parts, at, at)
         for gathered, at, parts in zip(apply("all_gather", (0, 0), found, sent), ats, lengths, strict=True)
@@ -174,7 +154,7 @@ def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
     if splits != "infer" or traced.recording():
         return False
     refuse_background('splits="infer"', axis)
-    return comm.resolve(axis).simulated is not None
+    return bool(comm.resolve(axis).ranks.levels)
 
 
 def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
@@ -249,8 +229,7 @@ def _real(axis: Any, what: str, instead: str = "Leave splits out, or use ltx.sim
         )
     refuse_background(what, axis)
     found = comm.resolve(axis)
-    if found.simulated:
-        raise AxisError(f"{what} has no form under ltx.vmap, whose ranks have equal shapes. {instead}")
+    found.ranks.need("objects", f"{what} has no form under ltx.vmap, whose ranks have equal shapes. {instead}")
     return found
 
 
@@ -303,12 +282,110 @@ def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | N
         AxisError: those of no rank fit, for the same reason.
     """
     signature = comm.Signature(what, (), str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}")
-    if axis.threads:
-        axis.threads.exchange(signature)
-    elif axis.backing is not None:
-        axis_comm: comm.AxisComm = axis.comm
-        # A misfit is told each time: that the peers had it too before doesn't mean that they have it now.
-        key = (what, "splits", splits, axis_comm.user.issued if misfit else None)
-        axis_comm.negotiate_issue(axis_comm.user, key, lambda: signature)
+    # A misfit is told each time: that the peers had it too before doesn't mean that they have it now.
+    axis.ranks.meet((what, "splits", splits), lambda: signature, each_time=misfit is not None)
     if misfit:
         raise misfit
+
+
+@checked("src")
+def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
+    """Rank `src`'s object, on every rank.
+
+    The object travels by cloudpickle between the processes of one job, which trust each other. It is sealed with the
+    job's key, ``LTX_KEY`` in the environment: ``ltx run`` on one machine, :func:`ltx.launch` and :class:`ltx.Pool`
+    make one. Without, with one that the ranks agree on through their store.
+
+    Args:
+        obj: anything cloudpickle can carry; only `src`'s matters. Tensors of an accelerator come to the receiver's own.
+        src: an index on the axis (not a rank of the world), 0 to n - 1.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: a copy of `src`'s object; on `src` the object itself.
+
+    Raises:
+        AxisError: `axis` isn't in scope or is one of ``ltx.vmap``, or `src` isn't on it.
+        AuthenticationError: the object isn't from a rank of this job.
+        TypeError: `src`'s object can't be pickled; on every rank, so that nobody waits.
+
+    Example:
+        >>> import ltx
+        >>> ltx.broadcast_object({"lr": 0.1})  # a world of one
+        {'lr': 0.1}
+    """
+    found = comm.resolve(axis)
+    check_index("broadcast_object", "src", src, found.size)
+    _check("broadcast_object", found)
+    text, broken = found.ranks.objects("broadcast_object", lambda: _dumped(obj), src)[src]
+    if broken:
+        raise _unpicklable("broadcast_object", src, text)
+    return obj if found.ranks.rank == src else pickle.loads(text)
+
+
+def all_gather_object(obj: T, axis: Any = None) -> list[T]:
+    """Every rank's object, on every rank.
+
+    Args:
+        obj: anything cloudpickle can carry, of any size on each rank. Tensors of an accelerator arrive
+            on the receiver's own.
+        axis: as in :func:`ltx.psum`.
+
+    Returns:
+        What each rank sees: a list of the ranks' objects by rank: copies, and at its own place the object itself.
+
+    Raises:
+        AxisError: `axis` isn't in scope or is one of ``ltx.vmap``.
+        AuthenticationError: as for :func:`broadcast_object`.
+        TypeError: a rank's object can't be pickled; on every rank, so that nobody waits.
+
+    Example:
+        >>> import ltx
+        >>> ltx.all_gather_object("here")  # a world of one
+        ['here']
+    """
+    found = comm.resolve(axis)
+    _check("all_gather_object", found)
+    rows = found.ranks.objects("all_gather_object", lambda: _dumped(obj))
+    for rank, (text, broken) in enumerate(rows):
+        if broken:
+            raise _unpicklable("all_gather_object", rank, text)
+    return [obj if rank == found.ranks.rank else pickle.loads(text) for rank, (text, _) in enumerate(rows)]
+
+
+def _dumped(obj: Any) -> tuple[bytes, bool]:
+    """The object as bytes; or what went wrong, and True."""
+    try:
+        return dumps(obj), False
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}".encode(), True
+
+
+def _unpicklable(what: str, rank: int, text: bytes) -> TypeError:
+    return TypeError(f"{what}: rank {rank}'s object can't be pickled: {text.decode()}")
+
+
+@checked("name")
+def barrier(name: str | None = None, axis: Any = None) -> None:
+    """Return once every rank of the axis has come here, and its accelerator has done what was enqueued before.
+
+    Args:
+        name: what errors call it; ranks must give the same one.
+        axis: as in :func:`ltx.psum`. On the ranks of :func:`ltx.vmap`, which run in lockstep, it does nothing.
+
+    Raises:
+        RankMismatchError: ranks stand at barriers of different names, or at something else.
+
+    Example:
+        >>> import ltx
+        >>> ltx.barrier("before evaluation")
+    """
+    comm.resolve(axis).ranks.barrier(f"barrier {name!r}" if name else "barrier")
+
+
+def _check(what: str, axis: Axis) -> None:
+    axis.ranks.need(
+        "objects",
+        f"{what} has no form under ltx.vmap: the ranks of axis {axis.name!r} share all objects. Use the object "
+        "itself, or ltx.broadcast for tensors; or give each rank its own with ltx.simulate.",
+    )

@@ -14,6 +14,9 @@ from ltx.core.comm.network import measured as measured
 from ltx.core.comm.operations import bytes_sent as bytes_sent
 from ltx.core.comm.pickling import opened as opened
 from ltx.core.comm.pickling import sealed as sealed
+from ltx.core.comm.processes import Arrived as Arrived
+from ltx.core.comm.processes import ProcessRanks as ProcessRanks
+from ltx.core.comm.processes import key_of as key_of
 from ltx.core.comm.progress_thread import look_after as look_after
 from ltx.core.comm.recovery import BackwardPass as BackwardPass
 from ltx.core.comm.recovery import nested_run as nested_run
@@ -44,5 +47,5 @@ from ltx.core.comm.step_summary import end_pass as end_pass
 from ltx.core.comm.step_summary import number_in_graph as number_in_graph
 from ltx.core.comm.step_summary import read_last_summary as read_last_summary
 from ltx.core.comm.store_exchange import StoreExchange as StoreExchange
-from ltx.core.comm.turns import ThreadComm as ThreadComm
+from ltx.core.comm.turns import ThreadRanks as ThreadRanks
 from ltx.core.comm.turns import Turns as Turns

@@ -36,8 +36,7 @@ from ltx.core.comm.recovery import Recovery, Unread
 from ltx.core.comm.shared_memory import SharedMemoryTransport, open_transport
 from ltx.core.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore
-from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import GroupBacking, Part
+from ltx.core.ranks.backings import Part, Ranks
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class NewGroup:
 _HISTORY = 1024  # collectives in the background that are remembered
 
 
-class AxisComm:
+class AxisComm(Ranks):
     """Channels and known signatures of one axis in this process."""
 
     def __init__(self, name: str | None, group: dist.ProcessGroup | NewGroup, timeout: timedelta, heartbeat_s: float):
@@ -84,7 +83,7 @@ class AxisComm:
         self.compared = ComparedFunctions()
         self.network: Any = None  # the ltx.core.comm.Network, once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
-        self._parts: dict[tuple[int, ...], Axis] = {}
+        self._parts: dict[tuple[int, ...], AxisComm] = {}
         self.unread: Unread | None = None  # the step summary of the last pass, if the host hasn't read it
         self.issued_in_graphs = 0  # collectives of the user that may have a part in a backward pass
         #: Collectives that were begun and not waited for yet (see ltx.core.collectives.futures), oldest first.
@@ -179,18 +178,16 @@ class AxisComm:
             self._streams[device] = CommStream(device)
         return self._streams[device]
 
-    def part(self, name: str, part: Part) -> Axis:
-        """The axis of those ranks of this one that `part` puts together with this rank. All ranks open it together."""
+    def part(self, name: str, part: Part) -> AxisComm:
         members = part.members(self.rank)
         if members not in self._parts:
             ranks = [self.global_ranks[member] for member in members]
             group = NewGroup(ranks, dist.get_backend_config(self.group))
-            axis_comm = AxisComm(name, group, self.timeout, self.heartbeat.heartbeat_s)
-            self._parts[members] = Axis(name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
+            self._parts[members] = type(self)(name, group, self.timeout, self.heartbeat.heartbeat_s)
         return self._parts[members]
 
     @property
-    def parts(self) -> list[Axis]:
+    def parts(self) -> list[AxisComm]:
         """The open parts."""
         return list(self._parts.values())
 
@@ -209,12 +206,8 @@ class AxisComm:
                     self._wait_for_device("the end of the last pass")
             self.abort_device()
             backends.unregister(self._stream_group.group)
-        for part in self._part_comms:
+        for part in self.parts:
             part.recovery.abort(error)
-
-    @property
-    def _part_comms(self) -> list[AxisComm]:
-        return [axis.comm for axis in self._parts.values() if axis.comm is not None]
 
     def _issued_by_user(self) -> int:
         return self.user.issued
@@ -232,7 +225,7 @@ class AxisComm:
             self._stream_group = self.user.stream_group = self._open_stream_group()
         self.background = self._open_channel("background")
         self.open_phases(count)
-        for part in self._part_comms:
+        for part in self.parts:
             part.recovery.recover(within=True)
 
     @property
@@ -276,9 +269,7 @@ class AxisComm:
         if self.closed:
             return
         self.closed = True
-        parts = [
-            end for part in self._part_comms for end in (part.close, partial(dist.destroy_process_group, part.group))
-        ]
+        parts = [end for part in self.parts for end in (part.close, partial(dist.destroy_process_group, part.group))]
         first = [self.store_exchange.finish, self.buffer_pool.clear, self._look_at_last_pass, self._end_pending]
         _in_turn([*first, self._end_device, *parts, self._end_heartbeat, self._destroy_groups])
 

@@ -18,10 +18,11 @@ from ltx.core.base.errors import AxisError
 from ltx.core.comm.axis_comm import AxisComm, NewGroup
 from ltx.core.comm.backends import let_go
 from ltx.core.comm.heartbeat import DEFAULT_HEARTBEAT_S
+from ltx.core.comm.processes import ProcessRanks
 from ltx.core.comm.signature import Signature
 from ltx.core.ranks import axis as axes
 from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import GroupBacking, Part
+from ltx.core.ranks.backings import Part, Ranks
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
@@ -34,7 +35,7 @@ def open_axis(
     group: dist.ProcessGroup | NewGroup,
     timeout: timedelta | None = None,
     heartbeat_s: float | None = None,
-    make: Callable[[str, int, GroupBacking], Axis] = Axis,
+    make: Callable[[str, int, Ranks], Axis] = Axis,
 ) -> Axis:
     """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes.
 
@@ -47,8 +48,8 @@ def open_axis(
         raise AxisError(f"axis {name!r}: {outsider()}")
     world = [axis.comm for axis in axes.world_axes() if axis.comm is not None]
     of_world = (world[0].timeout, world[0].heartbeat.heartbeat_s) if world else (_DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S)
-    axis_comm = AxisComm(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
-    axis = make(axis_comm.name, axis_comm.size, GroupBacking(axis_comm.rank, axis_comm))
+    axis_comm = ProcessRanks(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
+    axis = make(axis_comm.name, axis_comm.size, axis_comm)
     _opened[axis_comm.group, axis.name] = axis
     return axis
 
@@ -81,7 +82,7 @@ class GroupAxis(Axis):
                 dist.destroy_process_group(self.comm.group)
             else:
                 self.comm.group = None  # it goes on
-            let_go(holders_of_groups([self, *self.comm.parts]))
+            let_go(holders_of_groups([self, *_parts_of(self)]))
 
     def __enter__(self) -> GroupAxis:
         return self
@@ -126,7 +127,7 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
         opened = open_axis(group.group_name if name is None else name, group, make=GroupAxis)
     else:  # torch gives a number to those who aren't in a new group
         raise AxisError(f"axis {name or group!r}: {outsider()}")
-    return opened if isinstance(opened, GroupAxis) else GroupAxis(opened.name, opened.size, opened.backing)
+    return opened if isinstance(opened, GroupAxis) else GroupAxis(opened.name, opened.size, opened.ranks)
 
 
 def _new_group(ranks: list[Any]) -> NewGroup:
@@ -157,7 +158,11 @@ def close_axis(axis: Axis) -> None:
 def open_axes() -> tuple[Axis, ...]:
     """Every axis that is open, those opened by passing a group to a collective and parts of others included."""
     opened = tuple(_opened.values())
-    return (*opened, *(part for axis in opened if axis.comm is not None for part in axis.comm.parts))
+    return (*opened, *(part for axis in opened for part in _parts_of(axis)))
+
+
+def _parts_of(axis: Axis) -> list[Axis]:
+    return [Axis(part.name, part.size, part) for part in axis.comm.parts] if axis.comm else []
 
 
 def holders_of_groups(opened: Iterable[Axis]) -> list[Any]:
@@ -248,8 +253,8 @@ def kinds_of(axis: Any) -> list[Any]:
     kinds: dict[type, list[str]] = {}
     for name in axis:
         found = axes.find(name)
-        if found.simulated or found.size > 1:
-            kinds.setdefault(type(found.backing), []).append(name)
+        if found.ranks.levels or found.size > 1:
+            kinds.setdefault(type(found.ranks), []).append(name)
     return [tuple(names) for names in kinds.values()] if len(kinds) > 1 else [axis]
 
 
@@ -262,7 +267,7 @@ def _called(name: str) -> Axis:
         return opened[0] if opened else axes.find(name)
     found = axes.find(name)
     others = [known for known in opened if isinstance(known, MeshAxis) and _ranks(known) != _ranks(found)]
-    if others and not found.simulated:
+    if others and not found.ranks.levels:
         raise AxisError(
             f"axis={name!r} is the name of two axes: of the world's, with {found.size} ranks, and of a dimension of a "
             f"DeviceMesh, with {others[0].size}. Write axis=mesh[{name!r}] for the mesh's; for the world's give it "
@@ -331,7 +336,7 @@ def _of_meshes(meshes: list[DeviceMesh]) -> Axis:
 def _resolve_groups(axis: Axis, groups: tuple[tuple[int, ...], ...]) -> Axis:
     """The axis of this rank's group; ranks compare groups that are new before they open any."""
     part, said = Part(groups), f"axis_index_groups={brief([list(group) for group in groups])}"
-    size = axis.size if axis.simulated is None or axis.simulated.part is None else min(axis.simulated.part.sizes)
+    size = axis.ranks.least(axis.size)
     indices = [index for group in groups for index in group]
     if size < axis.size or () in groups or sorted(indices) != list(range(size)):
         raise AxisError(

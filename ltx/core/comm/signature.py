@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +32,12 @@ class Signature:
     def of(operation: str, paths: list[str], tensors: list[torch.Tensor], static: str = "") -> Signature:
         """The signature of `operation` on `tensors`."""
         return Signature(operation, tuple((p, describe(t)) for p, t in zip(paths, tensors, strict=True)), static)
+
+    @staticmethod
+    def of_tensors(operation: str, tensors: Sequence[torch.Tensor], static: tuple[int, ...]) -> Signature:
+        """The signature of a collective of tensors, which have no paths."""
+        text = f"arguments {static}" if static else ""
+        return Signature.of(operation, ["<tensor>"] * len(tensors), list(tensors), text)
 
     @property
     def fingerprint(self) -> int:

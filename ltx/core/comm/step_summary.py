@@ -25,7 +25,7 @@ from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
 from ltx.core.comm.channel import Channel, Work
 from ltx.core.comm.signature import Agreement, Signature, mismatch
-from ltx.core.ranks.backings import unwrapped
+from ltx.core.ranks.batched import unwrapped
 
 _LIMB_BITS = 20
 _LIMBS = 3

@@ -20,8 +20,8 @@ import torch
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError, UnsupportedError
 from ltx.core.comm.recovery import ALIKE, OF_PEERS, Forward, left_halfway, parted
 from ltx.core.comm.signature import Agreement, ComparedFunctions, Signature, explain_mismatch, mismatch
-from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import Part, ThreadBacking
+from ltx.core.comm.step_summary import UNREDUCED
+from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, Part, Ranks, Rule, Static, Tensors, fresh
 
 #: What every member has brought, in their order -> what each of them gets.
 Combine = Callable[[list[Any]], Sequence[Any]]
@@ -292,12 +292,14 @@ def _complete(calls: list[Call]) -> None:
         call.complete, call.result = True, result
 
 
-class ThreadComm:
-    """What one rank needs to exchange values with the others on an axis.
+class ThreadRanks(Ranks):
+    """The ranks of an axis that are threads here, as one of them sees them.
 
     Ranks are in one process, so nothing is sent: each brings a value, and one of them computes what all get.
     `members`: the numbers of the threads of the axis' ranks; `rank`: this one's place among them.
     """
+
+    in_turn = True
 
     def __init__(self, turns: Turns, name: str, members: tuple[int, ...], rank: int):
         self.name = name
@@ -310,21 +312,35 @@ class ThreadComm:
         self._step = self._pass = ""  # that this rank is in, or comes to
         self._known: dict[Any, Agreement] = {}
         self.compared = ComparedFunctions()
-        self._parts: dict[Part, Axis] = {}
+        self._parts: dict[Part, ThreadRanks] = {}
 
     @property
-    def closed(self) -> bool:
-        """Whether the ranks have ended."""
-        return self._turns.closed
+    def lacks(self) -> dict[str, type[LtxError]]:
+        return {"clock": UnsupportedError, "graphs": UnsupportedError}
 
-    def announce(self, signature: Signature) -> None:
+    @property
+    def ended(self) -> str:
+        return "the ltx.simulate that opened it has ended" if self._turns.closed else ""
+
+    def announce(self, agreement: Agreement) -> None:
+        self._say(agreement.signature)
+
+    def confirm(self, key: Key, describe: Describe) -> None:
+        self._say(describe())
+
+    def meet(self, key: Hashable, describe: Describe, each_time: bool) -> None:
+        self.exchange(describe(), None)
+
+    def barrier(self, label: str) -> None:
+        self.exchange(Signature(label, ()), None)
+
+    def _say(self, signature: Signature) -> None:
         """Let the ranks compare `signature` at their next exchange: what this rank calls, which leads to that."""
         self._turns.check_thread(self._members[self.rank], signature, self.name)
         self._announced.append(signature)
 
     @contextmanager
     def in_step(self, number: int) -> Iterator[Callable[[], None]]:
-        """As :meth:`ltx.core.comm.recovery.Recovery.in_step`: ranks compare the number, and who has left which step."""
         self._step, self._forward.failed = f"step {number} of the training", ""
         committed = list[bool]()
         self._announced.append(Signature(self._step, ()))
@@ -347,19 +363,19 @@ class ThreadComm:
         self._turns.leave(Left(me, what, why, self._turns.completed[me, self._members]), self._members)
 
     def in_forward(self) -> AbstractContextManager[None]:
-        """Surrounds the forward pass of a plain step."""
         return self._forward.entered(lambda: self._issued)
 
-    def begin_pass(self, signature: Signature) -> None:
-        """A backward pass begins, with what `signature` says; its peers are told if this rank has left one out."""
+    def begin_pass(self, agreement: Agreement | None, unreduced: str) -> None:
         why, self._forward.failed, self._pass = self._forward.failed, "", "a backward pass"
         if why:
             self._leave(self._pass, why)
-        self.announce(signature)
+        if agreement is not None:
+            self.announce(agreement)
+        if unreduced:
+            self._say(Signature(f"a backward pass that adds to {unreduced}: {UNREDUCED}", ()))
 
     @contextmanager
     def in_pass(self, ends: bool) -> Iterator[None]:
-        """Surrounds the reduction of a bucket in a backward pass; `ends`: of the last one."""
         try:
             yield
         except BaseException as error:
@@ -373,16 +389,19 @@ class ThreadComm:
         self._step = self._pass = ""
         self._turns.completed[self._members[self.rank], self._members] += whole
 
-    def exchange(self, signature: Signature, value: Any = None, combine: Combine | None = None) -> Any:
-        """Wait for all ranks, and return what `combine` makes of their values for this one; all values without it.
-
-        What comes back may be shared with other ranks, so nothing may write to it.
+    def exchange(self, signature: Signature, value: Any) -> list[Any]:
+        """Wait for all ranks, and return their values, which may be anything: ranks share them, and write to none.
 
         Raises:
             RankMismatchError: ranks disagree in their signatures, or some never come; on all ranks that wait.
             PeerLostError: another rank has raised something.
             UnsupportedError: under forward mode, or in a thread that isn't the rank's.
         """
+        values: list[Any] = self._meet(signature, value)
+        return values
+
+    def _meet(self, signature: Signature, value: Any, combine: Combine | None = None) -> Any:
+        """:meth:`exchange`, or what `combine` makes of all values for this rank."""
         self._turns.check_thread(self._members[self.rank], signature, self.name)
         signatures = (*self._announced, signature)
         self._announced.clear()
@@ -390,20 +409,45 @@ class ThreadComm:
         self._issued += 1
         return self._turns.wait_in(self._members[self.rank], call)
 
-    def negotiate(
-        self, key: Hashable, describe: Callable[[], Signature], offer: Callable[[], Any] = lambda: None
-    ) -> Agreement:
-        """As :meth:`ltx.core.comm.AxisComm.negotiate`: what all ranks are about to do, compared the first time."""
+    def may_differ(self, x: torch.Tensor) -> bool:
+        return True
+
+    def of_first(self, signature: Signature, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.exchange(signature, f(x))[0]
+        return first
+
+    def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
+        return self.exchange(describe(), numbers)
+
+    def objects(self, what: str, dump: Callable[[], Dumped], src: int | None = None) -> list[Dumped]:
+        mine = dump() if src in (None, self.rank) else None
+        return self.exchange(Signature(what, (), "" if src is None else f"src={src}"), mine)
+
+    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
+        if rule.operation is None:
+            n = self.size
+            return tuple(fresh(rule.after(rule.before(x, n, static), x, self.rank, n, static), x) for x in xs)
+
+        def each_rank(values: list[Tensors]) -> list[list[torch.Tensor]]:
+            results = [rule.stacked(torch.stack(column), len(values), static) for column in zip(*values, strict=True)]
+            # In new memory.
+            return [[(y[rank] if per_rank else y).clone() for y, per_rank in results] for rank in range(len(values))]
+
+        found = self._meet(Signature.of_tensors(rule.name, xs, static), xs, each_rank)
+        if rule.keeps_strides:
+            pairs = zip(found, xs, strict=True)
+            return tuple(y if x.is_contiguous() else torch.empty_like(x).copy_(y) for y, x in pairs)
+        return tuple(found)
+
+    def agree_on_plan(self, key: Hashable, describe: Describe, offer: Callable[[], Any], background: bool) -> Agreement:
         if key not in self._known:
             signature = describe()
             self._known[key] = Agreement(signature, signature.fingerprint, self.exchange(signature, offer())[0])
         return self._known[key]
 
-    def part(self, name: str, part: Part) -> Axis:
-        """The axis of those ranks of this one that `part` puts together with this rank."""
+    def part(self, name: str, part: Part) -> ThreadRanks:
         if part not in self._parts:
             places = part.members(self.rank)
             members = tuple(self._members[place] for place in places)
-            opened = ThreadComm(self._turns, name, members, places.index(self.rank))
-            self._parts[part] = Axis(name, opened.size, ThreadBacking(opened.rank, opened))
+            self._parts[part] = ThreadRanks(self._turns, name, members, places.index(self.rank))
         return self._parts[part]

@@ -35,7 +35,7 @@ from ltx.core.collectives.linear import Function, apply, in_autograd_vmap, index
 from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
 from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import VmapBacking
+from ltx.core.ranks.backings import Ranks
 
 # Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
 MARKER_PRIORITY = 1 << 62
@@ -73,18 +73,15 @@ def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
 def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
     """An input that makes functorch call a Function's vmap rule at a simulated axis' levels that aren't off yet."""
     left = _left(axis, dims)
-    return left.index() if left is not None and left.simulated else None
+    return None if left is None else left.ranks.batch_index(axis.size)
 
 
 def _left(axis: Axis, dims: Dims) -> Axis | None:
     """`axis` without the levels that `dims` says are off; None if all are."""
-    backing = axis.backing
+    ranks: Ranks | None = axis.ranks
     for _ in range(sum(dims)):
-        assert isinstance(backing, VmapBacking)
-        backing = backing.below
-        if backing is None:
-            return None
-    return replace(axis, backing=backing)
+        ranks = None if ranks is None else ranks.below
+    return None if ranks is None else replace(axis, ranks=ranks)
 
 
 class Peeled(Function):
@@ -129,7 +126,7 @@ def _peel(
 ) -> tuple[bool, list[torch.Tensor]]:
     """The tensors with the current vmap level's dimension in front, and whether that level is the axis."""
     level = (_functorch.maybe_current_level() or 0) + 1
-    here = axis.simulated is not None and level in axis.simulated.levels
+    here = level in axis.ranks.levels
     stacked = [
         t.expand(batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
         for t, dim in zip(tensors, dims, strict=True)

@@ -224,8 +224,8 @@ class Exchange:
                     raise
                 self._failed = error  # the caller has other work to finish; wait() raises it
         else:
-            if plan.axis.threads and plan.agreement is not None:
-                plan.axis.threads.announce(plan.agreement.signature)
+            if plan.agreement is not None:
+                plan.axis.ranks.announce(plan.agreement)
             self._completed = [self._at_once(place, tensors) for place in range(len(plan.buckets))]
 
     def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:

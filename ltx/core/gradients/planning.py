@@ -369,23 +369,17 @@ def make_plan(
         text = f"{hook!r} with {states}buckets of {sizes}"
         return comm.Signature.of(operation, paths(), list(tensors), text)
 
-    if compare and axis.threads is not None:
-        agreement = axis.threads.negotiate(key, described, lambda: list(arrival()))
-    elif compare and axis.comm is not None:
-        axis_comm: comm.AxisComm = axis.comm
-        channel = axis_comm.background if background else axis_comm.bucket_channel(0)
-        agreement = axis_comm.negotiate(channel, key, described, offer=lambda: list(arrival()))
-        parts = [part.comm for part in hook.axes(axis) if part.comm is not None]
-        for opened in () if background else (axis_comm, *parts):
-            opened.open_phases(hook.phases_on(axis.size))
+    if compare:
+        agreement = axis.ranks.agree_on_plan(key, described, lambda: list(arrival()), background=background)
+        for on in () if background else (axis, *hook.axes(axis)):
+            on.ranks.open_phases(hook.phases_on(axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     network = _network(owner, axis, compare, background)
     sizes = owner.sizes
-    on_streams = axis.comm is not None and any(axis.comm.stream_of(x.device) for x in tensors)
+    on_streams = any(axis.ranks.stream_of(x.device) for x in tensors)
     if sizes[0] == DEFAULT_BYTES and not background and on_streams:
         sizes = (DEFAULT_STREAM_BYTES, sizes[1])
     groups = owner.grouping(paths, order) if grouped else ()
-    # A meta axis is used once; its plan isn't cached.
-    make = _plan.__wrapped__ if axis.meta else _plan
+    make = _plan if axis.ranks.lasting else _plan.__wrapped__
     plan: Plan = make(axis, hook, sizes, leaves, order, groups, names, agreement, network)
     return replace(plan, step=step) if hook.stateful else plan

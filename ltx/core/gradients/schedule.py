@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -76,8 +76,7 @@ class Schedule(ABC):
 
     def in_forward(self) -> AbstractContextManager[None]:
         """Surrounds the forward pass of a plain step."""
-        threads = self.plan.axis.threads
-        return nullcontext() if threads is None else threads.in_forward()
+        return self.plan.axis.ranks.in_forward()
 
     @abstractmethod
     def begin(self) -> None:
@@ -104,11 +103,7 @@ class ImmediateSchedule(Schedule):
     """Reductions on simulated ranks and in a world of one, each done completely when its bucket is ready."""
 
     def begin(self) -> None:
-        unreduced, threads = self.unreduced(), self.plan.axis.threads
-        if threads and self.plan.agreement is not None:
-            threads.begin_pass(self.plan.agreement.signature)
-        if threads and unreduced:
-            threads.announce(comm.Signature(f"a backward pass that adds to {unreduced}: {comm.UNREDUCED}", ()))
+        self.plan.axis.ranks.begin_pass(self.plan.agreement, self.unreduced())
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         plan, bucket, hook = self.plan, self.plan.buckets[index], self.hook
@@ -117,8 +112,7 @@ class ImmediateSchedule(Schedule):
             flat, following = reduce_at_once(hook, axis, replace(plan, axis=axis).packed(hook, bucket, mine))
             return (*unpack(flat, bucket), *plan.flatten_states(bucket, following))
 
-        threads = plan.axis.threads
-        with nullcontext() if threads is None else threads.in_pass(ends=bucket is plan.buckets[-1]):
+        with plan.axis.ranks.in_pass(ends=bucket is plan.buckets[-1]):
             return _under_vmaps(one_rank, dims, plan.axis, tensors)
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -134,9 +128,7 @@ def _under_vmaps(
 ) -> tuple[torch.Tensor, ...]:
     """Run `body` for every entry of the leading dimensions that `dims` lists; the axis' own become its `levels`."""
     if not dims:
-        if axis.simulated and levels:
-            axis = replace(axis, backing=axis.simulated.at(levels))
-        return body(axis, *tensors)
+        return body(replace(axis, ranks=axis.ranks.at(levels)) if levels else axis, *tensors)
 
     def inner(*entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
         here = (*levels, _functorch.current_level()) if dims[0] else levels
@@ -166,7 +158,7 @@ class GraphSchedule(Schedule):
             return request
         axis = request.axis or self.plan.axis
         buffer, size = request.buffer, axis.size
-        if axis.backing is None:
+        if not axis.ranks.overlaps:
             return lambda: collective_alone(request)
         assert axis.comm
         request.check_rows(size)
@@ -401,4 +393,4 @@ def _issued_in_graphs() -> int:
 
 def schedule_for(plan: Plan, deferred: bool = False) -> Schedule:
     """The eager schedule of `plan`; `deferred` is that of :class:`ProcessSchedule`."""
-    return ProcessSchedule(plan, deferred) if plan.axis.comm is not None else ImmediateSchedule(plan)
+    return ProcessSchedule(plan, deferred) if plan.axis.ranks.overlaps else ImmediateSchedule(plan)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch._guards import TracingContext
 from ltx.core.base.arguments import brief, check_fields
 from ltx.core.base.errors import AxisError
 from ltx.core.base.traced import at_trace_time
-from ltx.core.ranks.backings import GroupBacking, MetaBacking, Part, ThreadBacking, VmapBacking, mesh_part
+from ltx.core.ranks.backings import ALONE, Alone, Part, Ranks, mesh_part
+from ltx.core.ranks.batched import VmapRanks
 
 DEFAULT_NAME = "data"
 
@@ -33,55 +34,34 @@ class Axis:
     Attributes:
         name: what collectives call it.
         size: the number of ranks on it; where it stands for groups of unequal sizes on simulated ranks, the largest.
-        backing: how its ranks are realised; None for an axis of size 1 that needs no communication.
+        ranks: what its ranks are, and how they communicate.
     """
 
     name: str
     size: int
-    backing: GroupBacking | ThreadBacking | VmapBacking | MetaBacking | None = None
+    ranks: Ranks = None  # type: ignore[assignment]  # this rank alone
 
     def __post_init__(self) -> None:
+        if self.ranks is None:  # no default: Dynamo can't find where it would come from
+            object.__setattr__(self, "ranks", ALONE)
         check_fields(self, AxisError)
         if self.size < 1:
             raise AxisError(f"axis {self.name!r}: an axis has at least one rank, got size={self.size}.")
 
     def index(self) -> torch.Tensor:
-        """This rank's position on the axis, a 0-dim int64 tensor on every backing."""
-        match self.backing:
-            case GroupBacking(rank=rank) | ThreadBacking(rank=rank) | MetaBacking(rank=rank):
-                return torch.tensor(rank)
-            case VmapBacking(part=part) as backing:
-                if part is None:
-                    return backing.batched(torch.arange(self.size, device=backing.device))
-                return backing.batched(part.by_rank(map(range, part.sizes)).to(backing.device))
-            case None:
-                return torch.tensor(0)
+        """This rank's position on the axis, a 0-dim int64 tensor on every kind of ranks."""
+        return self.ranks.index(self.size)
 
     @property
     def rank(self) -> int | torch.Tensor:
         """This rank's position: an int where there is one rank a process, else as :meth:`index` has it."""
-        backing = self.backing
-        return self.index() if isinstance(backing, VmapBacking) else backing.rank if backing is not None else 0
+        index = self.ranks.batch_index(self.size)
+        return self.ranks.rank if index is None else index
 
     @property
     def comm(self) -> Any:
         """The :class:`ltx.core.comm.AxisComm` of an axis whose ranks are processes; None for any other axis."""
-        return self.backing.comm if isinstance(self.backing, GroupBacking) else None
-
-    @property
-    def threads(self) -> Any:
-        """The :class:`ltx.core.comm.ThreadComm` of an axis whose ranks are threads here; None for others."""
-        return self.backing.comm if isinstance(self.backing, ThreadBacking) else None
-
-    @property
-    def simulated(self) -> VmapBacking | None:
-        """The vmap level whose entries are the ranks; None for an axis that no :func:`ltx.vmap` simulates."""
-        return self.backing if isinstance(self.backing, VmapBacking) else None
-
-    @property
-    def meta(self) -> MetaBacking | None:
-        """What answers for the network where tensors have shapes and no values; None elsewhere."""
-        return self.backing if isinstance(self.backing, MetaBacking) else None
+        return self.ranks if self.ranks.overlaps else None
 
 
 def inner(axis: Axis, size: int) -> Axis:
@@ -129,20 +109,8 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
 
     Between processes all ranks of a group must call this together the first time.
     """
-    backing = axis.backing
-    size = max(part.sizes) if backing is None or isinstance(backing, VmapBacking) else len(part.members(backing.rank))
-    if size == 1:
-        return Axis(name, 1)
-    match backing:
-        case GroupBacking(comm=axis_comm) | ThreadBacking(comm=axis_comm):
-            opened: Axis = axis_comm.part(name, part)
-            return opened
-        case VmapBacking(part=whole):
-            return Axis(name, size, replace(backing, part=part if whole is None else part.within(whole)))
-        case MetaBacking(rank=rank):
-            members = tuple(backing.part[i] if backing.part else i for i in part.members(rank))
-            return Axis(name, size, replace(backing, rank=part.place(rank), part=members))
-    return Axis(name, size)
+    size = axis.ranks.size_of(part)
+    return Axis(name, 1) if size == 1 else Axis(name, size, axis.ranks.part(name, part))
 
 
 # What raises where this process isn't alone, though it has no axes; empty once it is known to be, or has had a world.
@@ -157,13 +125,9 @@ _opened_axes: dict[int, list[tuple[Axis, TracingContext | None]]] = {}
 
 def check_open(axis: Axis) -> Axis:
     """`axis`, if its ranks are there: that of a :func:`vmap` that has ended has none."""
-    if isinstance(axis.backing, VmapBacking) and axis.backing.level > (_functorch.maybe_current_level() or 0):
-        raise AxisError(f"axis {axis.name!r} is closed: the ltx.vmap that opened it has ended.")
-    if axis.threads is not None and axis.threads.closed:
-        raise AxisError(f"axis {axis.name!r} is closed: the ltx.simulate that opened it has ended.")
-    if axis.comm is not None and axis.comm.closed:
-        raise AxisError(f"axis {axis.name!r} is closed: by its close(), the end of its `with`, or of its world.")
-    if axis.backing is None and axis.size > 1:
+    if why := axis.ranks.ended:
+        raise AxisError(f"axis {axis.name!r} is closed: {why}.")
+    if isinstance(axis.ranks, Alone) and axis.size > 1:
         raise AxisError(
             f"axis {axis.name!r} has {axis.size} ranks and none that it stands for. Open one with ltx.vmap, "
             "ltx.simulate, ltx.init(mesh=...) or ltx.axis_from_group."
@@ -267,17 +231,16 @@ def joined(names: tuple[Any, ...]) -> Axis:
     if len(axes) == 1:
         return axes[0]
     title, size = f"({', '.join(names)})", math.prod(axis.size for axis in axes)
-    real = [axis for axis in axes if axis.backing is not None and (axis.simulated or axis.size > 1)]
-    kinds = {type(axis.backing) for axis in real}
+    real = [axis for axis in axes if axis.ranks.levels or (axis.size > 1 and axis.ranks != Alone())]
+    kinds = {type(axis.ranks) for axis in real}
     if not real:
         return Axis(title, size)
     if len(real) == 1:
         return real[0]
-    if kinds == {VmapBacking}:
-        dims = tuple((_level_of(axis), axis.size) for axis in real)
-        device = next(axis.backing.device for axis in real if isinstance(axis.backing, VmapBacking))
-        return Axis(title, size, VmapBacking(max(level for level, _ in dims), None, dims, device))
-    if kinds == {GroupBacking}:
+    if kinds == {VmapRanks}:
+        dims = tuple((axis.ranks.level, axis.size) for axis in real)
+        return Axis(title, size, VmapRanks(max(level for level, _ in dims), None, dims, real[0].ranks.device))
+    if len(kinds) == 1:
         return _of_groups(said, title, real)
     raise AxisError(
         f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). psum, pmean, pmax, pmin and "
@@ -289,7 +252,6 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
     if not _whole_world or any(axis not in _world_axes for axis in axes):
         raise AxisError(f"{said}: only axes that ltx.init(mesh=...) has made can be joined.")
     whole = _whole_world[0]
-    assert isinstance(whole.backing, GroupBacking)
     part = mesh_part(tuple(axis.size for axis in _world_axes), tuple(_world_axes.index(axis) for axis in axes))
     if part.groups == (tuple(range(whole.size)),):
         return whole
@@ -302,9 +264,9 @@ def open_simulated(name: str, size: int, device: torch.device | None = None) -> 
     """Open an axis of simulated ranks at torch.func's current level, which it gives. `device`: of what is mapped."""
     level: int = _functorch.current_level()
     opened = _opened_axes.setdefault(threading.get_ident(), [])
-    while opened and _level_of(opened[-1][0]) >= level:  # left behind by a trace that failed
+    while opened and opened[-1][0].ranks.level >= level:  # left behind by a trace that failed
         opened.pop()
-    opened.append((Axis(name, size, VmapBacking(level, device=device)), TracingContext.try_get()))
+    opened.append((Axis(name, size, VmapRanks(level, device=device)), TracingContext.try_get()))
     return level
 
 
@@ -339,19 +301,15 @@ def _there() -> tuple[tuple[int, int], ...]:
         return ()
     depth, trace, thread = _functorch.maybe_current_level() or 0, TracingContext.try_get(), threading.get_ident()
     own = _opened_axes.get(thread, [])
-    openers = [thread] if any(axis.threads for axis, _ in own) else [OTHERS, thread]
+    openers = [thread] if any(axis.ranks.in_turn for axis, _ in own) else [OTHERS, thread]
     if not own and torch._C._current_graph_task_id() != -1:
         openers = list(_opened_axes)
     return tuple(
         (opener, place)
         for opener in openers
         for place, (axis, opened_by) in enumerate(_opened_axes.get(opener, []))
-        if _level_of(axis) <= depth and opened_by in (None, trace)
+        if axis.ranks.level <= depth and opened_by in (None, trace)
     )
-
-
-def _level_of(axis: Axis) -> int:
-    return axis.backing.level if isinstance(axis.backing, VmapBacking) else 0
 
 
 @at_trace_time

@@ -1,33 +1,283 @@
-"""What the ranks of an axis are: processes, threads that take turns, entries of a vmap level, or shapes alone."""
+"""What the ranks of an axis are: one interface, :class:`Ranks`, and the :class:`Rule` that they follow.
+
+Ranks are processes (:class:`ltx.core.comm.ProcessRanks`), threads that take turns (:class:`ltx.core.comm.ThreadRanks`),
+entries of a vmap level, shapes alone, or one rank alone. What uses an axis asks its ranks to do something, and never
+which of these they are.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._C import _functorch
+
+from ltx.core.base.errors import LtxError
+
+#: Static arguments of a rule: ints only, so that they can be constants of a compiled graph.
+Static = tuple[int, ...]
+Tensors = Sequence[torch.Tensor]
+#: Makes what is needed for a new call alone: its key; its :class:`ltx.core.comm.Signature`.
+Key = Callable[[], Hashable]
+Describe = Callable[[], Any]
+#: A function of one rank's tensors, or of one tensor of its.
+OfTensors = Callable[[Tensors], Any]
+OfTensor = Callable[[torch.Tensor], torch.Tensor]
+#: An object's bytes, or what went wrong, and True.
+Dumped = tuple[bytes, bool]
 
 
 @dataclass(frozen=True)
-class GroupBacking:
-    """Ranks are processes: this one's index on the axis, and its communicator (:class:`ltx.core.comm.AxisComm`)."""
+class Rule:
+    """One collective. `x` is one rank's tensor, `n` the axis' size.
 
-    rank: int
-    comm: Any = field(repr=False)
+    Attributes:
+        name: the collective's name; also its key among the rules.
+        operation: the operation that a channel issues (:mod:`ltx.core.comm.operations`); None if nothing moves.
+        stacked: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With
+            `per_rank` the result is a stack again, else it is the one value that all ranks get.
+        transpose: ``(shape of x, static)`` -> name and static arguments of the transpose, of a linear collective.
+        weights: ``(x, y)`` -> w, of one that isn't linear: its derivative at x is psum(w · ẋ) / psum(w).
+        before: ``(x, n, static)`` -> a contiguous buffer; the channel overwrites it where the operation does.
+        coded: what is sent instead of that buffer where the backend, and not ltx, computes with it; None: the buffer.
+        after: ``(result, x, rank, n, static)`` -> the value; `result` belongs to the caller, of `x` the dtype is asked.
+        alone: ``(x, static)`` -> the value on an axis of size 1.
+        batched: `static` for an x with one more dimension in front.
+        arguments: the operation's arguments, from `static`.
+        keeps_strides: the value, of x's shape, has x's memory layout on that rank (channels last, for example). What is
+            sent is contiguous, because ranks' tensors may have different layouts.
+    """
+
+    name: str
+    operation: str | None
+    stacked: Callable[[torch.Tensor, int, Static], tuple[torch.Tensor, bool]]
+    transpose: Callable[[torch.Size, Static], tuple[str, Static]] = lambda shape, static: ("psum", ())
+    weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    before: Callable[[torch.Tensor, int, Static], torch.Tensor] = lambda x, n, static: x.contiguous()
+    coded: OfTensor | None = None
+    after: Callable[[torch.Tensor, torch.Tensor, int, int, Static], torch.Tensor] = lambda result, x, rank, n, static: (
+        result
+    )
+    alone: Callable[[torch.Tensor, Static], torch.Tensor] = lambda x, static: x
+    batched: Callable[[Static], Static] = lambda static: static
+    arguments: Callable[[Static], Static] = lambda static: ()
+    keeps_strides: bool = False
+
+
+class Ranks:
+    """The ranks of an axis. The defaults are those of a rank that is alone: what all have is what it has.
+
+    Attributes:
+        rank: this one's index on the axis, where the process knows it.
+        overlaps: whether what is begun on their channels goes on while this rank computes.
+        lags: whether what is begun in one step may be waited for in another.
+        in_turn: whether they are threads of this process, of which one runs at a time.
+        lasting: whether what is made for them once is worth keeping.
+        exchanges: makes a strategy's exchanges in place of :class:`ltx.core.gradients.pending.Exchange`, if given.
+        compared: what they have compared once (:class:`ltx.core.comm.signature.ComparedFunctions`), if that is kept.
+        futures: where they overlap: what was begun and not waited for yet, oldest first.
+        level: the innermost vmap level whose entries they are that isn't off yet; 0 where there is none.
+    """
+
+    rank: int = 0
+    overlaps: bool = False
+    lags: bool = False
+    in_turn: bool = False
+    lasting: bool = True
+    exchanges: Callable[..., Any] | None = None
+    compared: Any = None
+    futures: list[Any]
+    level: int = 0
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where this rank's tensors are; None where nothing says it."""
+        return None
+
+    @property
+    def levels(self) -> Sequence[int]:
+        """All vmap levels whose entries they are, the outermost first."""
+        return ()
+
+    @property
+    def taken(self) -> int:
+        """The number of dimensions in front of the tensors: those of levels that are off."""
+        return sum(level > self.level for level in self.levels)
+
+    @property
+    def below(self) -> Ranks | None:
+        """What is left once `level` is off; None if it was the last one."""
+        return None
+
+    def at(self, levels: Sequence[int]) -> Ranks:
+        """The same with other `levels` for its own, the outermost first."""
+        return self
+
+    @property
+    def ended(self) -> str:
+        """Why they can't communicate any more; "" while they can."""
+        return ""
+
+    def index(self, size: int) -> torch.Tensor:
+        """This rank's position among `size`, a 0-dim int64 tensor."""
+        return torch.tensor(self.rank, device=self.device)
+
+    def batch_index(self, size: int) -> torch.Tensor | None:
+        """:meth:`index` where it is batched: a Function that takes it has its vmap rule called at each level."""
+        return None
+
+    def size_of(self, part: Part) -> int:
+        """The number of ranks that `part` puts together with this one: of groups of unequal sizes, the most."""
+        return len(part.members(self.rank))
+
+    def least(self, size: int) -> int:
+        """The number of ranks in the smallest of the groups of which this axis of `size` is one."""
+        return size
+
+    def part(self, name: str, part: Part) -> Ranks:
+        """Those that `part` puts together with this one, as the axis called `name`. All of them call this together."""
+        return self
+
+    @property
+    def lacks(self) -> Mapping[str, type[LtxError]]:
+        """What :meth:`need` asks for, and they haven't: with the error that it raises."""
+        return {}
+
+    def need(self, what: str, said: str) -> None:
+        """Raise `said` if they lack `what`.
+
+        "objects": an object, and a branch that is taken, of each one's own. "clock": a time of each one's own. "whole":
+        no other axis in the same batch. "values": of tensors, so that what is sent may depend on them. "graphs":
+        communication that a graph can hold.
+        """
+        if what in self.lacks:
+            raise self.lacks[what](said)
+
+    # --- collectives -----------------------------------------------------------------------------------------------
+
+    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
+        """What this rank gets for each of `xs`, in new memory."""
+        return tuple(fresh(y, x) if rule.operation is None else y.clone() for x in xs for y in [rule.alone(x, static)])
+
+    def recorded(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
+        """:meth:`collective` as part of a graph that runs later."""
+        return self.collective(rule, static, xs)
+
+    def begin(self, rule: Rule, static: Static, x: torch.Tensor, label: str) -> tuple[Any, OfTensor]:
+        """Where they overlap: what is on its way, and what the rule makes of it. `x` may change meanwhile."""
+        raise NotImplementedError
+
+    def on_stack(
+        self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None
+    ) -> tuple[torch.Tensor, bool]:
+        """At the last of their vmap levels: the rule's `stacked` on all `n` ranks' values, which lie along `dim`."""
+        raise NotImplementedError
+
+    # --- what they agree on ----------------------------------------------------------------------------------------
+
+    def confirm(self, key: Key, describe: Describe) -> Any:
+        """Compare the call that is about to be made, before data moves, and give the agreement, if one is made.
+
+        `key` gives what equal calls have in common: where ranks can know it, they compare a key once. `describe` gives
+        the call's :class:`ltx.core.comm.Signature`.
+        """
+        return None
+
+    def agree(self, keys: Iterable[Hashable], agreement: Any) -> None:
+        """The single collectives under the `keys` follow from an agreement: they needn't be compared."""
+
+    def meet(self, key: Hashable, describe: Describe, each_time: bool) -> None:
+        """:meth:`confirm` a call that sends nothing, and count it as one; `each_time`: though it is known."""
+
+    def announce(self, agreement: Any) -> None:
+        """Count what this rank does by itself, and let the others compare that at their next call."""
+
+    def agree_on_plan(self, key: Hashable, describe: Describe, offer: Callable[[], Any], background: bool) -> Any:
+        """The agreement on a plan with the signature that `describe` gives, and on rank 0's `offer`; None: no peers.
+
+        `background`: it is carried out on the background channel.
+        """
+        return None
+
+    # --- steps and passes -------------------------------------------------------------------------------------------
+
+    def open_phases(self, count: int) -> None:
+        """Open channels for so many collectives of each bucket: all ranks call this together."""
+
+    def stream_of(self, device: torch.device) -> Any:
+        """The :class:`ltx.core.comm.backends.CommStream` on which buckets on `device` are reduced; None: no stream."""
+        return None
+
+    def in_step(self, number: int) -> AbstractContextManager[Callable[[], None]]:
+        """Surrounds training step `number`. What raises before the call of what it gives leaves the step on all."""
+        return nullcontext(_nothing)
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        """Surrounds the forward pass of a plain step."""
+        return nullcontext()
+
+    def begin_pass(self, agreement: Any, unreduced: str) -> None:
+        """A backward pass begins, and peers are told if this rank has left one out.
+
+        `agreement`: on its plan, if there is one. `unreduced`: what ``.grad`` holds of this rank alone.
+        """
+
+    def in_pass(self, ends: bool) -> AbstractContextManager[None]:
+        """Surrounds the reduction of a bucket in a backward pass; `ends`: of the last one."""
+        return nullcontext()
+
+    # --- small values ----------------------------------------------------------------------------------------------
+
+    def exchange(self, signature: Any, value: Any) -> list[Any]:
+        """Every rank's value, by rank: JSON, of any size. `signature`: what ranks are compared to be at."""
+        return [value]
+
+    def may_differ(self, x: torch.Tensor) -> bool:
+        """Whether each may have a value of its own in the place of `x`."""
+        return False
+
+    def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
+        """What `f` makes of each rank's `tensors`, by rank, which is JSON."""
+        return self.exchange(signature, f(tensors))
+
+    def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
+        """What `f` makes of rank 0's tensor in the place of `x`: contiguous, and of the same shape on all ranks."""
+        return f(x)
+
+    def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
+        """Every rank's integers, of which all give as many, in order with its collectives. Compared as by `confirm`."""
+        return [numbers]
+
+    def objects(self, what: str, dump: Callable[[], Dumped], src: int | None = None) -> list[Dumped]:
+        """By rank, what `dump` gives there: an object's bytes, or what went wrong, and True.
+
+        `src`: the only one whose is wanted. A rank that is alone needn't dump what it has.
+        """
+        return [(b"", False)] * (1 if src is None else src + 1)
+
+    def read(self, x: torch.Tensor, label: str) -> torch.Tensor:
+        """`x` on the host, for which peers may have to do their part."""
+        return x
+
+    def barrier(self, label: str) -> None:
+        """Return once all of them have come here, and the device has done what was enqueued before."""
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
-class ThreadBacking:
-    """Ranks are threads of this process that take turns: this one's index on the axis, and its communicator
-    (:class:`ltx.core.comm.ThreadComm`)."""
+class Alone(Ranks):
+    """This rank alone: everything is as :class:`Ranks` has it."""
 
-    rank: int
-    comm: Any = field(repr=False)
+
+ALONE = Alone()
 
 
 @dataclass(frozen=True)
@@ -93,97 +343,6 @@ def mesh_part(sizes: tuple[int, ...], dims: tuple[int, ...]) -> Part:
     return Part(tuple(tuple(first + step for step in ranks(dims)) for first in ranks(others)))
 
 
-@dataclass(frozen=True)
-class VmapBacking:
-    """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds.
-
-    With a `part` that dimension holds several axes side by side.
-
-    Several nested levels make one axis if there are `dims`: (level, size) of each, the first the outermost in the
-    order of ranks. functorch takes the innermost level off first. Those above `level` are off already; their
-    dimensions are in front of the tensors, the outermost level's first.
-
-    Where tensors are made of the ranks' numbers, they are made on `device`: that of what is mapped.
-    """
-
-    level: int
-    part: Part | None = None
-    dims: tuple[tuple[int, int], ...] = ()
-    device: torch.device | None = None
-
-    @property
-    def levels(self) -> list[int]:
-        """All of its levels, the outermost first."""
-        return sorted(level for level, _ in self.dims) or [self.level]
-
-    @property
-    def below(self) -> VmapBacking | None:
-        """What is left once `level` is off; None if it was the last one."""
-        levels = [level for level, _ in self.dims if level < self.level]
-        return replace(self, level=max(levels)) if levels else None
-
-    def at(self, levels: Sequence[int]) -> VmapBacking:
-        """The same with other `levels` for its own, the outermost first; of the whole, if this is a part."""
-        dims = tuple((levels[self.levels.index(level)], size) for level, size in self.dims)
-        return replace(self, level=max(levels), part=None, dims=dims)
-
-    @property
-    def taken(self) -> int:
-        """The number of dimensions in front of the tensors: those of levels that are off."""
-        return sum(level > self.level for level, _ in self.dims)
-
-    @property
-    def order(self) -> list[int]:
-        """The order in which the dimensions of all levels, as they lie by level, are the axis' ranks."""
-        return [self.levels.index(level) for level, _ in self.dims]
-
-    def stacked(self, xs: torch.Tensor) -> torch.Tensor:
-        """`xs`, with a dimension for each level in front, with one for the ranks of all."""
-        if not self.dims:
-            return xs
-        count = len(self.dims)
-        return xs.permute(*self.order, *range(count, xs.ndim)).flatten(0, count - 1)
-
-    def unstacked(self, xs: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`stacked`."""
-        if not self.dims:
-            return xs
-        count, order = len(self.dims), self.order
-        by_dim: torch.Tensor = xs.unflatten(0, [size for _, size in self.dims])
-        return by_dim.permute(*(order.index(i) for i in range(count)), *range(count, by_dim.ndim))
-
-    def batched(self, xs: torch.Tensor) -> torch.Tensor:
-        """A vector with one entry for each rank, as what each has: 0-dim, and batched at each level that isn't off."""
-        by_level = self.unstacked(xs)
-        for _ in range(self.taken):  # those levels' ranks don't matter to what is left
-            by_level = by_level[..., 0]
-        by_level = unwrapped(by_level)  # what factories make is wrapped for the innermost level, which may not be ours
-        for level in self.levels:
-            if level <= self.level:
-                by_level = _functorch._add_batch_dim(by_level, 0, level)
-        return by_level
-
-
-@dataclass(frozen=True, eq=False)
-class MetaBacking:
-    """There are no ranks, and tensors have no values (the meta device): what would be sent is asked of `answer`.
-
-    Attributes:
-        rank: the one that is looked at.
-        answer: ``(operation, buffer, arguments, axis)`` -> what that collective would give.
-        exchange: makes a strategy's exchanges in place of :class:`ltx.core.gradients.pending.Exchange`, if given:
-            ``(plan, tensors, states, background, paths)``.
-        part: for a part of an axis, the ranks of the whole that it has.
-    """
-
-    rank: int
-    answer: Callable[[str, torch.Tensor, tuple[int, ...], Any], torch.Tensor] = field(repr=False)
-    exchange: Callable[..., Any] | None = field(default=None, repr=False)
-    part: tuple[int, ...] = ()
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without the wrappers of torch.func's levels."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
+def fresh(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`y`, as a tensor of its own if it is `x`."""
+    return y.view_as(y) if y is x else y

@@ -14,7 +14,7 @@ from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
 from ltx.core.ranks.axis import DEFAULT_NAME, close_simulated, open_simulated
-from ltx.core.ranks.backings import unwrapped
+from ltx.core.ranks.batched import unwrapped
 from ltx.typing import Tree
 
 

@@ -189,7 +189,7 @@ def mean_at_once(
     if not alone:
         total, weight = collectives.psum((total, weight), axis)
     empty = weight == 0
-    if bool(empty if axis.comm is None else axis.comm.read(empty, "the sum of the weights")):
+    if bool(axis.ranks.read(empty, "the sum of the weights")):
         if local and axis.size > 1:  # no data on this rank, and so no gradient; its peers continue
             return torch.full_like(total, float("nan")), torch.ones_like(weight)
         raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")

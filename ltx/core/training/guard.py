@@ -23,7 +23,6 @@ from ltx.core.training.outputs import Batch, arguments_of, outputs_of
 from ltx.core.training.placed_state import on_any_rank
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import Metrics, TrainState, drawn_again
-from ltx.core.transforms.compare import with_ranks
 from ltx.core.transforms.plain_autograd import gradients
 from ltx.core.transforms.run import CallOptions, Weighted
 from ltx.core.transforms.strategy_update import StepInfo, Updated
@@ -98,22 +97,13 @@ def not_finite_error(
     paths = tree.leaf_paths(state.trained)
     with drawn_again(states):
         own = _own_gradients(train, state, batch, info, factor)
-    axis_comm, threads, simulated = info.axis.comm, info.axis.threads, info.axis.simulated
-    if axis_comm or threads:
-        signature = comm.Signature("whose gradients aren't finite", ())
-        mine = [_described(paths, own), _described(paths, reduced)]
-        told = threads.exchange(signature, mine) if threads else axis_comm.negotiation.exchange_values(signature, mine)
-        by_rank = [texts for texts, _ in told]
-        together = sorted({text for _, texts in told for text in texts})
-    elif simulated:
-        split = [with_ranks(g, simulated) for g in own]
-        by_rank = [
-            _described(paths, [g if dim is None else g.select(dim, rank) for g, dim in split])
-            for rank in range(info.axis.size)
-        ]
-        together = _described(paths, reduced)
-    else:
-        by_rank, together = [_described(paths, own)], []
+    count = len(own)
+    told = info.axis.ranks.by_rank(
+        comm.Signature("whose gradients aren't finite", ()),
+        lambda xs: [_described(paths, xs[:count]), _described(paths, xs[count:])],
+        [*own, *reduced],
+    )
+    by_rank, together = [texts for texts, _ in told], sorted({text for _, texts in told for text in texts})
     found = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
     if not found and not together and train.step.placements is not None:
         found = ["parts of the parameters (DTensors) that other ranks of their mesh hold have the ones that aren't"]
@@ -184,8 +174,8 @@ def runs_ahead(info: StepInfo, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the host runs ahead of the device of `tensors`, so that it shouldn't read what that computes."""
     if tensors and tensors[0].device.type != "cpu":
         return True
-    axis_comm = info.axis.comm
-    return axis_comm is not None and axis_comm.stream_of(axis_comm.device) is not None
+    device = info.axis.ranks.device
+    return device is not None and info.axis.ranks.stream_of(device) is not None
 
 
 def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | float | None:

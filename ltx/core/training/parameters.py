@@ -97,7 +97,7 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
     The module's trained parameters can't be used any more, and say so.
     """
     parameters = dict(module.named_parameters())
-    if axis.comm is not None:
+    if axis.ranks.overlaps:
         tree.check_values(list(parameters.values()), parameters, "train.init(module)")
     trained, frozen = split(parameters, trainable)
     with torch.no_grad():

@@ -47,13 +47,13 @@ def check_devices(axis: Axis, value: Tree, what: str) -> None:
 
     Elsewhere collectives would go by another backend, step for step through the host.
     """
-    if axis.comm is None or axis.comm.device.type == "cpu":
+    here = axis.ranks.device if axis.ranks.overlaps else None
+    if here is None or here.type == "cpu":
         return
-    here = axis.comm.device
     for path, leaf in tensors_by_path(value):
         if leaf.device != here:
             raise StepError(
-                f"train.init: rank {axis.comm.rank} computes on {here}, and {what} leaf {path!r} is on {leaf.device}. "
+                f"train.init: rank {axis.rank} computes on {here}, and {what} leaf {path!r} is on {leaf.device}. "
                 f"Move it there before: ltx.to_device({what}), or module.to(ltx.world().device). To train on the CPU, "
                 'ltx.init(backend="gloo").'
             )

@@ -301,7 +301,7 @@ class Step:
             if checks_finite(train):
                 finite = all_finite(train, done.grads, info, done.sums)
             if isinstance(finite, torch.Tensor) and train.guard == "raise":  # the host has to know
-                finite = bool(info.axis.comm.read(finite, "the guard"))
+                finite = bool(info.axis.ranks.read(finite, "the guard"))
             if done.skip is not None and finite is not False:
                 finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
             if finite is False and should_raise(train, state):

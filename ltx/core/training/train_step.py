@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from ltx.core.gradients.planning import in_step
 from ltx.core.optim import Optimizer
 from ltx.core.optim.base import differentiated, is_transforming
 from ltx.core.ranks.axis import Axis
+from ltx.core.ranks.backings import Alone
 from ltx.core.training.guard import must_sync_finite, scaling
 from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
@@ -191,10 +192,9 @@ class TrainStep(TrainSettings):
         hook = self.step.hook_as_chosen(state.sync_state).hook(info.step, training=True)
         everyone = late or must_sync_finite(self, info)
         if axis.size == 1 or (hook is None and not everyone):
-            return nullcontext(_nothing)
+            return Alone().in_step(state.step)
         among = axis if everyone or hook is None else hook.within(axis) or axis
-        ranks = among.threads if among.comm is None else among.comm.recovery
-        return nullcontext(_nothing) if ranks is None else ranks.in_step(state.step)
+        return among.ranks.in_step(state.step)
 
     def _begun(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, without its derivative if it says that it is trained, as modules' parameters do."""
@@ -215,17 +215,16 @@ class TrainStep(TrainSettings):
 
         Ranks that come from a checkpoint or from an interrupt may come from different steps.
         """
-        axis_comm = axis.comm or axis.threads
-        layout = self.step.strategy.layout
+        compared, layout = axis.ranks.compared, self.step.strategy.layout
         first = (
-            axis_comm is not None
-            and not axis_comm.compared.has(TrainStep, None)
+            compared is not None
+            and not compared.has(TrainStep, None)
             and "replicated" in (layout.params, layout.sync_state)
         )
         if first or (self.check_every is not None and state.step % self.check_every == 0):
             check_replicas(state, axis)
-            if axis_comm is not None:
-                axis_comm.compared.add(TrainStep, None)
+            if compared is not None:
+                compared.add(TrainStep, None)
 
     def post_update_hook(self, step: int) -> PostUpdateHook | None:
         """What ranks do with each bucket of parameters after the optimizer, in the step after `step` others.
@@ -236,10 +235,6 @@ class TrainStep(TrainSettings):
             return None
         hook = self.step.strategy.post_update_hook(self.optimizer, step)
         return hook if hook is None or self.step.reduce_dtype is None else hook.cast(self.step.reduce_dtype)
-
-
-def _nothing() -> None:
-    pass
 
 
 @checked("donate", "has_aux")

@@ -14,15 +14,13 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._C import _functorch
 
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.errors import ReplicaDivergedError
 from ltx.core.base.placements import local
-from ltx.core.comm.debug import under_way
+from ltx.core.comm.debug import caller, under_way
 from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import VmapBacking
 from ltx.core.transforms.sync_state import plain_values
 from ltx.typing import Tree
 
@@ -41,16 +39,14 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
     A peer that is elsewhere is told that this rank is at `signature`. Ranks of a vmap level that share one value have
     nothing to compare; others are compared at every call.
     """
-    axis_comm = axis.comm or axis.threads
-    if axis.size == 1 or not (axis_comm or axis.simulated):
-        return
-    if axis_comm is not None and axis_comm.compared.has(fn, key):
+    compared = axis.ranks.compared
+    if axis.size == 1 or (compared is not None and compared.has(fn, key)):
         return
     # No transform around the step may see this.
     with torch._C._DisableFuncTorch(), torch.no_grad():
         check_leaves(axis, tensors_by_path(params), _START, signature)
-    if axis_comm is not None:
-        axis_comm.compared.add(fn, key)
+    if compared is not None:
+        compared.add(fn, key)
 
 
 def tensors_by_path(value: Tree) -> list[tuple[str, torch.Tensor]]:
@@ -62,6 +58,7 @@ def tensors_by_path(value: Tree) -> list[tuple[str, torch.Tensor]]:
 def check_leaves(
     axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]], fix: str, signature: comm.Signature | None = None
 ) -> None:
+    """Raise ReplicaDivergedError on every rank unless `leaves` are the same on all; `fix` says what to do."""
     by_rank = digests_by_rank(axis, leaves, signature)
     if any(differs := [len(set(digests)) > 1 for digests in zip(*by_rank, strict=True)]):
         those = [[x for x, differ in zip(digests, differs, strict=True) if differ] for digests in by_rank]
@@ -71,25 +68,14 @@ def check_leaves(
 def digests_by_rank(
     axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]], signature: comm.Signature | None = None
 ) -> list[list[str]]:
-    """Each rank's digests of `leaves`; where all are the same perhaps only this rank's."""
-    if backing := axis.simulated:
-        by_rank: list[list[str]] = [[] for _ in range(axis.size)]
-        for value, dim in (with_ranks(leaf, backing) for _, leaf in leaves):
-            for rank, digests in enumerate(by_rank):
-                digests.append("" if dim is None else digest(values(value.select(dim, rank))))
-        return by_rank
-    if not (axis.comm or axis.threads):
-        return [["" for _ in leaves]]
-    mine = [digest(values(leaf)) for _, leaf in leaves]
+    """Each rank's digests of `leaves`, "" where they share a value; all of them are the same if no leaf differs."""
     paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
-    signature = signature or comm.Signature.of("check_replicas", paths, tensors)
-    exchange = axis.threads.exchange if axis.threads else axis.comm.negotiation.exchange_values
-    # Through the store one digest of all leaves, unless they differ.
-    whole = hash_of(mine)
-    if axis.comm and len(set(exchange(signature, whole))) == 1:
-        return [mine]
-    gathered: list[list[str]] = exchange(signature, mine)
-    return gathered
+    apart = [axis.ranks.may_differ(x) for x in tensors]
+    return axis.ranks.by_rank(
+        signature or comm.Signature.of("check_replicas", paths, tensors),
+        lambda mine: [digest(values(x)) if differs else "" for x, differs in zip(mine, apart, strict=True)],
+        tensors,
+    )
 
 
 def _diverged(
@@ -111,37 +97,6 @@ def _diverged(
         f"axis {axis_name!r}: leaf {path!r} ({shape}) should be the same on every rank, and differs on {those} from "
         f"{than}.{more} {fix.format(right=right)}"
     )
-
-
-def with_ranks(x: torch.Tensor, backing: VmapBacking) -> tuple[torch.Tensor, int | None]:
-    """`x` below all wrappers, and which dimension of that is the ranks'; None if they share one value."""
-    if not backing.dims:
-        return _with_level(x, backing.level)
-    dims = [_with_level(x, level)[1] for level, _ in backing.dims]
-    value = _with_level(x, backing.level)[0]
-    here = [dim for dim in dims if dim is not None]
-    if not here:
-        return value, None
-    value = value.movedim(here, list(range(len(here))))
-    for place, (dim, (_, size)) in enumerate(zip(dims, backing.dims, strict=True)):
-        if dim is None:
-            value = value.unsqueeze(place)
-            value = value.expand(*value.shape[:place], size, *value.shape[place + 1 :])
-    return value.flatten(0, len(dims) - 1), 0
-
-
-def _with_level(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
-    """`x` below all wrappers, and which dimension of that is vmap's at `level`."""
-    dim: int | None = None
-    while _functorch.is_functorch_wrapped_tensor(x):
-        if _functorch.is_batchedtensor(x):
-            here = _functorch.maybe_get_bdim(x)
-            if _functorch.maybe_get_level(x) == level:
-                dim = here
-            elif dim is not None and here <= dim:
-                dim += 1
-        x = _functorch.get_unwrapped(x)
-    return x.detach(), dim
 
 
 _COLUMNS = 512
@@ -201,53 +156,22 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
     """Under ``ltx.debug_checks()``: raise ReplicaDivergedError on every rank unless `params` are the same on all."""
     if not under_way:
         return
-    leaves = dict(tensors_by_path(params))
+    leaves = tensors_by_path(params)
     # Transforms around the step must not see this.
     with torch._C._DisableFuncTorch(), torch.no_grad():
-        if backing := axis.simulated:
-            part = backing.part
-            everyone = {tuple(range(axis.size))}
-            together = everyone if part is None else {tuple(part.members(r)) for r in range(part.world)}
-            split = {path: with_ranks(leaf, backing) for path, leaf in leaves.items()}
-            # Where there is no dimension of ranks, all share one value.
-            apart = [(path, x.unbind(dim)) for path, (x, dim) in split.items() if dim is not None]
-            _check_here(axis.name, together, {path: list(map(values, of_ranks)) for path, of_ranks in apart})
+        paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
+        signature = comm.Signature.of("the parameters of data_parallel", paths, tensors)
+        by_leaf = zip(leaves, zip(*digests_by_rank(axis, leaves, signature), strict=True), strict=True)
+        differ = [leaf for leaf, digests in by_leaf if len(set(digests)) > 1]
+        if not differ:
             return
-        own = {path: values(leaf) for path, leaf in leaves.items()}
-        signature = comm.Signature.of("the parameters of data_parallel", list(own), list(own.values()))
-        if axis.comm:
-            _check_processes(axis.comm, signature, own)
-        elif axis.threads:
-            by_rank = axis.threads.exchange(signature, own)
-            _check_here(axis.name, {tuple(range(axis.size))}, {path: [own[path] for own in by_rank] for path in own})
-
-
-def _check_processes(axis_comm: comm.AxisComm, signature: comm.Signature, leaves: dict[str, torch.Tensor]) -> None:
-    posts = under_way[-1].exchange(axis_comm, signature, [digest(leaf) for leaf in leaves.values()])
-    by_leaf = zip(leaves, zip(*(post.value for post in posts), strict=True), strict=True)
-    differ = [path for path, digests in by_leaf if len(set(digests)) > 1]
-    if not differ:
-        return
-    mine = leaves[differ[0]]
-    sent = bits(mine).to(axis_comm.device, copy=True)
-    theirs = axis_comm.user.issue("broadcast", sent, "debug_checks", (0,)).wait().to(mine.device)
-    found = _difference(mine, theirs.view(mine.dtype).view(mine.shape))
-    by_rank = under_way[-1].exchange(axis_comm, comm.Signature(f"the difference in leaf {differ[0]!r}", ()), found)
-    told = {rank: post.value for rank, post in enumerate(by_rank) if post.value}
-    raise _diverged_in_debug(axis_comm.name, differ, mine, told, f" This is the step called at {posts[0].caller}.")
-
-
-def _check_here(axis_name: str, together: set[tuple[int, ...]], by_rank: dict[str, list[torch.Tensor]]) -> None:
-    """Compare the values of ranks of this process; those of `together` should be the same."""
-    differ: dict[str, tuple[torch.Tensor, dict[int, str]]] = {}
-    for path, of_ranks in by_rank.items():
-        for members in sorted(together):
-            first, *others = (of_ranks[rank] for rank in members)
-            told = {rank: text for rank, x in enumerate(others, 1) if (text := _difference(x, first))}
-            if told:
-                differ.setdefault(path, (first, told))
-    if differ:
-        raise _diverged_in_debug(axis_name, list(differ), *next(iter(differ.values())), "")
+        path, mine = differ[0]
+        said = comm.Signature(f"the difference in leaf {path!r}", ())
+        first = axis.ranks.of_first(said, values, mine)
+        texts = axis.ranks.by_rank(said, lambda xs: _difference(values(xs[0]), first), [mine])
+    told = {rank: text for rank, text in enumerate(texts) if text}
+    where = f" This is the step called at {caller()}." if axis.ranks.overlaps else ""
+    raise _diverged_in_debug(axis.name, [path for path, _ in differ], first, told, where)
 
 
 def _diverged_in_debug(

@@ -64,7 +64,7 @@ class DataParallel(StepSettings):
             return self.run(args, kwargs).value()
 
     def _runs_below(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if comm.resolve(self.axis).comm is None:
+        if not comm.resolve(self.axis).ranks.overlaps:
             return False
         params, state = self._params_of(args)
         mine = {id(x) for x in tree.flatten((params, state))[0]}

@@ -29,7 +29,7 @@ from ltx.core.base.arguments import brief
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
 from ltx.core.gradients.planning import in_step
 from ltx.core.ranks.axis import axes_in_scope
-from ltx.core.ranks.backings import unwrapped
+from ltx.core.ranks.batched import unwrapped
 from ltx.core.transforms.swap import Buffer, Members, Swap, placed, put, same_values, version_of
 
 
@@ -174,8 +174,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.clone()
     if torch._C._are_functorch_transforms_active():
         for axis in axes_in_scope():
-            if axis.simulated:
-                copied = torch.where(axis.index() >= 0, copied, copied)
+            if (index := axis.ranks.batch_index(axis.size)) is not None:
+                copied = torch.where(index >= 0, copied, copied)
     return copied
 
 

@@ -19,7 +19,7 @@ from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import SyncStateError, UnsupportedError
 from ltx.core.base.placements import Placements, local, summed
-from ltx.core.collectives.calls import check_dense, check_sums, refuse_threads
+from ltx.core.collectives.calls import check_dense, check_recorded, check_sums
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker
@@ -28,7 +28,8 @@ from ltx.core.gradients.marker import LeafHooks, reduce_gradients
 from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, differentiable, make_plan, tracked
 from ltx.core.gradients.schedule import GraphSchedule, ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
 from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import unwrapped
+from ltx.core.ranks.backings import Alone
+from ltx.core.ranks.batched import unwrapped
 from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values
 from ltx.core.transforms.run import CallOptions, Marked, StepSettings, check_placements
 from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype
@@ -51,7 +52,8 @@ def prepare_trace(
 
     `with_state`: the step was given its communication state. `dtype`: as in :func:`in_dtype`. `choice`: the state's.
     """
-    refuse_threads(found := comm.resolve(axis))
+    found = comm.resolve(axis)
+    check_recorded(found)
     if strategy.auto_hook and with_state and not blocked:
         strategy = strategy.with_choice(choice)
     hook = None if blocked else in_dtype(strategy.hook_in_graph(step), dtype)
@@ -67,8 +69,6 @@ def prepare_trace(
             "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
         )
     key = f"{strategy!r} at step {step} on {found!r} in {dtype}"
-    if found.comm is not None:
-        key += f" of {id(found.comm)}"
     return traced.keep(key, (strategy, hook, found)), hook.state_names
 
 
@@ -88,7 +88,7 @@ def _schedule_in_graph(
 
 
 def _in_graph(plan: Plan) -> Schedule:
-    return GraphSchedule(plan) if plan.axis.comm is not None else ImmediateSchedule(plan)
+    return GraphSchedule(plan) if plan.axis.ranks.overlaps else ImmediateSchedule(plan)
 
 
 @traced.node
@@ -121,7 +121,7 @@ def reduce_in_graph(key: str, arrival: tuple[int, ...], *grads: torch.Tensor) ->
 def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:
     """Whether an eager call will have a schedule of process groups; arguments as in :meth:`StepSettings.hook`."""
     axis, hook = comm.resolve(step_fn.axis), step_fn.hook(step, training)
-    return axis.comm is not None and hook is not None and not _marks_nothing(step_fn, hook, axis)
+    return axis.ranks.overlaps and hook is not None and not _marks_nothing(step_fn, hook, axis)
 
 
 def _marks_nothing(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> bool:
@@ -151,13 +151,13 @@ def mark(
             return unmarked
         tie = unmarked.tie
         return replace(unmarked, tie=lambda outs: _noted(outs if tie is None else tie(outs), own.values()))
-    if axis.simulated and axis.simulated.part is not None:
-        raise UnsupportedError(
-            f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with "
-            "others. Nest two ltx.vmap, one for nodes and one for the ranks of a node."
-        )
+    axis.ranks.need(
+        "whole",
+        f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with others. "
+        "Nest two ltx.vmap, one for nodes and one for the ranks of a node.",
+    )
     # A deferred caller takes the gradients from the schedule, so no graph has to lead to the parameters.
-    source = torch.zeros((), requires_grad=True) if options.deferred and axis.comm is not None else None
+    source = torch.zeros((), requires_grad=True) if options.deferred and axis.ranks.overlaps else None
     wanted = all_tracked(leaves) if source is None else differentiable(leaves)
     if not wanted:
         return Marked(leaves, as_given=True)
@@ -206,7 +206,7 @@ def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncStat
         kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
     else:
         kept = kept_beside(sync_state, set(), ())
-    nothing = ImmediateSchedule(Plan(replace(axis, backing=None), AllReduce(), (), ()))  # without buckets
+    nothing = ImmediateSchedule(Plan(replace(axis, ranks=Alone()), AllReduce(), (), ()))  # without buckets
     return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
 
 
@@ -217,7 +217,7 @@ _LOCAL = "_ltx_local"
 def _with_grads(given: Sequence[torch.Tensor], axis: Axis) -> dict[int, torch.Tensor]:
     """Those of the `given` leaves that a backward pass may write a ``.grad`` to, by their places."""
     active = torch._C._are_functorch_transforms_active()
-    below = () if active and not axis.simulated else map(unwrapped, given) if active else given
+    below = () if active and not axis.ranks.levels else map(unwrapped, given) if active else given
     return {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}
 
 
@@ -248,9 +248,9 @@ def _unreduced(
                 grads.append((f"{paths()[i]}.grad", _wrapped_as(given[i], x.grad + 0)))  # no zero is negative
             else:
                 delattr(x, _LOCAL)  # they are gone
-    if axis.simulated:
+    if axis.ranks.levels:
         check_leaves(axis, grads, f"Fix: {comm.UNREDUCED}.")
-    if axis.simulated or not grads:
+    if axis.ranks.levels or not grads:
         return ""
     more = f" and {len(grads) - 1} more" if len(grads) > 1 else ""
     return f"{grads[0][0]!r}{more} (digest {hash_of(digest(values(x)) for _, x in grads)[:12]})"

@@ -267,10 +267,10 @@ class Run:
         return total / weight
 
     def _is_zero(self, weight: torch.Tensor) -> bool:
-        axis_comm: comm.AxisComm | None = comm.resolve(self.axis).comm
+        ranks = comm.resolve(self.axis).ranks
         with torch._C._DisableFuncTorch():
             empty = (plain_values(weight) == 0).any()
-            return bool(empty if axis_comm is None else axis_comm.read(empty, "the sum of the weights"))
+            return bool(ranks.read(empty, "the sum of the weights"))
 
 
 def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:

@@ -294,9 +294,8 @@ class Strategy(ShortRepr):
             like: the tree whose leaves the tensors are, to have the buckets of its gradients.
         """
         plan = self._plan(hook, tensors, paths, info, states, background, like)
-        meta = info.axis.meta
-        if meta and meta.exchange is not None:
-            recorded: Exchange = meta.exchange(plan, tensors, states, background, paths)
+        if (make := info.axis.ranks.exchanges) is not None:
+            recorded: Exchange = make(plan, tensors, states, background, paths)
             return recorded
         return Exchange(plan, tensors, states, background, midway)
 

@@ -20,7 +20,7 @@ from ltx.core.base.errors import SyncStateError
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.planning import Plan, tracked
 from ltx.core.gradients.reduction import LeafState
-from ltx.core.ranks.backings import unwrapped
+from ltx.core.ranks.batched import unwrapped
 from ltx.typing import Tree
 
 

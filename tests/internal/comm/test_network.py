@@ -15,7 +15,6 @@ import ltx
 from ltx import Axis, Pool
 from ltx.core import comm
 from ltx.core.comm import network as measuring
-from ltx.core.ranks.backings import GroupBacking
 from ltx.errors import DeadlockDetectedError, InputError, LtxError, RankMismatchError
 from tests.inside import OnFreshAxis
 
@@ -165,7 +164,7 @@ def test_what_is_measured_follows_from_the_times(monkeypatch: pytest.MonkeyPatch
 def test_an_axis_that_was_opened_anew_is_measured_anew(ranks: Ranks) -> None:
     def before_and_after() -> Any:
         def look(axis: Axis) -> Any:
-            before = cast(GroupBacking, axis.backing).comm.network
+            before = axis.comm.network
             return before, ltx.profile.measure_network(axis)
 
         return [_on_new_axis(look) for _ in range(2)]

@@ -20,7 +20,6 @@ from ltx import Pool, hooks
 from ltx.core import comm
 from ltx.core.comm import network as measured_network
 from ltx.core.gradients.planning import MIB, bucket_sizes
-from ltx.core.ranks.backings import GroupBacking
 from ltx.errors import InputError, RankMismatchError, SyncStateError, UnsupportedError
 from ltx.strategies.auto_hook import candidates, choice_for
 from tests.twins.cases import Params, assert_same_bits, own_axis, params_of, seeded
@@ -164,7 +163,7 @@ def test_training_is_that_of_the_hook_that_was_chosen(
 def test_ranks_measure_when_they_make_their_state(ranks: Ranks) -> None:
     def made() -> Any:
         axis = own_axis()
-        axis_comm = cast(GroupBacking, axis.backing).comm
+        axis_comm = axis.comm
         step = ltx.data_parallel(lambda p, x: (p["w"] @ x).sum(), AUTO, axis=axis)
         with ltx.profile.record() as trace:
             state = step.init({"w": torch.ones(1000, 1000)})
@@ -188,7 +187,7 @@ def test_ranks_that_measure_differently_choose_alike(ranks: Ranks) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measured_network, "time", SimpleNamespace(perf_counter=lambda: 1e6**rank * inner()))
             state = ltx.data_parallel(lambda p: p["w"].sum(), AUTO, axis=axis).init(params)
-        network = cast(GroupBacking, axis.backing).comm.network
+        network = axis.comm.network
         comm.close_axis(axis)
         assert network is not None
         assert state.choice == choice_for(AUTO, params, 2, network).name
@@ -226,7 +225,7 @@ def test_buckets_are_those_of_the_sizes_that_were_chosen(ranks: Ranks) -> None:
 def test_the_first_call_measures_without_a_state_too(ranks: Ranks) -> None:
     def called() -> Any:
         axis = own_axis()
-        axis_comm = cast(GroupBacking, axis.backing).comm
+        axis_comm = axis.comm
         grad = torch.func.grad(ltx.data_parallel(lambda p: p.sum(), ltx.DDPStrategy(bucket_bytes="auto"), axis=axis))
         labels = []
         for _ in range(2):
@@ -307,7 +306,7 @@ def test_every_strategy_chooses_buckets(ranks: Ranks, make: Callable[..., ltx.St
             train = ltx.train_step(mean_step(module, strategy, axis=axis), adamw())
             found.append(run(train, module, batches))
         assert_same_bits(*found)
-        assert cast(GroupBacking, axis.backing).comm.network is not None
+        assert axis.comm.network is not None
         comm.close_axis(axis)
 
     ranks(2).run(trained)

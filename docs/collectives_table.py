@@ -1,6 +1,6 @@
 """The table of collectives: what each computes, its gradient, and what it sends.
 
-``python -m ltx.core.collectives.table`` prints it as Markdown; ``docs/reference/collectives.md`` is that page.
+``python docs/collectives_table.py`` prints it as Markdown; ``docs/reference/collectives.md`` is that page.
 Transposes and operations are read from the rules of :mod:`ltx.core.collectives.linear`.
 """
 
@@ -96,7 +96,7 @@ def markdown() -> str:
         "# Collectives",
         "",
         "Rank r of n gets y_r; the loss is the sum over ranks of each rank's loss, ȳ_r = ∂loss / ∂y_r. Printed by",
-        "`python -m ltx.core.collectives.table`.",
+        "`python docs/collectives_table.py`.",
         "",
         "| `ltx.` | y_r | gradient | `ltx.vmap` | sent by each of 4 ranks, of the size of x |",
         "|---|---|---|---|---|",

@@ -1,0 +1,173 @@
+"""Ranks that are processes: what each kind of call on an axis does with its channels, and with the store."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ltx.core.comm.axis_comm import AxisComm
+from ltx.core.comm.channel import Work
+from ltx.core.comm.debug import under_way
+from ltx.core.comm.operations import OPERATIONS
+from ltx.core.comm.pickling import opened, sealed
+from ltx.core.comm.signature import Agreement, Signature
+from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, OfTensors, Rule, Static, Tensors, fresh
+
+
+class Arrived:
+    """A result that is there already."""
+
+    done = True
+
+    def __init__(self, value: torch.Tensor):
+        self._value = value
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        return self._value
+
+
+class ProcessRanks(AxisComm):
+    """The ranks of an axis as one of these processes sees them: what they do with the channels of its communicator."""
+
+    overlaps = lags = True
+
+    @property
+    def ended(self) -> str:
+        return "by its close(), the end of its `with`, or of its world" if self.closed else ""
+
+    # --- collectives -----------------------------------------------------------------------------------------------
+
+    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
+        works = [self._issue(rule, static, x) for x in xs]
+        return tuple(self._finished(rule, static, x, work.wait()) for x, work in zip(xs, works, strict=True))
+
+    def begin(self, rule: Rule, static: Static, x: torch.Tensor, label: str) -> tuple[Work | Arrived, OfTensor]:
+        return self._issue(rule, static, x, label), lambda result: self._finished(rule, static, x, result)
+
+    def _issue(self, rule: Rule, static: Static, x: torch.Tensor, label: str = "") -> Work | Arrived:
+        """Start a rule's operation. With a `label`, which the ledger and errors show, x may change meanwhile."""
+        operation = rule.operation
+        if operation is None:
+            return Arrived(rule.before(x, self.size, static))
+        key = key_of(rule.name, x, static)
+        self.negotiate_issue(self.user, key, lambda: Signature.of_tensors(rule.name, [x], static))
+        buffer = rule.before(x, self.size, static)
+        if rule.coded is not None and not self.user.uses_transport(buffer):
+            buffer = rule.coded(buffer)
+        if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so none waits
+            return Arrived(OPERATIONS[operation].new_result(buffer, self.size))
+        if label and buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            buffer = buffer.clone()
+        return self.user.issue(operation, buffer, label or rule.name, rule.arguments(static))
+
+    def _finished(self, rule: Rule, static: Static, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """The value that the rule makes of the operation's result."""
+        y = fresh(rule.after(result, x, self.rank, self.size, static), x)
+        return y if x.is_contiguous() or not rule.keeps_strides else torch.empty_like(x).copy_(y)
+
+    def recorded(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
+        n = self.size
+        waits = [self._record(rule, static, x) for x in xs]
+        pairs = zip(waits, xs, strict=True)
+        return tuple(fresh(rule.after(wait(), x, self.rank, n, static), x) for wait, x in pairs)
+
+    def _record(self, rule: Rule, static: Static, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        n, name = self.size, self.user.group_for(x.device).group_name
+        buffer = rule.before(x, n, static)
+        if rule.operation is None:
+            return lambda: buffer
+        if rule.coded is not None:
+            buffer = rule.coded(buffer)
+        operation = OPERATIONS[rule.operation]
+        if buffer.numel() == 0:  # as in _issue
+            return lambda: operation.new_result(buffer, n)
+        return operation.begin_in_graph(buffer, n, name, rule.arguments(static))
+
+    # --- what they agree on ----------------------------------------------------------------------------------------
+
+    def confirm(self, key: Key, describe: Describe) -> Agreement:
+        return self.negotiate(self.user, key(), describe)
+
+    def meet(self, key: Hashable, describe: Describe, each_time: bool) -> None:
+        self.negotiate_issue(self.user, (key, self.user.issued if each_time else None), describe)
+
+    def agree_on_plan(self, key: Hashable, describe: Describe, offer: Callable[[], Any], background: bool) -> Agreement:
+        return self.negotiate(self.background if background else self.bucket_channel(0), key, describe, offer)
+
+    def announce(self, agreement: Agreement) -> None:
+        self.user.advance(agreement)
+
+    def in_step(self, number: int) -> AbstractContextManager[Callable[[], None]]:
+        return self.recovery.in_step(number)
+
+    # --- small values ----------------------------------------------------------------------------------------------
+
+    def exchange(self, signature: Signature, value: Any) -> list[Any]:
+        if under_way:
+            return [post.value for post in under_way[-1].exchange(self, signature, value)]
+        return self.negotiation.exchange_values(signature, value)
+
+    def may_differ(self, x: torch.Tensor) -> bool:
+        return True
+
+    def by_rank(self, signature: Signature, f: OfTensors, tensors: Tensors) -> list[Any]:
+        """Through the store goes one digest of what each has, unless they differ."""
+        mine = f(tensors)
+        digests = self.exchange(signature, hashlib.blake2b(json.dumps(mine).encode(), digest_size=16).hexdigest())
+        return [mine] * len(digests) if len(set(digests)) == 1 else self.exchange(signature, mine)
+
+    def of_first(self, signature: Signature, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
+        mine = f(x)
+        sent = mine.view(-1).view(torch.uint8).to(self.device, copy=True)
+        first = self.user.issue("broadcast", sent, signature.operation, (0,)).wait().to(mine.device)
+        return first.view(mine.dtype).view(mine.shape)
+
+    def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
+        user, signature = self.user, describe()
+        user.advance(replace(self.negotiate(user, key(), lambda: signature), signature=signature))
+        with torch._C._DisableFuncTorch():  # they are sizes, the same under every transform
+            mine = torch.tensor(numbers, dtype=torch.int64)
+            rows: list[list[int]] = user.issue("all_gather", mine, f"{label}: lengths", on_host=True).wait().tolist()
+        return rows
+
+    def objects(self, what: str, dump: Callable[[], Dumped], src: int | None = None) -> list[Dumped]:
+        user, senders = self.user, range(self.size) if src is None else [src]
+        issue = user.issued
+        payload, failed = dump() if self.rank in senders else (b"", True)
+        if not failed:
+            payload = sealed(self, payload, issue)
+        said = "2 lengths" if src is None else f"src={src}"
+        sizes = self.tell(what, [len(payload), int(failed)], lambda: Signature(what, (), said), lambda: (what, src))
+        body = torch.zeros(max(length for length, _ in sizes), dtype=torch.uint8)
+        if payload:
+            body[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if src is None:
+            bodies = user.issue("all_gather", body, what, on_host=True).wait()
+        elif body.numel():
+            bodies = user.issue("broadcast", body.to(self.device), what, (src,)).wait().cpu().expand(self.size, -1)
+        rows = [(b"", True)] * self.size
+        for rank in senders:
+            length, broken = sizes[rank]
+            # Without NumPy, which torch can do without.
+            text = ctypes.string_at(bodies[rank].data_ptr(), length) if length else b""
+            rows[rank] = text if broken or rank == self.rank else opened(self, text, rank, issue), bool(broken)
+        return rows
+
+    def barrier(self, label: str) -> None:
+        self.negotiate_issue(self.user, label, lambda: Signature(label, ()))
+        if self.device.type != "cpu":
+            self.read(torch.zeros(1, device=self.device), label)
+        self.user.issue("psum", torch.zeros(1), label, on_host=True).wait()
+
+
+def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
+    """What tells the signature of a single tensor's collective apart from others."""
+    return (name, x.shape, x.dtype, static)

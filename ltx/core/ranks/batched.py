@@ -1,0 +1,240 @@
+"""Ranks in one process that compute as one: entries of a vmap level, or shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._C import _functorch
+
+from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
+from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Static, Tensors
+
+
+@dataclass(frozen=True)
+class VmapRanks(Ranks):
+    """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds.
+
+    With `part_of` that dimension holds several axes side by side.
+
+    Several nested levels make one axis if there are `dims`: (level, size) of each, the first the outermost in the
+    order of ranks. functorch takes the innermost level off first. Those above `level` are off already; their
+    dimensions are in front of the tensors, the outermost level's first.
+
+    Where tensors are made of the ranks' numbers, they are made on `device`: that of what is mapped.
+    """
+
+    level: int = 0
+    part_of: Part | None = None
+    dims: tuple[tuple[int, int], ...] = ()
+    device: torch.device | None = None
+
+    @property
+    def levels(self) -> list[int]:
+        """All of its levels, the outermost first."""
+        return sorted(level for level, _ in self.dims) or [self.level]
+
+    @property
+    def below(self) -> VmapRanks | None:
+        """What is left once `level` is off; None if it was the last one."""
+        levels = [level for level, _ in self.dims if level < self.level]
+        return replace(self, level=max(levels)) if levels else None
+
+    def at(self, levels: Sequence[int]) -> VmapRanks:
+        """The same with other `levels` for its own, the outermost first; of the whole, if this is a part."""
+        dims = tuple((levels[self.levels.index(level)], size) for level, size in self.dims)
+        return replace(self, level=max(levels), part_of=None, dims=dims)
+
+    @property
+    def order(self) -> list[int]:
+        """The order in which the dimensions of all levels, as they lie by level, are the axis' ranks."""
+        return [self.levels.index(level) for level, _ in self.dims]
+
+    def stacked(self, xs: torch.Tensor) -> torch.Tensor:
+        """`xs`, with a dimension for each level in front, with one for the ranks of all."""
+        if not self.dims:
+            return xs
+        count = len(self.dims)
+        return xs.permute(*self.order, *range(count, xs.ndim)).flatten(0, count - 1)
+
+    def unstacked(self, xs: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`stacked`."""
+        if not self.dims:
+            return xs
+        count, order = len(self.dims), self.order
+        by_dim: torch.Tensor = xs.unflatten(0, [size for _, size in self.dims])
+        return by_dim.permute(*(order.index(i) for i in range(count)), *range(count, by_dim.ndim))
+
+    def batched(self, xs: torch.Tensor) -> torch.Tensor:
+        """A vector with one entry for each rank, as what each has: 0-dim, and batched at each level that isn't off."""
+        by_level = self.unstacked(xs)
+        for _ in range(self.taken):  # those levels' ranks don't matter to what is left
+            by_level = by_level[..., 0]
+        by_level = unwrapped(by_level)  # what factories make is wrapped for the innermost level, which may not be ours
+        for level in self.levels:
+            if level <= self.level:
+                by_level = _functorch._add_batch_dim(by_level, 0, level)
+        return by_level
+
+    def index(self, size: int) -> torch.Tensor:
+        part = self.part_of
+        return self.batched(
+            torch.arange(size, device=self.device)
+            if part is None
+            else part.by_rank(map(range, part.sizes)).to(self.device)
+        )
+
+    def batch_index(self, size: int) -> torch.Tensor:
+        return self.index(size)
+
+    @property
+    def ended(self) -> str:
+        here = _functorch.maybe_current_level() or 0
+        return "the ltx.vmap that opened it has ended" if self.level > here else ""
+
+    def size_of(self, part: Part) -> int:
+        return max(part.sizes)
+
+    def least(self, size: int) -> int:
+        return size if self.part_of is None else min(self.part_of.sizes)
+
+    def part(self, name: str, part: Part) -> VmapRanks:
+        return replace(self, part_of=part if self.part_of is None else part.within(self.part_of))
+
+    @property
+    def lacks(self) -> Mapping[str, type[LtxError]]:
+        whole = {} if self.part_of is None else {"whole": UnsupportedError}
+        return {"objects": AxisError, "clock": UnsupportedError, **whole}
+
+    def may_differ(self, x: torch.Tensor) -> bool:
+        return self._split(x)[1] is not None
+
+    def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
+        """Of parts, which are side by side, those at one place count as one: `f` is given a stack of them."""
+        split = [self._split(x) for x in tensors]
+        sizes = {x.shape[dim] for x, dim in split if dim is not None}
+        if not sizes:
+            return [f([x for x, _ in split])]
+        groups = [range(*sizes)] if self.part_of is None else self.part_of.groups
+        rows = []
+        for place in range(max(map(len, groups))):
+            here = [group[min(place, len(group) - 1)] for group in groups]
+            at: Any = here[0] if self.part_of is None else torch.tensor(here)
+            rows.append(f([x if dim is None else x.movedim(dim, 0)[at] for x, dim in split]))
+        return rows
+
+    def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.by_rank(signature, lambda xs: f(xs[0]), [x])[0]
+        return first
+
+    def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """`x` below all wrappers, and which dimension of that is the ranks'; None if they share one value."""
+        if not self.dims:
+            return _with_level(x, self.level)
+        dims = [_with_level(x, level)[1] for level, _ in self.dims]
+        value = _with_level(x, self.level)[0]
+        here = [dim for dim in dims if dim is not None]
+        if not here:
+            return value, None
+        value = value.movedim(here, list(range(len(here))))
+        for place, (dim, (_, size)) in enumerate(zip(dims, self.dims, strict=True)):
+            if dim is None:
+                value = value.unsqueeze(place)
+                value = value.expand(*value.shape[:place], size, *value.shape[place + 1 :])
+        return value.flatten(0, len(dims) - 1), 0
+
+    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
+        raise AssertionError("the vmap rule of a collective takes their level off before")
+
+    def on_stack(
+        self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None
+    ) -> tuple[torch.Tensor, bool]:
+        part = self.part_of
+        world = n if part is None else part.world
+        if self.dims:
+            size = next(size for level, size in self.dims if level == self.level)
+            flat = self.stacked(in_front(size, [x], [dim])[0])
+            y, per_rank = replace(self, dims=()).on_stack(rule, static, n, flat, 0)
+            # Every level has got its dimension, so every level gets one back.
+            return self.unstacked(y if per_rank else y.expand(world, *y.shape)), True
+        (xs,) = in_front(world, [x], [dim])
+        if part is None:
+            return rule.stacked(xs, n, static)
+        by_group = torch.cat(
+            [
+                y if per_rank else y.expand(len(group), *y.shape)
+                for group in part.groups
+                for y, per_rank in [rule.stacked(xs[torch.tensor(group, device=xs.device)], len(group), static)]
+            ]
+        )
+        return by_group[part.order.to(xs.device)], True
+
+
+def _with_level(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
+    """`x` below all wrappers, and which dimension of that is vmap's at `level`."""
+    dim: int | None = None
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x):
+            here = _functorch.maybe_get_bdim(x)
+            if _functorch.maybe_get_level(x) == level:
+                dim = here
+            elif dim is not None and here <= dim:
+                dim += 1
+        x = _functorch.get_unwrapped(x)
+    return x.detach(), dim
+
+
+def in_front(size: int, xs: Tensors, dims: Sequence[int | None]) -> list[torch.Tensor]:
+    """`xs` with the dimension of a vmap level in front; without one they are the same in all `size` entries."""
+    pairs = zip(xs, dims, strict=True)
+    return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
+
+
+@dataclass(frozen=True, eq=False)
+class ShapeRanks(Ranks):
+    """There are no ranks, and tensors have no values (the meta device): what would be sent is asked of `answer`.
+
+    Attributes:
+        rank: the one that is looked at.
+        answer: ``(operation, buffer, arguments, ranks)`` -> what that collective would give.
+        size: their number.
+        exchanges: ``(plan, tensors, states, background, paths)`` -> an exchange.
+        members: for a part of an axis, the ranks of the whole that it has.
+    """
+
+    rank: int = field()
+    size: int = field()
+    answer: Callable[[str, torch.Tensor, tuple[int, ...], ShapeRanks], torch.Tensor] = field(repr=False)
+    exchanges: Callable[..., Any] | None = field(default=None, repr=False)
+    members: tuple[int, ...] = ()
+    lasting = False
+    lags = True
+
+    @property
+    def lacks(self) -> Mapping[str, type[LtxError]]:
+        return {"values": UnsupportedError}
+
+    def part(self, name: str, part: Part) -> ShapeRanks:
+        mine = part.members(self.rank)
+        members = tuple(self.members[i] if self.members else i for i in mine)
+        return replace(self, rank=part.place(self.rank), size=len(mine), members=members)
+
+    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
+        return tuple(self._on_shape(rule, static, x) for x in xs)
+
+    def _on_shape(self, rule: Rule, static: Static, x: torch.Tensor) -> torch.Tensor:
+        buffer = rule.before(x, self.size, static)
+        if rule.operation is None:
+            return buffer
+        return rule.after(
+            self.answer(rule.operation, buffer, rule.arguments(static), self), x, self.rank, self.size, static
+        )
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without the wrappers of torch.func's levels."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
