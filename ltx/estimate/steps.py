@@ -159,9 +159,8 @@ def collective(operation: str, buffer: torch.Tensor, ranks: ShapeRanks) -> Colle
     return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, size), size, between)
 
 
-def summary(axis: Axis) -> Collective:
+def summary(ranks: Any) -> Collective:
     """The small sum that goes ahead of gradients, and of exchanges in the foreground."""
-    ranks: Any = axis.ranks
     return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), ranks)
 
 
@@ -244,7 +243,7 @@ class Watched(Exchange):
             )
             for bucket, asked in zip(self._plan.buckets, self._asked, strict=True)
         )
-        return ExchangeStarted(self, rows, None if self._background else summary(self._plan.axis))
+        return ExchangeStarted(self, rows, None if self._background else summary(self._plan.axis.ranks))
 
 
 class Gradients:
@@ -307,7 +306,7 @@ class Gradients:
         return Issues((), self._summary(hook) if buckets else None, buckets)
 
     def _summary(self, hook: hooks.CommHook) -> Collective:
-        return summary(hook.within(self.axis) or self.axis)
+        return summary((hook.within(self.axis) or self.axis).ranks)
 
     def _reduced(
         self, plan: Plan, hook: hooks.CommHook, bucket: Bucket, states: Sequence[LeafState]

@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         name="collectives: rank_seed without the rank",
         where="rank_seed",
-        old="z = (seed + (rank + 1) * 0x9E3779B97F4A7C15)",
+        old="z = (seed + (found.ranks.rank + 1) * 0x9E3779B97F4A7C15)",
         new="z = (seed + 0x9E3779B97F4A7C15)",
         breaks="all ranks draw the same numbers",
         tests=("tests/contract/collectives/test_ranks.py",),
@@ -133,9 +133,9 @@ MUTANTS = (
     ),
     Mutant(
         name="axis: simulated ranks all come first",
-        where="Axis.index",
-        old="torch.arange(self.size, device=backing.device)",
-        new="torch.zeros(self.size, dtype=torch.int64, device=backing.device)",
+        where="VmapRanks.index",
+        old="torch.arange(size, device=self.device)",
+        new="torch.zeros(size, dtype=torch.int64, device=self.device)",
         breaks="every simulated rank is rank 0",
         tests=("ltx/core/ranks/axis.py",),
     ),
@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         name="collectives: groups put back in their own order",
-        where="_on_stack",
+        where="VmapRanks.on_stack",
         old="return by_group[part.order.to(xs.device)], True",
         new="return by_group, True",
         breaks="simulated ranks get what belongs to ranks of other groups",
@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         name="collectives: a begun collective reads its tensor later",
-        where="begin.buffer",
+        where="ProcessRanks._issue.buffer",
         old="buffer = buffer.clone()",
         new="pass",
         breaks="what is written into a tensor after async_ goes out",

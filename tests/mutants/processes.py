@@ -210,9 +210,9 @@ MUTANTS = (
     ),
     Mutant(
         name="turns: a plan isn't announced",
-        where="ImmediateSchedule.begin",
-        old="threads.begin_pass(self.plan.agreement.signature)",
-        new="pass",
+        where="ThreadRanks.begin_pass",
+        old="if agreement is not None:",
+        new="if False:",
         breaks="ranks that run different steps of equal shapes get each other's gradients",
         tests=("tests/contract/runtime/test_simulation_failures.py::test_ranks_that_disagree",),
     ),

@@ -34,9 +34,9 @@ MUTANTS = (
     ),
     Mutant(
         name="streams: a barrier goes over the device",
-        where="barrier",
-        old='axis_comm.user.issue("psum", torch.zeros(1), label, on_host=True).wait()',
-        new='axis_comm.user.issue("psum", torch.zeros(1), label).wait()',
+        where="ProcessRanks.barrier",
+        old='self.user.issue("psum", torch.zeros(1), label, on_host=True).wait()',
+        new='self.user.issue("psum", torch.zeros(1), label).wait()',
         breaks="ltx.barrier returns at once",
         tests=(f"{_STEPS}::test_a_barrier_waits",),
     ),

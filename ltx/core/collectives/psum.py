@@ -39,7 +39,6 @@ from ltx.core.collectives.futures import one_message
 from ltx.core.collectives.linear import Static, add_rule, apply, only_at
 from ltx.core.collectives.uneven import padded, told
 from ltx.core.comm.group_collectives import as_it_is
-from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
 add_rule(
@@ -215,15 +214,11 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
 def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Tensor:
     """The number of ranks: a tensor where it differs between simulated ranks."""
     unequal = groups is not None and len({len(group) for group in groups}) > 1
-    if unequal and (traced.recording() or _in_unequal(comm.resolve(axis))):
+    found = None if traced.recording() else comm.resolve(axis)
+    if unequal and (found is None or found.ranks.least(found.size) < found.size):
         ranks: torch.Tensor = psum(torch.ones((), dtype=torch.int64), axis)
         return ranks
     return axis_size(axis)
-
-
-def _in_unequal(axis: Axis) -> bool:
-    """Whether the numbers of ranks differ among groups that are in one batch."""
-    return axis.ranks.least(axis.size) < axis.size
 
 
 @checked()

@@ -1,7 +1,8 @@
 """Collectives of what is of another size on each rank: tensors of unequal shapes, and objects; the barrier.
 
-Tensors are padded to the largest, and the padding is cut off what the even collective gives. That is built of differentiable collectives and views alone, so gradients follow; padding has none. The ranks of
-:func:`ltx.vmap` have equal shapes by their nature, so there is no form for them.
+Tensors are padded to the largest, and the padding is cut off what the even collective gives: differentiable collectives
+and views alone, so gradients follow; padding has none. The ranks of :func:`ltx.vmap` have equal shapes by their nature,
+and share all objects, so there is no form for them.
 """
 
 from __future__ import annotations

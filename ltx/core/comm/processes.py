@@ -43,8 +43,6 @@ class ProcessRanks(AxisComm):
     def ended(self) -> str:
         return "by its close(), the end of its `with`, or of its world" if self.closed else ""
 
-    # --- collectives -----------------------------------------------------------------------------------------------
-
     def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
         works = [self._issue(rule, static, x) for x in xs]
         return tuple(self._finished(rule, static, x, work.wait()) for x, work in zip(xs, works, strict=True))
@@ -91,8 +89,6 @@ class ProcessRanks(AxisComm):
             return lambda: operation.new_result(buffer, n)
         return operation.begin_in_graph(buffer, n, name, rule.arguments(static))
 
-    # --- what they agree on ----------------------------------------------------------------------------------------
-
     def confirm(self, key: Key, describe: Describe) -> Agreement:
         return self.negotiate(self.user, key(), describe)
 
@@ -108,15 +104,10 @@ class ProcessRanks(AxisComm):
     def in_step(self, number: int) -> AbstractContextManager[Callable[[], None]]:
         return self.recovery.in_step(number)
 
-    # --- small values ----------------------------------------------------------------------------------------------
-
     def exchange(self, signature: Signature, value: Any) -> list[Any]:
         if under_way:
             return [post.value for post in under_way[-1].exchange(self, signature, value)]
         return self.negotiation.exchange_values(signature, value)
-
-    def may_differ(self, x: torch.Tensor) -> bool:
-        return True
 
     def by_rank(self, signature: Signature, f: OfTensors, tensors: Tensors) -> list[Any]:
         """Through the store goes one digest of what each has, unless they differ."""

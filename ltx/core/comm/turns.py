@@ -409,9 +409,6 @@ class ThreadRanks(Ranks):
         self._issued += 1
         return self._turns.wait_in(self._members[self.rank], call)
 
-    def may_differ(self, x: torch.Tensor) -> bool:
-        return True
-
     def of_first(self, signature: Signature, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
         first: torch.Tensor = self.exchange(signature, f(x))[0]
         return first

@@ -22,6 +22,8 @@ from ltx.core.base.errors import LtxError
 #: Static arguments of a rule: ints only, so that they can be constants of a compiled graph.
 Static = tuple[int, ...]
 Tensors = Sequence[torch.Tensor]
+#: A stack of all ranks' values, and True; or the one value that all of them have, and False.
+Stacked = tuple[torch.Tensor, bool]
 #: Makes what is needed for a new call alone: its key; its :class:`ltx.core.comm.Signature`.
 Key = Callable[[], Hashable]
 Describe = Callable[[], Any]
@@ -78,6 +80,7 @@ class Ranks:
         lags: whether what is begun in one step may be waited for in another.
         in_turn: whether they are threads of this process, of which one runs at a time.
         lasting: whether what is made for them once is worth keeping.
+        answer: gives a collective's result as it goes out, if given: ``(operation, buffer, arguments, ranks)``.
         exchanges: makes a strategy's exchanges in place of :class:`ltx.core.gradients.pending.Exchange`, if given.
         compared: what they have compared once (:class:`ltx.core.comm.signature.ComparedFunctions`), if that is kept.
         futures: where they overlap: what was begun and not waited for yet, oldest first.
@@ -89,6 +92,7 @@ class Ranks:
     lags: bool = False
     in_turn: bool = False
     lasting: bool = True
+    answer: Callable[..., Any] | None = None
     exchanges: Callable[..., Any] | None = None
     compared: Any = None
     futures: list[Any]
@@ -172,9 +176,7 @@ class Ranks:
         """Where they overlap: what is on its way, and what the rule makes of it. `x` may change meanwhile."""
         raise NotImplementedError
 
-    def on_stack(
-        self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None
-    ) -> tuple[torch.Tensor, bool]:
+    def on_stack(self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None) -> Stacked:
         """At the last of their vmap levels: the rule's `stacked` on all `n` ranks' values, which lie along `dim`."""
         raise NotImplementedError
 
@@ -198,10 +200,7 @@ class Ranks:
         """Count what this rank does by itself, and let the others compare that at their next call."""
 
     def agree_on_plan(self, key: Hashable, describe: Describe, offer: Callable[[], Any], background: bool) -> Any:
-        """The agreement on a plan with the signature that `describe` gives, and on rank 0's `offer`; None: no peers.
-
-        `background`: it is carried out on the background channel.
-        """
+        """The agreement on a plan, and on rank 0's `offer`; None: no peers. `background`: for that channel."""
         return None
 
     # --- steps and passes -------------------------------------------------------------------------------------------
@@ -239,7 +238,7 @@ class Ranks:
 
     def may_differ(self, x: torch.Tensor) -> bool:
         """Whether each may have a value of its own in the place of `x`."""
-        return False
+        return self.compared is not None
 
     def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
         """What `f` makes of each rank's `tensors`, by rank, which is JSON."""

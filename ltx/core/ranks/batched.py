@@ -10,7 +10,7 @@ import torch
 from torch._C import _functorch
 
 from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
-from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Static, Tensors
+from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,9 @@ class VmapRanks(Ranks):
 
     def index(self, size: int) -> torch.Tensor:
         part = self.part_of
-        return self.batched(
-            torch.arange(size, device=self.device)
-            if part is None
-            else part.by_rank(map(range, part.sizes)).to(self.device)
-        )
+        if part is None:
+            return self.batched(torch.arange(size, device=self.device))
+        return self.batched(part.by_rank(map(range, part.sizes)).to(self.device))
 
     def batch_index(self, size: int) -> torch.Tensor:
         return self.index(size)
@@ -148,9 +146,7 @@ class VmapRanks(Ranks):
     def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
         raise AssertionError("the vmap rule of a collective takes their level off before")
 
-    def on_stack(
-        self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None
-    ) -> tuple[torch.Tensor, bool]:
+    def on_stack(self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None) -> Stacked:
         part = self.part_of
         world = n if part is None else part.world
         if self.dims:
@@ -206,7 +202,7 @@ class ShapeRanks(Ranks):
 
     rank: int = field()
     size: int = field()
-    answer: Callable[[str, torch.Tensor, tuple[int, ...], ShapeRanks], torch.Tensor] = field(repr=False)
+    answer: Callable[..., torch.Tensor] = field(repr=False)
     exchanges: Callable[..., Any] | None = field(default=None, repr=False)
     members: tuple[int, ...] = ()
     lasting = False

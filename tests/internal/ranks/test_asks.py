@@ -1,0 +1,38 @@
+"""Outside of the rooms of ranks and of the network nobody asks what the ranks of an axis are: they are told to act."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+LTX = Path(__file__).parents[3] / "ltx"
+#: An axis' kinds, the names of their classes, and the communicator of one of them.
+KINDS = {"threads", "simulated", "meta"}
+CLASSES = {"ProcessRanks", "ThreadRanks", "VmapRanks", "ShapeRanks"}
+#: What makes ranks of a kind: ltx.simulate, and explain. The threads of a worker are its processors'.
+MAKERS = {"runtime/simulation.py", "estimate/steps.py", "runtime/worker.py"}
+#: Uses of a communicator (``axis.comm``), which only go down.
+MOST = 40
+
+
+def asks(tree: ast.AST) -> Counter[str]:
+    """How often each of these is used in a file; fields of objects of their own (``self.comm``) aren't an axis'."""
+    found = Counter[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            found[node.attr] += node.attr in {*KINDS, *CLASSES, "comm"}
+        found[getattr(node, "id", "")] += isinstance(node, ast.Name) and node.id in CLASSES
+    return +found
+
+
+def test_nobody_asks_what_ranks_are() -> None:
+    found = {
+        name: asks(ast.parse(path.read_text()))
+        for path in sorted(LTX.rglob("*.py"))
+        if not (name := path.relative_to(LTX).as_posix()).startswith(("core/ranks/", "core/comm/"))
+    }
+    assert {name for name, uses in found.items() if uses.keys() - {"comm"}} <= MAKERS
+    communicators = {name: uses["comm"] for name, uses in found.items() if uses["comm"]}
+    assert sum(communicators.values()) <= MOST, communicators
+    assert sum(communicators.values()) > MOST - 5, f"write MOST = {sum(communicators.values())}"
