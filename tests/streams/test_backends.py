@@ -120,7 +120,7 @@ def test_what_isn_t_the_network_is_raised_as_it_is(error: RuntimeError, on_new_a
 
 
 def test_a_state_is_where_its_rank_computes() -> None:
-    axis: Any = SimpleNamespace(comm=SimpleNamespace(device=torch.device("cuda", 1), rank=1))
+    axis: Any = SimpleNamespace(rank=1, ranks=SimpleNamespace(device=torch.device("cuda", 1), overlaps=True))
     with pytest.raises(StepError, match=r"rank 1 computes on cuda:1, and params leaf 'w' is on cpu\. .*ltx.to_device"):
         check_devices(axis, {"w": torch.ones(1)}, "params")
     check_devices(axis, None, "buffers")

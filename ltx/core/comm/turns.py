@@ -389,7 +389,7 @@ class ThreadRanks(Ranks):
         self._step = self._pass = ""
         self._turns.completed[self._members[self.rank], self._members] += whole
 
-    def exchange(self, signature: Signature, value: Any) -> list[Any]:
+    def exchange(self, signature: Signature, value: Any = None) -> list[Any]:
         """Wait for all ranks, and return their values, which may be anything: ranks share them, and write to none.
 
         Raises:
@@ -397,10 +397,10 @@ class ThreadRanks(Ranks):
             PeerLostError: another rank has raised something.
             UnsupportedError: under forward mode, or in a thread that isn't the rank's.
         """
-        values: list[Any] = self._meet(signature, value)
+        values: list[Any] = self.combined(signature, value)
         return values
 
-    def _meet(self, signature: Signature, value: Any, combine: Combine | None = None) -> Any:
+    def combined(self, signature: Signature, value: Any, combine: Combine | None = None) -> Any:
         """:meth:`exchange`, or what `combine` makes of all values for this rank."""
         self._turns.check_thread(self._members[self.rank], signature, self.name)
         signatures = (*self._announced, signature)
@@ -430,7 +430,7 @@ class ThreadRanks(Ranks):
             # In new memory.
             return [[(y[rank] if per_rank else y).clone() for y, per_rank in results] for rank in range(len(values))]
 
-        found = self._meet(Signature.of_tensors(rule.name, xs, static), xs, each_rank)
+        found = self.combined(Signature.of_tensors(rule.name, xs, static), xs, each_rank)
         if rule.keeps_strides:
             pairs = zip(found, xs, strict=True)
             return tuple(y if x.is_contiguous() else torch.empty_like(x).copy_(y) for y, x in pairs)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ltx.core.comm import Signature, ThreadComm, Turns
+from ltx.core.comm import Signature, ThreadRanks, Turns
 from ltx.errors import PeerLostError, RankMismatchError
 
 MEET = Signature("meet", ())
@@ -20,8 +20,8 @@ def nothing_aside() -> Callable[[], None]:
     return lambda: None
 
 
-def comm_of(turns: Turns, rank: int) -> ThreadComm:
-    return ThreadComm(turns, "data", tuple(range(turns.size)), rank)
+def comm_of(turns: Turns, rank: int) -> ThreadRanks:
+    return ThreadRanks(turns, "data", tuple(range(turns.size)), rank)
 
 
 def test_what_a_rank_has_put_aside_comes_back() -> None:
@@ -52,7 +52,7 @@ def test_results_are_computed_without_the_last_ranks_modes() -> None:
 
     def f(rank: int) -> Any:
         with torch.autocast("cpu", enabled=rank == 1):
-            return comm_of(turns, rank).exchange(MEET, w, lambda ws: [ws[0] @ ws[1].unsqueeze(1)] * 2)
+            return comm_of(turns, rank).combined(MEET, w, lambda ws: [ws[0] @ ws[1].unsqueeze(1)] * 2)
 
     results = turns.run(f)
     assert all(x.dtype == torch.float32 and not x.requires_grad for x in results)
@@ -63,7 +63,7 @@ def test_an_error_of_what_is_computed_is_raised_on_every_rank() -> None:
 
     def f(rank: int) -> None:
         try:
-            comm_of(turns, rank).exchange(MEET, rank, lambda values: [1 / x for x in values])
+            comm_of(turns, rank).combined(MEET, rank, lambda values: [1 / x for x in values])
         except ZeroDivisionError as error:
             caught.append(str(error))
 
@@ -77,7 +77,7 @@ def test_announced_calls_are_compared() -> None:
     def f(rank: int) -> None:
         comm = comm_of(turns, rank)
         for _ in range(1 + rank):
-            comm.announce(Signature("step", ()))
+            comm.confirm(lambda: "step", lambda: Signature("step", ()))
         try:
             comm.exchange(MEET)
         except RankMismatchError as error:
