@@ -3,12 +3,15 @@
 * A collective is done by a thread, the "device": after those before it on its communicator, and a random while later.
 * ``wait()`` only notes that the host has ordered its stream behind the collective; the host goes on at once.
 * ``is_completed()`` tells how far the device is. A future is complete when it is made, as NCCL's are on the host.
-* ``abort()`` drops what hasn't been done.
+* A collective that a peer doesn't join never ends, and nothing behind it begins. ``abort()`` ends it, with garbage.
+* A watchdog as NCCL's gives a communicator up when a collective has been enqueued for the group's timeout.
 
 On the CPU the host computes itself, so it has to stand still where a value is first used that the device hasn't made
 yet. :class:`Host` does that, for every operation of torch while it is active. A value that is used without a wait
-before is a race on a GPU: it raises. Where the host reads a number (``.item()``, ``bool(x)``) it would stand still on a
-GPU as well: that is written down, with the line that reads.
+before is a race on a GPU: it raises. What waits for too long will never be there: on a GPU the host would have gone on
+long ago, so here it goes on with garbage, and so is all that it makes of it. Where the host reads a number
+(``.item()``, ``bool(x)``) it stands still on a GPU as well: that is written down, with the line that reads, and has no
+limit.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ NAME = "streamed"
 LONGEST_S = 0.004
 #: What takes so long will never end.
 HUNG_S = 0.5
+#: After so long nobody will abort what a host reads.
+_DEAF_S = 60.0
 
 Done = Callable[[], None]
 
@@ -42,12 +47,12 @@ class Log:
 
     def __init__(self) -> None:
         self.issues: list[str] = []
-        self.connects: list[str] = []
         self.reads: list[str] = []
+        self.fired: list[str] = []  # what watchdogs have given up
         self.groups = 0
 
     def clear(self) -> None:
-        self.issues, self.connects, self.reads = [], [], []
+        self.issues, self.reads, self.fired = [], [], []
 
 
 LOG = Log()
@@ -68,52 +73,68 @@ class StreamWork:
 
     hung_s = HUNG_S
 
-    def __init__(self, tensors: list[torch.Tensor]):
+    def __init__(self, what: str, tensors: list[torch.Tensor]):
+        self.what, self.tensors, self.enqueued_s = what, tensors, time.monotonic()
         self.done = threading.Event()
         self.waited = False
-        self.storages = [t.untyped_storage() for t in tensors]
-        with _changes:
-            _pending.update({storage._cdata: self for storage in self.storages})
+        self.error: str | None = None
+        self._storages: list[torch.UntypedStorage] = []
+        self.spoil(tensors)
 
-    def forget(self) -> None:
+    def spoil(self, tensors: list[torch.Tensor]) -> None:
+        """They hold garbage until it has ended."""
+        storages = [t.untyped_storage() for t in tensors]
+        with _changes:
+            self._storages += storages
+            _pending.update({storage._cdata: self for storage in storages})
+
+    def end(self) -> None:
         """It writes no more. A later collective on the same memory stays pending."""
         with _changes:
-            for storage in self.storages:
+            for storage in self._storages:
                 if _pending.get(storage._cdata) is self:
                     del _pending[storage._cdata]
+            self._storages = []
+        self.done.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.waited = True
+        if self.error is not None:
+            raise dist.DistBackendError(self.error)
         return True
 
     def is_completed(self) -> bool:
-        return self.done.is_set()
+        return self.done.is_set() or self.error is not None
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(None)
         return future
 
-    def force(self) -> None:
-        """The host stands still until the device has come so far."""
+    def force(self, reads: bool = True) -> bool:
+        """The host stands still until the device has come so far; returns whether it has."""
         if not self.waited and not self.done.is_set():
             raise AssertionError("a value was used that the stream hasn't waited for: a race on a GPU")
-        if not self.done.wait(self.hung_s):
-            # A kernel waits for a peer. On a GPU the host would have gone on long ago; here it goes on with garbage.
-            self.forget()
+        if not self.done.wait(_DEAF_S if reads else self.hung_s) and reads:
+            raise AssertionError(f"the host reads what waits for {self.what}, which nobody has aborted")
+        self.hung_s = 0.0
+        return self.done.is_set()
 
 
 class StreamGroup(dist.ProcessGroup):
-    """A communicator: a queue of collectives, and a thread that does them."""
+    """A communicator: a queue of collectives, a thread that does them, and one that watches."""
 
-    def __init__(self, inner: Any, rank: int, size: int):
+    def __init__(self, inner: Any, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
         self._inner = inner
         self._queue: SimpleQueue[tuple[StreamWork, Done] | None] = SimpleQueue()
-        self._aborted = threading.Event()
+        self._enqueued: list[StreamWork] = []
+        self._aborted, self._ended = threading.Event(), threading.Event()
         self._delays = random.Random(rank)
+        self._timeout_s = timeout.total_seconds()
         LOG.groups += 1
-        threading.Thread(target=self._run, name="device", daemon=True).start()
+        for body in (self._run, self._watch):
+            threading.Thread(target=body, name="device", daemon=True).start()
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
@@ -126,27 +147,43 @@ class StreamGroup(dist.ProcessGroup):
             except BaseException as error:
                 print(f"device: {error!r}", file=sys.stderr)
                 self._aborted.wait()  # a kernel whose peer is gone never ends: only this lets the stream go on
-            work.forget()
-            work.done.set()
+            work.end()
+
+    def _watch(self) -> None:
+        """As torch's ProcessGroupNCCL::Watchdog, with TORCH_NCCL_ASYNC_ERROR_HANDLING=2."""
+        while not self._ended.wait(0.05):
+            self._enqueued = [work for work in self._enqueued if not work.done.is_set()]
+            late = [w for w in self._enqueued if time.monotonic() - w.enqueued_s > self._timeout_s]
+            if late and not self._aborted.is_set():
+                LOG.fired.append(late[0].what)
+                for work in late:
+                    work.error = f"Watchdog caught collective operation timeout: {work.what}"
+                self.abort()
 
     def _issue(
         self, what: str, tensors: list[torch.Tensor], do: Callable[[], Any], given: list[torch.Tensor] | None = None
     ) -> StreamWork:
+        if self._aborted.is_set():
+            raise dist.DistBackendError("NCCL communicator was aborted")
         LOG.issues.append(f"{what} {[tuple(t.shape) for t in tensors]}")
         # The stream that it is ordered behind has these of other communicators before it.
         before = [_pending.get(t.untyped_storage()._cdata) for t in given or tensors]
-        work = StreamWork(tensors)
+        work = StreamWork(what, tensors)
 
         def run() -> None:
             for other in before:
-                if other is not None:
-                    other.force()
-            given = do()
-            while not self._aborted.is_set() and not _is_there(given):
+                while other is not None and not self._aborted.is_set() and not other.done.wait(0.02):
+                    pass
+            joined = do()
+            while not self._aborted.is_set() and not _is_there(joined):
                 pass
 
-        self._queue.put((work, run))
+        self._begin(work, run, given or tensors)
         return work
+
+    def _begin(self, work: StreamWork, run: Done, given: list[torch.Tensor]) -> None:
+        self._enqueued.append(work)
+        self._queue.put((work, run))
 
     # `.data`: a device doesn't tell autograd, a while later, that it has written.
 
@@ -184,7 +221,11 @@ class StreamGroup(dist.ProcessGroup):
         self._inner.abort()
 
     def shutdown(self) -> None:
+        """In good order: it waits for all that is under way."""
         self._queue.put(None)
+        for work in self._enqueued:
+            work.done.wait()
+        self._ended.set()
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -222,7 +263,7 @@ class Host(TorchDispatchMode):
         # On the CPU these read memory without asking the dispatcher.
         self._patch = pytest.MonkeyPatch()
         for name in ("tolist", "cpu", "numpy"):
-            self._patch.setattr(torch.Tensor, name, _reading(getattr(torch.Tensor, name)))
+            self._patch.setattr(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
         self._patch.setattr(StreamWork, "hung_s", self._hung_s)
         return super().__enter__()
 
@@ -233,32 +274,50 @@ class Host(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_meta and _pending:
-                work = _pending.get(x.untyped_storage()._cdata)
-                if work is not None and not _is_view(func):
-                    work.force()
-        if func in _READS:
-            LOG.reads.append(_reader())
-        return func(*args, **kwargs)
+        kwargs, spoiled = kwargs or {}, None
+        for x in strided((args, kwargs)) if _pending else ():
+            work = _pending.get(x.untyped_storage()._cdata)
+            if work is not None and not is_view(func) and not work.force(func in READS):
+                spoiled = work
+        if func in READS:
+            LOG.reads.append(reader())
+        result = func(*args, **kwargs)
+        if spoiled is not None:
+            spoiled.spoil([*strided(result), *written(func, args, kwargs)])
+        return result
 
-
-def _reading(method: Any) -> Any:
-    def reads(x: torch.Tensor, *args: Any) -> Any:
+    def read(self, x: torch.Tensor) -> None:
+        """The host reads it, by something else than an operation of torch's."""
         work = _pending.get(x.untyped_storage()._cdata)
         if work is not None:
             work.force()
-        LOG.reads.append(_reader())
-        return method(x, *args)
+        LOG.reads.append(reader())
 
-    return reads
+    def _reading(self, method: Any) -> Any:
+        def reads(x: torch.Tensor, *args: Any) -> Any:
+            self.read(x)
+            return method(x, *args)
+
+        return reads
 
 
-_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
+def strided(values: Any) -> list[torch.Tensor]:
+    """The tensors with memory among `values`."""
+    leaves = tree_leaves(values)
+    return [x for x in leaves if isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_meta]
 
 
-def _is_view(func: Any) -> bool:
+def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments of an operation that it writes to."""
+    by_name = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    writes = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return strided([by_name.get(name) for name in writes])
+
+
+READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
+
+
+def is_view(func: Any) -> bool:
     """Whether `func` reads no values: views, and what makes uninitialised memory of the same kind."""
     name = func._schema.name
     made = (
@@ -277,13 +336,13 @@ def _is_view(func: Any) -> bool:
     return (bool(aliases) and all(aliases)) or any(name.startswith(f"aten::{word}") for word in made)
 
 
-def _reader() -> str:
+def reader() -> str:
     """The innermost lines outside of torch and this file."""
     lines: list[str] = []
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None and len(lines) < 4:
         name = frame.f_code.co_filename
-        if "/torch/" not in name and name != __file__:
+        if "/torch/" not in name and "/tests/streams/backend" not in name and "/tests/streams/clocks" not in name:
             lines.append(f"{name.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_qualname}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(lines)
@@ -293,7 +352,7 @@ def register() -> None:
     """Make the backend known to torch, in this process."""
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> StreamGroup:
-        return StreamGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+        return StreamGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, timeout)
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, make, devices=["cpu"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +44,20 @@ def test_backends_of_a_group(config: str, expected: Backends, monkeypatch: pytes
     monkeypatch.setattr(backends, "accelerator", lambda: "cuda")
     found: Any = backends_of(SimpleNamespace())  # type: ignore[arg-type]
     assert found == expected
+
+
+def test_nccl_s_watchdog_leaves_it_to_ltx(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}  # the user's own stays
+    monkeypatch.setattr(os, "environ", environment)
+    backends.set_up_watchdog()
+    assert environment == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    assert [name for name in environment if f'"{name}"' not in header.read_text()] == []
 
 
 def test_default_backends() -> None:

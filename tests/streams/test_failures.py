@@ -7,20 +7,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 import ltx
 from ltx import Pool
+from ltx.core.comm import backends
 from ltx.core.ranks.axis import axes_in_scope
-from ltx.errors import InvalidStateError, LtxError, PeerLostError, ReplicaDivergedError
+from ltx.errors import CollectiveTimeoutError, InvalidStateError, LtxError, PeerLostError, ReplicaDivergedError
 from tests.chaos import rounds
 from tests.chaos.schedule import Trouble
 from tests.forks import Ranks
+from tests.streams.backend import StreamGroup, StreamWork, log
 from tests.streams.pool import StreamedPool, on_streams
 
 #: Heartbeats take two seconds here, and what hangs is given up by the fake device after two more.
@@ -109,6 +114,77 @@ def test_an_abort_by_another_thread_ends_what_waits_for_a_peer(ranks: Callable[[
     assert (outstanding, others) == ([False, True, False], [False])
     assert said.startswith("rank 0: a sum on axis 'data' failed while waiting for its peers: ")
     assert said.endswith("(its communicator was aborted)")
+
+
+@pytest.mark.parametrize(("later_s", "fired"), [(300.0, []), (-1.0, ["allreduce"])])
+def test_ltx_tells_before_the_backend_s_watchdog(later_s: float, fired: Any, ranks: Callable[[int], Pool]) -> None:
+    def run() -> tuple[str, list[str]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backends, "_LATER", timedelta(seconds=later_s))
+            return on_streams(waits, axis_s=2.0)
+
+    def waits() -> tuple[str, list[str]]:
+        axis_comm: Any = axes_in_scope()[0].comm
+        assert ltx.psum(torch.ones(2)).tolist() == [2.0, 2.0]
+        said, store = "", c10d._get_default_store()
+        if axis_comm.rank == 0:
+            pending = axis_comm.user.issue("psum", torch.ones(2), "psum")
+            with pytest.raises(CollectiveTimeoutError) as told:
+                axis_comm.user.wait_for_host(pending.read(), "psum")
+            said = str(told.value)
+            store.set(f"told/{axis_comm.label}", "")
+        else:
+            store.wait([f"told/{axis_comm.label}"])
+        return said, [what.partition(" ")[0] for what in log().fired]
+
+    (said, given_up), _ = ranks(2).run(run)
+    assert given_up == fired
+    assert "didn't complete within 2 s: rank 1 is at issue 1 and never came to it." in said, said
+
+
+@pytest.mark.parametrize("at", ["wait", "is_completed", "allreduce"])
+def test_errors_of_the_network_are_those_of_lost_peers(at: str, ranks: Callable[[int], Pool]) -> None:
+    def run() -> str:
+        def breaks(*_: Any) -> Any:
+            raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+
+        channel: Any = axes_in_scope()[0].comm.user  # type: ignore[union-attr]
+        pending = channel.issue("psum", torch.ones(2), "psum").read()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StreamGroup if at == "allreduce" else StreamWork, at, lambda *_: breaks())
+            with pytest.raises(PeerLostError) as told:
+                channel.wait_for_host(pending, "psum") if at == "is_completed" else ltx.psum(torch.ones(2))
+        return str(told.value)
+
+    for rank, said in enumerate(StreamedPool(ranks(2)).run(run)):
+        failed = "could not be issued" if at == "allreduce" else "failed while waiting for its peers"
+        assert said.startswith(f"rank {rank}: psum on axis 'data' {failed}: ")
+        assert said.endswith("(NCCL error: remote process exited or there was a network error)")
+
+
+@pytest.mark.parametrize("whose", ["ltx", "torch"])
+def test_a_rank_that_leaves_doesn_t_wait_for_a_peer_that_is_gone(whose: str, started: Callable[..., Ranks]) -> None:
+    def body(tell: Callable[[Any], None]) -> None:
+        def add() -> None:
+            if whose == "ltx":
+                ltx.psum(torch.ones(2))
+            else:
+                dist.all_reduce(torch.ones(2), async_op=True).wait()
+
+        add()
+        ltx.barrier()
+        if ltx.world().rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add()
+        tell(time.time())
+        raise ZeroDivisionError("the model's own")
+
+    world = started(2, body, heartbeat_s=2.0, streams=True)
+    began_s = world.told(0)
+    assert world.told(0) == "ZeroDivisionError: the model's own"
+    world.processes[0].join(SOON_S)
+    assert world.processes[0].exitcode == 0
+    assert time.time() - began_s < SOON_S
 
 
 @pytest.mark.full(but=1)

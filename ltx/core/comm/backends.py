@@ -203,7 +203,7 @@ def open_group(
     if in_turn and backend == "gloo":
         _register_in_turn()
         backend = _IN_TURN
-    set_error_handling()
+    set_up_watchdog()
     # If the world is bound to a device, torch makes groups by splitting it, for which all of its ranks are needed.
     world: Any = c10d._get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None
@@ -212,8 +212,7 @@ def open_group(
         group: dist.ProcessGroup = make(len(ranks), *own, store, name, timeout=limit, group_desc=description)[0]
     finally:
         world.bound_device_id = bound
-    if limit < timeout:
-        c10d._set_pg_timeout(timeout, group)
+    let_ltx_tell(group, limit, timeout)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     if device is not None and type(group) is dist.ProcessGroup:
         connect: Any = group._get_backend(device)
@@ -273,17 +272,35 @@ def _register_in_turn() -> None:
     dist.Backend.register_backend(_IN_TURN, make, devices=dist.Backend.backend_capability["gloo"])
 
 
-def set_error_handling() -> None:
-    """Have NCCL's watchdog end collectives that have failed, and not the process: waits here raise what is wrong.
+# NCCL's watchdog: it is to give collectives up, and to leave it to waits of ltx to raise what is wrong.
+_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # clean up only: the process goes on
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else the ranks write what they did, and end themselves
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # four times that passes before it gives up: 15 s by default
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a thread ends a process whose watchdog is held up
+}
+# Its clock begins with the enqueuing of a collective, that of ltx where the host waits for it, up to a step later.
+_LATER = timedelta(minutes=5)
 
-    Read when a group is made. What the user has set stays.
-    """
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # clean up only
+
+def set_up_watchdog() -> None:
+    """Before a group is made, when torch reads it. What the user has set stays."""
+    for name, value in _WATCHDOG.items():
+        os.environ.setdefault(name, value)
 
 
 def connect_limit(store: Any, backend: str, timeout: timedelta) -> timedelta:
-    """How long ranks may take to connect when they make a group in `store`: `timeout`, or the store's if less."""
-    return min(timeout, store.timeout) if "gloo" in backend or "nccl" in backend else timeout
+    """How long ranks may take to connect when they make a group in `store`: `timeout`, or the store's if less.
+
+    Backends whose limit can't be changed afterwards get that of their collectives.
+    """
+    return min(timeout, store.timeout) if "gloo" in backend or "nccl" in backend else timeout + _LATER
+
+
+def let_ltx_tell(group: dist.ProcessGroup | None, limit: timedelta, timeout: timedelta) -> None:
+    """Have a group that was made with :func:`connect_limit` give collectives up after waits of ltx, for `timeout`."""
+    if limit < timeout + _LATER:
+        c10d._set_pg_timeout(timeout + _LATER, group)
 
 
 def drop_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:

@@ -132,7 +132,7 @@ class Work:
             return HostCopy(self.wait())
 
         def arrived() -> bool:
-            if not started.is_completed():
+            if not self._ask(started.is_completed):
                 return False
             self._order(started, group)  # raises if it has failed
             return True
@@ -141,7 +141,7 @@ class Work:
 
     def _order(self, work: dist.Work, group: StreamGroup) -> None:
         """Put the current stream behind `work`. Raises if that has failed, for its buffer holds garbage then."""
-        self._find_out(work)
+        self._ask(work.wait)
         self._channel.check_device(group, self._number, self._label)
 
     def _block(self, work: dist.Work, began: float) -> None:
@@ -153,7 +153,7 @@ class Work:
                 return
             except RuntimeError:
                 if work.is_completed():  # it failed, or completed just after the tick
-                    self._find_out(work)
+                    self._ask(work.wait)
                     return
             if progress_everywhere() or any_transport_busy():
                 ticks += 1
@@ -161,9 +161,10 @@ class Work:
                     continue
             self._channel.look_around(began, self._number, self._label)
 
-    def _find_out(self, work: dist.Work) -> None:
+    def _ask(self, ask: Callable[[], bool]) -> bool:
+        """What the backend answers. Raises what is wrong with the peers if it fails because of them."""
         try:
-            work.wait()
+            return ask()
         except RuntimeError as error:
             self._channel.explain(error, self._number, self._label)
             raise

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # has the world's group of its import as default arguments: none is up by now
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.core.base.errors import WorldError
 from ltx.core.comm import close_axis, open_axis
-from ltx.core.comm.backends import HOST_BLOCKING, connect_limit, set_error_handling
+from ltx.core.comm.backends import HOST_BLOCKING, backends_of, connect_limit, let_ltx_tell, set_up_watchdog
 from ltx.core.comm.store_exchange import StoreExchange, poll_until
 from ltx.core.ranks.axis import Axis
 from ltx.core.world.launchers import UNSURE
@@ -59,7 +58,7 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
     """Initialise torch.distributed. Returns the store through which the ranks met."""
     assert placement.master is not None
     address, port = placement.master
-    process.worlds += 1
+    process.worlds, process.abandoned = process.worlds + 1, False
     try:
         store = process.stores.get(placement)
         if store is None:
@@ -77,11 +76,10 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
         if not placement.agreed:  # else the store itself looks for those that won't come
             _gather(world_store, world, timeout)
         _refuse_shared_devices(world_store, world)
-        set_error_handling()
+        set_up_watchdog()
         limit = connect_limit(store, world.backend, timeout)
         dist.init_process_group(world.backend, store=world_store, rank=world.rank, world_size=world.size, timeout=limit)
-        if limit < timeout:
-            c10d._set_pg_timeout(timeout, dist.group.WORLD)
+        let_ltx_tell(dist.group.WORLD, limit, timeout)
     except WorldError:
         raise
     except Exception as error:
@@ -274,6 +272,8 @@ def open_axes(
 
 def _destroy(group: Any, world_group: Any) -> None:
     if dist.is_initialized() and dist.group.WORLD is world_group:  # else the user has destroyed it
+        if process.abandoned and backends_of(group).stream:  # in good order it waits for kernels that may never end
+            group.abort()
         dist.destroy_process_group(group)
 
 

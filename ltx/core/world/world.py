@@ -125,6 +125,7 @@ class _Process:
         worlds: how many worlds this process has been in: equal on all ranks of one. It names the keys of a world in
             the store, so that one made after ``shutdown()`` doesn't read its predecessor's addresses, and ranks with
             different numbers don't find one another.
+        abandoned: whether this rank leaves its world because of an exception.
         stores: those through which the ranks of worlds met. They are kept: were rank 0's dropped and bound again, a
             peer could still reach the old one.
     """
@@ -132,6 +133,7 @@ class _Process:
     session: Session | None = None
     replaced: Session | None = None
     worlds: int = 0
+    abandoned: bool = False
     stores: dict[Placement, Store] = field(default_factory=dict)
 
 
@@ -200,6 +202,7 @@ def shutdown() -> None:
 
 def abandon(error: BaseException) -> None:
     """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
+    process.abandoned = True
     for axis in comm.open_axes():
         if axis.comm is not None:
             why, lost = f"{type(error).__name__}: {message_of(error)}", isinstance(error, PeerLostError)
