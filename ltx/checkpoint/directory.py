@@ -121,8 +121,14 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         _to_disk(temporary / name)
     _to_disk(temporary)
     try:
-        while not _renamed(temporary, final):  # the old one has the name, or has been given it back
-            with suppress(FileNotFoundError):
+        while True:
+            try:
+                os.rename(temporary, final)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            with suppress(FileNotFoundError):  # the old one has the name, or has been given it back
                 os.rename(final, hidden(final.parent, f"replaced_{final.name}"))
     except BaseException:
         with suppress(CheckpointError):  # who looks next is told
@@ -131,17 +137,6 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     _to_disk(final.parent)
     put_back(final.parent)  # the old one's end
     sweep(final.parent)
-
-
-def _renamed(source: Path, target: Path) -> bool:
-    """Whether `source` has got the name `target`, which it hasn't if that is taken."""
-    try:
-        os.rename(source, target)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            return False
-        raise
-    return True
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:
@@ -292,18 +287,16 @@ class Hold:
         self._file: int | None = None
         try:
             base.mkdir(parents=True, exist_ok=True)
-            self._open()
+            self._file = self._open()
         except OSError as error:
             if first:
                 raise CheckpointError(f"{base} can't be written to: {type(error).__name__}: {error}") from error
             return  # this rank's part of a checkpoint tells, if it can't be written either
         try:
-            self._lock(first)
-            while not self._is_there():  # the last holder has removed it meanwhile
-                self._open()
-                self._lock(first)
+            while not self._lock(self._file, first):
+                removed, self._file = self._file, self._open()
+                os.close(removed)
         except OSError as error:
-            assert self._file is not None
             begun = _begun(os.pread(self._file, 1000, 0))
             os.close(self._file)
             self._file = None
@@ -319,25 +312,23 @@ class Hold:
                     stacklevel=2,
                 )
 
-    def _open(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def _is_there(self) -> bool:
-        assert self._file is not None
+    def _is_there(self, file: int) -> bool:
         with suppress(FileNotFoundError):
-            return os.stat(self._path).st_ino == os.fstat(self._file).st_ino
+            return os.stat(self._path).st_ino == os.fstat(file).st_ino
         return False
 
-    def _lock(self, first: bool) -> None:
-        assert self._file is not None
+    def _lock(self, file: int, first: bool) -> bool:
+        """Whether that is the directory's lock, once it is locked: the last holder may have removed it meanwhile."""
         if first:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(who).encode(), 0)
-        fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(who).encode(), 0)
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return self._is_there(file)
 
     def release(self) -> None:
         """This process uses the directory no longer. The last of its run removes the lock's file."""
@@ -346,7 +337,7 @@ class Hold:
                 # In two steps: else of two that release it at once each finds the other's share, and it stays.
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_there():
+                if self._is_there(self._file):
                     os.unlink(self._path)
             os.close(self._file)
             self._file = None
