@@ -7,16 +7,14 @@ The mixer is the 32-bit finaliser of MurmurHash3 (Appleby, public domain), twice
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 _MASK = 0xFFFFFFFF
 
-Bits = TypeVar("Bits", int, torch.Tensor)
 
-
-def _mixed(x: Bits) -> Bits:
+def _mixed(x: Any) -> Any:
     """32 bits, in an int or in int64, mixed."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
@@ -37,7 +35,8 @@ def key_of(*parts: int | torch.Tensor, device: torch.device) -> torch.Tensor:
 def bits(key: torch.Tensor, count: int) -> torch.Tensor:
     """`count` random integers below 2^32, of shape ``(count,)`` and dtype int64."""
     counter = torch.arange(count, device=key.device)
-    return _mixed(_mixed((counter + key) & _MASK) ^ key)
+    mixed: torch.Tensor = _mixed(_mixed((counter + key) & _MASK) ^ key)
+    return mixed
 
 
 def uniform(key: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,10 +73,8 @@ def accelerator() -> str | None:
     return getattr(torch.accelerator.current_accelerator(check_available=True), "type", None)
 
 
-class StreamFence(Protocol):
-    """What :meth:`CommStream.fence` returns."""
-
-    def __call__(self, made: Iterable[torch.Tensor], used: Iterable[torch.Tensor] = ()) -> None: ...
+#: What :meth:`CommStream.fence` returns: ``(made, used=())``, the tensors that were made and used there.
+StreamFence = Callable[..., None]
 
 
 class CommStream:
@@ -154,10 +152,9 @@ def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """
     if device is None or device == made.device:
         return made
-    wrapped = traced.recording() or torch._C._are_functorch_transforms_active() or type(made) is not torch.Tensor
-    if wrapped or made.requires_grad or made.layout is not torch.strided:
-        return made.to(device)
-    if made.device.type != "cpu" or device.type in ("cpu", "meta"):
+    plain = type(made) is torch.Tensor and made.layout is torch.strided and not made.requires_grad
+    wrapped = traced.recording() or torch._C._are_functorch_transforms_active()
+    if wrapped or not plain or made.device.type != "cpu" or device.type in ("cpu", "meta"):
         return made.to(device)
     # torch uses this memory again only when the copy is done.
     pinned = made if made.is_pinned() else torch.empty_like(made, pin_memory=True).copy_(made)

@@ -99,20 +99,10 @@ def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, extra_terms:
     # gets wider is scaled in the wider dtype.
     copied = view.dtype.itemsize > grad.dtype.itemsize or (view.dtype == grad.dtype and not grad.is_contiguous())
     given = view.copy_(grad) if copied else grad
-    if not extra_terms:
-        torch.mul(given, scale, out=view)
-        return
-    (first, times), *others = extra_terms
-    if times == 1:
-        torch.add(first, given, alpha=scale, out=view)
-    elif scale == 1:
-        torch.add(given, first, alpha=times, out=view)
-    elif copied:
-        torch.add(first * times, given, alpha=scale, out=view)
+    if extra_terms:
+        view.copy_(_packed(given, scale, extra_terms))
     else:
-        torch.mul(first, times, out=view).add_(given, alpha=scale)
-    for term, times in others:
-        view.add_(term, alpha=times)
+        torch.mul(given, scale, out=view)
 
 
 def pack_pure(

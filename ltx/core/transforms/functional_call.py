@@ -108,7 +108,8 @@ def functional_call(
     }
     tensors = members.untied({**given, **copies}, tie_weights)
     swap = Swap(members, tensors, {name: given[name] for name in copies})
-    kept = {} if return_buffers else {name: _Kept(copy, given[name], module.training) for name, copy in copies.items()}
+    versions = {name: version_of(copy) for name, copy in copies.items()}
+    values = {} if return_buffers else {name: _value(x, given[name], module.training) for name, x in copies.items()}
     own = [buffer for buffer in members.buffers if buffer.path not in tensors]
     with swap.in_place():
         output = module(*args, **kwargs)
@@ -117,7 +118,10 @@ def functional_call(
         # A copy on which the module itself has called requires_grad_() depends on nothing: no gradient goes on from it.
         after = {name: swap.after[name] for name in copies}
         return output, {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
-    written = _written(kept, swap.after)
+    moved = (
+        name for name, copy in copies.items() if swap.after[name] is not copy or version_of(copy) != versions[name]
+    )
+    written = next(moved, None) or _written({name: (copies[name], x) for name, x in values.items() if x is not None})
     if written is not None:
         raise StepError(
             f"functional_call: {type(module).__name__} wrote to {written!r}, a buffer that it was given, and what it "
@@ -179,27 +183,21 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return copied
 
 
-class _Kept:
-    """A copy of a given buffer, and what tells whether it is written to from now on."""
-
-    def __init__(self, copy: torch.Tensor, given: torch.Tensor, training: bool):
-        self.copy, self.version = copy, version_of(copy)
-        # Batch norm in training writes past the count of writes, into vectors.
-        self.value = given if training and copy.ndim == 1 and copy.is_floating_point() else None
-        if torch._C._are_functorch_transforms_active():
-            with torch._C._DisableFuncTorch():
-                self.value = unwrapped(copy).clone()
+def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Tensor | None:
+    """What `copy` is, if it may be written to past torch's count of writes."""
+    if torch._C._are_functorch_transforms_active():
+        with torch._C._DisableFuncTorch():
+            return unwrapped(copy).clone()
+    return (
+        given if training and copy.ndim == 1 and copy.is_floating_point() else None
+    )  # as batch norm writes, in vectors
 
 
-def _written(kept: Mapping[str, _Kept], after: Mapping[str, torch.Tensor]) -> str | None:
-    """The name of a copy that was written to, or isn't in its place any more. The host waits for values once."""
-    for name, copy in kept.items():
-        if after[name] is not copy.copy or version_of(copy.copy) != copy.version:
-            return name
-    pairs = {name: (unwrapped(c.copy), c.value) for name, c in kept.items() if c.value is not None}
-    if not pairs or same_values(*zip(*pairs.values(), strict=True)):
+def _written(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str | None:
+    """The name of a tensor that isn't what it was, in pairs of what it is and was; the host waits for values once."""
+    if not pairs or same_values(*zip(*((unwrapped(now), was) for now, was in pairs.values()), strict=True)):
         return None
-    return next(name for name, (now, value) in pairs.items() if not same_values([now], [value]))
+    return next(name for name, (now, was) in pairs.items() if not same_values([unwrapped(now)], [was]))
 
 
 def own_written(buffers: Sequence[Buffer], where: str) -> None:

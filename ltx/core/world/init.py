@@ -183,8 +183,8 @@ def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
 def to_device(tree: Tree) -> Tree:
     """`tree` with every leaf that has a ``.to(device)`` method moved to this rank's device; other leaves as they are.
 
-    Tensors on their way from the CPU to an accelerator are copied into pinned memory first, so that the program goes on
-    at once. Those that are pinned already are read from where they lie: write to them only once the device has them.
+    To an accelerator tensors go by way of pinned memory, and the program goes on at once. Don't write to those that are
+    pinned already until the device has them.
 
     Example:
         >>> import torch, ltx
