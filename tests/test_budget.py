@@ -25,14 +25,14 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(859, 8),
-    "all": Size(40496, 171),
-    "checkpoint": Size(1644, 7),
+    "all": Size(40484, 171),
+    "checkpoint": Size(1635, 7),
     "core": Size(1, 1),
     "core/base": Size(1666, 8),
     "core/collectives": Size(3109, 11),
     "core/comm": Size(5900, 24),
     "core/gradients": Size(2276, 8),
-    "core/optim": Size(2711, 11),
+    "core/optim": Size(2708, 11),
     "core/ranks": Size(1222, 5),
     "core/training": Size(3588, 13),
     "core/transforms": Size(3541, 13),

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -30,7 +31,6 @@ Rate = float | Tensor
 #: Each leaf's own part of an optimizer's state.
 LeafStates = list[dict[str, Tensor]]
 T = TypeVar("T")
-_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,12 @@ def apply_leaves(optimizer: Optimizer, grads: Tensors, states: LeafStates, param
 
 def advanced(state: Tree) -> Tree:
     """`state` with one more update counted in each :class:`TorchState`, its tensors as they are."""
-    return optree.tree_map(_one_more, state, is_leaf=lambda x: isinstance(x, TorchState), namespace=NAMESPACE)
-
-
-def _one_more(node: Any) -> Any:
-    return replace(node, count=node.count + 1) if isinstance(node, TorchState) else node
+    return optree.tree_map(
+        lambda x: replace(x, count=x.count + 1) if isinstance(x, TorchState) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, TorchState),
+        namespace=NAMESPACE,
+    )
 
 
 def times_lr(optimizer: Optimizer, factor: float) -> Optimizer | None:
@@ -167,11 +168,9 @@ class Unless(Optimizer):
     def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors | None:
         gives_gradients = self.offers.moves_params is False
         written = [*(() if gives_gradients else params), *(x for own in states for x in own.values())]
-        before, found = [x.clone() for x in written], None
-        if gives_gradients:
-            found = self.optimizer.update_leaves(grads, states, params, state)
-        else:
-            apply_leaves(self.optimizer, grads, states, params, state)
+        before = [x.clone() for x in written]
+        update = self.optimizer.update_leaves if gives_gradients else partial(apply_leaves, self.optimizer)
+        found = update(grads, states, params, state)
         with torch.no_grad():
             for x, kept in zip(written, chosen(self.skip.logical_not(), written, before), strict=True):
                 x.copy_(kept)
@@ -311,7 +310,7 @@ def differentiated(*lists: Iterable[Tensor]) -> bool:
     """
     if is_transforming():
         return True
-    return torch.is_grad_enabled() and any(map(_requires_grad, chain.from_iterable(lists)))
+    return torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), chain.from_iterable(lists)))
 
 
 def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:

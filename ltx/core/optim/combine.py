@@ -65,9 +65,6 @@ class Identity(LeafTransform):
 
     elementwise: ClassVar[bool] = True
 
-    def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        return grads, state
-
     def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors:
         return grads
 

@@ -234,9 +234,9 @@ class OpaqueOptimizer(ClassOptimizer):
             aliases = [x.detach().requires_grad_() for x in targets]
         instance = self._instance(aliases, state.count)
         for alias, own in zip(aliases, kept, strict=True):
-            if _has_begun(own):
+            if own.get(_BEGUN):
                 instance.state[alias] = _put(own, donate)
-        if _has_begun(shared):
+        if shared.get(_BEGUN):
             instance.param_groups[0].update(_put(shared, donate))
         if donate:  # what is written to `param.data` isn't counted
             torch.autograd.graph.increment_version(targets)
@@ -369,10 +369,6 @@ def _before(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _begun(taken: dict[str, Tensor]) -> dict[str, Tensor]:
     """What was `taken` out of an instance, for the next one."""
     return {**taken, _BEGUN: torch.tensor(True)} if taken else {}
-
-
-def _has_begun(kept: Mapping[str, Tensor]) -> bool:
-    return _BEGUN in kept and bool(kept[_BEGUN])
 
 
 def _put(kept: Mapping[str, Tensor], donate: bool) -> dict[str, Any]:
