@@ -296,11 +296,12 @@ def _read(
             f"checkpoint.load: {opened.saved_ranks} ranks saved different positions in their data, and here are "
             f'{opened.size} ranks. Take all of them with data="all", and divide them anew.'
         )
+    storage.read(opened.path, opened.metadata, [pieces[0] for pieces in plan if len(pieces) == 1])
     tensors = []
     for pieces in plan:
-        storage.read(opened.path, opened.metadata, pieces)
         tensor = pieces[0].tensor
-        if len(pieces) > 1:
+        if len(pieces) > 1:  # a leaf at a time: all ranks' of all of them may be more than there is room for
+            storage.read(opened.path, opened.metadata, pieces)
             wide = torch.complex128 if tensor.is_complex() else torch.float64
             total = torch.zeros_like(tensor, dtype=wide)
             for piece in pieces:
