@@ -137,7 +137,7 @@ class Together:
                 f"{self.operation}: the ranks' store is gone, and they can't use {self._folder} instead: "
                 f"{said_of(error)[1]}"
             ) from error
-        name = hashlib.sha1(f"{self.comm.label} of {self.comm.heartbeat.world}".encode()).hexdigest()[:12]
+        name = hashlib.sha1(f"{self.comm.label} of {self.comm.watcher.world}".encode()).hexdigest()[:12]
         self._exchange = self.comm.store_exchange.in_file(self._folder / f".ltx-exchange-{name}", self.comm.lost)
 
     @contextmanager

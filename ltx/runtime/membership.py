@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ltx.core.comm.heartbeat import Heartbeat, last_beats
 from ltx.core.comm.pickling import KEY, proof
 from ltx.core.comm.signature import Signature, explain_mismatch
 from ltx.core.comm.store_exchange import TimeoutStore, poll_until
+from ltx.core.comm.watcher import Watcher, last_records
 from ltx.core.world.placement import Placement
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
 
@@ -274,10 +274,10 @@ class Membership:
         self.waiting = 0
         self._store, self._heartbeat_s = store, heartbeat_s
         self._last: dict[int, tuple[bytes, float]] = {}
-        self._heartbeat = Heartbeat(store, number, heartbeat_s)
-        self._heartbeat.hold()
-        self._heartbeat.on_beat = self._look
-        self._asked = TimeoutStore(store, self._heartbeat.store_caller)
+        self._watcher = Watcher(store, number, heartbeat_s)
+        self._watcher.hold()
+        self._watcher.on_beat = self._look
+        self._asked = TimeoutStore(store, self._watcher.store_caller)
 
     @staticmethod
     def of_member(store: Store, run: Run, rank: int, size: int, worlds: int, heartbeat_s: float) -> Membership:
@@ -290,7 +290,7 @@ class Membership:
             if over:
                 self._asked.set("over", "")
             self.next_regroup.decline(self.number)
-        self._heartbeat.release()
+        self._watcher.release()
 
     @property
     def next_regroup(self) -> Regroup:
@@ -299,7 +299,7 @@ class Membership:
 
     def gone(self, some: Sequence[int]) -> list[int]:
         """Those of `some` whose heartbeats have stopped. Raises PeerLostError if the store is gone."""
-        return self._heartbeat.stale_ranks(some)
+        return self._watcher.stale_ranks(some)
 
     def regroup(
         self, place: Placement, lost: Callable[[], Sequence[int]], limit_s: float, room: Callable[[int, int], int]
@@ -349,7 +349,7 @@ class Membership:
     def _look(self, store: Store) -> None:
         """Count the newcomers that are alive: those whose beats go on. In the thread of the beats."""
         new = [number for number in _asked(store, self.token) if number not in self.known]
-        now, beats = time.monotonic(), last_beats(store, new)
+        now, beats = time.monotonic(), last_records(store, new)
         for number, beat in beats.items():
             before, _ = self._last.get(number, (None, 0.0))
             if before != beat:

@@ -115,7 +115,7 @@ MUTANTS = (
     Mutant(
         name="comm: polling has no end",
         where="poll_until",
-        old="if now - began > timeout_s:\n    return False",
+        old="if now - began > timeout_s:\n    return ready()",
         new="",
         breaks="a rank that waits in the store for one that never comes waits for ever",
         tests=("tests/internal/comm/test_store_exchange.py::test_who_doesnt_come_is_named_with_the_fix",),
@@ -149,11 +149,11 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a silent peer isn't seen",
-        where="Heartbeat.stale_ranks",
-        old="return [rank for rank in ranks if rank in self._seen and now - self._seen[rank][1] > limit_s]",
+        where="Watcher._stale",
+        old="return [rank for rank, beat in beats.items() if beat and now - self._beats[rank][1] > limit_s]",
         new="return []",
         breaks="a peer whose machine is gone is waited for until the timeout",
-        tests=("tests/internal/comm/test_heartbeat.py",),
+        tests=("tests/internal/comm/test_watcher.py",),
     ),
     Mutant(
         name="comm: an object's seal isn't checked",
@@ -166,8 +166,8 @@ MUTANTS = (
     Mutant(
         name="comm: a seal holds for any issue",
         where="_seal",
-        old='about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} {issue} "',
-        new='about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} "',
+        old='about = f"{axis_comm.name} {axis_comm.watcher.world} {rank} {issue} "',
+        new='about = f"{axis_comm.name} {axis_comm.watcher.world} {rank} "',
         breaks="an object that was sent once can be sent again",
         tests=("tests/internal/collectives/test_objects.py::test_a_seal_is_for_one_rank_issue_and_world",),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -220,3 +221,50 @@ def test_elastic_goes_on_from_the_state_before(kind: Any, tmp_path: Path) -> Non
     rounds._check_agreement(ended)
     rounds._check_samples(tmp_path)
     rounds._check_snapshots(tmp_path / "snapshots")
+
+
+def _quit() -> None:
+    os._exit(0)
+
+
+FAILURES: dict[str, Callable[[], None]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raises": _raise,
+    "quits": _quit,
+}
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("held_by", ["launcher", "rank 0"])
+@pytest.mark.parametrize("failing", [1, 0])
+@pytest.mark.parametrize("how", FAILURES)
+def test_the_host_reads_each_loss(how: str, failing: int, held_by: str, started: Callable[..., Ranks]) -> None:
+    """It waits in the device's own synchronisation, where it can't look around: the watcher ends that."""
+    heartbeat_s = 2.0
+
+    def loop(tell: Callable[[Any], None]) -> Any:
+        rank = ltx.world().rank
+        train = ltx.train_step(
+            ltx.data_parallel(lambda p, x: (x @ p["a"]).square().mean()), ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
+        )
+        state, seen = train.init({"a": torch.ones(4, 4)}), list[float]()
+        try:
+            for step in range(6):
+                if rank == failing and step == 3:
+                    tell(time.time())
+                    FAILURES[how]()
+                state, metrics = train(state, torch.ones(2, 4))
+                seen.append(metrics.loss.item())
+        except LtxError as error:
+            return time.time(), f"{type(error).__name__}: {error}", seen
+        return time.time(), "nothing was raised", seen
+
+    world = started(3, lambda tell: on_streams(loop, tell, hung_s=60.0), held_by, heartbeat_s=heartbeat_s, timeout_s=60)
+    failed_s = world.told(failing)
+    for rank in {0, 1, 2} - {failing}:
+        heard_s, said, seen = world.told(rank)
+        assert heard_s - failed_s < heartbeat_s + 2.0, (said, seen)
+        assert said.startswith(("PeerLostError: ", "DeadlockDetectedError: ", "ReplicaDivergedError: ")), said
+        assert all(math.isfinite(loss) for loss in seen[:3])
+        assert not any(math.isfinite(loss) for loss in seen[3:]), "a sum that was given up halfway is no loss"

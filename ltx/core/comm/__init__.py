@@ -7,7 +7,6 @@ from ltx.core.comm.backends import to_device as to_device
 from ltx.core.comm.channel import Channel as Channel
 from ltx.core.comm.channel import Work as Work
 from ltx.core.comm.debug import debug_checks as debug_checks
-from ltx.core.comm.heartbeat import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S
 from ltx.core.comm.ledger import span as span
 from ltx.core.comm.network import Network as Network
 from ltx.core.comm.network import measured as measured
@@ -49,3 +48,4 @@ from ltx.core.comm.step_summary import read_last_summary as read_last_summary
 from ltx.core.comm.store_exchange import StoreExchange as StoreExchange
 from ltx.core.comm.turns import ThreadRanks as ThreadRanks
 from ltx.core.comm.turns import Turns as Turns
+from ltx.core.comm.watcher import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S

@@ -28,14 +28,14 @@ from ltx.core.comm import backends
 from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, open_group
 from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import Channel
-from ltx.core.comm.deadlock import OPENED, PATIENCE_S
 from ltx.core.comm.debug import BUCKETS, caller, under_way
-from ltx.core.comm.heartbeat import hold_heartbeat, release_heartbeat
+from ltx.core.comm.diagnosis import OPENED, Status
 from ltx.core.comm.negotiation import Negotiation
 from ltx.core.comm.recovery import Recovery, Unread
 from ltx.core.comm.shared_memory import SharedMemoryTransport, open_transport
 from ltx.core.comm.signature import Agreement, ComparedFunctions, Signature
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore
+from ltx.core.comm.watcher import PATIENCE_S, hold_watcher, release_watcher
 from ltx.core.ranks.backings import Part, Ranks
 
 
@@ -66,10 +66,22 @@ class AxisComm(Ranks):
         #: Has a number, so that what is opened again after a shutdown doesn't find what was left in the store before.
         self.label = f"{of_ranks}/{number}"
         self.name = f"ranks {self.global_ranks}, {number}" if name is None else name
-        self.heartbeat = hold_heartbeat(self._world_store, dist.get_rank(), heartbeat_s)
-        self._store = TimeoutStore(PrefixStore(f"{self.label}/", self._world_store), self.heartbeat.store_caller)
+        self.watcher = hold_watcher(self._world_store, dist.get_rank(), heartbeat_s)
+        self._store = TimeoutStore(PrefixStore(f"{self.label}/", self._world_store), self.watcher.store_caller)
         self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
         self._transport: SharedMemoryTransport | None = None  # of the user's channel
+        self._opened = False
+        self.recovery = Recovery(
+            self.store_exchange,
+            self.name,
+            self._fail_channels,
+            self._renew,
+            self._issued_by_user,
+            self.watcher.tell,
+            lambda: self.negotiation.check_peers(in_pass=False, now=bool(self.lost())),
+        )
+        self.negotiation: Negotiation = Negotiation(self)
+        self.watcher.axes[self.label] = self
         self._meet()
         if isinstance(group, NewGroup):
             group = open_group(group.ranks, f"{self.label}/group", group.backend, timeout, self.name)
@@ -90,16 +102,14 @@ class AxisComm(Ranks):
         self.futures: list[Any] = []
         self.under_way = ""  # what is issued on the bucket channels; errors say it
         self._left: list[Channel] = []  # the channels of the last aborted pass
-        self.recovery = Recovery(self.store_exchange, self.name, self._fail_channels, self._renew, self._issued_by_user)
-        self.negotiation = Negotiation(self)
         self._streams: dict[torch.device, CommStream] = {}
         self._stream_group = self._open_stream_group()
         self.user = self._open_channel("user")
         self._transport = self.user.transport
         self.background = self._open_channel("background")
         self.open_phases(1)
-        self.heartbeat.reports[self.label] = lambda: {channel.address: channel.begun for channel in self.channels}
-        self.heartbeat.deadlocks.counts[self.label] = self.negotiation.counts
+        self._opened = True
+        self.watcher.deadlocks.counts[self.label] = self.negotiation.counts
 
     def _meet(self) -> None:
         """Return once all ranks have come to open the axis, in the store.
@@ -108,7 +118,7 @@ class AxisComm(Ranks):
         neither Ctrl-C nor the end of a peer gets through to it.
         """
         what, began, exchange = f"opening axis {self.name!r}", time.monotonic(), self.store_exchange
-        key, deadlocks = f"{self.label}/{OPENED}", self.heartbeat.deadlocks
+        key, deadlocks = f"{self.label}/{OPENED}", self.watcher.deadlocks
 
         def check() -> None:
             exchange.refuse_lost(OPENED, what, range(self.size))
@@ -129,11 +139,11 @@ class AxisComm(Ranks):
             )
         except BaseException:
             # The next attempt is this one again. A peer that comes meanwhile mustn't take this rank for one that waits.
-            del deadlocks.counts[self.label]
+            del deadlocks.counts[self.label], self.watcher.axes[self.label]
             with suppress(PeerLostError):
                 exchange.forget(OPENED, [self.rank])
                 self._world_store.add(self._count, -1)
-            release_heartbeat(self.heartbeat)
+            release_watcher(self.watcher)
             raise
         finally:
             deadlocks.done()
@@ -183,7 +193,7 @@ class AxisComm(Ranks):
         if members not in self._parts:
             ranks = [self.global_ranks[member] for member in members]
             group = NewGroup(ranks, dist.get_backend_config(self.group))
-            self._parts[members] = type(self)(name, group, self.timeout, self.heartbeat.heartbeat_s)
+            self._parts[members] = type(self)(name, group, self.timeout, self.watcher.heartbeat_s)
         return self._parts[members]
 
     @property
@@ -271,7 +281,7 @@ class AxisComm(Ranks):
         self.closed = True
         parts = [end for part in self.parts for end in (part.close, partial(dist.destroy_process_group, part.group))]
         first = [self.store_exchange.finish, self.buffer_pool.clear, self._look_at_last_pass, self._end_pending]
-        _in_turn([*first, self._end_device, *parts, self._end_heartbeat, self._destroy_groups])
+        _in_turn([*first, self._end_device, *parts, self._end_watch, self._destroy_groups])
 
     def _end_pending(self) -> None:
         for future in list(self.futures):
@@ -279,8 +289,7 @@ class AxisComm(Ranks):
         self.background.drain(self.store_exchange)
         for work in list(self.background.works):
             work.give_up()
-        with suppress(PeerLostError):  # the store is gone
-            self.negotiation.end()
+        self.negotiation.end()
 
     def _end_device(self) -> None:
         """Wait until the device has done all, which states may be made of. After a failure it gives up.
@@ -294,10 +303,30 @@ class AxisComm(Ranks):
             if self.device_outstanding:
                 self.abort_device()
 
-    def _end_heartbeat(self) -> None:
-        self.heartbeat.reports.pop(self.label, None)
-        self.heartbeat.deadlocks.counts.pop(self.label, None)
-        release_heartbeat(self.heartbeat)
+    def _end_watch(self) -> None:
+        self.watcher.leave(self)
+        self.watcher.deadlocks.counts.pop(self.label, None)
+        release_watcher(self.watcher)
+
+    def look_after_device(self) -> None:
+        """Abort what the device waits for in vain, and the host with it: called by the watcher, with each tick.
+
+        The wait that finds this says why. Without the store nothing is known of the peers but that rank 0 held it.
+        """
+        group = self._stream_group if self._opened else None
+        if group is None or group.aborted:
+            return
+        if self.watcher.without_store:
+            in_vain = 0 in self.global_ranks and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        else:
+            in_vain = self.negotiation.diagnosed(in_pass=True, issue=group.issue) is not None
+        if in_vain and group.outstanding:  # not asked before: another thread may be in the capture of a CUDA graph
+            group.abort()
+
+    def status(self) -> Status:
+        """What this rank says of itself here, for its peers."""
+        channels = self.channels if self._opened else []
+        return self.negotiation.status({channel.address: channel.begun for channel in channels})
 
     def _destroy_groups(self) -> None:
         for channel in self.channels:
@@ -337,6 +366,7 @@ class AxisComm(Ranks):
             UnsupportedError: a CUDA graph is captured, or ``torch.jit.trace`` records the call.
         """
         self.check_not_forked()
+        self.negotiation.go_on()
         refuse_script()
         backends.refuse_capture(lambda: f"rank {self.rank}: {describe().brief} on axis {self.name!r}")
         known = self._known.get(key)
@@ -381,7 +411,7 @@ class AxisComm(Ranks):
         )
         for channel in self.channels:
             channel.failed = self._fork_error
-        self.heartbeat.store_caller.refuse(str(self._fork_error))  # or peers would take what it says for the rank's
+        self.watcher.store_caller.refuse(str(self._fork_error))  # or peers would take what it says for the rank's
 
     def lost(self) -> list[int]:
         """The peers whose processes have died, where all ranks share a machine."""
@@ -393,8 +423,7 @@ class AxisComm(Ranks):
         Raises:
             PeerLostError: the store is gone or doesn't answer.
         """
-        silent = [self.global_ranks.index(rank) for rank in self.heartbeat.stale_ranks(self.global_ranks)]
-        return sorted({*self.lost(), *silent})
+        return sorted({*self.lost(), *self.negotiation.silent()})
 
 
 def _in_turn(steps: list[Callable[[], object]]) -> None:

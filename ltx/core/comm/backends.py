@@ -233,6 +233,7 @@ class StreamGroup:
     def __init__(self, group: dist.ProcessGroup):
         self.group: Any = group
         self.last: Any = None  # the work that was issued last
+        self.issue: tuple[str, int] | None = None  # its channel's address, and its number there
         self.aborted = False
 
     @property

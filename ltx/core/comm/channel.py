@@ -36,7 +36,6 @@ from ltx.core.base.errors import (
 from ltx.core.base.traced import recording
 from ltx.core.comm import ledger
 from ltx.core.comm.backends import Backends, HostCopy, StreamGroup
-from ltx.core.comm.deadlock import PATIENCE_S
 from ltx.core.comm.group_collectives import Arguments, as_bytes, as_it_is, from_bytes, is_of_network, is_out_of_memory
 from ltx.core.comm.negotiation import Negotiation
 from ltx.core.comm.operations import OPERATIONS, SUMMED, bytes_sent
@@ -49,6 +48,7 @@ from ltx.core.comm.shared_memory import (
 )
 from ltx.core.comm.signature import Agreement
 from ltx.core.comm.store_exchange import StoreExchange, poll_until
+from ltx.core.comm.watcher import PATIENCE_S
 
 #: A wait returns to Python this often, so that a signal or an abort is seen at once.
 TICK = timedelta(seconds=0.1)
@@ -176,7 +176,8 @@ class Work:
             if channel.transport.failures():
                 raise channel.transport_failed(self._label) from channel.transport.error
             lost = channel.transport.lost_peers()
-            channel.look_around(began, self._number, self._label)  # first: a peer that ended may have said why
+            # First: a peer that ended may have said why.
+            channel.look_around(began, self._number, self._label, now=bool(lost))
             if lost:
                 raise PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
@@ -256,10 +257,13 @@ class Channel:
             "goes by sockets instead."
         )
 
-    def look_around(self, began: float, number: int, label: str) -> None:
-        """Check whether the peers can still come: called now and then during a long wait for issue `number`."""
+    def look_around(self, began: float, number: int, label: str, now: bool = False) -> None:
+        """Check whether the peers can still come: called now and then during a long wait for issue `number`.
+
+        `now`: as :meth:`Negotiation.answer_peers`.
+        """
         try:
-            self.negotiation.answer_peers()
+            self.negotiation.answer_peers((self.address, number), now)
         except (DeadlockDetectedError, PeerLostError, ReplicaDivergedError) as error:
             error.args = (f"{error} It waited for {label} (issue {number}).",)
             raise
@@ -277,7 +281,7 @@ class Channel:
             return
         if "Timed out" in str(error) or "operation timeout" in str(error):  # gloo's own clock, or NCCL's
             raise self.timed_out(number, label) from error
-        self.negotiation.answer_peers()  # a peer that has aborted may have said why
+        self.negotiation.answer_peers((self.address, number), now=True)  # a peer that has aborted may have said why
         raise PeerLostError(
             f"rank {self.rank}: {label} on axis {self.axis_name!r} {failed}: {self.negotiation.missing_peers()}. "
             f"({error})"
@@ -443,7 +447,7 @@ class Channel:
             self.explain(error, self.begun, label, "could not be issued")
             raise
         if ordered:
-            ordered.last = work
+            ordered.last, ordered.issue = work, (self.address, self.begun)
         elif event is not None:  # futures of streams complete when they are made
             with suppress(RuntimeError):  # some of gloo's works have no future; then the wait tells
                 work.get_future().add_done_callback(lambda _: setattr(event, "completed_s", time.perf_counter()))

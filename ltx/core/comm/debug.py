@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchError
-from ltx.core.comm.heartbeat import Heartbeat
 from ltx.core.comm.recovery import Recovery
 from ltx.core.comm.signature import Agreement, Post, Signature, list_calls, mismatch
 from ltx.core.comm.store_exchange import StoreExchange
+from ltx.core.comm.watcher import Watcher
 from ltx.core.ranks.axis import axes_in_scope
 
 #: How the names and addresses of bucket channels begin.
@@ -55,7 +55,7 @@ class Communicator(Protocol):
     global_ranks: list[int]
     closed: bool
     under_way: str
-    heartbeat: Heartbeat
+    watcher: Watcher
     store_exchange: StoreExchange
     recovery: Recovery
     negotiation: Any

@@ -16,16 +16,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ltx.core.base.errors import PeerLostError, RankMismatchError, StoreGoneError
-from ltx.core.comm.deadlock import OPENED, PATIENCE_S
+from ltx.core.base.errors import LtxError, PeerLostError, RankMismatchError, StoreGoneError
 from ltx.core.comm.debug import BUCKETS, CHECKS, Communicator, ComparedChannel, called, caller, under_way
+from ltx.core.comm.diagnosis import OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
 from ltx.core.comm.signature import Post, Signature, explain_posts
 from ltx.core.comm.store_exchange import EXCHANGES
+from ltx.core.comm.watcher import PATIENCE_S
 
 # More calls than one session of debug_checks has: its calls are counted through all sessions.
 _CALLS = 1 << 32
-# At this place each rank announces the place at which it waits for its peers; "" where it doesn't.
-_WAITS_AT = "waits at"
 
 
 class Negotiation:
@@ -33,9 +32,12 @@ class Negotiation:
 
     def __init__(self, axis_comm: Communicator):
         self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
-        self._store, self._recovery, self._heartbeat = axis_comm.store_exchange, axis_comm.recovery, axis_comm.heartbeat
-        self.deadlocks = axis_comm.heartbeat.deadlocks
+        self._store, self._recovery, self._watcher = axis_comm.store_exchange, axis_comm.recovery, axis_comm.watcher
+        self.deadlocks = axis_comm.watcher.deadlocks
         self._answered: set[str] = set()
+        self._at = ""  # the place at which this rank has waited for so long that its peers are told
+        self._ended = False
+        self._looked: tuple[object, ...] = ()  # for what, and at which records, it has looked for who waits elsewhere
         self._gone = ""  # what :meth:`missing_peers` has found
         self.next_check = (0, 0)  # (session, call) of ltx.debug_checks() on this axis; the same on all ranks
         self._posted: deque[str] = deque()  # where values of this rank are still in the store, oldest first
@@ -48,8 +50,8 @@ class Negotiation:
             PeerLostError: a peer's process has died, where all ranks share a machine.
             CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
         """
+        self.go_on()
         self.announce(place, post)
-        self._store.announce(_WAITS_AT, place)
         try:
             announced = self._store.collect(
                 place,
@@ -60,7 +62,7 @@ class Negotiation:
             )
         finally:
             self.deadlocks.done()
-        self._store.announce(_WAITS_AT, "")
+        self._wait_at("")
         posts = [Post.of(fields) for fields in announced]
         self._refuse(dict(enumerate(posts)))
         return posts
@@ -110,21 +112,72 @@ class Negotiation:
     def withdraw(self, place: str, post: Post, why: str) -> None:
         """Wait no longer at `place`, where this rank has announced `post`. A peer that comes there finds `why`."""
         self.announce(place, replace(post, signature=Signature(why, ())))
-        self._store.announce(_WAITS_AT, "")
+        self._wait_at("")
 
     def peek(self, place: str, rank: int) -> Post | None:
         """The post of `rank` at `place`, if it is there."""
         fields = self._store.peek(place, rank)
         return None if fields is None else Post.of(fields)
 
+    def status(self, issued: dict[str, int]) -> Status:
+        """What this rank says of itself on this axis, where it has `issued` so many buffers on each channel."""
+        return Status(self._at, self._recovery.left, self._recovery.abandoned, self._ended, issued)
+
+    def go_on(self) -> None:
+        """This rank comes to something new: no longer to where it has failed, at which its peers may find it."""
+        if self._at:
+            self._wait_at("")
+
+    def _wait_at(self, place: str) -> None:
+        if place != self._at:
+            self._at = place
+            self._watcher.tell(wait=not place)
+
+    def records(self, now: bool = False) -> dict[int, Record]:
+        """What the peers that say something say, by their ranks on this axis; `now`: not only what is known."""
+        said = self._watcher.look_now() if now else self._watcher.look()
+        ranks = enumerate(self._comm.global_ranks)
+        return {place: said[rank] for place, rank in ranks if rank in said and place != self._rank}
+
+    def _status(self, of: Record) -> Status:
+        return of.axes.get(self._comm.label, Status())
+
+    def silent(self) -> list[int]:
+        """The ranks of this axis that show no sign of life."""
+        found = silent_of(self._watcher.look())
+        return [place for place, rank in enumerate(self._comm.global_ranks) if rank in found and place != self._rank]
+
+    def diagnosed(self, in_pass: bool, issue: tuple[str, int] | None = None) -> LtxError | None:
+        """Why what this rank waits for won't come, as far as the ranks' records tell.
+
+        `in_pass`: it waits for something that ends when a pass is left. `issue`: as :attr:`Waiter.issue`.
+        """
+        at = self._recovery
+        generation = at.generation if in_pass and at.left is None else -1
+        of_axis = self._rank, self._name, self._comm.label, self._comm.global_ranks, self._watcher.heartbeat_s
+        return diagnose(self._watcher.records, Waiter(*of_axis, generation, at.completed, issue))
+
+    def check_peers(self, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False) -> None:
+        """Called now and then in a wait: raise :meth:`diagnosed`, or that the store doesn't answer.
+
+        `now`: look at what the peers say now, who may have said something before they ended.
+        """
+        if now:
+            self._watcher.look_now()
+        self._watcher.look()
+        if error := self.diagnosed(in_pass, issue):
+            raise error
+
     def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
         """Called now and then while this rank waits at `place`: raise if not all of the others will come."""
-        self._recovery.check_abandoned()
-        self._refuse_silent()
+        self._wait_at(place)
+        try:
+            self.check_peers(self._recovery.inside or place.startswith(BUCKETS))
+        except PeerLostError:
+            if not self._store.has(place):
+                raise
         self._refuse_elsewhere(place, post)
         self._refuse_lost(place, post)
-        if self._recovery.inside or place.startswith(BUCKETS):
-            self._recovery.check_aborted()
         if time.monotonic() - began > PATIENCE_S:
             self._refuse_deadlock(place, post)
 
@@ -171,27 +224,31 @@ class Negotiation:
             self.withdraw(place, post, "nothing any more: it has given up")
             raise
 
+    def _who_waits(self, *here: object) -> dict[int, str]:
+        """Where peers wait, by rank; those alone that this rank, which is `here`, hasn't asked for yet."""
+        looked, self._looked = self._looked, (self._watcher.version, *here)
+        if looked == self._looked or not any(self._status(record).at for record in self.records().values()):
+            return {}
+        return {rank: self._status(record).at for rank, record in self.records(now=True).items()}
+
     def _refuse_elsewhere(self, place: str, post: Post) -> None:
         """Raise if a peer waits for this rank at another place: neither would ever come."""
-        for rank in range(self._size):
-            there = self._store.peek(_WAITS_AT, rank) or ""
-            if rank == self._rank or there in ("", place) or self._store.has(there, [self._rank]):
+        for rank, there in self._who_waits(place).items():
+            if there in ("", place) or self._store.has(there, [self._rank]):
                 continue
             if self._store.has(place, [rank]):  # it has been here and has continued
                 continue
             self._reply(there, rank, post)
 
     def end(self) -> None:
-        """Tell the peers that this rank has ended its part of the world in good order."""
-        self._store.append("ended", self._rank)
-
-    def _ended(self) -> list[int]:
-        """The ranks that have."""
-        return self._store.entries("ended")
+        """Tell the peers that this rank has ended its part of the world in good order, unless it has told why not."""
+        if self._recovery.abandoned is None:
+            self._ended = True
+            self._watcher.tell(wait=True)
 
     def _refuse_lost(self, place: str, post: Post) -> None:
         """Raise if a peer has died or ended, unless all had come to `place` before that."""
-        lost = sorted({*self._comm.lost(), *self._ended()})
+        lost = sorted({*self._comm.lost(), *self._ended_peers()})
         if lost and not self._store.has(place):
             raise PeerLostError(
                 f"rank {self._rank}: {post.signature.operation} on axis {self._name!r} failed while waiting for "
@@ -200,36 +257,16 @@ class Negotiation:
 
     def describe_lost(self, lost: list[int]) -> str:
         """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
-        left: list[int] = []
-        with suppress(PeerLostError):  # the store is gone too
-            left = [rank for rank in self._ended() if rank in lost]
-        # Ranks may have ended because of the others.
-        if gone := [rank for rank in lost if rank not in left]:
-            return f"the process of rank {', '.join(map(str, gone))} is gone"
-        return (
-            f"rank {', '.join(map(str, left))} has ended its part of the world in good order (its `with ltx.init()`, "
-            "or its program), and this rank goes on. Have all ranks do as many steps; where they have unequal numbers "
-            "of batches, loop over ltx.uneven(batches)"
-        )
+        return describe_lost(lost, self._ended_peers(now=True))
 
-    def _refuse_silent(self) -> None:
-        """Raise if the heartbeat of a peer has stopped."""
-        if stale := self._heartbeat.stale_ranks(self._comm.global_ranks):
-            silent = [self._comm.global_ranks.index(rank) for rank in stale]
-            ended = self._ended()  # whose forks may keep their connections open, so that these don't break
-            if {*silent} <= {*ended}:
-                raise PeerLostError(f"rank {self._rank}: on axis {self._name!r}, {self.describe_lost(silent)}.")
-            peers = ", ".join(str(rank) for rank in silent if rank not in ended)
-            raise PeerLostError(
-                f"rank {self._rank}: rank {peers} on axis {self._name!r} has shown no sign of life for "
-                f"{self._heartbeat.heartbeat_s:g} s: its process has been stopped, or its machine or the link to "
-                "it is down."
-            )
+    def _ended_peers(self, now: bool = False) -> list[int]:
+        """The ranks that have ended in good order."""
+        return [rank for rank, record in self.records(now).items() if self._status(record).ended]
 
     def stragglers(self, channel: ComparedChannel, number: int) -> str:
         """A text that says which ranks haven't come to issue `number` of `channel`."""
-        reports = self._heartbeat.reported(self._comm.global_ranks, self._comm.label)
-        late = {rank: report.get(channel.address, number) for rank, report in enumerate(reports)}
+        said = {rank: self._status(record).issued for rank, record in self.records(now=True).items()}
+        late = {rank: issued.get(channel.address, number) for rank, issued in said.items()}
         words = [f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < number]
         return "; ".join(words) or "a peer hasn't issued it"
 
@@ -242,16 +279,15 @@ class Negotiation:
         if len(peers) > 1:
             with suppress(PeerLostError):
                 self._store.announce(place, None)
-                silent = self._heartbeat.silent_ranks([self._comm.global_ranks[rank] for rank in peers])
+                silent = self._watcher.silent_ranks([self._comm.global_ranks[rank] for rank in peers])
                 # A peer that announced it too and continued before this rank looked is alive.
                 gone = self._store.absent(place, [rank for rank in peers if self._comm.global_ranks[rank] in silent])
         if not gone:
             return "a connection broke, though all of them show signs of life"
         which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
         self._gone = f"{which} {', '.join(map(str, gone))} is gone"
-        with suppress(PeerLostError):
-            if {*gone} & {*self._ended()}:
-                self._gone = self.describe_lost(gone)
+        if {*gone} & {*self._ended_peers(now=True)}:
+            self._gone = self.describe_lost(gone)
         return self._gone
 
     def _reply(self, place: str, rank: int, post: Post) -> None:
@@ -264,22 +300,20 @@ class Negotiation:
         self.announce(place, post)
         self._refuse(dict(sorted({self._rank: post, rank: theirs}.items())))
 
-    def answer_peers(self) -> None:
-        """Check whether this rank would wait forever, and answer peers that wait for it in the store.
+    def answer_peers(self, issue: tuple[str, int], now: bool = False) -> None:
+        """Check whether this rank would wait forever for `issue`, and answer peers that wait for it in the store.
 
         It would wait forever for a peer that has aborted a backward pass, for one that compares a signature where this
         rank has issued another, and for one at a call of ltx.debug_checks() that hasn't issued what this rank waits
-        for.
+        for. `now`: as in :meth:`check_peers`.
         """
         with suppress(StoreGoneError):  # pending collectives need no store; a lost peer breaks its connections
-            self._look_for_trouble()
+            self.check_peers(issue=issue, now=now)
+            self._answer(self._who_waits(issue))
 
-    def _look_for_trouble(self) -> None:
-        self._recovery.check_aborted()
-        self._refuse_silent()
-        for rank in range(self._size):
-            place = self._store.peek(_WAITS_AT, rank) or ""
-            if rank == self._rank or place == "" or place in self._answered:
+    def _answer(self, waiting: dict[int, str]) -> None:
+        for rank, place in waiting.items():
+            if place == "" or place in self._answered:
                 continue
             address, _, position = place.rsplit("/", 2)
             if address == CHECKS or address.startswith(EXCHANGES):

@@ -121,6 +121,6 @@ def proof(text: str) -> str:
 
 def _seal(axis_comm: AxisComm, data: bytes, rank: int, issue: int) -> bytes:
     # Without a key of the job the seal still proves that the sender has read the store.
-    key = os.environ.get(KEY) or axis_comm.heartbeat.world
-    about = f"{axis_comm.name} {axis_comm.heartbeat.world} {rank} {issue} "
+    key = os.environ.get(KEY) or axis_comm.watcher.world
+    about = f"{axis_comm.name} {axis_comm.watcher.world} {rank} {issue} "
     return hmac.digest(key.encode(), about.encode() + data, "sha256")

@@ -26,6 +26,7 @@ from ltx.core.base.errors import (
     ReplicaDivergedError,
     WeightError,
 )
+from ltx.core.comm.diagnosis import Left, parted
 from ltx.core.comm.store_exchange import StoreExchange
 
 #: Errors of a step that all ranks raise alike, of what they share: nobody waits for the rest of it.
@@ -33,31 +34,6 @@ ALIKE = NotFiniteError, WeightError
 
 #: Errors that other ranks raise too, where they wait for this one.
 OF_PEERS = DeadlockDetectedError, RankMismatchError, ReplicaDivergedError
-_GO_ON = (
-    "Go on from values that all ranks share: train.broadcast(state), ltx.broadcast of what you hold, or a checkpoint."
-)
-
-
-def left_halfway(rank: int, peer: int, what: str, axis_name: str, why: str, done: bool | None) -> str:
-    """What `rank` says when it waits for `what`, which `peer` has left.
-
-    `done`: whether `rank` has completed that; None if nothing goes on after it.
-    """
-    after = f" This rank had completed it. {_GO_ON}"
-    if not done:
-        after = "" if done is None else " Once every rank has left it, the next one goes on as usual."
-    return (
-        f"rank {rank}: rank {peer} has left {what} on axis {axis_name!r} halfway ({why}), so what this rank waits for "
-        f"won't come.{after}"
-    )
-
-
-def parted(axis_name: str, behind: int, what: str, why: str) -> str:
-    """What ranks say of one that has left `what`, which others had completed."""
-    return (
-        f"axis {axis_name!r}: rank {behind} left {what} halfway ({why}) when others had completed it, so what they "
-        f"made of it differs. {_GO_ON} The axis works again."
-    )
 
 
 class Forward:
@@ -126,7 +102,8 @@ class Recovery:
     """The backward passes on one axis.
 
     `fail_channels` marks the bucket channels as failed, and `renew` replaces them, on all ranks together. `issued`: how
-    many collectives the user has called so far.
+    many collectives the user has called so far. `tell` has the peers look at :attr:`left` and :attr:`abandoned`,
+    and returns once they can, if it is told to; `check` raises if a peer won't come to what this rank waits for.
     """
 
     def __init__(
@@ -136,12 +113,17 @@ class Recovery:
         fail_channels: Callable[[LtxError], None],
         renew: Callable[[], None],
         issued: Callable[[], int],
+        tell: Callable[[bool], None],
+        check: Callable[[], None],
     ):
         self._exchange, self._rank, self._axis_name = exchange, exchange.rank, axis_name
         self._fail_channels, self._renew, self._issued = fail_channels, renew, issued
+        self._tell, self._check = tell, check
         self._under_way: list[BackwardPass] = []
-        self._completed = 0
-        self._has_left, self._told, self._calls = False, False, 0  # calls of training steps, and of plain ones' passes
+        self.completed = 0
+        self.left: Left | None = None  # the pass that this rank has left, until all have
+        self.abandoned: tuple[str, bool] | None = None  # this rank's world ends: (why, because a peer is lost)
+        self._told, self._calls = False, 0  # calls of training steps, and of plain ones' passes
         self.generation = 0  # how many times the ranks have recovered
         self.external_runs = 0  # how many times collectives of other libraries have begun
         self.external_error = ""  # why these no longer pair; "" as long as they do
@@ -171,7 +153,7 @@ class Recovery:
             raise
         finally:
             if committed:
-                self._completed, self.last_left = self._completed + 1, ""
+                self.completed, self.last_left = self.completed + 1, ""
             self.step = around
 
     def enter(self) -> BackwardPass:
@@ -221,7 +203,7 @@ class Recovery:
 
     def complete(self) -> None:
         """A pass is complete on this rank, so it can be on all."""
-        self._completed += self.step is None
+        self.completed += self.step is None
 
     @property
     def _what(self) -> str:
@@ -241,9 +223,9 @@ class Recovery:
 
     def leave(self, why: str, lost: bool = False) -> None:
         """Abort the current pass. `lost`: because a peer is lost, and then the other ranks raise that too."""
-        if self._has_left:
+        if self.left is not None:
             return
-        self._has_left = True
+        self.left = Left(self.generation, self.completed, why, self._what, lost)
         self._fail_channels(
             (PeerLostError if lost else DeadlockDetectedError)(
                 f"rank {self._rank}: {self._what} on axis {self._axis_name!r} was left halfway ({why}), and its "
@@ -251,35 +233,15 @@ class Recovery:
             )
         )
         counts = [self._calls, self._issued()]
-        said = [self._completed, why, self._what, counts, self.external_runs, self.external_error, lost]
+        said = [self.completed, why, self._what, counts, self.external_runs, self.external_error]
         with suppress(PeerLostError):  # the store is gone: its host has ended, and the peers see that
             self._exchange.announce(self._place, said)
+        self._tell(False)
 
     def abandon(self, why: str, lost: bool) -> None:
         """This rank won't issue anything on the axis any more: its world ends. `why`, `lost`: as in :meth:`leave`."""
-        with suppress(RuntimeError):  # the store is gone: its host has ended, and the peers see that
-            self._exchange.append("abandoned", [self._rank, why, lost])
-
-    def check_abandoned(self) -> None:
-        """Raise if a peer has abandoned the axis."""
-        for rank, why, lost in self._exchange.entries("abandoned"):
-            if rank != self._rank:
-                raise (PeerLostError if lost else DeadlockDetectedError)(
-                    f"rank {self._rank}: rank {rank} has left axis {self._axis_name!r} because of an exception "
-                    f"({why}), so what this rank waits for won't come."
-                )
-
-    def check_aborted(self) -> None:
-        """Called during a wait: raise if a peer has aborted the pass, so that what this rank waits for won't come."""
-        self.check_abandoned()
-        if self._has_left:
-            return
-        for rank in range(self._exchange.size):
-            if rank != self._rank and (left := self._exchange.peek(self._place, rank)):
-                completed, why, what, *_, lost = left
-                done = None if lost else completed < self._completed
-                text = left_halfway(self._rank, rank, what, self._axis_name, why, done)
-                raise (PeerLostError if lost else ReplicaDivergedError if done else DeadlockDetectedError)(text)
+        self.abandoned = why, lost
+        self._tell(True)
 
     def begin_external(self, label: str) -> None:
         """Other libraries' collectives are about to be issued, on every rank, on process groups of theirs.
@@ -316,13 +278,13 @@ class Recovery:
             ReplicaDivergedError: some ranks had completed that pass and others hadn't. On every rank once, with new
                 channels; or now, if those ahead have left, for that reason, the very call that this rank comes to.
         """
-        if not self._has_left:
+        if self.left is None:
             return
         what = f"recovery on axis {self._axis_name!r} from a backward pass that was left halfway"
 
         def look() -> None:
             if not self._exchange.has(self._place):
-                self.check_abandoned()
+                self._check()
                 self._exchange.refuse_lost(self._place, what, range(self._exchange.size))
 
         left = self._exchange.collect(self._place, what, while_waiting=look, to="begin the next one")
@@ -335,10 +297,10 @@ class Recovery:
                 self._told = True
                 self._exchange.announce(told, True)
                 raise self._diverged(left, behind[0])
-        runs = {begun for *_, begun, _, _ in left}
+        runs = {begun for *_, begun, _ in left}
         begun = f"ranks had begun {sorted(runs)} of them" if len(runs) > 1 else ""
-        self.external_error = next((error for *_, error, _ in left if error), begun)
-        self._has_left, self._told, self._completed = False, False, 0
+        self.external_error = next((error for *_, error in left if error), begun)
+        self.left, self._told, self.completed = None, False, 0
         self.generation += 1
         self._renew()
         if behind and not any(self._exchange.peek(told, rank) for rank in behind):

@@ -17,9 +17,9 @@ from ltx.core.base.arguments import brief, is_whole
 from ltx.core.base.errors import AxisError
 from ltx.core.comm.axis_comm import AxisComm, NewGroup
 from ltx.core.comm.backends import let_go
-from ltx.core.comm.heartbeat import DEFAULT_HEARTBEAT_S
 from ltx.core.comm.processes import ProcessRanks
 from ltx.core.comm.signature import Signature
+from ltx.core.comm.watcher import DEFAULT_HEARTBEAT_S
 from ltx.core.ranks import axis as axes
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Part, Ranks
@@ -47,7 +47,7 @@ def open_axis(
     if not isinstance(group, dist.ProcessGroup | NewGroup):  # torch gives a number to those who aren't in a new group
         raise AxisError(f"axis {name!r}: {outsider()}")
     world = [axis.comm for axis in axes.world_axes() if axis.comm is not None]
-    of_world = (world[0].timeout, world[0].heartbeat.heartbeat_s) if world else (_DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S)
+    of_world = (world[0].timeout, world[0].watcher.heartbeat_s) if world else (_DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S)
     axis_comm = ProcessRanks(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
     axis = make(axis_comm.name, axis_comm.size, axis_comm)
     _opened[axis_comm.group, axis.name] = axis

@@ -101,11 +101,16 @@ class PendingSummary:
         return self._copy is not None and self._summary is None
 
     def enqueued(self) -> StepSummary:
-        """The sums on the device, not read by the host yet; elsewhere as :meth:`wait`."""
+        """The sums on the device, not read by the host yet; elsewhere as :meth:`wait`.
+
+        The loss is NaN where the host will find that ranks are apart: who looks at it first isn't told a wrong one.
+        """
         if not self.stays_on_device:
             return self.wait()
         self._fence([self._sums])
-        return StepSummary(self._sums[0], self._sums[1])
+        first, second = self._sums[2::2], self._sums[3::2]
+        apart = first.square().ne(second * self.channel.size).any()  # also where the sum was given up halfway
+        return StepSummary(self._sums[0].masked_fill(apart, torch.nan), self._sums[1])
 
     def wait(self) -> StepSummary:
         """The summary. Raises if ranks have issued different things, or are at different steps."""

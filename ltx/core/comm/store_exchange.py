@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -32,9 +32,9 @@ ENDING_S = 1.0
 class StoreCaller:
     """Calls the store in a thread of its own, so that the one that asks can give up after `limit_s`."""
 
-    def __init__(self, rank: int, limit_s: float):
+    def __init__(self, rank: int, limit_s: float, why_gone: Callable[[], str], when_idle: Callable[[], None]):
         self.limit_s = limit_s
-        self._rank = rank
+        self._rank, self._why_gone, self._when_idle = rank, why_gone, when_idle
         self._gone: str | None = None  # its text; the error itself would keep frames alive, and what is in them
         self._late: Future[Any] | None = None
         self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
@@ -63,15 +63,19 @@ class StoreCaller:
         asked = self._put(question)
         if not wait([asked], self.limit_s).done:
             self._late = asked
-            raise PeerLostError(
-                f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.limit_s:g} "
-                "s. The process that holds it (rank 0's, or the launcher's on its machine) has been stopped, or its "
-                "machine or the link to it is down."
-            )
+            raise self.unanswered()
         try:
             return asked.result()
         except dist.DistError as error:
             raise self._told_gone(str(error)) from error
+
+    def unanswered(self) -> PeerLostError:
+        """The error for a store that hasn't answered in time."""
+        return PeerLostError(
+            f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.limit_s:g} s. The "
+            "process that holds it (rank 0's, or the launcher's on its machine) has been stopped, or its machine or "
+            "the link to it is down."
+        )
 
     def _put(self, question: Callable[[], T]) -> Future[T]:
         asked: Future[T] = Future()
@@ -95,13 +99,20 @@ class StoreCaller:
         """The error for a store that is gone, given the text of the error that showed it."""
         self._gone = said
         return StoreGoneError(
-            f"rank {self._rank}: the store through which the ranks meet is gone, and with it the process that held it. "
-            "Steps whose collectives are known go on without it; nothing new can be compared. Save a checkpoint and "
-            f"start again. ({said})"
+            f"rank {self._rank}: the store through which the ranks meet is gone, and with it the process that held it."
+            f"{self._why_gone()} Steps whose collectives are known go on without it; nothing new can be compared. Save "
+            f"a checkpoint and start again. ({said})"
         )
 
     def _answer(self) -> None:
-        while (asked := self._questions.get()) is not None:
+        while True:
+            try:
+                asked = self._questions.get(timeout=min(1.0, self.limit_s / 4))
+            except Empty:
+                self._when_idle()
+                continue
+            if asked is None:
+                break
             question, answer = asked
             try:
                 answer.set_result(question())
@@ -147,25 +158,30 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05
 def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Callable[[], object] = lambda: None) -> bool:
     """Call `ready` until it returns True; returns whether it did within `timeout_s`.
 
-    Every wait for peers in the store goes through here. The pauses between two calls double from 0.5 ms to 50 ms. This
-    rank advances shared memory meanwhile: peers may need that to come.
+    Every wait for peers in the store goes through here. The pauses between two calls double from 0.5 ms to 50 ms. In a
+    long wait they are a twentieth of it, up to a second: many ranks may wait at one store. This rank advances shared
+    memory meanwhile: peers may need that to come.
 
     `while_waiting`: called every 50 ms. It raises if what this rank waits for won't come.
 
     Waits for a collective are elsewhere: something better than a pause ends them.
     """
-    began = checked = time.monotonic()
+    began = checked = asked = time.monotonic()
     pause_s = _FIRST_PAUSE_S
     while not ready():
-        now = time.monotonic()
-        if now - began > timeout_s:
-            return False
-        if now - checked >= _LAST_PAUSE_S:
-            while_waiting()
-            checked = now
-        if not progress_everywhere():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        while True:
+            now = time.monotonic()
+            if now - began > timeout_s:
+                return ready()
+            if now - checked >= _LAST_PAUSE_S:
+                while_waiting()
+                checked = now
+            if not progress_everywhere():
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            if now - asked >= min((now - began) / 20, 1.0):
+                break
+        asked = now
     return True
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError, UnsupportedError
-from ltx.core.comm.recovery import ALIKE, OF_PEERS, Forward, left_halfway, parted
+from ltx.core.comm.diagnosis import left_halfway, parted
+from ltx.core.comm.recovery import ALIKE, OF_PEERS, Forward
 from ltx.core.comm.signature import Agreement, ComparedFunctions, Signature, explain_mismatch, mismatch
 from ltx.core.comm.step_summary import UNREDUCED
 from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, Part, Ranks, Rule, Static, Tensors, fresh

@@ -203,10 +203,13 @@ def shutdown() -> None:
 def abandon(error: BaseException) -> None:
     """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
     process.abandoned = True
-    for axis in comm.open_axes():
-        if axis.comm is not None:
-            why, lost = f"{type(error).__name__}: {message_of(error)}", isinstance(error, PeerLostError)
-            axis.comm.recovery.abandon(why, lost)
+    why, lost = f"{type(error).__name__}: {message_of(error)}", isinstance(error, PeerLostError)
+    left = [axis.comm for axis in comm.open_axes() if axis.comm is not None]
+    for axis_comm in left:
+        axis_comm.recovery.abandon(why, lost)
+    if world().rank == 0:  # the store may end with it
+        for watcher in {axis_comm.watcher for axis_comm in left}:
+            watcher.wait_until_heard()
 
 
 def forget() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx.core.comm.deadlock import ThreadWait, Told, stuck
+from ltx.core.comm.diagnosis import ThreadWait, Told, stuck
 from ltx.errors import RankMismatchError
 
 Started = Callable[..., Any]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ltx
-from ltx.core.comm.heartbeat import hold_heartbeat
+from ltx.core.comm.watcher import hold_watcher
 from ltx.errors import AxisError, CollectiveTimeoutError, PeerLostError, RankMismatchError
 
 Started = Callable[..., Any]
@@ -72,7 +72,7 @@ def test_a_peer_that_dies(started: Started) -> None:
 
 def heartbeat_users() -> int:
     """How many axes hold this process' heartbeat."""
-    heartbeat = hold_heartbeat(c10d._get_default_store(), dist.get_rank(), 1000.0)
+    heartbeat = hold_watcher(c10d._get_default_store(), dist.get_rank(), 1000.0)
     heartbeat.release()
     return heartbeat._users
 

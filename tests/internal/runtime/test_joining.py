@@ -202,7 +202,7 @@ def test_who_hasnt_the_key_is_refused_and_the_training_goes_on(newcomer: str, st
         deadline = time.monotonic() + 10
         for rank in (0, 1):  # each beats twice more, and so has looked
             for _ in range(2):
-                key = f"ltx/elastic/1/ltx/beats//{rank}"
+                key = f"ltx/elastic/1/ltx/records//{rank}"
                 before = store.get(key)
                 while store.get(key) == before:
                     assert time.monotonic() < deadline, f"rank {rank} beats no more"

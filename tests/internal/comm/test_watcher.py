@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 import ltx
-from ltx.core.comm.heartbeat import hold_heartbeat, release_heartbeat
+from ltx.core.comm.watcher import hold_watcher, release_watcher
 from ltx.errors import LtxError
 from tests.forks import Ranks, free_port
 
@@ -85,14 +86,14 @@ def test_a_shorter_heartbeat_than_before_has_shorter_pauses() -> None:
     """As where a process group was an axis before ``ltx.init(heartbeat_timeout=)``."""
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     stores = [store, dist.TCPStore("127.0.0.1", store.port)]  # type: ignore[attr-defined]
-    beats = [hold_heartbeat(each, rank, heartbeat_s) for heartbeat_s in (10.0, 1.5) for rank, each in enumerate(stores)]
+    beats = [hold_watcher(each, rank, heartbeat_s) for heartbeat_s in (10.0, 1.5) for rank, each in enumerate(stores)]
     try:
         end = time.monotonic() + 2.5
         while time.monotonic() < end:
             assert beats[0].stale_ranks([0, 1]) == []
             time.sleep(0.05)
         for _ in range(2):
-            release_heartbeat(beats[1])
+            release_watcher(beats[1])
         began = time.monotonic()
         while beats[0].stale_ranks([0, 1]) != [1]:
             assert time.monotonic() - began < 10
@@ -100,7 +101,7 @@ def test_a_shorter_heartbeat_than_before_has_shorter_pauses() -> None:
         assert time.monotonic() - began < 5
     finally:
         for _ in range(2):
-            release_heartbeat(beats[0])
+            release_watcher(beats[0])
 
 
 @pytest.mark.full
@@ -210,3 +211,31 @@ def test_steps_go_on_without_the_store(ranks: Callable[..., Ranks]) -> None:
         text = world.told(rank)
         assert text.startswith(f"StoreGoneError: rank {rank}: the store through which the ranks meet is gone"), text
         assert "Save a checkpoint" in text
+
+
+@pytest.mark.full
+def test_waiting_costs_the_store_as_much_however_many_ranks_there_are(started: Callable[..., Ranks]) -> None:
+    def body(tell: Callable[[Any], None]) -> None:
+        asked: list[str] = []
+
+        def counted(method: Any) -> Any:
+            return lambda *args: (asked.append(method.__name__), method(*args))[1]
+
+        for name in ("set", "get", "multi_get", "check", "add", "append", "compare_set", "delete_key"):
+            setattr(PrefixStore, name, counted(getattr(PrefixStore, name)))
+        ltx.psum(torch.ones(3))
+        ltx.barrier()
+        asked.clear()
+        if ltx.world().is_global_zero:
+            time.sleep(3.0)
+        ltx.psum(torch.ones(3))
+        tell(len(asked))
+        time.sleep(1.0)  # so that nobody's end is part of what another one sees
+
+    requests: dict[int, int] = {}
+    for size in (2, 4, 6):
+        world = started(size, body, heartbeat_s=10.0)
+        requests[size] = [world.told(rank) for rank in range(size)][1]
+    # 3 N + 1 each tenth of a second would be 210, 390 and 570. A round more or less, where the machine is slow, is six.
+    assert all(abs(number - requests[2]) <= 12 for number in requests.values()), requests
+    assert max(requests.values()) < 60, requests

@@ -1,0 +1,239 @@
+"""What each rank of the world says of itself, and what that means for one that waits: pure functions of records.
+
+A rank has one record in the store, which its watcher writes (:mod:`ltx.core.comm.watcher`): a beat, whom it finds
+silent, where it is on each of its axes, and which of its threads have waited for long.
+
+Deadlocks: a collective that one rank alone calls has that rank wait there while its peers wait in the next step, and
+none of them has issued what another waits for. A thread that has waited for a second says so: for which issue of which
+channel, and how many its process has made on each. It waits for those of its peers that have made fewer. What is
+missing there may come from any thread of the peer that has issued on that channel before, so it never comes if all of
+these wait for what never comes. The largest set of threads of which that is true is a deadlock. A rank that computes,
+sleeps, or has waited for less than a second isn't in it, nor is one that waits for it.
+
+Counts never shrink, and a thread that waits issues nothing: what one rank said before another did is still true. All
+the same a deadlock counts as one only when later beats of all its ranks say the same.
+
+Not seen: deadlocks inside compiled graphs and on devices, where Python doesn't wait. They end with the axis' timeout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError
+
+#: How keys end for which a rank that hasn't heard of them has made no issue: it hasn't opened that axis.
+OPENED = "opened"
+
+#: A thread: the rank of its process in the world, and its number there.
+Node = tuple[int, int]
+
+_GO_ON = (
+    "Go on from values that all ranks share: train.broadcast(state), ltx.broadcast of what you hold, or a checkpoint."
+)
+
+
+@dataclass(frozen=True)
+class ThreadWait:
+    """What a thread waits for: that `ranks` (of the world) have all made `number` issues of `key`."""
+
+    thread: int
+    serial: int  # of the thread's waits: no progress where that is the same
+    key: str
+    number: int
+    ranks: list[int]
+    text: str  # what it is in, and on which line
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a process says of its threads."""
+
+    waits: list[ThreadWait] = field(default_factory=list)  # of those of its threads that have waited for long
+    counts: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # (issues made, by which threads) by keys
+    #: The waits of the deadlock that it has found, as (rank, thread, serial); and the error's text.
+    found: tuple[list[tuple[int, int, int]], str] | None = None
+
+    def made(self, wait: ThreadWait) -> int:
+        """How many issues it has made of what `wait` is for: enough, if it doesn't say."""
+        return self.counts.get(wait.key, (0 if wait.key.endswith(f"/{OPENED}") else wait.number, []))[0]
+
+    def may_issue(self, key: str) -> set[int]:
+        """The threads that what is missing at `key` may come from: any that is known, if none has issued there yet."""
+        return set(self.counts.get(key, (0, []))[1]) or {
+            *(wait.thread for wait in self.waits),
+            *(thread for _, threads in self.counts.values() for thread in threads),
+        }
+
+
+@dataclass(frozen=True)
+class Left:
+    """A pass, or a step of the training, that a rank has left halfway."""
+
+    generation: int  # how many times the axis had recovered before
+    completed: int  # how many passes that rank had completed since
+    why: str
+    what: str
+    lost: bool  # because a peer is lost
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a rank is on one axis."""
+
+    at: str = ""  # the place in the store at which it waits for its peers
+    left: Left | None = None
+    abandoned: tuple[str, bool] | None = None  # (why its world ends, whether because a peer is lost)
+    ended: bool = False  # in good order
+    issued: dict[str, int] = field(default_factory=dict)  # how many buffers on each channel, by its address
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank says of itself."""
+
+    beat: float = 0.0  # another one each time; 0 once its watcher has ended
+    seen: int = 0  # the version of the records that it knows
+    silent: dict[int, float] = field(default_factory=dict)  # ranks that it finds silent, with their last beats
+    axes: dict[str, Status] = field(default_factory=dict)  # by the axis' label
+    told: Told = Told()
+
+    def text(self) -> str:
+        """Itself, for the store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of(text: str | bytes) -> Record:
+        """Inverse of :meth:`text`."""
+        fields: dict[str, Any] = json.loads(text)
+        told = fields["told"]
+        found = told["found"] and ([(*node,) for node in told["found"][0]], told["found"][1])
+        counts = {key: (number, threads) for key, (number, threads) in told["counts"].items()}
+        return Record(
+            fields["beat"],
+            fields["seen"],
+            {int(rank): beat for rank, beat in fields["silent"].items()},
+            {label: _status(status) for label, status in fields["axes"].items()},
+            Told([ThreadWait(**wait) for wait in told["waits"]], counts, found),
+        )
+
+
+def _status(fields: dict[str, Any]) -> Status:
+    left, abandoned = fields["left"], fields["abandoned"]
+    return Status(**fields | {"left": left and Left(**left), "abandoned": abandoned and (*abandoned,)})
+
+
+def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:
+    """The threads that wait for ever, given what each rank has told."""
+    left = {(rank, wait.thread): wait for rank, said in told.items() for wait in said.waits}
+
+    def waits_in_vain(rank: int, wait: ThreadWait) -> bool:
+        return any(
+            peer != rank
+            and peer in told
+            and told[peer].made(wait) < wait.number
+            and (threads := told[peer].may_issue(wait.key))
+            and all((peer, thread) in left for thread in threads)
+            for peer in wait.ranks
+        )
+
+    while going_on := [node for node, wait in left.items() if not waits_in_vain(node[0], wait)]:
+        for node in going_on:
+            del left[node]
+    return left
+
+
+def silent_of(records: Mapping[int, Record]) -> set[int]:
+    """The ranks that one of the others finds silent, and that have shown no beat since."""
+    return {
+        rank
+        for said in records.values()
+        for rank, beat in said.silent.items()
+        if rank not in records or records[rank].beat == beat
+    }
+
+
+@dataclass(frozen=True)
+class Waiter:
+    """A rank that waits on an axis."""
+
+    rank: int
+    axis_name: str
+    label: str
+    ranks: list[int]  # of the axis, as ranks of the world
+    heartbeat_s: float
+    generation: int = -1  # of the pass that it is in, or may be in; -1 if what it waits for belongs to none
+    completed: int = 0  # how many passes it has completed
+    issue: tuple[str, int] | None = None  # the address of the channel, and the issue that it waits for there
+
+
+def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
+    """Why what `waiter` waits for won't come, given the ranks' records; None if it may."""
+    me, name = waiter.rank, waiter.axis_name
+    known = {place: records[rank] for place, rank in enumerate(waiter.ranks) if rank in records and place != me}
+    peers = {place: record.axes.get(waiter.label, Status()) for place, record in known.items()}
+    for peer, status in peers.items():
+        if status.abandoned is not None:
+            why, lost = status.abandoned
+            return (PeerLostError if lost else DeadlockDetectedError)(
+                f"rank {me}: rank {peer} has left axis {name!r} because of an exception ({why}), so what this rank "
+                "waits for won't come."
+            )
+    for peer, status in peers.items():
+        if (left := status.left) is not None and left.generation == waiter.generation:
+            done = None if left.lost else left.completed < waiter.completed
+            text = left_halfway(me, peer, left.what, name, left.why, done)
+            return (PeerLostError if left.lost else ReplicaDivergedError if done else DeadlockDetectedError)(text)
+    ended = [peer for peer, status in peers.items() if status.ended]
+    found = silent_of(records)
+    if silent := [place for place, rank in enumerate(waiter.ranks) if rank in found and place != me]:
+        if {*silent} <= {*ended}:  # their forks may keep connections open, so that these don't break
+            return PeerLostError(f"rank {me}: on axis {name!r}, {describe_lost(silent, ended)}.")
+        which = ", ".join(str(peer) for peer in silent if peer not in ended)
+        return PeerLostError(
+            f"rank {me}: rank {which} on axis {name!r} has shown no sign of life for {waiter.heartbeat_s:g} s: its "
+            "process has been stopped, or its machine or the link to it is down."
+        )
+    if waiter.issue is not None:
+        address, number = waiter.issue
+        if never := [peer for peer in ended if peers[peer].issued.get(address, number) < number]:
+            return PeerLostError(f"rank {me}: on axis {name!r}, {describe_lost(never, ended)}.")
+    return None
+
+
+def describe_lost(lost: Iterable[int], ended: Iterable[int]) -> str:
+    """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
+    left = [rank for rank in lost if rank in set(ended)]
+    # Ranks may have ended because of the others.
+    if gone := [rank for rank in lost if rank not in left]:
+        return f"the process of rank {', '.join(map(str, gone))} is gone"
+    return (
+        f"rank {', '.join(map(str, left))} has ended its part of the world in good order (its `with ltx.init()`, or "
+        "its program), and this rank goes on. Have all ranks do as many steps; where they have unequal numbers of "
+        "batches, loop over ltx.uneven(batches)"
+    )
+
+
+def left_halfway(rank: int, peer: int, what: str, axis_name: str, why: str, done: bool | None) -> str:
+    """What `rank` says when it waits for `what`, which `peer` has left.
+
+    `done`: whether `rank` has completed that; None if nothing goes on after it.
+    """
+    after = f" This rank had completed it. {_GO_ON}"
+    if not done:
+        after = "" if done is None else " Once every rank has left it, the next one goes on as usual."
+    return (
+        f"rank {rank}: rank {peer} has left {what} on axis {axis_name!r} halfway ({why}), so what this rank waits for "
+        f"won't come.{after}"
+    )
+
+
+def parted(axis_name: str, behind: int, what: str, why: str) -> str:
+    """What ranks say of one that has left `what`, which others had completed."""
+    return (
+        f"axis {axis_name!r}: rank {behind} left {what} halfway ({why}) when others had completed it, so what they "
+        f"made of it differs. {_GO_ON} The axis works again."
+    )
