@@ -1,12 +1,14 @@
 """All that needs a GPU, in ten minutes: tests on one, and figures beside DDP's, into benchmarks/RESULTS-gpu.md.
 
     make gpu
-    python -m benchmarks.gpu [--seconds 580] [--to FILE] [--only tests memory ...]
+    python3 -m benchmarks.gpu [--check] [--seconds 580] [--to FILE] [--only tests memory ...]
 
 It takes the first interpreter whose torch sees a GPU, of the one that runs it, those in PATH, and .venv; if none does
-and the machine has a GPU, it makes .venv. What else is missing there goes into .gpu, by pip. Each part has a deadline,
-and one that fails or runs out of time is written down as that. The file is written anew after each part, and into the
-folder ``$OUT`` as well, if that is set, with what each part printed. The exit status is 0 if all parts were whole.
+and the machine has a GPU, it makes .venv. What else is missing there goes into .gpu, by pip. Then it imports ltx and
+does one collective on the GPU; ``--check`` is that alone. Each part has a deadline, later by the time that those before
+it haven't used; one that fails or runs out of time is written down as that. The file is written anew after each part,
+and into the folder ``$OUT`` as well, if that is set, with what each part printed. The exit status is 0 if all parts
+were whole.
 
 Only Python's own library is needed to run this file.
 """
@@ -35,7 +37,11 @@ ROOT = HERE.parent
 BESIDE = ROOT / ".gpu"
 #: module: the distribution that has it. Without the first two nothing runs.
 NEEDED = {"optree": "optree", "cloudpickle": "cloudpickle"}
-FOR_TESTS = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "numpy": "numpy"}
+FOR_TESTS = {
+    "pytest": "pytest iniconfig packaging pluggy pygments",  # with what it needs itself
+    "pytest_timeout": "pytest-timeout",
+    "numpy": "numpy",
+}
 #: A machine with a GPU has one of these: NVIDIA's driver, its own under WSL, AMD's.
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
@@ -98,7 +104,8 @@ def interpreter() -> tuple[str, dict[str, Any]]:
         seen.append(f"{python} has {torch}" + (f" ({facts['error']})" if facts.get("error") and facts["torch"] else ""))
     if any(Path(driver).exists() for driver in DRIVERS):
         print("no torch here sees a GPU: making .venv", flush=True)
-        subprocess.run(["make", "-s", ".venv/.test"], cwd=ROOT, check=False)
+        with contextlib.suppress(FileNotFoundError):  # there may be no make
+            subprocess.run(["make", "-s", ".venv/.test"], cwd=ROOT, check=False)
         venv = str(ROOT / ".venv" / "bin" / "python")
         facts = probe(venv)
         if facts["gpus"]:
@@ -109,23 +116,54 @@ def interpreter() -> tuple[str, dict[str, Any]]:
 
 def install_missing(python: str, facts: dict[str, Any]) -> list[str]:
     """Install into :data:`BESIDE` what `python` hasn't; what is still missing."""
-    wanted = [{**NEEDED, **FOR_TESTS}[name] for name in facts["missing"]]
-    if not wanted:
+
+    def distributions(modules: Sequence[str]) -> list[str]:
+        return " ".join({**NEEDED, **FOR_TESTS}[name] for name in modules).split()
+
+    if not facts["missing"]:
         return []
+    wanted = distributions(facts["missing"])
     print(f"installing {', '.join(wanted)} into {BESIDE}", flush=True)
-    pip = [python, "-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check"]
+    # Without what they depend on, which is torch's or listed here: pip would bring another torch along.
+    pip = [python, "-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check", "--no-deps"]
     pip += ["--retries", "1", "--timeout", "10", "--target", str(BESIDE), "--constraint", str(ROOT / "constraints.txt")]
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run([*pip, *wanted], cwd=ROOT, check=False, timeout=90)
     missing: list[str] = probe(python)["missing"]
-    if fatal := [NEEDED[name] for name in missing if name in NEEDED]:
+    if fatal := [name for name in missing if name in NEEDED]:
         version = ".".join(facts["python"].split(".")[:2])
         raise NoGpuError(
-            f"{python} hasn't {' and '.join(fatal)}, and pip couldn't install that. Without internet bring .gpu along: "
-            f"python -m pip install --target .gpu --python-version {version} --only-binary :all: "
-            f"{' '.join([*NEEDED.values(), *FOR_TESTS.values()])}"
+            f"{python} hasn't {' and '.join(fatal)}, and pip couldn't install that. Without internet, fetch what is "
+            f"missing elsewhere, in this folder, and bring .gpu along: python3 -m pip install --target .gpu --no-deps "
+            f"--python-version {version} --only-binary :all: {' '.join(distributions(missing))}"
         )
     return missing
+
+
+#: ltx is imported, and sums on the GPU over a world of one.
+CHECK = """
+import torch, torch.distributed as dist
+import ltx
+dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+with ltx.init() as world:
+    x = ltx.to_device(torch.arange(4.0))
+    assert x.is_cuda and ltx.psum(x).tolist() == [0.0, 1.0, 2.0, 3.0]
+    print(f"ltx {ltx.__version__} sums on {world.device} by {world.backend}")
+"""
+
+
+def check(python: str) -> None:
+    """Raise NoGpuError if ltx can't be imported or can't sum on the GPU, before any time is spent on parts."""
+    try:
+        done = subprocess.run(
+            [python, "-c", CHECK], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=90
+        )
+    except subprocess.TimeoutExpired:
+        raise NoGpuError("a sum on the GPU, over a world of one, hasn't ended in 90 s") from None
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
+        raise NoGpuError(f"ltx doesn't run on the GPU: {lines[-1]}")
+    print(done.stdout.strip(), flush=True)
 
 
 @dataclass(frozen=True)
@@ -152,20 +190,20 @@ _TABLE = ("-m", "benchmarks.table", "--device", "cuda", "--ranks", "1", "--round
 _COMPILED = (*_TABLE, "--compiled", "--variants")
 
 PARTS = (
-    Part("tests", "Tests", (*_PYTEST, "-m", "not slow_compile"), 200, tests=True),
+    Part("tests", "Tests", (*_PYTEST, "-m", "not slow_compile"), 140, tests=True),
     Part(
         "overhead",
         "The host's time a step, by the number of parameters",
         ("-m", "benchmarks.overhead", "--device", "cuda", "--parameters", "100", "1000", "2000", "--iterations", "80"),
-        60,
+        50,
     ),
-    Part("eager", "A step, eagerly: 5 M parameters", _TABLE, 60),
-    Part("memory", "Peak memory of torch's allocator", ("-m", "benchmarks.memory", "--device", "cuda"), 90),
-    Part("compiled", "A compiled loss: 5 M parameters", (*_COMPILED, "ltx of a compiled loss, fp16"), 80),
-    Part("compiled tests", "Tests that compile", (*_PYTEST, "-m", "slow_compile"), 120, tests=True),
-    Part("large", "A step, eagerly: 152 M parameters", (*_TABLE, "--large"), 60),
-    Part("gradients", "Gradients as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled"), 80),
-    Part("step", "A whole step as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled step"), 80),
+    Part("eager", "A step, eagerly: 5 M parameters", _TABLE, 40),
+    Part("memory", "Peak memory of torch's allocator", ("-m", "benchmarks.memory", "--device", "cuda"), 60),
+    Part("compiled", "A compiled loss: 5 M parameters", (*_COMPILED, "ltx of a compiled loss, fp16"), 50),
+    Part("compiled tests", "Tests that compile", (*_PYTEST, "-m", "slow_compile"), 90, tests=True),
+    Part("large", "A step, eagerly: 152 M parameters", (*_TABLE, "--large"), 40),
+    Part("gradients", "Gradients as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled"), 45),
+    Part("step", "A whole step as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled step"), 45),
 )
 
 
@@ -285,15 +323,15 @@ def run_all(
     python: str, parts: Sequence[Part], seconds: float, results: Results, keep: Callable[[Part, Outcome], None]
 ) -> bool:
     """Run `parts` one after the other within `seconds`; whether all were whole."""
-    ends, whole = time.monotonic() + seconds, 0
+    began, due, whole = time.monotonic(), 0.0, 0
     for part in parts:
-        left = ends - time.monotonic()
-        if left < 5:
+        due, used = min(due + part.limit_s, seconds), time.monotonic() - began
+        if seconds - used < 5:
             results.add(part, f"## {part.title}\n\n**Not run**: no time was left.")
             print(f"{part.name}: no time left", flush=True)
             continue
         print(f"{part.name} ...", end=" ", flush=True)
-        outcome = run_part(python, part, min(part.limit_s, left))
+        outcome = run_part(python, part, due - used)
         whole += outcome.whole
         results.add(part, section(part, outcome))
         keep(part, outcome)
@@ -308,11 +346,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=580, help="for everything")
     parser.add_argument("--to", type=Path, default=HERE / "RESULTS-gpu.md")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
+    parser.add_argument("--check", action="store_true", help="only whether ltx is imported and sums on the GPU")
     arguments = parser.parse_args()
     began = time.monotonic()
     try:
         python, facts = interpreter()
         missing = install_missing(python, facts)
+        check(python)
     except NoGpuError as error:
         print(f"make gpu: {error}", file=sys.stderr)
         return 1
@@ -320,6 +360,8 @@ def main() -> int:
     about += f"NCCL {facts['nccl']}, Python {facts['python']}, {os.cpu_count()} cores"
     about += f"; without {', '.join(missing)}" if missing else ""
     print(f"{python}: {about}", flush=True)
+    if arguments.check:
+        return 0
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     results = Results([arguments.to, *([out / "RESULTS-gpu.md"] if out else [])], about)
     results.write("Nothing has run yet.")

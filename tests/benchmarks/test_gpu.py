@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -77,8 +78,11 @@ def test_what_is_missing_is_installed_beside_torch(still: list[str], monkeypatch
     facts = {**CUDA, "missing": ["optree", "pytest_timeout"]}
     ran = found(monkeypatch, {"c": {**CUDA, "missing": still}})
     if "optree" in still:
-        with pytest.raises(gpu.NoGpuError, match=r"c hasn't optree, .*--target .gpu --python-version 3.12"):
+        with pytest.raises(gpu.NoGpuError, match=r"c hasn't optree, .*--target .gpu --no-deps") as raised:
             gpu.install_missing("c", facts)
+        # What is missing alone, for that Python, and with what pytest needs.
+        wanted = "--python-version 3.12 --only-binary :all: optree pytest iniconfig packaging pluggy pygments"
+        assert str(raised.value).endswith(wanted)
     else:
         assert gpu.install_missing("c", facts) == still
     [command] = ran
@@ -86,6 +90,19 @@ def test_what_is_missing_is_installed_beside_torch(still: list[str], monkeypatch
     assert command[-2:] == ["optree", "pytest-timeout"]
     assert gpu.install_missing("c", CUDA) == []
     assert len(ran) == 1
+
+
+def test_what_is_tried_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(gpu.NoGpuError, match="ltx doesn't run on the GPU: "):
+        gpu.check(sys.executable)
+    here = gpu.CHECK.replace("cpu:gloo,cuda:nccl", "gloo").replace("x.is_cuda and ", "")
+    monkeypatch.setattr(gpu, "CHECK", here)
+    gpu.check(sys.executable)
+    assert re.fullmatch(r"ltx \S+ sums on cpu by gloo\n", capsys.readouterr().out)
+
+
+def test_all_parts_have_time() -> None:
+    assert sum(part.limit_s for part in gpu.PARTS) <= 560
 
 
 def part(name: str, code: str, limit_s: float = 30.0, tests: bool = False) -> Part:
@@ -105,9 +122,9 @@ def test_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed = json.dumps({"test": "tests/gpu/test_a.py::test_c", "outcome": "failed", "error": "a | b\nc"})
     said = "\n".join([passed, failed, failed[:20]])
     parts = [
+        part("slow", f"print('| first |', flush=True); {SLEEPS.format(child=child)}", 1.5),
         part("good", f"print('{TABLE}')"),
         part("bad", "print('| half |', flush=True); raise ValueError('why')"),
-        part("slow", f"print('| first |', flush=True); {SLEEPS.format(child=child)}", 1.5),
         part("tests", f"{WRITES} file.write({said!r}); exit(1)", tests=True),
         part("no tests", "print('nothing to collect'); exit(5)", tests=True),
     ]
@@ -119,7 +136,7 @@ def test_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         written.append(files[0].read_text())
 
     assert not gpu.run_all(sys.executable, parts, 60, results, keep)
-    assert kept == [("good", 0), ("bad", 1), ("slow", None), ("tests", 1), ("no tests", 5)]
+    assert kept == [("slow", None), ("good", 0), ("bad", 1), ("tests", 1), ("no tests", 5)]
     text = files[0].read_text()
     assert files[1].read_text() == text
     sections = dict(each.split("\n", 1) for each in text.split("\n## ")[1:])
@@ -135,8 +152,8 @@ def test_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing to collect" in sections["No tests"]
     assert "1 of 5 parts are whole." in text
     # Written as they came.
-    assert "Not complete: bad is the last of it." in written[1]
-    assert "## Slow" not in written[1]
+    assert "Not complete: bad is the last of it." in written[2]
+    assert "## Tests" not in written[2]
     # What the slow one had started is gone.
     last = alive.read_text()
     time.sleep(0.3)
@@ -163,6 +180,7 @@ def test_the_parts_are_there() -> None:
 def test_a_whole_run(out: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {**CUDA, "gpu": "A Card", "gib": 80, "cuda": "13.0", "nccl": "2.28.9"}
     monkeypatch.setattr(gpu, "interpreter", lambda: (sys.executable, facts))
+    monkeypatch.setattr(gpu, "check", lambda python: None)
     monkeypatch.setattr(gpu, "PARTS", (part("one", "print('| 1 |')"), part("two", "exit(3)")))
     monkeypatch.setattr(sys, "argv", ["gpu", "--to", str(tmp_path / "results.md"), "--only", "one"])
     monkeypatch.delenv("OUT", raising=False)
