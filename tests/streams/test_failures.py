@@ -236,35 +236,45 @@ FAILURES: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.full(but=2)
-@pytest.mark.parametrize("held_by", ["launcher", "rank 0"])
+@pytest.mark.parametrize("reads", [True, False], ids=["reads each", "reads none"])
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "gloo"])
 @pytest.mark.parametrize("failing", [1, 0])
 @pytest.mark.parametrize("how", FAILURES)
-def test_the_host_reads_each_loss(how: str, failing: int, held_by: str, started: Callable[..., Ranks]) -> None:
-    """It waits in the device's own synchronisation, where it can't look around: the watcher ends that."""
-    heartbeat_s = 2.0
+def test_the_host_hears_of_a_peer(how: str, failing: int, streams: bool, reads: bool, started: Any, seed: int) -> None:
+    """In the device's own synchronisation it can't look around, and the watcher ends that; else at the axis' end."""
+    heartbeat_s, last = 2.0, 4
 
-    def loop(tell: Callable[[Any], None]) -> Any:
-        rank = ltx.world().rank
+    def loop(tell: Callable[[Any], None], seen: list[float]) -> None:
         train = ltx.train_step(
             ltx.data_parallel(lambda p, x: (x @ p["a"]).square().mean()), ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
         )
-        state, seen = train.init({"a": torch.ones(4, 4)}), list[float]()
-        try:
-            for step in range(6):
-                if rank == failing and step == 3:
-                    tell(time.time())
-                    FAILURES[how]()
-                state, metrics = train(state, torch.ones(2, 4))
+        state = train.init({"a": torch.ones(4, 4)})
+        for step in range(last + 1):
+            if ltx.world().rank == failing and step == last:
+                tell(time.time())
+                FAILURES[how]()
+            state, metrics = train(state, torch.ones(2, 4))
+            if reads:
                 seen.append(metrics.loss.item())
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        seen: list[float] = []
+        try:
+            if streams:
+                on_streams(loop, tell, seen, hung_s=60.0 if reads else 0.0)
+            else:
+                loop(tell, seen)
+                ltx.shutdown()
         except LtxError as error:
             return time.time(), f"{type(error).__name__}: {error}", seen
         return time.time(), "nothing was raised", seen
 
-    world = started(3, lambda tell: on_streams(loop, tell, hung_s=60.0), held_by, heartbeat_s=heartbeat_s, timeout_s=60)
+    held_by = ["launcher", "rank 0"][seed % 2]
+    world = started(3, body, held_by, heartbeat_s=heartbeat_s, timeout_s=60.0)
     failed_s = world.told(failing)
     for rank in {0, 1, 2} - {failing}:
         heard_s, said, seen = world.told(rank)
-        assert heard_s - failed_s < heartbeat_s + 2.0, (said, seen)
+        assert heard_s - failed_s < heartbeat_s + 2.0, (held_by, said, seen)
         assert said.startswith(("PeerLostError: ", "DeadlockDetectedError: ", "ReplicaDivergedError: ")), said
-        assert all(math.isfinite(loss) for loss in seen[:3])
-        assert not any(math.isfinite(loss) for loss in seen[3:]), "a sum that was given up halfway is no loss"
+        assert all(math.isfinite(loss) for loss in seen[:last])
+        assert not any(math.isfinite(loss) for loss in seen[last:]), "a sum that was given up halfway is no loss"
