@@ -123,8 +123,8 @@ MUTANTS = (
     Mutant(
         name="comm: a peer that came and went counts as lost",
         where="StoreExchange.refuse_lost",
-        old="if (lost := self._lost()) and not self.has(place, ranks):",
-        new="if lost := self._lost():",
+        old="if (lost := [rank for rank in self._lost() if rank in ranks]) and not self.has(place, lost):",
+        new="if lost := [rank for rank in self._lost() if rank in ranks]:",
         breaks="a checkpoint fails whose ranks have all done their part",
         tests=("tests/internal/comm/test_store_exchange.py::test_a_peer_that_came_and_went_has_come",),
     ),

@@ -247,9 +247,9 @@ class Negotiation:
             self._watcher.tell(wait=True)
 
     def _refuse_lost(self, place: str, post: Post) -> None:
-        """Raise if a peer has died or ended, unless all had come to `place` before that."""
+        """Raise if a peer has died or ended, unless it had come to `place` before that."""
         lost = sorted({*self._comm.lost(), *self._ended_peers()})
-        if lost and not self._store.has(place):
+        if lost and not self._store.has(place, lost):
             raise PeerLostError(
                 f"rank {self._rank}: {post.signature.operation} on axis {self._name!r} failed while waiting for "
                 f"its peers to compare it: {self.describe_lost(lost)}."

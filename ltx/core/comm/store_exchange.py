@@ -267,8 +267,8 @@ class StoreExchange:
         return [json.loads(text) for text in texts]
 
     def refuse_lost(self, place: str, what: str, ranks: Sequence[int]) -> None:
-        """Raise PeerLostError if a peer is gone and what `ranks` have to say at `place` isn't all there."""
-        if (lost := self._lost()) and not self.has(place, ranks):
+        """Raise PeerLostError if one of `ranks` is gone and hasn't said at `place` what it had to."""
+        if (lost := [rank for rank in self._lost() if rank in ranks]) and not self.has(place, lost):
             raise PeerLostError(
                 f"rank {self.rank}: {what} failed: the process of rank {', '.join(map(str, lost))} is gone, or shows "
                 "no sign of life."

@@ -95,6 +95,12 @@ def test_a_peer_that_came_and_went_has_come() -> None:
     first.refuse_lost("here", "saving", range(SIZE))
 
 
+def test_who_is_gone_has_come_though_another_one_is_slow() -> None:
+    first, _, third = exchanges(lost=lambda: [2])
+    third.announce("here", None)
+    first.refuse_lost("here", "saving", range(SIZE))
+
+
 def test_a_file_in_place_of_a_store(tmp_path: Path) -> None:
     path = tmp_path / "file"
     first, second, third = (ranks.in_file(path, list) for ranks in exchanges())
