@@ -30,19 +30,18 @@ def on_streams(
     fn: Callable[..., Any],
     *args: Any,
     hung_s: float = HUNG_S,
-    axis_s: float = 30.0,
     host: Callable[[float], Host] = Host,
     **kwargs: Any,
 ) -> Any:
     """``fn(*args, **kwargs)`` on an axis of its own, which is stream-ordered. Every rank of the world calls it.
 
-    Hooks and optimizers do what they do on accelerators. `axis_s` is the timeout of the axis.
+    Hooks and optimizers do what they do on accelerators.
     """
     register()
     before_pieces, packing.IN_PIECES = packing.IN_PIECES, frozenset()
     before = axes_in_scope()
     group = dist.new_group(backend=NAME)
-    axis = comm.open_axis("data", group, timedelta(seconds=axis_s))
+    axis = comm.open_axis("data", group, timedelta(seconds=30))
     set_world_axes((axis,))
     LOG.clear()
     try:

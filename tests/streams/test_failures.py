@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from torch import Tensor
 
 import ltx
 from ltx import Pool
-from ltx.core.comm import backends
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import CollectiveTimeoutError, InvalidStateError, LtxError, PeerLostError, ReplicaDivergedError
 from tests.chaos import rounds
 from tests.chaos.schedule import Trouble
-from tests.forks import Ranks
+from tests.forks import Ranks, settles
 from tests.streams.backend import StreamGroup, StreamWork, log
 from tests.streams.pool import StreamedPool, on_streams
 
@@ -117,30 +115,30 @@ def test_an_abort_by_another_thread_ends_what_waits_for_a_peer(ranks: Callable[[
     assert said.endswith("(its communicator was aborted)")
 
 
-@pytest.mark.parametrize(("later_s", "fired"), [(300.0, []), (-1.0, ["allreduce"])])
-def test_ltx_tells_before_the_backend_s_watchdog(later_s: float, fired: Any, ranks: Callable[[int], Pool]) -> None:
-    def run() -> tuple[str, list[str]]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backends, "_LATER", timedelta(seconds=later_s))
-            return on_streams(waits, axis_s=2.0)
-
-    def waits() -> tuple[str, list[str]]:
+def test_ltx_tells_before_the_backend_s_watchdog(ranks: Callable[[int], Pool]) -> None:
+    def run() -> tuple[str, list[list[str]]]:
         axis_comm: Any = axes_in_scope()[0].comm
         assert ltx.psum(torch.ones(2)).tolist() == [2.0, 2.0]
-        said, store = "", c10d._get_default_store()
+        said, fired, store = "", list[list[str]](), c10d._get_default_store()
+        group = axis_comm.user.stream_group.group
         if axis_comm.rank == 0:
+            group._timeout_s -= axis_comm.timeout_s - 1.0  # both clocks are ahead by as much
+            axis_comm.user.timeout_s = 1.0
             pending = axis_comm.user.issue("psum", torch.ones(2), "psum")
             with pytest.raises(CollectiveTimeoutError) as told:
                 axis_comm.user.wait_for_host(pending.read(), "psum")
             said = str(told.value)
+            fired.append(list(log().fired))
+            group._timeout_s = 1.0  # as if it were ltx's own
+            fired.append(settles(lambda: list(log().fired), bool))
             store.set(f"told/{axis_comm.label}", "")
         else:
             store.wait([f"told/{axis_comm.label}"])
-        return said, [what.partition(" ")[0] for what in log().fired]
+        return said, fired
 
-    (said, given_up), _ = ranks(2).run(run)
-    assert given_up == fired
-    assert "didn't complete within 2 s: rank 1 is at issue 1 and never came to it." in said, said
+    (said, fired), _ = ranks(2).run(on_streams, run)
+    assert fired == [[], ["allreduce"]]
+    assert "didn't complete within 1 s: rank 1 is at issue 1 and never came to it." in said, said
 
 
 @pytest.mark.parametrize("at", ["wait", "is_completed", "allreduce"])
@@ -150,6 +148,7 @@ def test_errors_of_the_network_are_those_of_lost_peers(at: str, ranks: Callable[
             raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
 
         channel: Any = axes_in_scope()[0].comm.user  # type: ignore[union-attr]
+        ltx.psum(torch.ones(2))  # compared from now on: no rank leaves while another one compares it
         pending = channel.issue("psum", torch.ones(2), "psum").read()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StreamGroup if at == "allreduce" else StreamWork, at, lambda *_: breaks())

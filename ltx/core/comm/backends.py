@@ -250,9 +250,7 @@ class StreamGroup:
         flag which kernels look at before it frees anything. A second call finds an aborted communicator, and returns.
         """
         self.aborted = True  # before streams go on
-        stop = getattr(self.group, "abort", None)
-        if stop is not None:
-            stop()
+        self.group.abort()
 
 
 @cache
