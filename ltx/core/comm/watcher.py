@@ -71,8 +71,6 @@ class Watcher:
     def __init__(self, store: Store, rank: int, heartbeat_s: float):
         self._rank = rank
         self._users = 0
-        #: Through which this process calls the store, giving up after one heartbeat timeout.
-        self.store_caller = StoreCaller(rank, heartbeat_s, self._why_gone, self._when_idle)
         self._asked = PrefixStore("ltx/records/", store)
         # A connection of its own: calls on one connection wait for each other.
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
@@ -97,6 +95,9 @@ class Watcher:
         self._silent: dict[int, float] = {}
         self._looked_s = 0.0
         self._ended, self._gone, self._woken = False, False, threading.Event()
+        # After all of the above, which its thread looks at.
+        #: Through which this process calls the store, giving up after one heartbeat timeout.
+        self.store_caller = StoreCaller(rank, heartbeat_s, self._why_gone, self._when_idle)
         #: Tells this world from all others; the same on all ranks.
         self.world = self._asked.compare_set("world", "", os.urandom(8).hex()).decode()
         self._write()
