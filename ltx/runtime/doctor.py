@@ -6,14 +6,12 @@ prints. Alone it is one of two fresh workers. Nothing waits without a limit.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
 import shutil
 import socket
 import statistics
-import struct
 import sys
 import threading
 import time
@@ -28,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ltx.core import collectives
+from ltx.core.world.groups import interfaces
 from ltx.core.world.init import init
 from ltx.core.world.launchers import LAUNCHERS, launcher_of, placement_from_env
 from ltx.core.world.placement import Placement, why_no_slurm_task
@@ -37,7 +36,6 @@ from ltx.runtime.pool import Pool
 
 _SMALL_SHM = 256 << 20
 _MESSAGES = (("4 B", 1, 30), ("16 MiB", 4 << 20, 5))  # name, float32 elements, repetitions
-_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 # Beyond the timeouts of ltx.init and of the collectives: to start processes, and to look up names.
 _MORE_S = 30.0
 
@@ -148,7 +146,7 @@ def _shared_memory() -> Finding:
 
 def _interface(environ: Mapping[str, str], several_nodes: bool) -> list[Finding]:
     """The interface that gloo will use, and its address: GLOO_SOCKET_IFNAME's, else what the hostname resolves to."""
-    host, addresses = socket.gethostname(), _interfaces()
+    host, addresses = socket.gethostname(), interfaces()
     chosen = environ.get("GLOO_SOCKET_IFNAME")
     warning = problem = ""
     if chosen:
@@ -191,19 +189,6 @@ def _resolved(host: str, interfaces: Mapping[str, str]) -> tuple[str, str, str]:
     others = ", ".join(sorted({str(address[0]) for *_, address in resolved}))
     warning = f"the hostname {host!r} resolves to {others}, which isn't of this machine: {fallback}"
     return "127.0.0.1", "lo 127.0.0.1", warning
-
-
-def _interfaces() -> dict[str, str]:
-    """The IPv4 address of every network interface; "" for those without."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(any_socket.fileno(), _GET_INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(reply[20:24])
-            except OSError:
-                found[name] = ""
-    return found
 
 
 def measure() -> list[Finding]:

@@ -38,7 +38,7 @@ from ltx.errors import (
     UnsupportedError,
     WorldError,
 )
-from ltx.runtime.membership import Membership, begin_run
+from ltx.runtime.membership import Member, Membership, begin_run
 
 #: ``data(indices)`` gives a rank's batch.
 Batch = Callable[[Any], Any]
@@ -370,6 +370,10 @@ class ElasticRun:
                 "most ranks', and there is no snapshot to go on from. Give a directory for snapshots=."
             )
 
+    def _member(self, way: _Way) -> Member:
+        assert way.membership is not None
+        return Member.of(way.membership.number, way.place, way.has_state)
+
     def _new_place(self, way: _Way, loss: Exception) -> Placement:
         """This rank's place among those that are left; raises if it can't go on."""
         if own := ones_own(way.state):
@@ -382,7 +386,7 @@ class ElasticRun:
         before = set(membership.members)
         abandon(loss)
         _let_go_of_frames(loss)
-        place = membership.regroup(way.place, lost, self.meeting_timeout_s, partial(self._room, way))
+        place = membership.regroup(self._member(way), way.place, lost, self.meeting_timeout_s, partial(self._room, way))
         if place is None:
             raise PeerLostError(
                 f"rank {way.place.rank}: the others have gone on without this rank, which they took for lost. Start it "
@@ -402,7 +406,8 @@ class ElasticRun:
         assert way.membership is not None
         process.stores[place] = way.membership.world_store()
         way.place = place
-        new_world = reform(way.settings, way.membership.worlds, place)
+        making = way.membership.making_world(self._member(way))
+        new_world = reform(way.settings, way.membership.worlds, place, making)
         for callback in self.on_reset:
             callback(new_world)
         hold: tuple[str, str | None] = ("", None)
@@ -421,8 +426,6 @@ class ElasticRun:
     def _taken_over(self, way: _Way, told: list[_Told]) -> bool:
         """Whether all ranks, which are as far as they `told`, have the state of the last whole step now."""
         last = max(step for step, *_ in told)
-        if last < 0:
-            raise PeerLostError("elastic: the ranks that had the training's state are gone; these are newcomers.")
         there = [rank for rank, (step, *_) in enumerate(told) if step == last]
         most, count = Counter(told[rank][2] for rank in there).most_common(1)[0]
         way.begun = all(begun for *_, begun, _ in told)

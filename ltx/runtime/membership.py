@@ -13,16 +13,17 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ltx.core.comm.connecting import looking_out
 from ltx.core.comm.pickling import KEY, proof
 from ltx.core.comm.signature import Signature, explain_mismatch
 from ltx.core.comm.store_exchange import TimeoutStore, poll_until
@@ -31,8 +32,6 @@ from ltx.core.world.placement import Placement
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
 
 _RUNS, _NOW = "ltx/elastic/runs", "ltx/elastic/now"
-# How long ranks that have regrouped may take to connect: threads that are late with a beat are late with this.
-_MAKING_HEARTBEATS = 3
 
 
 class Member(NamedTuple):
@@ -42,12 +41,13 @@ class Member(NamedTuple):
     node: int  # its index in the world that the process comes from; -1 for a newcomer, which comes from none
     local_rank: int  # among those of the node
     host: str  # the node's name
+    has_state: bool = True  # the training's, which a newcomer hasn't until it has been given it
 
     @staticmethod
-    def of(number: int, place: Placement) -> Member:
+    def of(number: int, place: Placement, has_state: bool = True) -> Member:
         """Member `number`, whose place in the world before is `place`."""
-        newcomer = place.joins is not None
-        return Member(number, -1 if newcomer else place.node_rank, place.local_rank, platform.node())
+        node = -1 if place.joins is not None else place.node_rank
+        return Member(number, node, place.local_rank, platform.node(), has_state)
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,19 @@ class Regroup:
         known: Collection[int] = (),
         asking: Callable[[], Sequence[int]] = tuple,
         room: Callable[[int, int], int] = lambda here, asking: asking,
-    ) -> Decision:
+        left: Callable[[], Collection[int]] = tuple,
+    ) -> Decision | None:
         """Announce the process of `mine`, and wait until it is decided which processes go on.
 
         The first process to decide decides for all: once every process has come that isn't known to be gone, or at the
-        end of `limit_s`.
+        end of `limit_s`. Processes none of which has the training's state decide nothing: None. Should one that has it
+        come later, it goes on.
 
         Args:
             members: the numbers of the processes of the world before, by rank.
             gone: returns those of some processes that are known to be gone. It is called repeatedly, also for those
                 that have come.
+            left: returns those that have left the world before, and won't come unless they have come.
             known: see :class:`Decision`.
             asking: the newcomers that want to be taken in.
             room: how many newcomers are taken in, given how many others have come and how many newcomers ask.
@@ -148,9 +151,10 @@ class Regroup:
             """Whether it is decided; this process decides it once it can."""
             if self.decision() is not None:
                 return True
-            came, declined = self._read()
             new = [number for number in asking() if number not in known and number not in members]
-            lost = set(gone([number for number in (*members, *new) if number != mine.number]))
+            lost, left_it = set(gone([number for number in (*members, *new) if number != mine.number])), set(left())
+            came, declined = self._read()
+            lost |= left_it - came.keys()
             here = [number for number in members if number in came and number not in lost]
             ready = [number for number in new if number in came and number not in lost]
             taken = ready[: room(len(here), len(ready))]
@@ -161,15 +165,15 @@ class Regroup:
                 return False
             absent = [number for number in new if number in lost or number in missing]
             chosen = tuple(came[number] for number in (*here, *taken))
+            if not any(member.has_state for member in chosen):
+                return True
             decided = Decision(chosen, frozenset((*known, *members, *taken, *absent)))
             self._store.compare_set(f"{self._at}/decided", "", decided.to_json())
             return True
 
         if not poll_until(is_decided, limit_s):
             is_decided(at_the_limit=True)
-        decision = self.decision()
-        assert decision is not None
-        return decision
+        return self.decision()
 
     def _read(self) -> tuple[dict[int, Member], set[int]]:
         """The members that have come, and the numbers of those that declined."""
@@ -178,64 +182,10 @@ class Regroup:
             number, *rest = json.loads(line)
             if rest:
                 came[number] = Member(number, *rest)
-            else:
+            else:  # it may have meant to come before
+                came.pop(number, None)
                 declined.add(number)
         return came, declined
-
-
-def _forwarded(name: str) -> Any:
-    """A method that calls the underlying store's of that name."""
-    return lambda self, *args: getattr(self.underlying_store, name)(*args)
-
-
-class WatchedStore(Store):
-    """`store`, except that a wait in it checks for trouble: process groups are made by waiting in a store.
-
-    ``trouble()`` returns why a wait would never end; "" if it may. No group that is made in it waits for its peers for
-    longer than `limit_s`: those that have regrouped are about to come, and one that connects to a rank that has given
-    up meanwhile can't learn that.
-    """
-
-    def __init__(self, store: Store, trouble: Callable[[], str], limit_s: float = 300.0):
-        super().__init__()
-        self.limit = timedelta(seconds=limit_s)
-        super().set_timeout(self.limit)
-        self.underlying_store: Any = store  # torch's stubs leave half of it out
-        self._trouble = trouble
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all `keys` are there. Raises PeerLostError if they won't be."""
-        limit_s = (timeout or self.limit).total_seconds()
-
-        def look() -> None:
-            if text := self._trouble():
-                raise PeerLostError(text)
-
-        if not poll_until(lambda: self.check(keys), limit_s, look):
-            raise PeerLostError(f"peers haven't come within {limit_s:g} s")
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return cast(bytes, self.underlying_store.get(key))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.wait(keys)
-        return cast(list[bytes], self.underlying_store.multi_get(keys))
-
-    # The rest is the store's own. By the last two names torch's C++ code calls the two before.
-    set, multi_set, compare_set, append, add, check, delete_key, num_keys = map(
-        _forwarded, ("set", "multi_set", "compare_set", "append", "add", "check", "delete_key", "num_keys")
-    )
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.limit = min(timeout, self.limit)
-        super().set_timeout(self.limit)
-
-    clone = _forwarded("clone")
 
 
 #: (number, token) of a run: which one of its store, and random text that tells it from every other run.
@@ -302,29 +252,37 @@ class Membership:
         return self._watcher.stale_ranks(some)
 
     def regroup(
-        self, place: Placement, lost: Callable[[], Sequence[int]], limit_s: float, room: Callable[[int, int], int]
+        self,
+        mine: Member,
+        place: Placement,
+        lost: Callable[[], Sequence[int]],
+        limit_s: float,
+        room: Callable[[int, int], int],
     ) -> Placement | None:
-        """This process' place, which was `place`, among those that go on; None if they do without it.
+        """The place of this process, which is `mine` and was at `place`, among those that go on; None without it.
 
-        `lost`: the ranks of the present world that are known to be gone. `limit_s`, `room`: see :meth:`Regroup.decide`.
-        Raises PeerLostError if the process that holds the store is gone, or doesn't answer.
+        `lost`: the ranks of the present world that have left it. `limit_s`, `room`: see :meth:`Regroup.decide`.
+        Raises PeerLostError if the process that holds the store is gone, or doesn't answer; or those with the state.
         """
-        regroup, mine = self.next_regroup, Member.of(self.number, place)
+        regroup = self.next_regroup
 
-        def gone(some: Sequence[int]) -> set[int]:
-            return {*self.gone(some), *(self.members[rank] for rank in lost())}
+        def left() -> list[int]:
+            return [self.members[rank] for rank in lost()]
 
         try:
             self._asked.compare_set("regroup", str(self.worlds), str(regroup.count))
             asking = partial(_asked, self._asked, self.token)
-            decision = regroup.decide(mine, self.members, gone, limit_s, self.known, asking, room)
-            self._asked.set("members", json.dumps(decision.numbers))
+            decision = regroup.decide(mine, self.members, self.gone, limit_s, self.known, asking, room, left)
+            if decision is not None:
+                self._asked.set("members", json.dumps(decision.numbers))
         except PeerLostError as error:
             raise PeerLostError(
                 f"rank {place.rank}: the process that holds the store through which the ranks meet is gone or "
                 "stopped (rank 0's, or the launcher's on its machine), so those that are left can't go on "
                 f"without it. Start all of them again, from the last snapshot. ({error})"
             ) from error
+        if decision is None:
+            raise PeerLostError("elastic: the ranks that had the training's state are gone; these are newcomers.")
         return self._take_over(decision, place)
 
     def _take_over(self, decision: Decision, place: Placement) -> Placement | None:
@@ -334,17 +292,32 @@ class Membership:
         self.members, self.known, self.waiting = decision.numbers, decision.known, 0
         return decision.place(self.number, place)
 
-    def world_store(self) -> WatchedStore:
-        """The store in which the present members make a world: a wait for a lost member raises and names it."""
+    def world_store(self) -> Store:
+        """The store in which the present members make a world."""
+        return PrefixStore("worlds", self._store)
+
+    @contextmanager
+    def making_world(self, mine: Member) -> Iterator[None]:
+        """Surrounds what the process of `mine` does to make a world with the present members: it looks out for them.
+
+        If that fails, it tells the others that it comes to the next regroup, before its connections with them end.
+        """
         members, worlds = list(self.members), self.worlds
 
-        def trouble() -> str:
+        def look() -> None:
             if lost := self.gone(members):
-                return f"rank {', '.join(str(members.index(number)) for number in lost)} was lost meanwhile"
-            later = int(self._asked.get("regroup")) > worlds
-            return "the others have failed to make this world, and make another" if later else ""
+                who = ", ".join(str(members.index(number)) for number in lost)
+                raise PeerLostError(f"rank {who} was lost while a new world was made")
+            if int(self._asked.get("regroup")) > worlds:
+                raise PeerLostError("the others have failed to make this world, and make another")
 
-        return WatchedStore(PrefixStore("worlds", self._store), trouble, _MAKING_HEARTBEATS * self._heartbeat_s)
+        try:
+            with looking_out(look):
+                yield
+        except Exception:
+            with suppress(PeerLostError):  # the store is gone
+                self.next_regroup.come(mine)
+            raise
 
     def _look(self, store: Store) -> None:
         """Count the newcomers that are alive: those whose beats go on. In the thread of the beats."""
@@ -412,7 +385,7 @@ class Membership:
             PeerLostError: the others are gone, or have gone on without this process, which they took for lost.
         """
         assert place.joins is not None
-        where, member = "{}:{}".format(*place.joins), Member.of(self.number, place)
+        where, member = "{}:{}".format(*place.joins), Member.of(self.number, place, has_state=False)
         regroup = Regroup(self._asked, 0)  # none that is held: those of a run count from 1
         decision: Decision | None = None
 
@@ -469,7 +442,7 @@ def _asks(number: int, token: str) -> str:
 
 def _root(store: Store) -> Store:
     """The store itself, of which a world may see a part only."""
-    while isinstance(store, PrefixStore | WatchedStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
 

@@ -32,7 +32,8 @@ def run(commands: Sequence[Sequence[str]], link: links.Link) -> list[tuple[int, 
     """(exit status, what was printed) of each command; what is left of them after a time is killed."""
     launchers = [name for name in os.environ if name.startswith(("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI"))]
     clean = {name: value for name, value in os.environ.items() if name not in launchers}
-    env = {**clean, **link.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Ranks find the interface that leads to their peers by themselves: the host's name is one of the loopback here.
+    env = {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     processes = [
         subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -28,6 +28,7 @@ from ltx.core.comm import backends
 from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, open_group
 from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import Channel
+from ltx.core.comm.connecting import look_out
 from ltx.core.comm.debug import BUCKETS, caller, under_way
 from ltx.core.comm.diagnosis import OPENED, Status
 from ltx.core.comm.negotiation import Negotiation
@@ -84,7 +85,8 @@ class AxisComm(Ranks):
         self.watcher.axes[self.label] = self
         self._meet()
         if isinstance(group, NewGroup):
-            group = open_group(group.ranks, f"{self.label}/group", group.backend, timeout, self.name)
+            label = f"{self.label}/group"
+            group = open_group(group.ranks, label, group.backend, timeout, self.name, self._refuse_gone)
         self.group: Any = group  # None once the world is gone
         self.backends = backends.backends_of(group)
         self._known: dict[Any, Agreement] = {}
@@ -121,6 +123,7 @@ class AxisComm(Ranks):
         key, deadlocks = f"{self.label}/{OPENED}", self.watcher.deadlocks
 
         def check() -> None:
+            look_out()
             exchange.refuse_lost(OPENED, what, range(self.size))
             if time.monotonic() - began > PATIENCE_S:
                 text = f"{what} ({os.path.basename(caller())})"
@@ -153,7 +156,8 @@ class AxisComm(Ranks):
         generation, host, background = self.recovery.generation, self.backends.host, name == "background"
         address = f"{name}.{generation}" if generation else name
         label, described = f"{self.label}/{address}", f"ltx:{self.name}:{name}"
-        group = open_group(self.global_ranks, label, host, self.timeout, described, in_turn=name.startswith(BUCKETS))
+        how, in_turn = (host, self.timeout, described, self._refuse_gone), name.startswith(BUCKETS)
+        group = open_group(self.global_ranks, label, *how, in_turn=in_turn)
         transport = None
         # Not if the backend orders tensors on the host by streams, as that of tests/streams does.
         if not background and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
@@ -172,8 +176,8 @@ class AxisComm(Ranks):
             return None
         label = f"{self.label}/stream.{self.recovery.generation}"
         backend, device = f"{device_type}:{stream}", self.device
-        group = open_group(self.global_ranks, label, backend, self.timeout, f"ltx:{self.name}", device=device)
-        return StreamGroup(group)
+        how = backend, self.timeout, f"ltx:{self.name}", self._refuse_gone
+        return StreamGroup(open_group(self.global_ranks, label, *how, device=device))
 
     def open_phases(self, count: int) -> None:
         """Open bucket channels until there are `count`. Opening waits for all ranks, so all must call this together."""
@@ -416,6 +420,15 @@ class AxisComm(Ranks):
     def lost(self) -> list[int]:
         """The peers whose processes have died, where all ranks share a machine."""
         return self._transport.lost_peers() if self._transport is not None else []
+
+    def _refuse_gone(self) -> None:
+        """Raise if a peer that is to connect is gone."""
+        if gone := self.gone():
+            who = ", ".join(map(str, gone))
+            raise PeerLostError(
+                f"rank {self.rank}: rank {who} was lost while the ranks connected on axis {self.name!r}: its process "
+                "is gone, or shows no sign of life."
+            )
 
     def gone(self) -> list[int]:
         """The peers whose processes have ended, as far as is known, or whose heartbeats have stopped.

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from threading import Thread
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch.distributed.distributed_c10d as c10d
 from ltx.core.base import traced
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm import ledger
+from ltx.core.comm.connecting import LATER, connect, connecting
 
 #: The backends whose waits block the host. All others order streams.
 HOST_BLOCKING = frozenset({"gloo", "mpi", "ucc"})
@@ -181,14 +182,15 @@ def open_group(
     backend: str,
     timeout: timedelta,
     description: str,
+    look: Callable[[], object],
     in_turn: bool = False,
     device: torch.device | None = None,
 ) -> dist.ProcessGroup:
     """A process group of the global `ranks`, opened by these alone and called `name` on all of them.
 
-    `in_turn`: its collectives move one after the other. Otherwise two operations of a gloo group share the link, and
-    the first takes as long as both. `device`: it is connected at once for tensors on that device, so that no rank
-    connects in the middle of a step.
+    `look`: called while they connect; raises if a peer won't. `in_turn`: its collectives move one after the other.
+    Otherwise two operations of a gloo group share the link, and the first takes as long as both. `device`: it is
+    connected at once for tensors on that device, so that no rank connects in the middle of a step.
 
     ``dist.new_group(..., use_local_synchronization=True)`` derives names from the number of groups that a process has
     at the moment. So ranks that differ in their other groups wait for each other forever, and a name is used again
@@ -196,7 +198,6 @@ def open_group(
     """
     make: Any = c10d._new_process_group_helper
     store: Any = c10d._get_default_store()
-    limit = connect_limit(store, backend, timeout)
     if in_turn and backend == "gloo":
         _register_in_turn()
         backend = _IN_TURN
@@ -206,10 +207,12 @@ def open_group(
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         own = ranks.index(dist.get_rank()), ranks, c10d.Backend(backend)
-        group: dist.ProcessGroup = make(len(ranks), *own, store, name, timeout=limit, group_desc=description)[0]
+        with connecting(look):
+            group: dist.ProcessGroup = make(
+                len(ranks), *own, store, name, timeout=timeout + LATER, group_desc=description
+            )[0]
     finally:
         world.bound_device_id = bound
-    let_ltx_tell(group, limit, timeout)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     if device is not None and type(group) is dist.ProcessGroup:
         connect: Any = group._get_backend(device)
@@ -257,14 +260,7 @@ class StreamGroup:
 def _register_in_turn() -> None:
     """Register gloo with one thread as a backend, which torch doesn't offer by name."""
 
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
-        options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
-        options._timeout, options._threads = timeout, 1
-        return gloo(store, rank, size, options)
-
+    make = partial(connect, threads=1)
     dist.Backend.register_backend(_IN_TURN, make, devices=dist.Backend.backend_capability["gloo"])
 
 
@@ -275,28 +271,12 @@ _WATCHDOG = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # four times that passes before it gives up: 15 s by default
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a thread ends a process whose watchdog is held up
 }
-# Its clock begins with the enqueuing of a collective, that of ltx where the host waits for it, up to a step later.
-_LATER = timedelta(minutes=5)
 
 
 def set_up_watchdog() -> None:
     """Before a group is made, when torch reads it. What the user has set stays."""
     for name, value in _WATCHDOG.items():
         os.environ.setdefault(name, value)
-
-
-def connect_limit(store: Any, backend: str, timeout: timedelta) -> timedelta:
-    """How long ranks may take to connect when they make a group in `store`: `timeout`, or the store's if less.
-
-    Backends whose limit can't be changed afterwards get that of their collectives.
-    """
-    return min(timeout, store.timeout) if "gloo" in backend or "nccl" in backend else timeout + _LATER
-
-
-def let_ltx_tell(group: dist.ProcessGroup | None, limit: timedelta, timeout: timedelta) -> None:
-    """Have a group that was made with :func:`connect_limit` give collectives up after waits of ltx, for `timeout`."""
-    if limit < timeout + _LATER:
-        c10d._set_pg_timeout(timeout + _LATER, group)
 
 
 def drop_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:

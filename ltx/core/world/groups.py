@@ -5,11 +5,12 @@ Each function that makes something pushes what undoes it on a stack, so that a f
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import math
 import os
 import socket
-import sys
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -19,17 +20,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # has the world's group of its import as default arguments: none is up by now
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ltx.core.base.errors import WorldError
+from ltx.core.base.errors import PeerLostError, WorldError
 from ltx.core.comm import close_axis, open_axis
-from ltx.core.comm.backends import HOST_BLOCKING, backends_of, connect_limit, let_ltx_tell, set_up_watchdog
-from ltx.core.comm.store_exchange import StoreExchange, poll_until
+from ltx.core.comm.backends import HOST_BLOCKING, backends_of, set_up_watchdog
+from ltx.core.comm.connecting import LATER, connecting, look_out, looking_out
+from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
+from ltx.core.comm.watcher import hold_watcher, release_watcher
 from ltx.core.ranks.axis import Axis
 from ltx.core.world.launchers import UNSURE
 from ltx.core.world.placement import LOOPBACK, Placement
 from ltx.core.world.world import World, process, world_of
+
+_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
@@ -54,8 +60,10 @@ def adopted_world(placement: Placement, backend: str | None) -> World:
     return world_of(replace(placement, launcher="user"), backend=used)
 
 
-def make_group(placement: Placement, world: World, timeout: timedelta, undo: ExitStack) -> PrefixStore:
-    """Initialise torch.distributed. Returns the store through which the ranks met."""
+def make_group(
+    placement: Placement, world: World, timeout: timedelta, heartbeat_s: float, undo: ExitStack, meanwhile: ExitStack
+) -> StoreExchange:
+    """Initialise torch.distributed. Returns the ranks' exchange. `meanwhile`: closed when their world is made."""
     assert placement.master is not None
     address, port = placement.master
     process.worlds, process.abandoned = process.worlds + 1, False
@@ -67,19 +75,24 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
                 # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
                 store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             process.stores[placement] = store
-        undo.callback(id, store)  # keeps it: torch's C++ code alone doesn't keep what is Python's of one
         store.set_timeout(timeout)
         world_store = PrefixStore(f"ltx/{process.worlds}", store)
-        if is_loopback(address) and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # so that no other machine can connect
+        exchange = _exchange(world_store, world, timeout, heartbeat_s, meanwhile)
+        addresses = _gather(exchange, world, own_address_towards(address, port))
+        # A node may know itself by a loopback address, where its peers don't find it.
+        outside = [other for other in addresses if other and not is_loopback(other)]
+        mine = addresses[world.rank]
+        interface = interface_of(own_address_towards(outside[0], port) if outside and is_loopback(mine) else mine)
+        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
             undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
-        if not placement.agreed:  # else the store itself looks for those that won't come
-            _gather(world_store, world, timeout)
-        _refuse_shared_devices(world_store, world)
+        _refuse_shared_devices(exchange, world)
         set_up_watchdog()
-        limit = connect_limit(store, world.backend, timeout)
-        dist.init_process_group(world.backend, store=world_store, rank=world.rank, world_size=world.size, timeout=limit)
-        let_ltx_tell(dist.group.WORLD, limit, timeout)
+        torchs: Any = c10d
+        torchs._world.group_count = 0  # it names the group; torch leaves it at 1 where an earlier attempt has failed
+        with connecting():
+            limit, size = timeout + LATER, world.size
+            dist.init_process_group(world.backend, store=world_store, rank=world.rank, world_size=size, timeout=limit)
     except WorldError:
         raise
     except Exception as error:
@@ -90,10 +103,10 @@ def make_group(placement: Placement, world: World, timeout: timedelta, undo: Exi
             "call ltx.init equally often, and that no other program uses that port."
         ) from error
     undo.callback(_destroy, dist.group.WORLD, dist.group.WORLD)
-    return world_store
+    return exchange
 
 
-def _refuse_shared_devices(store: Store, world: World) -> None:
+def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
     """Raise, on all ranks, if two ranks compute on one accelerator: NCCL refuses that in words of its own, later.
 
     NCCL 2.30 takes them where it is told to, which is for tests: their kernels wait for one another on one device.
@@ -104,10 +117,10 @@ def _refuse_shared_devices(store: Store, world: World) -> None:
     if told and torch.cuda.nccl.version() >= (2, 30):
         return
     found = torch.get_device_module(world.device.type).get_device_properties(world.device)
-    store.set(f"device/{world.rank}", f"{socket.gethostname()} {getattr(found, 'uuid', world.device)}")
-    first: dict[bytes, int] = {}
-    for rank in range(world.size):
-        other = first.setdefault(store.get(f"device/{rank}"), rank)
+    mine = f"{socket.gethostname()} {getattr(found, 'uuid', world.device)}"
+    first: dict[str, int] = {}
+    for rank, device in enumerate(exchange.exchange("device", mine, "ltx.init, comparing devices")):
+        other = first.setdefault(device, rank)
         if other != rank:
             raise WorldError(
                 f"rank {world.rank}: ranks {other} and {rank} are both on one device, and {world.backend} takes one "
@@ -167,32 +180,80 @@ def loopback_store(port: int) -> Any:
     )
 
 
-def _exchange(store: Any, world: World, timeout: timedelta) -> StoreExchange:
-    """Of all ranks, before there is an axis: nothing is known of their processes yet."""
-    return StoreExchange(store, world.rank, world.size, timeout.total_seconds(), list)
+def _exchange(store: Any, world: World, timeout: timedelta, heartbeat_s: float, meanwhile: ExitStack) -> StoreExchange:
+    """Of all ranks, before there is an axis. Until `meanwhile` is closed, who waits for them looks at their beats."""
+    watcher = hold_watcher(store, world.rank, heartbeat_s)
+    meanwhile.callback(release_watcher, watcher)
+
+    def look() -> None:
+        stale = watcher.stale_ranks(range(world.size))
+        if lost := [rank for rank in stale if not exchange.has("ready", [rank])]:  # one that is may have ended by now
+            who = ", ".join(map(str, lost))
+            raise PeerLostError(f"rank {world.rank}: rank {who} has come, and shows no sign of life any more.")
+
+    def lost() -> list[int]:
+        look_out()
+        return []
+
+    asked = TimeoutStore(store, watcher.store_caller)
+    exchange = StoreExchange(asked, world.rank, world.size, timeout.total_seconds(), lost)
+    meanwhile.enter_context(looking_out(look))
+    return exchange
 
 
-def _gather(store: Store, world: World, timeout: timedelta) -> None:
-    """Wait until all ranks are here. Raises WorldError if they don't agree on their number, or don't come."""
-    exchange, here = _exchange(store, world, timeout), dict[int, int]()
-    exchange.append("here", [world.rank, world.size])
+def own_address_towards(host: str, port: int) -> str:
+    """The address of this machine from which it reaches `host`; "" if it doesn't."""
+    with suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # which sends nothing
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has the IPv4 `address`; "" if none is found."""
+    return next((name for name, its in interfaces().items() if its == address != ""), "")
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of every network interface; "" for those without."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(any_socket.fileno(), _GET_INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
+                found[name] = socket.inet_ntoa(reply[20:24])
+            except OSError:
+                found[name] = ""
+    return found
+
+
+def _gather(exchange: StoreExchange, world: World, address: str) -> list[str]:
+    """The addresses of all ranks, once they are here; this one's is `address`.
+
+    Raises WorldError if they don't agree on their number, TimeoutError if they don't come.
+    """
+    here = dict[int, tuple[int, str]]()
+    exchange.append("here", [world.rank, world.size, address])
 
     def all_are_here() -> bool:
-        here.update(exchange.entries("here"))
-        if len(set(here.values())) > 1:
-            told = "; ".join(f"rank {rank} says {size}" for rank, size in sorted(here.items()))
+        here.update((rank, (size, its)) for rank, size, its in exchange.entries("here"))
+        if len({size for size, _ in here.values()}) > 1:
+            told = "; ".join(f"rank {rank} says {size}" for rank, (size, _) in sorted(here.items()))
             raise WorldError(
                 f"rank {world.rank}: the ranks disagree about how many they are: {told}. Start all of them with the "
                 "same WORLD_SIZE, or size= of ltx.init."
             )
         return len(here) >= world.size
 
-    if not poll_until(all_are_here, timeout.total_seconds()):
+    if not poll_until(all_are_here, exchange.timeout_s, look_out):
         absent = ", ".join(str(rank) for rank in range(world.size) if rank not in here)
         raise TimeoutError(f"rank {absent} hasn't come")
+    return [here[rank][1] for rank in range(world.size)]
 
 
-def finish_setup(store: PrefixStore, world: World, placement: Placement, timeout: timedelta) -> None:
+def finish_setup(exchange: StoreExchange, world: World, placement: Placement) -> None:
     """Rank 0 hosts the store, so it waits here for all ranks: its process may end next, and they still need the store.
 
     Where ranks can't be sure of their nodes they compare them first.
@@ -200,10 +261,10 @@ def finish_setup(store: PrefixStore, world: World, placement: Placement, timeout
     wrong = ""
     if placement.launcher in UNSURE and not placement.agreed:
         own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
-        wrong = _misfit(_exchange(store, world, timeout).exchange("place", own, "ltx.init, comparing nodes"))
-    store.set(f"ready/{world.rank}", "")
-    if world.rank == 0:  # in the store's own wait: an elastic run's says why a peer won't come (WatchedStore)
-        store.wait([f"ready/{rank}" for rank in range(world.size)])
+        wrong = _misfit(exchange.exchange("place", own, "ltx.init, comparing nodes"))
+    exchange.announce("ready", True)
+    if world.rank == 0:
+        exchange.collect("ready", "ltx.init")
     if wrong:
         raise WorldError(f"rank {world.rank} of {world.size} (launcher {world.launcher}): {wrong}")
 

@@ -8,9 +8,10 @@ what was done.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -161,19 +162,20 @@ def renew(count: int) -> None:
     process.session = _start(settings)
 
 
-def reform(asked: Mapping[str, Any], count: int, placement: Placement) -> World:
+def reform(asked: Mapping[str, Any], count: int, placement: Placement, meanwhile: AbstractContextManager[Any]) -> World:
     """A world of other ranks in place of the one that is up, or of one that couldn't be set up.
 
     Args:
         asked: the :func:`settings` of the world before.
         count: as in :func:`renew`.
         placement: where this process is in the new one.
+        meanwhile: entered while it is set up, and left before what was set up is undone if that fails.
     """
     old = process.replaced = process.session or process.replaced
     shutdown()
     process.worlds = count - 1
     mesh = ((asked["mesh"][0][0], placement.size),)
-    process.session = session = _start({**asked, "placement": placement, "mesh": mesh})
+    process.session = session = _start({**asked, "placement": placement, "mesh": mesh}, meanwhile)
     if old is not None:
         session.before, session.holds = (*old.before, old.world), old.holds
     process.replaced = None
@@ -207,8 +209,8 @@ def to_device(tree: Tree) -> Tree:
     return trees.unflatten(spec, [moved(leaf) for leaf in leaves])
 
 
-def _start(asked: Mapping[str, Any]) -> Session:
-    with ExitStack() as undo:
+def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullcontext()) -> Session:  # noqa: B008
+    with ExitStack() as undo, around, ExitStack() as meanwhile:
         timeout = asked.get("timeout", DEFAULT_TIMEOUT)
         heartbeat = asked.get("heartbeat_timeout", DEFAULT_HEARTBEAT)
         placement = asked.get("placement") or (
@@ -227,9 +229,9 @@ def _start(asked: Mapping[str, Any]) -> Session:
             torch.accelerator.set_device_index(world.device.index)
         held: list[Any] = []
         undo.callback(comm.let_go, held)  # what is pushed first is undone last
-        store = None
+        exchange = None
         if not dist.is_initialized() and placement.master is not None:
-            store = make_group(placement, world, timeout, undo)
+            exchange = make_group(placement, world, timeout, heartbeat.total_seconds(), undo, meanwhile)
         if dist.is_initialized():
             axes, whole = open_axes(mesh, world, timeout, heartbeat, undo)
         else:
@@ -240,8 +242,11 @@ def _start(asked: Mapping[str, Any]) -> Session:
         undo.callback(set_world_axes, ())
         set_world_axes(axes, whole)
         undo.callback(_close_others, axes if whole is None else (*axes, whole), held)
-        if store is not None:
-            finish_setup(store, world, placement, timeout)
+        if exchange is not None:
+            finish_setup(exchange, world, placement)
+            if len(process.stores) > 1:  # all ranks have left the worlds before
+                process.stores = {placement: process.stores[placement]}
+                gc.collect()  # what is left of those worlds holds their stores, with their threads and connections
         settings = {
             "backend": world.backend,
             "timeout": timeout,

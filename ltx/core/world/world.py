@@ -126,8 +126,8 @@ class _Process:
             the store, so that one made after ``shutdown()`` doesn't read its predecessor's addresses, and ranks with
             different numbers don't find one another.
         abandoned: whether this rank leaves its world because of an exception.
-        stores: those through which the ranks of worlds met. They are kept: were rank 0's dropped and bound again, a
-            peer could still reach the old one.
+        stores: that through which the ranks of the last world met, and of one that is being made. It is kept: were
+            rank 0's dropped and bound again, a peer could still reach the old one.
     """
 
     session: Session | None = None

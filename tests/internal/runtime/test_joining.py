@@ -21,6 +21,9 @@ import torch
 import torch.distributed as dist
 
 import ltx
+from ltx.core.comm import connecting
+from ltx.core.comm.axis_comm import AxisComm
+from ltx.core.world import groups
 from ltx.errors import PeerLostError
 from ltx.runtime.elastic import ElasticRun as Run
 from ltx.runtime.membership import Membership, Regroup, _asked, _asks
@@ -181,6 +184,27 @@ def test_a_newcomer_whose_peers_fall_before_it_has_their_state_doesnt_train_alon
     world.join(training(trouble, snapshots=tmp_path, every=2))
     assert world.told(1).startswith("PeerLostError: elastic: the ranks that had the training's state are gone")
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000002", "step_00000004"]
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("sockets", [False, True])
+@pytest.mark.parametrize(
+    "point", [(groups, "_gather"), (connecting, "connect"), (AxisComm, "_meet"), (AxisComm, "_open_channel")]
+)
+def test_a_rank_that_falls_while_a_newcomer_is_taken_in(point: tuple[Any, str], sockets: bool, started: Start) -> None:
+    """Whatever those that are left wait for then, they look out for it."""
+
+    def trouble(first: int, steps: int) -> None:
+        if first == 1:
+            setattr(*point, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+    world = started(2, training(trouble, wait_for=3), sockets=sockets, timeout_s=60.0)
+    begun(world, 2)
+    world.join(training())
+    world.processes[1].join()
+    fell = time.monotonic()
+    all_of(world, 0, 2)
+    assert time.monotonic() - fell < 3 + 2 + 3  # the heartbeat; with how long the rest of the training takes
 
 
 @pytest.mark.parametrize("newcomer", ["honest", "forged"])

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ltx.core.world.placement import Placement
-from ltx.runtime.membership import Decision, Member, Regroup
+from ltx.runtime.membership import Member, Regroup
 
 # Two nodes of two and three ranks.
 NODES = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
@@ -47,6 +47,7 @@ def met(
         asking = lambda: list(newcomers)  # noqa: E731
         member = Member.of(rank, place(rank))
         decision = Regroup(store, 1).decide(member, range(5), lambda some: gone, limit_s, asking=asking, **kwargs)
+        assert decision is not None
         return decision.place(rank, place(rank)) if rank in decision.numbers else None
 
     members = [who for who in come if who < 5]
@@ -100,6 +101,7 @@ def test_who_comes_too_late_is_told() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     members = [Member.of(rank, place(rank)) for rank in range(5)]
     alone = Regroup(store, 7).decide(members[0], range(5), lambda some: [1, 2, 3, 4], 30)
+    assert alone is not None
     assert alone.numbers == [0]
     assert Regroup(store, 7).decide(members[3], range(5), lambda some: (), 30) == alone
 
@@ -109,7 +111,7 @@ def test_who_has_come_and_died_isnt_waited_for_and_doesnt_go_on() -> None:
     store, dead = dist.HashStore(), set[int]()  # type: ignore[attr-defined]
     Regroup(store, 1).come(Member.of(4, place(4)))
 
-    def hold(rank: int) -> Decision:
+    def hold(rank: int) -> Any:
         return Regroup(store, 1).decide(Member.of(rank, place(rank)), range(5), lambda some: dead, 30)
 
     with ThreadPoolExecutor(2) as threads:
@@ -156,3 +158,23 @@ def test_there_isnt_room_for_all_newcomers() -> None:
     assert places[8] is None
     assert dropped == set()  # they may ask on
     assert places[4] == (4, 6, 2, 3, 1, 3)
+
+
+def test_newcomers_alone_decide_nothing_and_who_has_the_state_goes_on() -> None:
+    store, newcomer = dist.HashStore(), Member(7, -1, 0, "elsewhere", has_state=False)  # type: ignore[attr-defined]
+    assert Regroup(store, 1).decide(newcomer, [0, 1, 7], lambda some: [0, 1], 30) is None
+    decision = Regroup(store, 1).decide(Member.of(0, place(0)), [0, 1, 7], lambda some: [1], 30)
+    assert decision is not None
+    assert decision.numbers == [0, 7]
+
+
+def test_who_has_left_the_world_before_and_has_come_goes_on_unless_it_declines_then() -> None:
+    for declines in (False, True):
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        Regroup(store, 1).come(Member.of(1, place(1)))
+        if declines:
+            Regroup(store, 1).decline(1)
+        mine = Member.of(0, place(0))
+        decision = Regroup(store, 1).decide(mine, [0, 1, 2], lambda some: (), 30, left=lambda: [1, 2])
+        assert decision is not None
+        assert decision.numbers == ([0] if declines else [0, 1])

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from ltx import init, shutdown, to_device, world
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.world.launchers import LAUNCHERS, placement_beside_group
 from ltx.errors import WorldError
-from tests.forks import free_port
+from tests.forks import free_port, open_now, settles
 
 
 @pytest.fixture(autouse=True)
@@ -375,3 +375,23 @@ def test_ranks_that_disagree_about_their_nodes_all_say_so() -> None:
         assert status == 1
         assert f"WorldError: rank {rank} of 4 (launcher openmpi): rank 0 takes itself for local rank 0 of 2" in errors
         assert "Under mpirun, set GROUP_RANK" in errors
+
+
+def test_worlds_that_meet_at_one_address_after_the_other_leave_nothing(started: Callable[..., Any]) -> None:
+    """As those of a pool that is begun again and again: files, sockets and threads don't grow."""
+    ports = [free_port() for _ in range(8)]
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        rank, counts = ltx.world().rank, list[dict[str, int]]()
+        ltx.shutdown()
+        for port in ports:
+            with ltx.init(rank=rank, size=2, master=f"127.0.0.1:{port}"):
+                ltx.psum(torch.ones(2))
+            counts.append(open_now())
+        first = counts[1]
+        return first, settles(open_now, lambda now: all(now[kind] <= first.get(kind, 0) for kind in now))
+
+    world = started(2, body, held_by="rank 0")
+    for rank in range(2):
+        first, last = world.told(rank)
+        assert all(last[kind] <= first.get(kind, 0) for kind in last), (first, last)

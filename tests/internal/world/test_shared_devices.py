@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ltx import World
+from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.world import groups
 from ltx.errors import WorldError
 
@@ -25,7 +28,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
     store = dist.HashStore()
     host = groups.socket.gethostname()
     for rank, uuid in enumerate("abb"):
-        store.set(f"device/{rank}", f"{host} {uuid}")
+        store.set(f"device/{rank}", json.dumps(f"{host} {uuid}"))
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     return store
 
@@ -33,7 +36,8 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
 def refuse(rank: int, meeting: dist.HashStore, monkeypatch: pytest.MonkeyPatch, backend: str = NCCL) -> None:
     device = SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(uuid="abb"[rank]))
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    groups._refuse_shared_devices(meeting, world(rank, backend=backend))
+    exchange = StoreExchange(cast(Any, meeting), rank, 3, 5.0, list)
+    groups._refuse_shared_devices(exchange, world(rank, backend=backend))
 
 
 @pytest.mark.parametrize("rank", range(3))
