@@ -135,9 +135,19 @@ class _Process:
     worlds: int = 0
     abandoned: bool = False
     stores: dict[Placement, Store] = field(default_factory=dict)
+    inherited: list[dict[Placement, Store]] = field(default_factory=list)  # a parent's: they can't end in its fork
 
 
 process = _Process()
+
+
+def _leave_stores_to_parent() -> None:
+    """In a fork, which has none of the threads of these."""
+    process.inherited.append(process.stores)
+    process.stores = {}
+
+
+os.register_at_fork(after_in_child=_leave_stores_to_parent)
 
 
 def settings_of_world() -> dict[str, Any]:
