@@ -377,6 +377,7 @@ def test_ranks_that_disagree_about_their_nodes_all_say_so() -> None:
         assert "Under mpirun, set GROUP_RANK" in errors
 
 
+@pytest.mark.full
 def test_worlds_that_meet_at_one_address_after_the_other_leave_nothing(started: Callable[..., Any]) -> None:
     """As those of a pool that is begun again and again: files, sockets and threads don't grow."""
     ports = [free_port() for _ in range(8)]
