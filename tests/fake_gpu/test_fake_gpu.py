@@ -20,14 +20,14 @@ LISTS = "copies a list of ranks to the device, once a call"
 WAITS = {
     "core/collectives/adasum.py: _part_of (torch.tensor(device=))": LISTS,
     "core/collectives/permute.py: _moved (torch.tensor(device=))": LISTS,
-    "core/collectives/linear.py: <listcomp> (torch.tensor(device=))": LISTS,
-    "core/collectives/linear.py: on_stack (a copy to or from the CPU)": LISTS,
-    "core/ranks/axis.py: index (a copy to or from the CPU)": LISTS,
+    "core/ranks/batched.py: <listcomp> (torch.tensor(device=))": LISTS,
+    "core/ranks/batched.py: on_stack (a copy to or from the CPU)": LISTS,
+    "core/ranks/batched.py: index (a copy to or from the CPU)": LISTS,
     "core/comm/backends.py: to_device (a copy to or from the CPU)": LISTS,
     "core/collectives/reduce.py: _check (aten::_local_scalar_dense)": "weights that are wrong raise at once",
     "core/transforms/run.py: _is_zero (aten::_local_scalar_dense)": "weights that are wrong raise at once",
     "core/training/train_step.py: <lambda> (a copy to or from the CPU)": "the loss scale, once, in init",
-    "core/optim/kernel.py: _run (aten::_local_scalar_dense)": "torch's Adafactor and Rprop read their count of steps",
+    "core/optim/kernel.py: run (aten::_local_scalar_dense)": "torch's Adafactor and Rprop read their count of steps",
 }
 
 
