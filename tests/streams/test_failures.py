@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -111,8 +112,12 @@ def test_an_abort_by_another_thread_ends_what_waits_for_a_peer(ranks: Callable[[
 
     (outstanding, said), (others, _) = StreamedPool(ranks(2), hung_s=30).run(run)
     assert (outstanding, others) == ([False, True, False], [False])
-    assert said.startswith("rank 0: a sum on axis 'data' failed while waiting for its peers: ")
-    assert said.endswith("(its communicator was aborted)")
+    # Rank 1 may have ended by then.
+    assert re.match(
+        r"rank 0: (a sum on axis 'data' failed while waiting for its peers: .*\(its communicator was aborted\)$|"
+        r"on axis 'data', rank 1 has ended its part of the world in good order)",
+        said,
+    )
 
 
 def test_ltx_tells_before_the_backend_s_watchdog(ranks: Callable[[int], Pool]) -> None:
@@ -273,7 +278,7 @@ def test_the_host_hears_of_a_peer(how: str, failing: int, streams: bool, reads: 
     failed_s = world.told(failing)
     for rank in {0, 1, 2} - {failing}:
         heard_s, said, seen = world.told(rank)
-        assert heard_s - failed_s < heartbeat_s + 2.0, (held_by, said, seen)
+        assert heard_s - failed_s < SOON_S, (held_by, said, seen)  # idle: within the heartbeat and two seconds
         assert said.startswith(("PeerLostError: ", "DeadlockDetectedError: ", "ReplicaDivergedError: ")), said
         assert all(math.isfinite(loss) for loss in seen[:last])
         assert not any(math.isfinite(loss) for loss in seen[last:]), "a sum that was given up halfway is no loss"

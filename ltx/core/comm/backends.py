@@ -238,6 +238,7 @@ class StreamGroup:
         self.last: Any = None  # the work that was issued last
         self.issue: tuple[str, int] | None = None  # its channel's address, and its number there
         self.aborted = False
+        self.cut_off = False  # what is under way was given up: what it was to make is garbage
 
     @property
     def outstanding(self) -> bool:
@@ -252,6 +253,7 @@ class StreamGroup:
         ``ncclCommAbort`` called by a thread of its own, as NCCL's watchdog does in the same situation; that sets the
         flag which kernels look at before it frees anything. A second call finds an aborted communicator, and returns.
         """
+        self.cut_off = self.cut_off or self.outstanding
         self.aborted = True  # before streams go on
         self.group.abort()
 

@@ -289,7 +289,7 @@ class Channel:
 
     def check_device(self, group: StreamGroup | None, number: int, label: str) -> None:
         """Raise if `group` was aborted: the device has gone on with garbage."""
-        if group is not None and group.aborted:
+        if group is not None and group.cut_off:
             self.explain(dist.DistBackendError("its communicator was aborted"), number, label)
 
     def timed_out(self, number: int, label: str) -> CollectiveTimeoutError:
