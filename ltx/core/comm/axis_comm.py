@@ -68,7 +68,7 @@ class AxisComm(Ranks):
         self.label = f"{of_ranks}/{number}"
         self.name = f"ranks {self.global_ranks}, {number}" if name is None else name
         self.watcher = hold_watcher(self._world_store, dist.get_rank(), heartbeat_s)
-        self._store = TimeoutStore(PrefixStore(f"{self.label}/", self._world_store), self.watcher.store_caller)
+        self._store = TimeoutStore(PrefixStore(f"{self.label}/", self.watcher.store), self.watcher.store_caller)
         self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
         self._transport: SharedMemoryTransport | None = None  # of the user's channel
         self._opened = False

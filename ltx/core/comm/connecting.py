@@ -58,15 +58,17 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int |
     interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
     options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
     options._timeout, options._threads = limit, threads or options._threads
-    apart = store.clone()  # a connection of its own: calls on one connection wait for each other
-    apart.set_timeout(limit)
+    before = store.timeout  # of its connection, which ltx asks nothing on meanwhile
+    store.set_timeout(limit)
     made: Future[Any] = Future()
 
     def make() -> None:
         try:
-            made.set_result(gloo(apart, rank, size, options))
+            made.set_result(gloo(store, rank, size, options))
         except BaseException as error:
             made.set_exception(error)
+        finally:
+            store.set_timeout(before)
 
     Thread(target=make, name="ltx-connects", daemon=True).start()
     why, waited_s = f"it hasn't come about within {limit.total_seconds():g} s", 0.0

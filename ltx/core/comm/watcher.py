@@ -71,9 +71,11 @@ class Watcher:
     def __init__(self, store: Store, rank: int, heartbeat_s: float):
         self._rank = rank
         self._users = 0
-        self._asked = PrefixStore("ltx/records/", store)
-        # A connection of its own: calls on one connection wait for each other.
+        # Calls on one connection wait for each other. So there is one for the watcher itself, one for what threads of
+        # ltx ask, and `store`'s own, on which torch has groups connect.
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
+        self.store: Store = store.clone()  # type: ignore[attr-defined]
+        self._asked = PrefixStore("ltx/records/", self.store)
         self._own = PrefixStore("ltx/records/", self._connection)
         #: Called with each beat, in the watcher's thread and with its connection to `store`.
         self.on_beat: Callable[[Store], None] = lambda store: None

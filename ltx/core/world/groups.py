@@ -92,7 +92,9 @@ def make_group(
         torchs._world.group_count = 0  # it names the group; torch leaves it at 1 where an earlier attempt has failed
         with connecting():
             limit, size = timeout + LATER, world.size
-            dist.init_process_group(world.backend, store=world_store, rank=world.rank, world_size=size, timeout=limit)
+            # A connection of this world alone: where gloo still waits on it, it is left behind.
+            apart = world_store.clone()  # type: ignore[attr-defined]
+            dist.init_process_group(world.backend, store=apart, rank=world.rank, world_size=size, timeout=limit)
     except WorldError:
         raise
     except Exception as error:
@@ -195,7 +197,7 @@ def _exchange(store: Any, world: World, timeout: timedelta, heartbeat_s: float, 
         look_out()
         return []
 
-    asked = TimeoutStore(store, watcher.store_caller)
+    asked = TimeoutStore(watcher.store, watcher.store_caller)
     exchange = StoreExchange(asked, world.rank, world.size, timeout.total_seconds(), lost)
     meanwhile.enter_context(looking_out(look))
     return exchange
@@ -263,6 +265,7 @@ def finish_setup(exchange: StoreExchange, world: World, placement: Placement) ->
         own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
         wrong = _misfit(exchange.exchange("place", own, "ltx.init, comparing nodes"))
     exchange.announce("ready", True)
+    exchange.has("ready", [world.rank])  # the store knows that before it hears of the end of this rank's watcher
     if world.rank == 0:
         exchange.collect("ready", "ltx.init")
     if wrong:
