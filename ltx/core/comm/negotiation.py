@@ -172,7 +172,7 @@ class Negotiation:
         """Called now and then while this rank waits at `place`: raise if not all of the others will come."""
         self._wait_at(place)
         try:
-            self.check_peers(self._recovery.inside or place.startswith(BUCKETS))
+            self.check_peers(self._recovery.inside or place.startswith(BUCKETS), now=bool(self._comm.lost()))
         except PeerLostError:
             if not self._store.has(place):
                 raise
