@@ -311,6 +311,7 @@ class AxisComm(Ranks):
         self.watcher.leave(self)
         self.watcher.deadlocks.counts.pop(self.label, None)
         release_watcher(self.watcher)
+        self._store.close()
 
     def look_after_device(self) -> None:
         """Abort what the device waits for in vain, and the host with it: called by the watcher, with each tick.

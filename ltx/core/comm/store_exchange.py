@@ -127,6 +127,10 @@ class TimeoutStore:
         self.store = store
         self._caller = caller
 
+    def close(self) -> None:
+        """Let go of the store: nothing is asked any more."""
+        del self.store
+
     def set(self, key: str, value: str) -> None:
         self._caller.tell(lambda: self.store.set(key, value))
 

@@ -252,6 +252,7 @@ class Watcher:
         self.store_caller.close()
         if self._thread is not threading.current_thread():
             self._thread.join(ENDING_S)
+        del self.store, self._asked  # its connection is closed, even if something still holds this watcher
         return True
 
     # --- the watcher's own thread ---

@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -187,9 +187,12 @@ def _exchange(store: Any, world: World, timeout: timedelta, heartbeat_s: float, 
     watcher = hold_watcher(store, world.rank, heartbeat_s)
     meanwhile.callback(release_watcher, watcher)
 
+    def unready(ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if not exchange.has("ready", [rank])]
+
     def look() -> None:
-        stale = watcher.stale_ranks(range(world.size))
-        if lost := [rank for rank in stale if not exchange.has("ready", [rank])]:  # one that is may have ended by now
+        lost = unready(watcher.stale_ranks(range(world.size)))
+        if lost and (lost := unready(watcher.silent_ranks(lost))):  # looked at twice: one may have ended that is ready
             who = ", ".join(map(str, lost))
             raise PeerLostError(f"rank {world.rank}: rank {who} has come, and shows no sign of life any more.")
 
