@@ -71,6 +71,8 @@ class Watcher:
     def __init__(self, store: Store, rank: int, heartbeat_s: float):
         self._rank = rank
         self._users = 0
+        #: Without a beat for so long a peer counts as lost, and without an answer the store.
+        self.heartbeat_s = heartbeat_s
         # Calls on one connection wait for each other. So there is one for the watcher itself, one for what threads of
         # ltx ask, and `store`'s own, on which torch has groups connect.
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
@@ -109,11 +111,6 @@ class Watcher:
     # --- for the threads of this process ---
 
     @property
-    def heartbeat_s(self) -> float:
-        """Without a beat for so long a peer counts as lost, and without an answer the store."""
-        return self.store_caller.limit_s
-
-    @property
     def without_store(self) -> bool:
         """Whether the store is gone, or doesn't answer."""
         began = self._under_way_s
@@ -136,7 +133,7 @@ class Watcher:
     def shorten(self, heartbeat_s: float) -> None:
         """Let it be `heartbeat_s` from now on, if it was longer. The beats follow at once: peers won't wait longer."""
         if heartbeat_s < self.heartbeat_s:
-            self.store_caller.limit_s = heartbeat_s
+            self.heartbeat_s = self.store_caller.limit_s = heartbeat_s
             self._woken.set()
 
     def tell(self, wait: bool = False) -> None:

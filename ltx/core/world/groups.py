@@ -40,6 +40,9 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
 
+# How long the store may take to answer while ranks connect to it: it looks for each one's name, one after the other.
+_ANSWER_S = 30.0
+
 
 def adopted_world(placement: Placement, backend: str | None) -> World:
     """The world of a process group that the user has initialised; raises unless what ``ltx.init`` was told agrees."""
@@ -185,6 +188,7 @@ def loopback_store(port: int) -> Any:
 def _exchange(store: Any, world: World, timeout: timedelta, heartbeat_s: float, meanwhile: ExitStack) -> StoreExchange:
     """Of all ranks, before there is an axis. Until `meanwhile` is closed, who waits for them looks at their beats."""
     watcher = hold_watcher(store, world.rank, heartbeat_s)
+    watcher.store_caller.limit_s = max(heartbeat_s, _ANSWER_S)
     meanwhile.callback(release_watcher, watcher)
 
     def unready(ranks: Iterable[int]) -> list[int]:
