@@ -74,7 +74,7 @@ class Work:
     total: float | None = None
 
     def __post_init__(self) -> None:
-        self._number = self._channel.begun
+        self._number, self._begun_s = self._channel.begun, time.perf_counter()
 
     def give_up(self) -> None:
         """Drop this work because its channel is closed. A later :meth:`wait` raises."""
@@ -92,7 +92,9 @@ class Work:
             assert self._channel.transport is not None
             progress_everywhere()
             return self._work.completed or bool(self._channel.transport.failures())
-        return self._work is None or bool(self._ordered) or self._work.is_completed()
+        if self._work is None or self._ordered or self._work.is_completed():
+            return True
+        return self._channel.is_in_vain(self._begun_s, self._number)
 
     def wait(self) -> torch.Tensor:
         """Wait for the result and return it. On a stream-ordered backend the current stream waits, not the host."""
@@ -108,7 +110,7 @@ class Work:
             elif self._ordered:
                 self._order(work, self._ordered)
             else:
-                self._block(work, began)
+                self._block(work, self._begun_s)
         except LtxError as error:
             self._channel.failed = error
             raise
@@ -272,6 +274,13 @@ class Channel:
             raise self.timed_out(number, label)
         if waited_s > PATIENCE_S:
             self.negotiation.check_deadlock(self, number, label)
+
+    def is_in_vain(self, began: float, number: int) -> bool:
+        """Whether a wait for issue `number`, which was made at `began`, would raise: for who asks, and doesn't wait."""
+        waited_s = time.perf_counter() - began
+        if waited_s < PATIENCE_S:
+            return False
+        return waited_s > self.timeout_s or self.negotiation.diagnosed(True, (self.address, number)) is not None
 
     def explain(
         self, error: RuntimeError, number: int, label: str, failed: str = "failed while waiting for its peers"

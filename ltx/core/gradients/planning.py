@@ -371,7 +371,8 @@ def make_plan(
 
     if compare:
         agreement = axis.ranks.agree_on_plan(key, described, lambda: list(arrival()), background=background)
-        for on in () if background else (axis, *hook.axes(axis)):
+        axes = hook.axes(axis)  # which opens those that aren't open yet, on all ranks together
+        for on in () if background else (axis, *axes):
             on.ranks.open_phases(hook.phases_on(axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     network = _network(owner, axis, compare, background)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -431,3 +432,26 @@ def test_a_compiled_graph_doesnt_leave_the_warm_up() -> None:
     assert strategy.hook_in_graph(2) is None
     assert strategy.stateful
     assert not AsyncAveraging().stateful
+
+
+@pytest.mark.full
+def test_a_peer_that_is_stopped_beside_steps_that_wait_for_nobody(started: Any) -> None:
+    """It counts as lost after the heartbeat timeout, though no step waits for it."""
+
+    def body(tell: Any) -> str:
+        train = trainer(ALWAYS)
+        state = train.init(start())
+        for _ in range(3):
+            state, _ = train(state, torch.tensor(1.0))
+        if ltx.world().rank == 1:
+            tell("stops")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            while True:
+                state, _ = train(state, torch.tensor(1.0))
+        except PeerLostError as error:
+            return str(error)
+
+    world = started(2, body, heartbeat_s=2.0, timeout_s=60.0)
+    assert world.told(1) == "stops"
+    assert "rank 1 on axis 'data' has shown no sign of life for 2 s" in world.told(0)
