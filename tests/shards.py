@@ -16,7 +16,7 @@ COUNT = 2
 
 
 def run(arguments: Sequence[str], count: int = COUNT) -> int:
-    """Run `count` shards, show their lines as they come, and give the first bad exit status.
+    """Run `count` shards, show their lines as they come, then how each ended, and give the first bad exit status.
 
     A shard without a test is none that failed, unless all are so. Where `arguments` name a shard, it is run alone.
     """
@@ -32,7 +32,11 @@ def run(arguments: Sequence[str], count: int = COUNT) -> int:
         )
         for part in parts
     ]
-    readers = [threading.Thread(target=_show, args=(k, shard.stdout)) for k, shard in enumerate(shards, 1)]
+    ends: list[list[str]] = [[] for _ in shards]
+    readers = [
+        threading.Thread(target=_show, args=(k, shard.stdout, end))
+        for k, (shard, end) in enumerate(zip(shards, ends, strict=True), 1)
+    ]
     for reader in readers:
         reader.start()
     try:
@@ -46,13 +50,20 @@ def run(arguments: Sequence[str], count: int = COUNT) -> int:
             shard.kill()
         for reader in readers:
             reader.join()
+    # The shards end minutes apart, and the tests that failed in the first would be far above the last lines.
+    print("".join(f"{k}| {line}" for k, end in enumerate(ends, 1) for line in end), end="", flush=True)
     failed = [status for status in statuses if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)]
     return int(failed[0] if failed else min(statuses))
 
 
-def _show(k: int, lines: IO[str] | None) -> None:
+def _show(k: int, lines: IO[str] | None, end: list[str]) -> None:
+    """Print the lines of shard `k`, and keep in `end` those that name what failed and the last one, with the counts."""
+    line = ""
     for line in lines or ():
         print(f"{k}| {line}", end="", flush=True)
+        if line.startswith(("FAILED ", "ERROR ")):
+            end.append(line)
+    end.append(line)
 
 
 if __name__ == "__main__":
