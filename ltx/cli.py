@@ -73,8 +73,8 @@ def _run(arguments: Sequence[str]) -> int:
 def _demo(parsed: argparse.Namespace) -> int:
     threads = max(1, cores() // parsed.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # unset, torchrun warns
-    options = demo_train.options_of(parsed)
-    return _run(["-n", str(parsed.ranks), "-m", "ltx.demo.train", *options.arguments()])
+    options = demo_train.Options.of(parsed).arguments()
+    return _run(["-n", str(parsed.ranks), "-m", "ltx.demo.train", *options])
 
 
 def _doctor(parsed: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ from torch import Tensor
 import ltx
 from benchmarks.studies.tasks import SETTINGS, Params, Settings, Task, drift, parser_of, read, task_of, where
 from ltx import hooks
-from ltx.estimate.formats import short
+from ltx.estimate import short
 
 SEEDS = (0, 1)
 RANKS = (8, 64)

@@ -1,110 +1,62 @@
-"""What the demo tells: its progress, and at the end a table, a figure of the losses, and every number as JSON lines.
-
-Progress on a terminal is one line that is rewritten, elsewhere a line every so often.
-"""
+"""What the demo tells: its progress, and at the end a table, a figure of the losses, and every number as JSON lines."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
-from ltx.estimate.formats import aligned
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What the display shows after a step."""
-
-    step: int  # how many are done, of `steps`
-    steps: int
-    loss: float  # mean over ranks, nats a character
-    tokens_per_s: float  # tokens (characters) a second, all ranks together
-    bytes_per_step: int  # what one rank sent in the last step
-    hidden: float | None = None  # the part of the communication that went on while the rank computed; None without any
-
-
-def format_count(number: float, unit: str = "") -> str:
-    """A number with a decimal prefix, to one decimal.
-
-    >>> format_count(25_312), format_count(3_303_424, "B"), format_count(512, "B")
-    ('25.3 k', '3.3 MB', '512 B')
-    """
-    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= size * 0.99995:  # what would round to 1000.0 of the smaller prefix
-            return f"{number / size:.1f} {prefix}{unit}"
-    return f"{number:.0f} {unit}".rstrip()
-
-
-def format_hidden(hidden: float | None) -> str:
-    """
-    >>> format_hidden(0.914), format_hidden(None)
-    ('91%', '-')
-    """
-    return "-" if hidden is None else f"{hidden:.0%}"
-
-
-def format_bar(done: float, width: int) -> str:
-    """
-    >>> format_bar(0.5, 8)
-    '[####----]'
-    """
-    filled = round(max(0.0, min(1.0, done)) * width)
-    return f"[{'#' * filled}{'-' * (width - filled)}]"
-
-
-def format_line(title: str, reading: Reading, width: int = 120) -> str:
-    """One line of at most ``width`` characters; the bar takes what is left.
-
-    >>> format_line("fp32", Reading(7, 10, 1.75, 24_000, 3_300_000, 0.9), width=84)
-    'fp32            [####-]   7/10  loss 1.750  24.0 k tokens/s  3.3 MB/step  90% hidden'
-    """
-    tail = (
-        f"{reading.step:{len(str(reading.steps))}}/{reading.steps}  loss {reading.loss:.3f}  "
-        f"{format_count(reading.tokens_per_s)} tokens/s  {format_count(reading.bytes_per_step, 'B')}/step  "
-        f"{format_hidden(reading.hidden)} hidden"
-    )
-    room = width - len(f"{title:14}  []  {tail}")
-    bar = format_bar(reading.step / reading.steps, min(room, 24)) + "  " if room >= 4 else ""
-    return f"{title:14}  {bar}{tail}"[:width]
+from ltx.estimate import aligned, format_bytes
 
 
 @dataclass
-class Progress:
-    """Shows readings on ``stream``, at most every ``interval_s`` seconds; ranks that have none to show pass None.
+class Report:
+    """What rank 0 tells: lines on `stream`, and numbers in a file of one JSON object a line. Other ranks have neither.
 
-    A terminal gets one line that is rewritten, at most ten times a second. Anything else gets a line now and then.
+    A terminal gets one line of progress that is rewritten, ten times a second at most; anything else a line every
+    `interval_s`. The last of a run is always shown.
     """
 
-    stream: TextIO | None
+    stream: TextIO | None = None
+    metrics: TextIO | None = None
     interval_s: float = 5.0
-    clock: Callable[[], float] = time.monotonic
-    _shown_s: float = field(default=float("-inf"), init=False)
+    _next_s: float = field(default=0.0, init=False)
     _length: int = field(default=0, init=False)
 
-    def show(self, title: str, reading: Reading) -> None:
-        """Show a reading, if it is time for one. The last of a run is always shown."""
-        if self.stream is None:
+    def say(self, text: str = "", end: str = "\n") -> None:
+        if self.stream is not None:
+            print(text, end=end, file=self.stream, flush=True)
+
+    def show(self, line: str, last: bool) -> None:
+        """Show how far a run is, if it is time for that."""
+        now = time.monotonic()
+        if self.stream is None or (now < self._next_s and not last):
             return
-        terminal = self.stream.isatty()
-        now, last = self.clock(), reading.step == reading.steps
-        if not last and now - self._shown_s < (0.1 if terminal else self.interval_s):
-            return
-        self._shown_s = now
-        if not terminal:
-            print(format_line(title, reading), file=self.stream, flush=True)
-            return
-        line = format_line(title, reading, max(40, shutil.get_terminal_size().columns - 1))
-        print("\r" + line.ljust(self._length), end="\n" if last else "", file=self.stream, flush=True)
+        if not self.stream.isatty():
+            self._next_s = now + self.interval_s
+            return self.say(line)
+        self._next_s = now + 0.1
+        line = line[: max(40, shutil.get_terminal_size().columns - 1)]
+        self.say("\r" + line.ljust(self._length), "\n" if last else "")
         self._length = 0 if last else len(line)
 
-    def say(self, text: str = "") -> None:
-        if self.stream is not None:
-            print(text, file=self.stream, flush=True)
+    def write(self, kind: str, **values: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.write(json.dumps({"kind": kind, **values}) + "\n")
+
+
+def told(tokens_per_s: float, nbytes: float, hidden: float | None) -> tuple[str, str, str]:
+    """Characters a second of all ranks, bytes that this one sends, and the part of that which it computed meanwhile.
+
+    >>> told(25_312.4, 3_303_424.0, 0.914)
+    ('25,312', '3.30 MB', '91%')
+    """
+    return f"{tokens_per_s:,.0f}", format_bytes(round(nbytes)), "-" if hidden is None else f"{hidden:.0%}"
 
 
 @dataclass(frozen=True)
@@ -119,14 +71,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to, in the units of :class:`Reading`."""
+    """What one run came to."""
 
     strategy: str  # the configuration's name
     steps: int  # of the optimizer
-    validation_loss: float  # on the whole held-out text
-    tokens_per_s: float
-    bytes_per_step: float  # on average
-    hidden: float | None
+    validation_loss: float  # on the whole held-out text, nats a character
+    tokens_per_s: float  # of all ranks together
+    bytes_per_step: float  # that a rank sends, on average
+    hidden: float | None  # the part of the communication that went on while the rank computed; None without any
     seconds: float  # for the training, without validation
 
 
@@ -136,28 +88,14 @@ def format_table(results: Sequence[Result]) -> str:
     >>> print(format_table([Result("fp32", 700, 1.7046, 24_012.0, 3.3e6, 0.92, 30.1)]))
     strategy  steps  validation loss  tokens/s  bytes/step  hidden
     --------  -----  ---------------  --------  ----------  ------
-    fp32        700            1.705    24.0 k      3.3 MB     92%
+    fp32        700            1.705    24,012     3.30 MB     92%
     """
     header = ("strategy", "steps", "validation loss", "tokens/s", "bytes/step", "hidden")
-    rows = []
-    for x in results:
-        speed = (format_count(x.tokens_per_s), format_count(x.bytes_per_step, "B"), format_hidden(x.hidden))
-        rows.append((x.strategy, str(x.steps), f"{x.validation_loss:.3f}", *speed))
+    rows = [
+        (x.strategy, str(x.steps), f"{x.validation_loss:.3f}", *told(x.tokens_per_s, x.bytes_per_step, x.hidden))
+        for x in results
+    ]
     return "\n".join(aligned(header, rows, [False, *[True] * 5]))
-
-
-def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average without a bias to zero.
-
-    >>> smoothed([1.0, 1.0]), smoothed([])
-    ([1.0, 1.0], [])
-    """
-    total = norm = 0.0
-    averages = []
-    for value in values:
-        total, norm = weight * total + value, weight * norm + 1
-        averages.append(total / norm)
-    return averages
 
 
 def draw(curves: Mapping[str, Curve], unigram: float, path: Path) -> bool:
@@ -170,7 +108,8 @@ def draw(curves: Mapping[str, Curve], unigram: float, path: Path) -> bool:
     axes = figure.subplots()
     for index, (name, curve) in enumerate(curves.items()):
         color = f"C{index}"
-        axes.plot(curve.tokens, smoothed(curve.loss), color=color, alpha=0.35, linewidth=1)
+        smoothed = list(accumulate(curve.loss, lambda mean, loss: 0.9 * mean + 0.1 * loss))
+        axes.plot(curve.tokens, smoothed, color=color, alpha=0.35, linewidth=1)
         style = ("o-", "o--")[index % 2]  # curves that lie on one another both show
         axes.plot(curve.validation_tokens, curve.validation_loss, style, color=color, markersize=3, label=name)
     axes.axhline(unigram, color="grey", linestyle=":", linewidth=1)
@@ -182,27 +121,3 @@ def draw(curves: Mapping[str, Curve], unigram: float, path: Path) -> bool:
     axes.legend()
     figure.savefig(path, dpi=120)
     return True
-
-
-class JsonLines:
-    """A file of one JSON object a line, written as they come; with path None nothing is written.
-
-    >>> with JsonLines(None) as metrics:
-    ...     metrics.write("step", loss=1.0)
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = None if path is None else path.open("w", encoding="utf-8", buffering=1)
-
-    def write(self, kind: str, **values: Any) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()

@@ -1,6 +1,6 @@
 """What a step costs: on paper, on a network that there may not be (plan), and here, on these ranks (compare).
 
-In a plan, what is sent is what the strategy asks for on shapes (:mod:`ltx.estimate.steps`); when is found by going
+In a plan, what is sent is what the strategy asks for on shapes (:mod:`ltx.estimate`); when is found by going
 through a step. Of processors nothing is known but what the caller has measured. A collective takes as many latencies as
 messages follow one another in it, and its bytes at the link's bandwidth (Thakur, Rabenseifner and Gropp, "Optimization
 of collective communication operations in MPICH", 2005, section 4).
@@ -23,9 +23,8 @@ from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.pending import Exchange
 from ltx.core.training import TrainState, TrainStep
 from ltx.core.training.train_state import counted
-from ltx.errors import InputError
-from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds, short
-from ltx.estimate.steps import BucketExplanation, Collective, ExchangeStarted, ExchangeWaited, Issues, Steps, cycle_of
+from ltx.errors import InputError, StrategyError
+from ltx.estimate import Collective, Issues, Shown, Started, Steps, Waited, aligned, format_bytes, format_seconds, short
 from ltx.optim import Optimizer
 from ltx.profile.traces import record
 from ltx.strategies import Strategy
@@ -98,6 +97,7 @@ class Cost(Shown):
 class _Transfer:
     """A bucket under way."""
 
+    kind: str
     left: list[Collective]
     issued: int = 0
     done: float = 0.0  # when the collective that was issued last is complete
@@ -111,62 +111,59 @@ class _Clock:
     compute_s: float
     now: float = 0.0
     link_free: float = 0.0
-    pending: dict[Exchange, tuple[list[_Transfer], str]] = field(default_factory=dict)
+    pending: dict[Exchange, list[_Transfer]] = field(default_factory=dict)
     traffic: dict[str, list[float]] = field(default_factory=dict)  # by kind: bytes, collectives, seconds on the link
 
     def step(self, issues: Issues) -> None:
-        """Go through one step: gradients get ready evenly by their bytes, and all of them are waited for."""
+        """Go through one step, in which all gradients are waited for."""
         for event in issues.begun:
             self._event(event)
         self.now += FORWARD * self.compute_s
-        if issues.summary is not None:
-            self._carry(issues.summary, "summaries")
-        whole = sum(bucket.nbytes for bucket in issues.buckets)
-        pending: list[_Transfer] = []
-        for bucket in issues.buckets:
-            self.now += BACKWARD * self.compute_s * (bucket.nbytes / whole if whole else 0.0)
-            self._launch(pending, bucket, "gradients")
-        self.now += 0.0 if whole else BACKWARD * self.compute_s
-        self._wait_all(pending, "gradients")
+        self._wait(self._start(issues.gradients, "gradients", BACKWARD * self.compute_s))
         updated = list(issues.updated)
-        while updated and isinstance(updated[0], ExchangeWaited):
+        while updated and isinstance(updated[0], Waited):
             self._event(updated.pop(0))
         self.now += OPTIMIZER * self.compute_s
         for event in updated:
             self._event(event)
 
-    def _event(self, event: ExchangeStarted | ExchangeWaited) -> None:
-        if isinstance(event, ExchangeWaited):
-            self._wait_all(*self.pending.pop(event.exchange, ([], "")))
-            return
-        if event.summary is not None:
-            self._carry(event.summary, "summaries")
-        kind = "exchanges" if event.summary is not None else "in the background"
-        pending, _ = self.pending[event.exchange] = [], kind
-        for row in event.rows:
-            self._launch(pending, row, kind)
+    def _event(self, event: Started | Waited) -> None:
+        assert event.exchange is not None
+        if isinstance(event, Waited):
+            self._wait(self.pending.pop(event.exchange, []))
+        else:
+            kind = "exchanges" if event.summary is not None else "in the background"
+            self.pending[event.exchange] = self._start(event, kind)
 
     # In the order in which ltx.core.gradients.pending does it.
 
-    def _launch(self, pending: list[_Transfer], bucket: BucketExplanation, kind: str) -> None:
-        pending.append(_Transfer(list(bucket.collectives)))
-        self._issue(pending[-1], kind)
-        for place, each in enumerate(pending):
-            before = pending[:place]
-            while each.left and each.done <= self.now and all(x.issued > each.issued or not x.left for x in before):
-                self._issue(each, kind)
+    def _start(self, started: Started, kind: str, making_s: float = 0.0) -> list[_Transfer]:
+        """Launch its buckets, which get ready evenly by their bytes while they are made."""
+        if started.summary is not None:
+            self._carry(started.summary, "summaries")
+        whole, under_way = sum(row.nbytes for row in started.rows), list[_Transfer]()
+        for row in started.rows:
+            self.now += making_s * row.nbytes / whole if whole else 0.0
+            under_way.append(_Transfer(kind, list(row.collectives)))
+            self._issue(under_way[-1])
+            for place, each in enumerate(under_way):
+                ahead = under_way[:place]
+                while each.left and each.done <= self.now and all(x.issued > each.issued or not x.left for x in ahead):
+                    self._issue(each)
+        self.now += 0.0 if whole else making_s
+        return under_way
 
-    def _issue(self, each: _Transfer, kind: str) -> None:
+    def _issue(self, each: _Transfer) -> None:
         self.now = max(self.now, each.done)
         if each.left:
-            each.done = self._carry(each.left.pop(0), kind)
+            each.done = self._carry(each.left.pop(0), each.kind)
             each.issued += 1
 
-    def _wait_all(self, pending: list[_Transfer], kind: str) -> None:
-        while any(each.left for each in pending):
-            for each in pending:
-                self._issue(each, kind)
-        self.now = max([self.now, *(each.done for each in pending)])
+    def _wait(self, under_way: list[_Transfer]) -> None:
+        while any(each.left for each in under_way):
+            for each in under_way:
+                self._issue(each)
+        self.now = max([self.now, *(each.done for each in under_way)])
 
     def _carry(self, collective: Collective, kind: str) -> float:
         """When a collective that is issued now is done."""
@@ -246,7 +243,7 @@ def plan(
         raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
     strategy = on_network(strategy, params, world, network)
-    window = cycle_of(strategy) if steps is None else steps
+    window = _cycle_of(strategy) if steps is None else steps
     start = max(0, window.start - strategy.cycle[1])
     driven = Steps(strategy, params, world, 0, start, optimizer)
     clock = _Clock([*networks, (world, network)], compute_s)
@@ -256,6 +253,25 @@ def plan(
         clock.step(driven.next() if world > 1 else Issues())  # a world of one sends nothing
     traffic = tuple(Traffic(kind, *(amount / len(window) for amount in sums)) for kind, sums in clock.traffic.items())
     return Cost(strategy, world, window, (clock.now - began) / len(window), compute_s, traffic)
+
+
+def _cycle_of(strategy: Strategy) -> range:
+    """The steps of one cycle of the strategy.
+
+    Raises:
+        StrategyError: steps after it communicate at other times.
+    """
+    first, length = strategy.cycle
+    late = strategy.communicates_after_update
+    differs = next((step for step in range(first, first + 1000) if late(step) != late(step + length)), None)
+    if differs is not None:
+        raise StrategyError(
+            f"plan: {type(strategy).__name__}.cycle says that from step {first} on steps repeat every {length}, and "
+            f"communicates_after_update({differs}) isn't communicates_after_update({differs + length}). Define cycle: "
+            "(the first step of the first cycle, how many steps a cycle has); or say which steps to take the mean of: "
+            f"plan(..., steps=range({first}, {first + 1000}))."
+        )
+    return range(first + length, first + 2 * length)
 
 
 class Compared(NamedTuple):

@@ -20,25 +20,28 @@ from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.arguments import whole
 from ltx.core.gradients.planning import MIB, chosen_sizes
+from ltx.core.optim.combine import members_of
+from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.training.guard import must_sync_finite, on_any
 from ltx.core.training.parameters import split
 from ltx.core.training.train_state import TrainState
 from ltx.core.training.train_step import TrainStep
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.sync_state import SyncState
-from ltx.errors import StepError
-from ltx.estimate.formats import Shown, aligned, format_bytes, format_seconds
-from ltx.estimate.steps import (
+from ltx.errors import LtxError, StepError
+from ltx.estimate import (
     BucketExplanation,
     Collective,
-    ExchangeExplanation,
-    Gradients,
     Issues,
+    Shown,
     Steps,
+    aligned,
     collective,
+    format_bytes,
+    format_seconds,
     meta,
-    stand_in,
 )
+from ltx.optim import Optimizer, chain, identity
 from ltx.profile.traces import Trace
 from ltx.strategies import StepInfo, Strategy
 from ltx.strategies.auto_hook import choice_for, network_of
@@ -68,7 +71,7 @@ class Explanation(Shown):
     rank: int
     sync_step: int
     buckets: tuple[BucketExplanation, ...]
-    exchanges: tuple[ExchangeExplanation, ...] | None
+    exchanges: tuple[BucketExplanation, ...] | None
     summaries: tuple[Collective, ...]
     plain_bytes: int
     notes: tuple[str, ...]
@@ -255,29 +258,44 @@ def explain(
     given, (inner, chosen) = inner.strategy, _as_it_runs(inner, params, state, size, number)
     trains, strategy, post_update_hook = isinstance(step, TrainStep), inner.strategy, None
     hook = inner.hook(number, training=trains)
-    gradients = Gradients(strategy, params, size, rank)
+    steps = Steps(strategy, params, size, rank)
     plain_bytes = sum(
-        collective("psum", meta((b.numel,), b.dtype), gradients.ranks).nbytes
-        for b in gradients.plan(hooks.AllReduce()).buckets
+        collective("psum", meta((b.numel,), b.dtype), steps.axis.ranks).nbytes
+        for b in steps.plan(hooks.AllReduce()).buckets
     )
     issues = Issues()
     if size > 1 and isinstance(step, TrainStep):
         # From the step before, for what it leaves under way.
         at_number, first = replace(step, step=inner), max(0, number - 1)
-        optimizer, post_update_hook = stand_in(strategy, step.optimizer), at_number.post_update_hook(number)
+        optimizer, post_update_hook = _stand_in(strategy, step.optimizer), at_number.post_update_hook(number)
         hooked = inner.reduce_dtype, at_number.post_update_hook, partial(_ask_if_finite, at_number)
         steps = Steps(strategy, params, size, rank, first, optimizer, *hooked)
         if number:
             steps.next()
         issues = steps.next()
     elif size > 1 and hook is not None:
-        issues = gradients.only(hook, number)
+        issues = Issues(gradients=steps.gradients(hook, number))
     exchanges = issues.exchanges if trains else None
     notes = [*chosen, *_notes(inner, hook, size, number, trains)]
     if post_update_hook is not None:
         notes.append('with overlap="update" a bucket is sent once the optimizer has run on it')
-    rows = issues.buckets, exchanges, issues.summaries
+    rows = issues.gradients.rows, exchanges, issues.summaries
     return Explanation(given, post_update_hook or hook, size, rank, number, *rows, plain_bytes, tuple(notes))
+
+
+def _stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
+    """What does to shapes as `optimizer` does and reads no values, unless the strategy insists on another.
+
+    That is :func:`ltx.optim.identity`, but for what clips by a norm: where ranks have parts of the gradients, that
+    takes an exchange.
+    """
+    clips = [member for member in members_of(optimizer) if isinstance(member, ClipByGlobalNorm)]
+    made = chain(*clips, identity())
+    try:
+        strategy.check_optimizer(made)
+    except LtxError:
+        return optimizer
+    return made
 
 
 def _ask_if_finite(train: TrainStep, info: StepInfo) -> None:

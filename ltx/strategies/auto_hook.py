@@ -1,7 +1,6 @@
 """Choosing a communication hook: by the bandwidth between ranks, and by what each hook would send.
 
-What a hook sends is what it asks for
-when it is driven on shapes (:mod:`ltx.estimate.steps`).
+What a hook sends is what it asks for when it is driven on shapes (:mod:`ltx.estimate`).
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import torch
 
 from ltx import hooks
 from ltx.errors import LtxError, SyncStateError
-from ltx.estimate.formats import format_bytes
-from ltx.estimate.steps import Gradients
+from ltx.estimate import Steps, format_bytes
 from ltx.extend import Strategy, comm
 from ltx.typing import Tree
 
@@ -114,8 +112,7 @@ def choice_for(
             if hook is None:
                 continue  # gradients stay local before it begins
             hook = hook if dtype is None else hooks.cast(hook, dtype)
-            gradients = Gradients(made, params, ranks)
-            buckets = gradients.buckets(hook, gradients.first_states(), step)
+            buckets = Steps(made, params, ranks).gradients(hook, step).rows
         except LtxError:
             if not sent:  # the all-reduce itself
                 raise

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.run import get_rdzv_endpoint
 
 import ltx.cli
-from ltx.demo.train import Options, options_of
+from ltx.demo.train import Options
 from ltx.demo.train import parse as parse_demo
 from ltx.runtime.run import Ended, first_failure
 
@@ -176,9 +176,7 @@ def test_demo_starts_its_module(launched: list[argparse.Namespace]) -> None:
 def test_demo_options_survive_the_command_line() -> None:
     options = Options(steps=3, batch_size=2, strategy="accumulate", out=Path("a b"), seed=-1)
     assert parse_demo(options.arguments()) == options
-    assert parse_demo([]) == Options() == options_of(argparse.Namespace(**vars(Options())))
-    assert [configuration.name for configuration in options.configurations] == ["accumulate x 4"]
-    assert len(Options().configurations) == 3
+    assert parse_demo([]) == Options() == Options.of(argparse.Namespace(**vars(Options())))
 
 
 def test_run_starts_every_rank(tmp_path: Path) -> None:

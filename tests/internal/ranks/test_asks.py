@@ -11,7 +11,7 @@ LTX = Path(__file__).parents[3] / "ltx"
 KINDS = {"threads", "simulated", "meta"}
 CLASSES = {"ProcessRanks", "ThreadRanks", "VmapRanks", "ShapeRanks"}
 #: What makes ranks of a kind: ltx.simulate, and explain. The threads of a worker are its processors'.
-MAKERS = {"runtime/simulation.py", "estimate/steps.py", "runtime/worker.py"}
+MAKERS = {"runtime/simulation.py", "estimate.py", "runtime/worker.py"}
 #: Uses of a communicator (``axis.comm``), which only go down.
 MOST = 40
 

@@ -1,0 +1,431 @@
+"""What a training step sends, as values, found from shapes alone before anything runs; and the tables that show it.
+
+A strategy's own methods are driven on the meta device, and what they ask for is written down. So what is counted is
+what a step will issue, and not a formula beside it: :func:`ltx.profile.explain` shows it for one step,
+:func:`ltx.profile.plan` takes the time of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from ltx import hooks
+from ltx.core import comm
+from ltx.core.base import tree
+from ltx.core.comm.operations import OPERATIONS
+from ltx.core.gradients.comm_hook import reduce_at_once
+from ltx.core.gradients.packing import pack_pure
+from ltx.core.gradients.pending import Exchange
+from ltx.core.gradients.planning import Plan, arrival_order, differentiable, make_plan
+from ltx.core.gradients.reduction import REQUESTS, Bucket, LeafState, Reduced
+from ltx.core.optim.base import Update, advanced
+from ltx.core.ranks.axis import DEFAULT_NAME, Axis, open_alone
+from ltx.core.ranks.batched import ShapeRanks
+from ltx.core.transforms.strategy import Strategy, in_dtype
+from ltx.core.transforms.strategy_update import PostUpdateHook, States, StepInfo, Updated, check_updated
+from ltx.errors import LtxError, StrategyError, UnsupportedError
+from ltx.hooks.plain import NAMES, named_hook
+from ltx.optim import Optimizer, identity
+from ltx.typing import Tree
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that a bucket will issue.
+
+    Attributes:
+        operation: as in :class:`ltx.hooks.CollectiveRequest`.
+        buffer: dtype and shape of what goes in, as "float16[99]".
+        nbytes: bytes that this rank sends for it, as :func:`ltx.profile.record` will count them.
+        ranks: how many take part.
+        between: the first and the last of them.
+    """
+
+    operation: str
+    buffer: str
+    nbytes: int
+    ranks: int
+    between: tuple[int, int] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class BucketExplanation:
+    """What one bucket of gradients will send.
+
+    Attributes:
+        index: its place in the order of launches.
+        paths: of its parameters, in the order in which they lie in it.
+        elements, dtype, nbytes: of its gradients.
+        hook: the hook in force.
+        collectives: in the order in which they are issued.
+    """
+
+    index: int
+    paths: tuple[str, ...]
+    elements: int
+    dtype: torch.dtype
+    nbytes: int
+    hook: hooks.CommHook
+    collectives: tuple[Collective, ...]
+
+    @property
+    def label(self) -> str:
+        """What the ledger calls its collectives."""
+        return f"bucket {self.index}"
+
+
+@dataclass(frozen=True)
+class ExchangeExplanation(BucketExplanation):
+    """What one bucket of an exchange will send: what a strategy sends besides gradients.
+
+    Attributes:
+        index: its place in its exchange.
+        paths, elements, dtype, nbytes: of the tensors that are exchanged.
+        exchange: the exchange's number among those of the step.
+        background: whether it is under way while the rank computes.
+    """
+
+    exchange: int
+    background: bool
+
+    @property
+    def label(self) -> str:
+        return f"{'background' if self.background else 'exchange'} {self.index}"
+
+
+@dataclass(frozen=True)
+class Started:
+    """Gradients are sent, or an `exchange` starts. `summary`: the small sum ahead of it, but in the background."""
+
+    rows: tuple[BucketExplanation, ...] = ()
+    summary: Collective | None = None
+    exchange: Exchange | None = None
+
+
+@dataclass(frozen=True)
+class Waited:
+    """An exchange is waited for, of this step or of one before it."""
+
+    exchange: Exchange
+
+
+@dataclass(frozen=True)
+class Issues:
+    """What a training step issues, and waits for, in order: `begun` is ahead of the forward pass, `updated` last."""
+
+    begun: tuple[Started | Waited, ...] = ()
+    gradients: Started = Started()
+    updated: tuple[Started | Waited, ...] = ()
+
+    @property
+    def exchanges(self) -> tuple[BucketExplanation, ...]:
+        """All rows of all exchanges that start in this step."""
+        events = (*self.begun, *self.updated)
+        return tuple(row for event in events if isinstance(event, Started) for row in event.rows)
+
+    @property
+    def summaries(self) -> tuple[Collective, ...]:
+        """All summaries of this step."""
+        events = (self.gradients, *self.begun, *self.updated)
+        return tuple(x.summary for x in events if isinstance(x, Started) and x.summary is not None)
+
+
+def collective(operation: str, buffer: torch.Tensor, ranks: Any) -> Collective:
+    """The collective of a buffer, of which the shape is read, among `ranks`: :class:`ShapeRanks`."""
+    part, size = ranks.members, ranks.size
+    between = (part[0], part[-1]) if part else (0, size - 1)
+    return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, size), size, between)
+
+
+def summary(ranks: Any) -> Collective:
+    """The small sum that goes ahead of gradients, and of exchanges in the foreground."""
+    return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), ranks)
+
+
+def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+# --- found on shapes alone --------------------------------------------------------------------------------------------
+
+
+class Counted(Exchange):
+    """An exchange on shapes, or a step's gradients: it has in `found` what each of its buckets asks for.
+
+    Of buckets in which a reduction on shapes can tell nothing apart, one is driven for all.
+    """
+
+    def __init__(self, steps: Steps, what: str, plan: Plan, *args: Any):
+        self._steps, self._what = steps, what
+        self._alike: dict[Any, tuple[tuple[Collective, ...], Reduced]] = {}
+        self.found: list[tuple[Collective, ...]] = []
+        super().__init__(plan, *args)
+
+    def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
+        plan, hook, bucket = self._plan, self._plan.hook, self._plan.buckets[place]
+        assert isinstance(hook, hooks.CommHook)
+        mine, given = self._of(bucket, tensors)
+        states = [{name: meta(x.shape, x.dtype) for name, x in state.items()} for state in given]
+        shapes = tuple((name, x.shape, x.dtype) for state in states for name, x in state.items())
+        kind = bucket.leaves, shapes, place == len(plan.buckets) - 1
+        if kind not in self._alike:
+            there = replace(bucket, leaves=tuple(replace(leaf, device=torch.device("meta")) for leaf in bucket.leaves))
+            with self._steps.asking(hook, f"bucket {place}{self._what}") as asked:
+                flat = pack_pure(mine, there, hook, plan.axis.size, states)
+                reduced = reduce_at_once(hook, plan.axis, plan.bucket_input(there, flat, states, list))
+            self._alike[kind] = tuple(asked), reduced
+        self.found.append(self._alike[kind][0])
+        return self._alike[kind][1]
+
+    def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
+        self._steps.events.append(Waited(self))
+        return super().wait_buckets()
+
+    def rows(self, paths: Sequence[str], made: Callable[..., BucketExplanation]) -> tuple[BucketExplanation, ...]:
+        """What `made` makes of each bucket, whose leaves lie at `paths`."""
+        rows = []
+        for bucket, found in zip(self._plan.buckets, self.found, strict=True):
+            mine, nbytes = tuple(paths[member] for member in bucket.members), bucket.numel * bucket.dtype.itemsize
+            rows.append(made(bucket.index, mine, bucket.numel, bucket.dtype, nbytes, self._plan.hook, found))
+        return tuple(rows)
+
+
+class Steps:
+    """A strategy's training steps on shapes alone, one after the other from step `first` on.
+
+    Args:
+        strategy: whose.
+        params: the parameters, of which shapes and dtypes are read.
+        size, rank: the number of ranks, and the one that is looked at.
+        first: the number of the first step.
+        optimizer: what updates the parameters; one that does nothing to gradients if None.
+        reduce_dtype, post_update_hook: of the train step.
+        before_update: what the train step itself asks of the other ranks by exchanges, ahead of the optimizer.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        params: Tree,
+        size: int,
+        rank: int = 0,
+        first: int = 0,
+        optimizer: Optimizer | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        post_update_hook: Callable[[int], PostUpdateHook | None] = lambda step: None,
+        before_update: Callable[[StepInfo], object] = lambda info: None,
+    ):
+        self.strategy = strategy
+        self.axis = Axis(DEFAULT_NAME, size, ShapeRanks(rank, size, self._answer, self._exchange))
+        self.events: list[Started | Waited] = []
+        self._exchanges = 0  # that have started in this step
+        self._asked: Callable[[str, torch.Tensor, ShapeRanks], torch.Tensor] | None = None
+        given, self._spec = tree.flatten(params)
+        self._leaves, self._paths = [meta(leaf.shape, leaf.dtype) for leaf in given], tree.leaf_paths(params)
+        self._wanted = differentiable(self._leaves)  # as if all were differentiated
+        self._given, self._order = [given[i] for i in self._wanted], arrival_order(params, self._wanted)
+        self._optimizer = identity() if optimizer is None else optimizer
+        self._reduce_dtype, self._post_update_hook = reduce_dtype, post_update_hook
+        self._before_update, self._step = before_update, first
+        self._carried: Updated | None = None  # what one step hands to the next
+        self._sent: dict[hooks.CommHook, Started] = {}
+
+    def plan(self, hook: hooks.CommHook, states: Sequence[LeafState] = (), step: int = 0) -> Plan:
+        """The plan of a step's gradients."""
+        names = tuple(tuple(state) for state in states or [{} for _ in self._wanted])
+        mine = [self._paths[i] for i in self._wanted]
+        return make_plan(
+            self.strategy, hook, self.axis, self._given, lambda: self._order, names, step, lambda: mine, "", None
+        )
+
+    @cached_property
+    def first_states(self) -> States:
+        """The communication state before the first step."""
+        with on_shapes_alone(self.strategy.hook(0) or self.strategy, "the first state"):
+            return {
+                path: state
+                for path, leaf in zip(self._paths, self._leaves, strict=True)
+                if leaf.is_floating_point() and (state := self.strategy.init(leaf, path))
+            }
+
+    def gradients(self, hook: hooks.CommHook, step: int, entries: States | None = None) -> Started:
+        """What a step with `hook` issues for its gradients; `entries`: the communication state, if not the first."""
+        hook, entries = hook.at(step), self.first_states if entries is None else entries
+        if hook not in self._sent:
+            states = [hook.states_of(entries.get(self._paths[i], {})) for i in self._wanted]
+            counted = Counted(self, "", self.plan(hook, states, step), [self._leaves[i] for i in self._wanted], states)
+            rows = counted.rows([self._paths[i] for i in self._wanted], BucketExplanation)
+            self._sent[hook] = Started(rows, summary((hook.within(self.axis) or self.axis).ranks) if rows else None)
+        return self._sent[hook]
+
+    def next(self) -> Issues:
+        """Drive one step."""
+        carried, strategy, info = self._carried or self._first(), self.strategy, StepInfo(self._step, self.axis)
+        self._exchanges = 0
+        with self._in_step():
+            pending = strategy.begin(carried.params, carried.states, info, carried.pending)
+        begun, self.events = tuple(self.events), []
+        post_update_hook = self._post_update_hook(info.step)
+        hook = post_update_hook or in_dtype(strategy.hook_in_training(info.step), self._reduce_dtype)
+        gradients = Started() if hook is None else self.gradients(hook, info.step, carried.states)
+        if post_update_hook is not None:
+            self._carried = replace(carried, pending=pending)
+        else:
+            grads = tree.map(torch.empty_like, carried.params)
+            update = Update(self._optimizer, carried.params, grads, carried.opt_state)
+            with self._in_step():
+                self._before_update(info)
+                got = strategy.update(update, carried.states, info, pending)
+            self._carried = check_updated(strategy, got, update, carried.states)
+        updated, self.events, self._step = tuple(self.events), [], self._step + 1
+        return Issues(begun, gradients, updated)
+
+    def _first(self) -> Updated:
+        """What the step before the first one has handed on."""
+        self.strategy.check_axis(self.axis)
+        self.strategy.check_optimizer(self._optimizer)
+        params = tree.unflatten(self._spec, self._leaves)
+        with on_shapes_alone(self.strategy, "the first state of the optimizer"):
+            opt_state = self.strategy.init_optimizer(self._optimizer, params, self.axis)
+            for _ in range(self._step if self._optimizer.offers.leafwise else 0):  # such ones count their updates
+                opt_state = advanced(opt_state)
+        return Updated(params, opt_state, self.first_states)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """The strategy's part of a step, in which the axis that collectives find is the one that is counted."""
+        undo = open_alone(self.axis)
+        try:
+            with on_shapes_alone(self.strategy, f"step {self._step}"):
+                yield
+        finally:
+            undo()
+
+    @contextmanager
+    def asking(self, hook: hooks.CommHook, what: str) -> Iterator[list[Collective]]:
+        """What `hook` asks for meanwhile, in `what`, is written down there."""
+        found: list[Collective] = []
+
+        def answer(operation: str, buffer: torch.Tensor, ranks: ShapeRanks) -> torch.Tensor:
+            """Shape and dtype of what the collective gives."""
+            if not buffer.numel():  # the schedules send nothing then
+                return buffer
+            if len(found) == hook.phases_on(self.axis.size):
+                raise StrategyError(
+                    f"{hook!r} asks for more than {len(found)} collectives in {what}. Say how many it may ask for: "
+                    "phases: ClassVar[int] = ..."
+                )
+            if operation not in REQUESTS:
+                *others, last = REQUESTS
+                raise StrategyError(
+                    f"{hook!r} asks for {operation!r} in {what}. A reduction may ask for {', '.join(others)} and "
+                    f"{last}."
+                )
+            found.append(collective(operation, buffer, ranks))
+            return OPERATIONS[operation].new_result(buffer, ranks.size)
+
+        self._asked = answer
+        with on_shapes_alone(hook, what):
+            yield found
+        self._asked = None
+
+    def _answer(
+        self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], ranks: ShapeRanks
+    ) -> torch.Tensor:
+        if self._asked is None:
+            raise UnsupportedError(
+                f"{self.strategy!r} communicates by a collective ({operation} of {tree.describe(buffer)}) that belongs "
+                "to no exchange, so that nothing can be said of it ahead. Let it communicate through Strategy.exchange."
+            )
+        return self._asked(operation, buffer, ranks)
+
+    def _exchange(
+        self, plan: Plan, tensors: Sequence[torch.Tensor], states: Any, background: bool, paths: Sequence[str]
+    ) -> Exchange:
+        counted = Counted(self, " of an exchange", plan, tensors, states, background)
+        rows = counted.rows(paths, partial(ExchangeExplanation, exchange=self._exchanges, background=background))
+        self._exchanges += 1
+        self.events.append(Started(rows, None if background else summary(plan.axis.ranks), counted))
+        return counted
+
+
+@contextmanager
+def on_shapes_alone(whose: hooks.CommHook | Strategy, what: str) -> Iterator[None]:
+    """Say what is wrong with a hook or a strategy that can't do without values."""
+    try:
+        yield
+    except LtxError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{whose!r} can't be run on shapes alone: {what} took {type(error).__name__}: {error}. It may not "
+            "read values, and the tensors that it makes belong on the device of those that it is given. What a step "
+            "sends can still be counted while it runs: with ltx.profile.record() as trace."
+        ) from error
+
+
+# --- tables and units, as text ----------------------------------------------------------------------------------------
+
+
+class Shown:
+    """A value that notebooks show as ``print`` does."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        import html  # a dictionary of two thousand names, for notebooks alone
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], to_the_right: Sequence[bool]) -> list[str]:
+    """The lines of a table."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for cells in (header, tuple("-" * width for width in widths), *rows):
+        columns = zip(cells, widths, to_the_right, strict=True)
+        lines.append("  ".join(x.rjust(width) if right else x.ljust(width) for x, width, right in columns).rstrip())
+    return lines
+
+
+def format_bytes(nbytes: int) -> str:
+    """Bytes in decimal units, as links are sold; small numbers exactly.
+
+    >>> format_bytes(1200), format_bytes(48_640), format_bytes(3_303_424)
+    ('1,200 B', '48.6 kB', '3.30 MB')
+    """
+    if nbytes < 10_000:
+        return f"{nbytes:,} B"
+    for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)):
+        if nbytes < 999.5 * size or unit == "GB":
+            break
+    value = nbytes / size
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits, with a unit.
+
+    >>> format_seconds(0.0123), format_seconds(42.0), format_seconds(1e-5), format_seconds(3600)
+    ('12.3 ms', '42 s', '10 us', '3,600 s')
+    """
+    unit, size = next((u for u in (("us", 1e6), ("ms", 1e3)) if seconds * u[1] < 999.5), ("s", 1.0))
+    value = seconds * size
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
+
+
+def short(strategy: Strategy) -> str:
+    """A strategy with those of its fields that aren't at their defaults."""
+    said = []
+    for x in fields(strategy):
+        value, default = getattr(strategy, x.name), x.default
+        if value != (named_hook(default) if default in NAMES else default):
+            said.append(f"{x.name}={value!r}")
+    return f"{type(strategy).__name__}({', '.join(said)})"

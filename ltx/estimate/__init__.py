@@ -1,1 +1,0 @@
-"""What a step sends and what that takes, known from shapes alone, before anything runs."""
