@@ -177,4 +177,4 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() == 0:
         return torch.empty(0, 1, dtype=torch.uint8)
     plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return plain.contiguous().view(-1).view(torch.uint8).view(tensor.numel(), -1)
+    return plain.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).view(tensor.numel(), -1)

@@ -39,6 +39,7 @@ from ltx.extend import (
     Strategy,
     Update,
     Updated,
+    communicate_after_update,
     members_of,
     tree,
     with_members,
@@ -119,17 +120,17 @@ class ZeroStrategy(Strategy):
         return as_shards(state, axis)
 
     def update(self, update: Update, states: States, info: StepInfo, pending: Any) -> Updated:
-        axis, paths, (leaves, spec) = info.axis, tree.leaf_paths(update.params), tree.flatten(update.params)
+        axis, (leaves, spec) = info.axis, tree.flatten(update.params)
         params, grads = own_parts(update.params, axis), own_parts(update.grads, axis)
         optimizer, opt_state = self._together(update.optimizer, info), own_state(update.opt_state, axis)
         mine = replace(update, optimizer=optimizer, params=params, grads=grads, opt_state=opt_state)
-        params, opt_state = mine.apply()
-        del update, mine, grads  # the gradients' memory is the new parameters'
-        parts = tree.flatten(params)[0]
-        if axis.size > 1:
-            parts, _ = self.exchange(AllParts(), parts, paths, info).wait()
-        whole = [_whole(new, old) for new, old in zip(parts, leaves, strict=True)]
-        return Updated(tree.unflatten(spec, whole), as_shards(opt_state, axis), states, pending)
+        parts, opt_state = mine.apply()
+        del mine, grads  # the gradients' memory is the new parameters'
+        if axis.size == 1:
+            whole = [_whole(new, old) for new, old in zip(tree.flatten(parts)[0], leaves, strict=True)]
+            return Updated(tree.unflatten(spec, whole), as_shards(opt_state, axis), states, pending)
+        shared = communicate_after_update(self.exchange, AllParts(), update, parts, opt_state, states, info)
+        return replace(shared, opt_state=as_shards(opt_state, axis), pending=pending)
 
     def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Shards, info: StepInfo) -> Shards:
         if opt_state.ranks == 1:
@@ -137,9 +138,11 @@ class ZeroStrategy(Strategy):
         like = tree.flatten(optimizer.init(own_parts(params, Axis("whole", 1))))[0]
         leaves, spec = tree.flatten(own_state(opt_state, info.axis))
         split = {i: path for i, path in enumerate(tree.leaf_paths(opt_state.state)) if leaves[i].ndim == 1}
-        gathered, _ = self.exchange(AllParts(), [leaves[i] for i in split], [*split.values()], info).wait()
-        for i, rows in zip(split, gathered, strict=True):
-            leaves[i] = rows.reshape(-1)[: like[i].numel()]
+        places, mine = list(split), [leaves[i] for i in split]
+        for bucket, (rows, _) in self.exchange(AllParts(), mine, [*split.values()], info).wait_buckets():
+            for member, block in zip(bucket.members, rows.split(bucket.sizes, 1), strict=True):
+                i = places[member]
+                leaves[i] = block.reshape(-1)[: like[i].numel()]
         return Shards(tree.unflatten(spec, leaves), 1, 0)
 
     def _together(self, optimizer: Optimizer, info: StepInfo) -> Optimizer:
@@ -255,36 +258,6 @@ def _placed(mine: Tensor, inputs: BucketInput) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AllParts(CommHook):
-    """All-gather: of vectors of m elements, those of all ranks, as (ranks, m)."""
-
-    elementwise: ClassVar[bool] = False
-    sums: ClassVar[bool] = False
-
-    def scale(self, axis_size: int) -> float:
-        return 1.0
-
-    def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
-        return replace(
-            bucket, leaves=tuple(replace(leaf, shape=torch.Size((axis_size, *leaf.shape))) for leaf in bucket.leaves)
-        )
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        if not inputs.flat.numel():
-            return inputs.flat, inputs.states
-        rows = yield CollectiveRequest("all_gather", inputs.flat)
-        sizes = inputs.bucket.sizes
-        if len(sizes) == 1:
-            return rows.reshape(-1), inputs.states
-        if not isinstance(inputs.rank, int):
-            return torch.cat([block.reshape(-1) for block in rows.split(sizes, 1)]), inputs.states
-        flat = rows.new_empty(rows.numel())  # the same in one pass
-        for whole, block in zip(flat.split([len(rows) * m for m in sizes]), rows.split(sizes, 1), strict=True):
-            whole.view(block.shape).copy_(block)
-        return flat, inputs.states
-
-
-@dataclass(frozen=True)
 class PartUpdated(MeanPart, PostUpdateHook):
     """Reduce-scatter of gradients, the optimizer on this rank's part, all-gather of the new parameters."""
 
@@ -317,10 +290,24 @@ class PartUpdated(MeanPart, PostUpdateHook):
     def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
         if not bucket.numel:
             return PostUpdateResult(old.params, old.states)
-        blocks = reduced[0].split([width(size, old.axis_size) for size in bucket.sizes], 1)
+        blocks = reduced[0].split([width(x.numel(), old.axis_size) for x in old.params], 1)
         if old.may_overwrite:
             return PostUpdateResult(old.params, old.states, partial(_joined, blocks, old.params))
         return PostUpdateResult([_whole(block, x) for block, x in zip(blocks, old.params, strict=True)], old.states)
+
+
+@dataclass(frozen=True)
+class AllParts(PartUpdated):
+    """All-gather of the new parameters, where gradients were reduced and the optimizer has run before."""
+
+    phases: ClassVar[int] = 1
+    shares_gradients: ClassVar[bool] = False
+
+    def scale(self, axis_size: int) -> float:
+        return 1.0
+
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        return (yield CollectiveRequest("all_gather", inputs.flat)), ()
 
 
 def _whole(parts: Tensor, like: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     Mutant(
         name="streams: elastic doesn't wait for its peers before the optimizer runs",
-        where="ProcessSchedule.confirm",
+        where="confirm",
         old="if stream is None:",
         new="if stream is not None:",
         breaks="after a loss there is no state to go on from",

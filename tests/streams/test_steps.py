@@ -72,6 +72,8 @@ STRATEGIES: dict[str, tuple[ltx.Strategy, dict[str, Any]]] = {
     "powersgd": (ltx.DDPStrategy(comm_hook=hooks.PowerSGD(rank=1, start_step=0), **SMALL), {}),
     "bytegrad": (ltx.DDPStrategy(comm_hook=hooks.ByteGrad(), **SMALL), {}),
     "zero": (ltx.ZeroStrategy(**SMALL), {"overlap": "update"}),
+    "zero, whole steps": (ltx.ZeroStrategy(**SMALL), {}),
+    "adasum": (ltx.HorovodStrategy(op="adasum", **SMALL), {}),
 }
 
 

@@ -15,7 +15,7 @@ from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.decentralized import Decentralized
 from tests.streams.backend import log
 from tests.streams.pool import StreamedPool
-from tests.streams.test_steps import batch, loss_of, model
+from tests.streams.test_steps import SMALL, batch, loss_of, model
 
 Ranks = Callable[[int], Pool]
 
@@ -67,3 +67,25 @@ def test_gossip_is_as_over_gloo(mode: Any, ranks: Ranks) -> None:
     for (params, reads), wanted in zip(StreamedPool(ranks(2)).run(gossiping, strategy), expected, strict=True):
         torch.testing.assert_close(params, wanted)
         assert len([line for line in reads if "Decentralized._check" in line]) == 1
+
+
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+@pytest.mark.parametrize("strategy", [ltx.ZeroStrategy(**SMALL), ltx.HorovodStrategy(op="adasum", **SMALL)])
+def test_parameters_that_are_given_away_keep_their_memory(strategy: ltx.Strategy, overlap: Any, ranks: Ranks) -> None:
+    """What ranks share after the optimizer is written where the old ones lie, and comes to the same."""
+
+    def run(donate: bool) -> tuple[bool, dict[str, Tensor]]:
+        module, rank = model(), int(ltx.axis_index())
+        adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+        train = ltx.train_step(ltx.data_parallel(loss_of(module), strategy), adamw, donate=donate, overlap=overlap)
+        state = train.init(dict(module.named_parameters()))
+        places = [x.data_ptr() for x in state.params.values()]
+        for step in range(3):
+            state, _ = train(state, *batch(rank, step))
+        kept = [x.data_ptr() for x in state.params.values()] == places
+        return kept, {name: x + 0 for name, x in state.params.items()}
+
+    given, held = (StreamedPool(ranks(2)).run(run, donate) for donate in (True, False))
+    for (kept, params), (moved, expected) in zip(given, held, strict=True):
+        assert (kept, moved) == (True, False)
+        torch.testing.assert_close(params, expected, rtol=0, atol=0)

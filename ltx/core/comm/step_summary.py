@@ -184,6 +184,26 @@ def read_last_summary(among: AxisComm) -> None:
         raise
 
 
+def confirm(among: AxisComm) -> None:
+    """Where the host runs ahead of the device: wait until all ranks' devices have completed what is enqueued now.
+
+    It is complete when a sum behind it is.
+
+    Raises:
+        PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: a peer won't come so far.
+    """
+    stream, channel = among.stream_of(among.device), among.bucket_channel(0)
+    if stream is None:
+        return
+    try:
+        with stream.behind_current():
+            copy = channel.issue("psum", torch.zeros(1, device=among.device), "confirmation").read()
+        channel.wait_for_host(copy, "confirmation")
+    except BaseException as error:
+        among.recovery.abort(error)
+        raise
+
+
 def begin_pass(
     axis_comm: AxisComm,
     among: AxisComm,

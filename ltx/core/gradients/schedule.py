@@ -342,23 +342,6 @@ class ProcessSchedule(Schedule):
         """Whether a bucket may issue more than one collective."""
         return self.hook.phases_on(self.plan.axis.size) > 1
 
-    def confirm(self) -> None:
-        """Where the host runs ahead of the device: wait until all ranks' devices have completed all buckets.
-
-        What they have enqueued before is complete when a sum behind it is.
-
-        Raises:
-            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: a peer won't come so far.
-        """
-        device = self.comm.device
-        stream = self.comm.stream_of(device)
-        if stream is None:
-            return
-        channel = self.among.bucket_channel(0)
-        with stream.behind_current():
-            copy = channel.issue("psum", torch.zeros(1, device=device), "confirmation").read()
-        channel.wait_for_host(copy, "confirmation")
-
     def finish(self) -> comm.StepSummary | None:
         """After the last bucket: return the step summary, and forget this pass, so another may follow."""
         summary = self.summary

@@ -172,9 +172,9 @@ class TrainSettings:
     """The arguments of :func:`ltx.train_step`, each checked, and all of them together.
 
     Attributes:
-        confirms: before the optimizer runs, the host waits until all ranks have all gradients. Else it runs ahead of
-            an accelerator, and hears of a lost peer when the memory of the state before is that of the next one. Set
-            by :func:`ltx.elastic`, which goes on from the state before.
+        confirms: before the state before is written to, the host waits until all ranks have all that they are sent.
+            Else it runs ahead of an accelerator, and hears of a lost peer when the memory of the state before is that
+            of the next one. Set by :func:`ltx.elastic`, which goes on from the state before.
     """
 
     step: DataParallel

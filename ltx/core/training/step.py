@@ -270,8 +270,8 @@ class Step:
             with torch.no_grad():  # views of results would be costly
                 for bucket, reduced in schedule.wait_buckets():
                     completion.complete(bucket, reduced)
-            if self.train.confirms:
-                schedule.confirm()
+            if self.train.confirms and not self.late:
+                comm.confirm(schedule.among)
             summary = schedule.finish()
             done = completion.result()
         except BaseException as error:
@@ -322,6 +322,8 @@ class Step:
             work.warn_of_unused()
             with uninterrupted(self._in_place):
                 updated = self._updated(done, states, finite, about_to_write)
+                if train.confirms and self.late and info.axis.comm is not None:
+                    comm.confirm(info.axis.comm)
                 next_sync = state.held("sync_state").advanced(updated.states)
                 metrics = Metrics(mean, forward.aux)
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)

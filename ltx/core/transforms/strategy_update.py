@@ -25,7 +25,7 @@ from ltx.core.base import tree
 from ltx.core.base.arguments import brief, outcome
 from ltx.core.base.errors import StrategyError
 from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.packing import is_plain
+from ltx.core.gradients.packing import is_plain, prefers_few_calls
 from ltx.core.gradients.pending import Exchange
 from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
 from ltx.core.optim.base import Update
@@ -214,12 +214,13 @@ def take_updated(
 
 
 def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
-    """Whether `tensors` are eager CPU tensors, contiguous, and share no start of memory with each other or `others`.
+    """Whether `tensors` are eager ones, contiguous, and share no start of memory with each other or `others`.
 
-    A user's optimizer may keep the parameters that it was given in its state.
+    A user's optimizer may keep the parameters that it was given in its state. On an accelerator what is written is
+    enqueued behind all that reads the old values: the step's own stream, and a bucket's fence.
     """
     mine = [x for x in tensors if x.numel()]
-    if not all(is_plain(x) and x.is_contiguous() for x in mine):
+    if not all((is_plain(x) or prefers_few_calls(x)) and x.is_contiguous() for x in mine):
         return False
     places = {x.data_ptr() for x in mine}
     return len(places) == len(mine) and not any(x.data_ptr() in places for x in tree.flatten(others)[0] if x.numel())

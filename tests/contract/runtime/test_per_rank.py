@@ -64,6 +64,7 @@ SAME: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: torch.ones(3, dtype=torch.bfloat16),
     "complex": lambda: torch.tensor([1 + 2j, 3j]).conj(),
     "transposed": lambda: torch.arange(6.0).reshape(2, 3).T,
+    "one of a row": lambda: torch.arange(6.0)[::2][:1],
     "grad": lambda: torch.ones(2, requires_grad=True),
     "others": lambda: ["text", 3, None, (), {"a": 2.0}],
     "array": lambda: {"a": np.arange(3)},
