@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import os
-import shutil
+import re
+import sys
+import tomllib
 import typing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ltx
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from dark import write_if_new  # noqa: E402
 
 project = "ltx"
 author = "the authors of ltx"
@@ -20,12 +27,17 @@ copyright = author
 version = release = ltx.__version__
 
 extensions = [
+    "api_pages",
+    "dark",
     "myst_nb",
+    "notfound.extension",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "sphinx_design",
 ]
 exclude_patterns = ["_build", "README.md"]
 templates_path = ["_templates"]
@@ -72,11 +84,19 @@ intersphinx_mapping = {
 # --- looks
 html_theme = "furo"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["site.css"]
 html_title = f"ltx {release}"
+html_logo = html_favicon = "_static/logo.svg"
 html_show_copyright = False
-html_copy_source = False
-html_show_sourcelink = False
+html_show_sourcelink = True  # the eye on top of a page: its text, as it was written
+
+# --- addresses: the repository's is pyproject's, once it is known; the site's is said by who publishes it
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+repository = PROJECT.get("urls", {}).get("Repository")
+if repository:
+    html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": "docs/"}
+html_baseurl = os.environ.get("SITE_URL", "")
+notfound_urls_prefix = urlsplit(html_baseurl).path.rstrip("/") + "/"
 
 
 def returned(name: str) -> str:
@@ -134,11 +154,36 @@ def named_error(app: Any, env: Any, node: Any, shown: Any) -> Any:
     return None
 
 
+@functools.cache
+def listed_names() -> set[str]:
+    """The names that pages of reference/ list, each of which has a page."""
+    block = re.compile(r"^\.\. currentmodule:: (\S+)\n+\.\. autosummary::\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    found = [pair for page in (HERE / "reference").rglob("*.md") for pair in block.findall(page.read_text())]
+    return {f"{module}.{name}" for module, body in found for name in re.findall(r"^   (\w+)$", body, re.MULTILINE)}
+
+
+def with_download(notebook: Path) -> str:
+    """A notebook as its page shows it: a link to the file comes after the title."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))
+    link = f"{{download}}`Download this notebook <../../notebooks/{notebook.name}>`, and run it where ltx is installed."
+    cells["cells"].insert(1, {"cell_type": "markdown", "id": "download", "metadata": {}, "source": [link]})
+    return json.dumps(cells)
+
+
+def without_edit_link(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Pages that aren't written by hand: there is nothing to edit in the repository's docs/."""
+    if page.startswith(("reference/names/", "tutorials/0")):
+        context["theme_source_repository"] = ""
+
+
 def setup(app: Any) -> None:
     """The notebooks lie beside docs/, where they are used without it; Sphinx reads what is below docs/ alone."""
     app.connect("missing-reference", named_error)
     app.connect("autodoc-skip-member", skipped)
-    shutil.rmtree(HERE / "reference" / "names", ignore_errors=True)  # autosummary writes them; those of old names stay
+    app.connect("html-page-context", without_edit_link)
+    for path in (HERE / "reference" / "names").glob("*.rst"):  # autosummary writes them; those of old names would stay
+        if path.stem not in listed_names():
+            path.unlink()
     for path in (HERE.parent / "notebooks").glob("*.ipynb"):
-        shutil.copyfile(path, HERE / "tutorials" / path.name)
+        write_if_new(HERE / "tutorials" / path.name, with_download(path))
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -226,7 +226,7 @@ __all__ = [
     "world",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -192,7 +192,7 @@ class ByteGrad(EightBitHook):
     Args:
         error_feedback: keep what rounding loses for the next step.
 
-    Source: Bagua's bytegrad; see the head of this file.
+    Source: Bagua's bytegrad (Gan et al., "BAGUA", VLDB 2022, section 3).
 
     Example:
         >>> import torch, ltx
@@ -265,7 +265,7 @@ class QSGD(CompressedAllReduce):
         seed: of the randomness, which is a function of seed, step, place and rank.
         error_feedback: keep what rounding loses for the next step; then the result isn't unbiased step by step.
 
-    Source: see the head of this file.
+    Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1.
 
     Example:
         >>> import ltx

@@ -33,7 +33,7 @@ class OneBit(CompressedAllReduce):
         block: numbers that share a size; a multiple of 8.
         error_feedback: keep what isn't sent for the next step. Without it training stalls far from its goal.
 
-    Source: see the head of this file.
+    Source: Seide et al., 2014; Bernstein et al., "signSGD", 2018; Tang et al., "1-bit Adam", ICML 2021.
 
     Example:
         >>> import ltx

@@ -97,7 +97,7 @@ class PowerSGD(PowerHook):
         rank, start_step, warm_start, seed, error_feedback: as in :class:`PowerHook`.
         min_compression_rate: matrices for which the thin ones aren't this many times smaller travel whole.
 
-    Source: see the head of this file; torch.distributed's powerSGD_hook for the fields.
+    Source: Vogels et al., "PowerSGD", NeurIPS 2019; torch.distributed's powerSGD_hook for the fields.
 
     Example:
         >>> import ltx
@@ -182,7 +182,7 @@ class BatchedPowerSGD(PowerHook):
     Args:
         rank, start_step, seed, error_feedback: as in :class:`PowerHook`.
 
-    Source: torch.distributed's batched_powerSGD_hook; see the head of this file.
+    Source: Vogels et al., "PowerSGD", NeurIPS 2019; torch.distributed's batched_powerSGD_hook.
 
     Example:
         >>> import ltx

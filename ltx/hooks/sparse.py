@@ -38,7 +38,7 @@ class TopK(CompressedAllReduce):
         ratio: the part of the numbers that is sent, at least one of each row.
         error_feedback: keep the others for the next step. Without it they are lost.
 
-    Source: see the head of this file.
+    Source: Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017.
 
     Example:
         >>> import torch, ltx
@@ -115,7 +115,7 @@ class RandomK(LossyHook):
         error_feedback: keep the others for the next step. Without it what is sent is scaled up by the length of its
             stretch, so that the expectation is the mean.
 
-    Source: see the head of this file.
+    Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018, definition 2.1.
 
     Example:
         >>> import ltx

@@ -53,8 +53,8 @@ class DiLoCoStrategy(Strategy):
         StrategyError: (a ValueError) a field's value isn't allowed; more fragments than parameters, complex parameters
             (when training is initialised).
 
-    Source: see the head of this file. Of the second paper, the overlap of an outer step with the inner ones after it
-    isn't here.
+    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, but for its overlap of an outer step with the inner
+    ones after it.
 
     Example:
         >>> import torch, ltx

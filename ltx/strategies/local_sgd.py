@@ -64,7 +64,7 @@ class LocalSGDStrategy(Strategy):
         StrategyError: (a ValueError) a field's value isn't allowed; the ranks don't divide into such groups (when
             training begins; a world of one takes any).
 
-    Source: see the head of this file; torch's ``PostLocalSGDOptimizer`` with ``post_localSGD_hook``.
+    Source: Stich, ICLR 2019; Lin et al., ICLR 2020; torch's ``PostLocalSGDOptimizer`` with ``post_localSGD_hook``.
 
     Example:
         >>> import torch, ltx

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 import subprocess
 import sys
+import tomllib
 import types
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +16,8 @@ import pytest
 
 import ltx
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PUBLIC = ("ltx", "ltx.extend", "ltx.hooks", "ltx.optim", "ltx.nn", "ltx.errors", "ltx.checkpoint", "ltx.profile")
 FLAGS = re.MULTILINE | re.DOTALL
 BLOCK = re.compile(r"^```\{eval-rst\}\n\.\. currentmodule:: (\S+)\n+\.\. autosummary::\n(.*?)^```$", FLAGS)
@@ -44,6 +47,61 @@ def test_every_public_name_has_one_page() -> None:
     again = [getattr(import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in others]
     own = {name for name in public_names("ltx.extend") if of_extend[name.rpartition(".")[2]] not in again}
     assert sorted(documented_names()) == sorted(others | own)
+
+
+def test_pages_explain_fields_where_the_reader_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a docstring leaves to another class is on the page too, and a module's formula on its classes'."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    pages = import_module("api_pages")
+    shown = {}
+    for name in documented_names():
+        module, _, attribute = name.rpartition(".")
+        value = getattr(import_module(module), attribute)
+        lines = (inspect.getdoc(value) or "").splitlines()
+        pages.complete(None, "class", name, value, None, lines)
+        pages.with_algorithm(None, "class", name, value, None, lines)
+        shown[name] = "\n".join(lines)
+    assert [name for name, text in shown.items() if ": as in :" in text or "of this file" in text] == []
+    assert "    warm_start: begin each power iteration" in shown["ltx.hooks.PowerSGD"]
+    assert "P = orthonormalised(M Q)" in shown["ltx.hooks.PowerSGD"]
+    assert "    axis: name, " in shown["ltx.pmax"]
+    assert re.search(r"    axis: name, .*; here: of 1, 2, 4, 8, \.\.\. ranks\.$", shown["ltx.adasum"], re.MULTILINE)
+
+
+def test_a_dark_picture_has_no_black_and_no_white(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    dark = import_module("dark").dark
+    pictures = [*(ROOT / "examples" / "pictures").glob("*.svg"), *(DOCS / "pictures").glob("*.svg")]
+    assert len(pictures) > 8
+    for picture in pictures:
+        svg = dark(picture.read_text(encoding="utf-8"))
+        assert not re.search("#(000000|ffffff)", svg), picture
+        assert re.search('<svg fill="#[c-f]', svg), picture  # what says no colour is black otherwise
+
+
+def test_every_example_has_a_card_and_a_page() -> None:
+    names = {picture.stem for picture in (ROOT / "examples" / "pictures").glob("*.svg")}
+    gallery = (DOCS / "examples.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^:link: examples/(\w+)$", gallery, re.MULTILINE)) == names
+    assert {page.stem for page in (DOCS / "examples").glob("*.md")} == names | {"ray_train"}
+
+
+def test_the_version_is_one() -> None:
+    """The package has it; what can't read it there says the same, and so does the newest entry of the changes."""
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\d\S+) \(", changes, re.MULTILINE)[0] == ltx.__version__
+    assert f"\nversion: {ltx.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert (DOCS / "changes" / f"{ltx.__version__}.md").exists()
+
+
+def test_no_page_leads_to_an_address_that_is_not_ours() -> None:
+    """pyproject.toml has the repository's, once it is known; no other file says it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ours = project.get("urls", {}).get("Repository", "none yet")
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *DOCS.glob("**/*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    for path in texts:
+        found = re.findall(r"https://github\.com/[\w-]+/ltx", path.read_text(encoding="utf-8"))
+        assert set(found) <= {ours}, path
 
 
 def test_methods_that_pages_leave_out_are_there() -> None:

@@ -148,7 +148,7 @@ def qadam(
         ltx.errors.OptimError: `warmup_steps` isn't a positive number, or torch's Adam refuses the others; from its
             methods, for parameters that aren't real and dense.
 
-    Source: Tang et al., "1-bit Adam", ICML 2021; see the head of this file.
+    Source: Tang et al., "1-bit Adam", ICML 2021, algorithm 1.
 
     Example:
         >>> import torch, ltx
