@@ -1,11 +1,14 @@
 """Every Python block of README.md runs by itself on two ranks; those of a page below docs/ do so in their order.
 
+A block of ``text`` that follows is what it prints, on the first of its ranks; numbers may differ by a hundredth.
 A comment in front of a block says what else is to be done with it: ``<!-- runs: in the driver, WHY -->`` for one that
 starts ranks itself, ``<!-- not run: WHY -->`` for one that can't run here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import statistics
@@ -23,7 +26,11 @@ import ltx
 
 ROOT = Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
-BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```python\n(?P<code>.*?)^```$(?P<printed>[^`]*\n```text\n.*?^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+NUMBER = re.compile(r"\d+\.\d+")
 MARKS = {"runs: in the driver, ": "driver", "not run: ": "nowhere"}
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
@@ -34,6 +41,7 @@ class Block(NamedTuple):
     line: int
     code: str
     runs: str  # "ranks", "driver" or "nowhere"
+    printed: str | None
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -43,8 +51,16 @@ def blocks_of(page: Path) -> list[Block]:
         mark = match["mark"] or ""
         runs = next((runs for start, runs in MARKS.items() if mark.startswith(start)), None if mark else "ranks")
         assert runs is not None, f"{page.name}: a block is marked {mark!r}, which is none of {list(MARKS)}"
-        found.append(Block(text.count("\n", 0, match.start("code")) + 1, match["code"], runs))
+        printed = (match["printed"] or "").partition("```text\n")[2].removesuffix("```") or None
+        found.append(Block(text.count("\n", 0, match.start("code")) + 1, match["code"], runs, printed))
     return found
+
+
+def same_but_for_rounding(printed: str, shown: str) -> None:
+    """Numbers with a point may differ by a hundredth, since a platform's sums may."""
+    assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split(), printed
+    numbers = [[float(number) for number in NUMBER.findall(text)] for text in (printed, shown)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.01, abs=2e-3), printed
 
 
 def run_in_order(page: str, blocks: list[Block], folder: str) -> None:
@@ -55,7 +71,10 @@ def run_in_order(page: str, blocks: list[Block], folder: str) -> None:
     try:
         torch.manual_seed(torch.seed())  # pages have to make equal what is to be equal
         for block in blocks:
-            exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), vars(script))
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), vars(script))
+            if block.printed is not None and int(os.environ.get("RANK", "0")) == 0:
+                same_but_for_rounding(out.getvalue(), block.printed)
     finally:
         sys.modules["__main__"] = main
         os.chdir(before)
@@ -101,25 +120,31 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", ["ltx", "torchrun", "alone"])
 def test_the_program_of_the_readme(launcher: str, tmp_path: Path) -> None:
     """It trains, leaves a model that a bare module loads, and goes on from its checkpoint when it is started again."""
-    program = blocks_of(README)[0].code
+    program = next(block.code for block in blocks_of(README) if "ltx.checkpoint.save" in block.code)
     (tmp_path / "train.py").write_text(program, encoding="utf-8")
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *LAUNCHERS[launcher], "train.py"]
 
-    def run() -> list[str]:
+    def run() -> str:
         done = subprocess.run(
             command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        return re.findall(r"^epoch (\d): loss [\d.]+, accuracy ([\d.]+)%$", done.stdout, re.MULTILINE)
+        return done.stdout
 
-    epochs = run()
+    def epochs_of(printed: str) -> list[tuple[str, str]]:
+        return re.findall(r"^epoch (\d): loss [\d.]+, accuracy ([\d.]+)%$", printed, re.MULTILINE)
+
+    epochs = epochs_of(run())
     assert [int(epoch) for epoch, _ in epochs] == [0, 1, 2, 3, 4]
     assert float(epochs[-1][1]) > 85
     assert torch.load(tmp_path / "model.pt")["0.weight"].shape == (64, 8)
     if launcher == "ltx":
-        (tmp_path / "train.py").write_text(program.replace("range(first_epoch, 5)", "range(first_epoch, 6)"))
-        assert [int(epoch) for epoch, _ in run()] == [5]
+        weights = torch.load(tmp_path / "model.pt")
+        assert run() == "checkpoints/ has 5 of 5 epochs: nothing is left to do\n"
+        assert all(torch.equal(value, weights[name]) for name, value in torch.load(tmp_path / "model.pt").items())
+        (tmp_path / "train.py").write_text(program.replace("epochs = 5", "epochs = 6"))
+        assert [int(epoch) for epoch, _ in epochs_of(run())] == [5]
 
 
 @pytest.mark.parametrize("page", [README, *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
