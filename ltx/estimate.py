@@ -19,7 +19,7 @@ from ltx import hooks
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.comm.operations import OPERATIONS
-from ltx.core.gradients.comm_hook import reduce_at_once
+from ltx.core.gradients.comm_hook import reduce_at_once, states_of
 from ltx.core.gradients.packing import pack_pure
 from ltx.core.gradients.pending import Exchange
 from ltx.core.gradients.planning import Plan, arrival_order, differentiable, make_plan
@@ -259,7 +259,7 @@ class Steps:
         """What a step with `hook` issues for its gradients; `entries`: the communication state, if not the first."""
         hook, entries = hook.at(step), self.first_states if entries is None else entries
         if hook not in self._sent:
-            states = [hook.states_of(entries.get(self._paths[i], {})) for i in self._wanted]
+            states = [states_of(hook, entries.get(self._paths[i], {})) for i in self._wanted]
             counted = Counted(self, "", self.plan(hook, states, step), [self._leaves[i] for i in self._wanted], states)
             rows = counted.rows([self._paths[i] for i in self._wanted], BucketExplanation)
             self._sent[hook] = Started(rows, summary((hook.within(self.axis) or self.axis).ranks) if rows else None)

@@ -6,7 +6,8 @@ Contracts, to derive from. A value of one compares, hashes, pickles and prints b
 * :class:`PostUpdateHook`: the same of parameters that the optimizer has updated, bucket by bucket.
 * :class:`Strategy <ltx.Strategy>`: what ranks agree on, and when; ``hook(step)`` is all that it needs.
 * :class:`Optimizer <ltx.optim.Optimizer>`: two pure functions, ``init(params)`` and ``update(grads, state, params)``.
-* :class:`OptimizerOffers`: what an optimizer says of itself, its ``offers``.
+* :class:`HookOffers`, :class:`StrategyOffers`, :class:`OptimizerOffers`: what each says of itself, its ``offers``.
+* :class:`BucketSettings`: the fields that every strategy has.
 
 What a hook gets, and what it gives.
 
@@ -19,6 +20,7 @@ What a hook gets, and what it gives.
 * :class:`AllReduce <ltx.hooks.AllReduce>`: the hook of the exact mean.
 * :func:`around`: the decorator of a hook or strategy that wraps another: what it doesn't define is the other's.
 * :func:`drive_within`: runs another hook's ``reduce`` inside of one's own, and answers what that asks for.
+* :func:`states_of`: what a hook reads of the tensors that are kept of one parameter.
 * :func:`unchanging`: the hook that a compiled graph can hold; raises where the hook changes with the step.
 
 What a strategy gets, and what it gives.
@@ -31,6 +33,7 @@ What a strategy gets, and what it gives.
 * :class:`Update`: the optimizer's part of a step before it is done; ``update.apply()`` does it.
 * :class:`Updated`: all that a step changes.
 * :class:`Exchange`: what ``Strategy.exchange`` has started; ``wait()`` gives its results.
+* :func:`negotiate`: compares an exchange to come with those of the peers, and sends nothing.
 * :func:`communicate_after_update`: the end of a step that a :class:`PostUpdateHook` does for all buckets together.
 * :class:`Old`, :class:`PostUpdateResult`: what ``PostUpdateHook.finish_bucket`` gets of the old state, and returns.
 * :func:`members_of`, :func:`with_members`: what a chain of optimizers is made of; the chain made of others.
@@ -76,9 +79,10 @@ from ltx.core.collectives.adasum import Halving
 from ltx.core.collectives.reduce import wide
 from ltx.core.collectives.uneven import told
 from ltx.core.comm.group_collectives import as_bytes, view_as
-from ltx.core.gradients.comm_hook import AllReduce, CommHook, around, unchanging
+from ltx.core.gradients.comm_hook import AllReduce, CommHook, HookOffers, around, states_of, unchanging
 from ltx.core.gradients.packing import CHUNK, chunks, is_plain, pack, prefers_few_calls, unpack
 from ltx.core.gradients.pending import Exchange, PendingReductions
+from ltx.core.gradients.planning import BucketSettings
 from ltx.core.gradients.reduction import (
     Bucket,
     BucketInput,
@@ -95,7 +99,7 @@ from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.optim.quantized_adam import QAdamOptimizer
 from ltx.core.ranks.axis import Axis, inner, outer
 from ltx.core.ranks.batched import unwrapped
-from ltx.core.transforms.strategy import Strategy
+from ltx.core.transforms.strategy import Strategy, StrategyOffers, negotiate
 from ltx.core.transforms.strategy_update import (
     Old,
     PostUpdateHook,
@@ -113,11 +117,13 @@ __all__ = [
     "Axis",
     "Bucket",
     "BucketInput",
+    "BucketSettings",
     "ClipByGlobalNorm",
     "CollectiveRequest",
     "CommHook",
     "Exchange",
     "Halving",
+    "HookOffers",
     "LeafState",
     "Old",
     "Optimizer",
@@ -132,6 +138,7 @@ __all__ = [
     "States",
     "StepInfo",
     "Strategy",
+    "StrategyOffers",
     "Terms",
     "Update",
     "Updated",
@@ -146,11 +153,13 @@ __all__ = [
     "inner",
     "is_plain",
     "members_of",
+    "negotiate",
     "noise",
     "outer",
     "pack",
     "prefers_few_calls",
     "recording",
+    "states_of",
     "times_lr",
     "told",
     "tree",

@@ -118,16 +118,16 @@ class Chain(LossyHook):
             object.__setattr__(self, "error_feedback", True)
 
     @property
-    def reads_step(self) -> bool:  # type: ignore[override]
-        return self.hook.reads_step or self.inner.reads_step
+    def reads_step(self) -> bool:
+        return bool(self.hook.reads_step or self.inner.reads_step)
 
     @property
-    def phases(self) -> int:  # type: ignore[override]
-        return self.hook.phases * self._inner.phases
+    def phases(self) -> int:
+        return int(self.hook.phases * self._inner.phases)
 
     @property
-    def sums(self) -> bool:  # type: ignore[override]
-        return self.inner.sums
+    def sums(self) -> bool:
+        return bool(self.inner.sums)
 
     @property
     def _inner(self) -> CommHook:
@@ -135,8 +135,8 @@ class Chain(LossyHook):
         return (self.inner.with_error_feedback() if self.error_feedback else None) or self.inner
 
     @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        return self.hook.elementwise and self.inner.elementwise
+    def elementwise(self) -> bool:
+        return bool(self.hook.elementwise and self.inner.elementwise)
 
     @property
     def state_names(self) -> tuple[str, ...]:

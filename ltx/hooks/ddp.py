@@ -27,6 +27,7 @@ from ltx.extend import (
     arguments,
     comm,
     pack,
+    states_of,
     unpack,
 )
 
@@ -335,7 +336,7 @@ class ToTorch:
         hook = self.hook.at(self.step)
         mine = Bucket.of(bucket.index(), grads)
         states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
-        states = [hook.states_of(entry) for entry in states]
+        states = [states_of(hook, entry) for entry in states]
         now.axis_comm.recovery.flush_others(now.backward_pass)
         # Ranks must have the same buckets and the same hook; they compare those that are new.
         last, state_names = bucket.is_last(), sorted({name for state in states for name in state})

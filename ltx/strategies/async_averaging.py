@@ -21,8 +21,8 @@ from typing import ClassVar, Literal
 import torch
 
 from ltx import hooks
-from ltx.errors import StrategyError, UnsupportedError
-from ltx.extend import Axis, Exchange, StateLayout, States, StepInfo, Update, Updated, arguments, brief, tree
+from ltx.errors import StrategyError
+from ltx.extend import Axis, Exchange, StateLayout, States, StepInfo, Update, Updated, arguments, brief, negotiate, tree
 from ltx.optim import Optimizer
 from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, WithinNode, node
 from ltx.typing import Tree
@@ -136,17 +136,9 @@ class AsyncAveraging(NodeStrategy):
     def shares_gradients(self, step: int) -> bool:
         return step < self.warmup_steps
 
-    def hook_in_graph(self, step: int) -> hooks.CommHook | None:
-        if step < self.warmup_steps:
-            raise UnsupportedError(
-                f"{self!r} averages gradients at steps before {self.warmup_steps} alone, and a graph that is compiled "
-                f"at step {step} would go on. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
-            )
-        return self.hook(step)
-
     @property
-    def stateful(self) -> bool:
-        return self.warmup_steps > 0  # for the count of steps
+    def constant_after(self) -> int:
+        return self.warmup_steps
 
     @property
     def cycle(self) -> tuple[int, int]:
@@ -163,7 +155,7 @@ class AsyncAveraging(NodeStrategy):
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         # Ranks are together here. Later the first of them to begin a round would wait for the others to compare it.
-        self.negotiate(self._round, *self._message(params, 0), StepInfo(0, axis), background=True)
+        negotiate(self, self._round, *self._message(params, 0), StepInfo(0, axis), background=True)
         return super().init_optimizer(optimizer, params, axis)
 
     def update(self, update: Update, states: States, info: StepInfo, pending: Round | None) -> Updated:

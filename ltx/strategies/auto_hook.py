@@ -137,4 +137,5 @@ def on_network(strategy: Strategy, params: Tree, ranks: int, network: comm.Netwo
     strategy = replace(strategy, network=strategy.network or network)
     if not strategy.auto_hook:
         return strategy
-    return strategy.with_choice(choice_for(strategy, params, ranks, strategy.network).name)
+    chosen: Strategy = strategy.with_choice(choice_for(strategy, params, ranks, strategy.network).name)
+    return chosen

@@ -26,7 +26,7 @@ ALGORITHMS: dict[str, tuple[str, str]] = {
 }
 
 
-@around("inner", Strategy, but=("with_choice",))
+@around("inner", Strategy, but=())
 @dataclass(frozen=True, kw_only=True)
 class BaguaStrategy(Strategy):
     """One of Bagua's algorithms, by the name and with the options that it has there.

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, comm, unchanging
+from ltx.extend import LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, comm
 from ltx.hooks.plain import EXACT, resolve_hook
 from ltx.strategies.auto_hook import choice_for, hook_of
 from ltx.typing import Tree
@@ -115,14 +115,10 @@ class DDPStrategy(Strategy):
     def auto_hook(self) -> bool:
         return isinstance(self.comm_hook, str) and self.comm_hook == "auto"
 
-    def choose(self, on: Any, params: Tree, dtype: torch.dtype | None) -> str:
-        axis = comm.resolve(on)
-        network = self.network_on(axis, params)
-        return choice_for(self, params, axis.size, network, dtype).name if self.auto_hook else ""
+    def choose(self, params: Tree, ranks: int, network: comm.Network | None, dtype: torch.dtype | None) -> str:
+        return choice_for(self, params, ranks, network, dtype).name
 
-    def with_choice(self, choice: str) -> Strategy:
-        if not self.auto_hook:
-            return self
+    def with_choice(self, choice: str) -> DDPStrategy:
         return _chosen(self, choice)
 
     def hook(self, step: int) -> hooks.CommHook | None:
@@ -130,13 +126,10 @@ class DDPStrategy(Strategy):
             return None
         return self._hook.at(step)
 
-    def hook_in_graph(self, step: int) -> hooks.CommHook | None:
-        if self.start_local_sgd_step is None:
-            return unchanging(self._hook, step)
-        from ltx.strategies.local_sgd import refuse_in_warm_up  # which few programs need
-
-        refuse_in_warm_up(self, step, self.start_local_sgd_step)
-        return None
+    @property
+    def constant_after(self) -> int | None:
+        start = self.start_local_sgd_step
+        return self._hook.constant_after if start is None else start
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         return self._hook.init(param, path)
@@ -148,14 +141,12 @@ class DDPStrategy(Strategy):
 
     @property
     def cycle(self) -> tuple[int, int]:
-        start, period = self.start_local_sgd_step, self.model_averaging_period
-        return (self._hook.constant_after or 0, 1) if start is None else (start, period or 1)
+        return self.constant_after or 0, self.model_averaging_period or 1
 
     @property
     def layout(self) -> StateLayout:
-        return (
-            StateLayout() if self.start_local_sgd_step is None else StateLayout(params="per_rank", opt_state="per_rank")
-        )
+        alike = self.start_local_sgd_step is None
+        return StateLayout() if alike else StateLayout(params="per_rank", opt_state="per_rank")
 
     @property
     def communicates_besides(self) -> bool:

@@ -275,6 +275,9 @@ class LowPrecisionDecentralized(GossipStrategy):
     """
 
     updates_in_buckets: ClassVar[bool] = True
+    needs_whole: ClassVar[bool] = (
+        True  # a bucket's grid depends on all that lies in it, and so on who holds which parts
+    )
     layout: ClassVar[StateLayout] = replace(GossipStrategy.layout, copies_of="own")
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
@@ -293,10 +296,6 @@ class LowPrecisionDecentralized(GossipStrategy):
                     "real and imaginary parts apart (torch.view_as_real)."
                 )
         return super().init_optimizer(optimizer, params, axis)
-
-    @property
-    def needs_whole(self) -> bool:
-        return True  # the grid of a bucket depends on all that lies in it, and so on who holds which parts
 
     def communicates_after_update(self, step: int) -> bool:
         return self.communicates(step)
@@ -326,7 +325,7 @@ class Ring(NodeHook, PostUpdateHook):
     exact: ClassVar[bool] = False
 
     @property
-    def phases(self) -> int:  # type: ignore[override]
+    def phases(self) -> int:
         return 2 if self.node_size == 1 else 4
 
     def scale(self, axis_size: int) -> float:

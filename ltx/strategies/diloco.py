@@ -20,7 +20,7 @@ import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import Axis, LeafState, Optimizer, StateLayout, States, StepInfo, Strategy, arguments, tree
+from ltx.extend import Axis, LeafState, Optimizer, StateLayout, States, StepInfo, Strategy, arguments, states_of, tree
 from ltx.hooks.plain import EXACT, resolve_hook
 from ltx.typing import Tree
 
@@ -147,7 +147,7 @@ class DiLoCoStrategy(Strategy):
         ]
         outer_step = self._since(info.step, fragment) // self.period - 1
         hook = self._outer_hook.at(outer_step)
-        held = [hook.states_of(state) for state in before]
+        held = [states_of(hook, state) for state in before]
         grads, advanced = self.exchange(hook, moved, paths, StepInfo(outer_step, info.axis), held).wait()
         leaves, states = list(leaves), dict(states)
         for i, path, d, after in zip(members, paths, grads, advanced, strict=True):

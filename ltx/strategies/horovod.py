@@ -190,7 +190,7 @@ class HorovodStrategy(Strategy):
 
     @property
     def stateful(self) -> bool:
-        return self._reduction.stateful
+        return bool(self._reduction.stateful)
 
     @property
     def cycle(self) -> tuple[int, int]:
@@ -240,15 +240,6 @@ class HorovodStrategy(Strategy):
                 f'HorovodStrategy(op="adasum") pairs ranks with ranks, and works on 1, 2, 4, 8, ... of them; axis '
                 f"{axis.name!r} has {axis.size}."
             )
-
-    def check_weighted(self, step: int) -> None:
-        if self.backward_passes_per_step > 1:
-            raise StrategyError(
-                f"HorovodStrategy.backward_passes_per_step={self.backward_passes_per_step} adds up gradients of calls "
-                "whose weights aren't known together, so a step can't return ltx.Weighted. Use ltx.accumulate(step, k) "
-                "for micro-batches that don't count alike."
-            )
-        super().check_weighted(step)
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         return self._on(optimizer, axis).init(params)
@@ -339,7 +330,7 @@ class Scaled(hooks.CommHook):
     passes: bool = False
 
     @property
-    def gives_gradients(self) -> bool:  # type: ignore[override]
+    def gives_gradients(self) -> bool:
         return self.hook.gives_gradients and not self.passes  # which no scale has multiplied
 
     @property

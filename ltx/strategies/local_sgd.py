@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 
 from ltx import hooks
-from ltx.errors import StrategyError, UnsupportedError
+from ltx.errors import StrategyError
 from ltx.extend import Axis, LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, inner, tree
 from ltx.hooks.plain import EXACT, resolve_hook
 from ltx.strategies.nodes import WithinNode
@@ -111,16 +111,12 @@ class LocalSGDStrategy(Strategy):
             return self._comm_hook.at(step)
         return None if self.subgroup is None else WithinNode(self.subgroup)
 
-    def hook_in_graph(self, step: int) -> hooks.CommHook | None:
-        refuse_in_warm_up(self, step, self.warmup_steps)
-        return self.hook(step)
+    @property
+    def constant_after(self) -> int:
+        return self.warmup_steps
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         return self._comm_hook.init(param, path) if self.warmup_steps else {}
-
-    @property
-    def stateful(self) -> bool:
-        return self.warmup_steps > 0  # the count of steps
 
     def shares_gradients(self, step: int) -> bool:
         return step < self.warmup_steps
@@ -197,13 +193,3 @@ def mean_over(strategy: Strategy, params: Tree, info: StepInfo) -> Tree:
     leaves, spec = tree.flatten(params)
     means, _ = strategy.exchange(hooks.AllReduce(), leaves, tree.leaf_paths(params), info).wait()
     return tree.unflatten(spec, means)
-
-
-def refuse_in_warm_up(strategy: Strategy, step: int, start: int) -> None:
-    """Raise where a graph that is compiled now would go on with mean gradients for good."""
-    if step < start:
-        raise UnsupportedError(
-            f"{strategy!r} leaves gradients local from step {start} on, and a graph that is compiled now, at step "
-            f"{step}, would reduce them for good. Compile the step inside: ltx.data_parallel(torch.compile(f), "
-            "strategy)."
-        )

@@ -102,8 +102,8 @@ class ByNode(NodeHook):
     hook: CommHook
 
     @property
-    def phases(self) -> int:  # type: ignore[override]
-        return self.hook.phases + 2
+    def phases(self) -> int:
+        return int(self.hook.phases) + 2
 
     def derivative_scale(self, axis_size: int) -> float:
         return self.hook.scale(axis_size)

@@ -34,7 +34,6 @@ from ltx.extend import (
     around,
     brief,
     tree,
-    unchanging,
     unpack,
 )
 from ltx.optim import Optimizer
@@ -128,9 +127,6 @@ class QAdam(NodeStrategy):
     def hook(self, step: int) -> hooks.CommHook:
         return self._hooks.at(step)
 
-    def hook_in_graph(self, step: int) -> hooks.CommHook:
-        return unchanging(self._hooks, step)
-
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         return self._hooks.init(param, path)
 
@@ -142,8 +138,8 @@ class QAdam(NodeStrategy):
         return hooks.after(self.warmup_steps, momenta, ByNode(self.node_size, hooks.AllReduce()))
 
     @property
-    def cycle(self) -> tuple[int, int]:
-        return self.warmup_steps, 1
+    def constant_after(self) -> int:
+        return self.warmup_steps
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, QAdamOptimizer):

@@ -220,7 +220,7 @@ class MeanPart(CommHook):
     short: torch.dtype | None = None  # the half precision that gradients travel in; None for their own
 
     @property
-    def exact(self) -> bool:  # type: ignore[override]
+    def exact(self) -> bool:
         return self.short is None
 
     def cast(self, dtype: torch.dtype) -> Self:

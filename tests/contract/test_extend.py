@@ -142,6 +142,37 @@ def test_every_name_says_what_it_promises() -> None:
     assert sorted({*said}) == sorted(extend.__all__)
 
 
+def test_what_is_said_is_in_what_is_offered() -> None:
+    """By an attribute, a property or a method of a field's name; of what is wrapped too."""
+    said = OldHook(), NewHook(), ltx.hooks.chain(OldHook(), ltx.hooks.BF16()), OldStrategy(), NewStrategy()
+    for value in (*said, ltx.HorovodStrategy(op="adasum"), ltx.BaguaStrategy("qadam", warmup_steps=2)):
+        for name in type(value.offers).__dataclass_fields__:
+            offered, read = getattr(value.offers, name), getattr(value, name)
+            assert callable(offered) == callable(read)
+            assert offered == read or callable(offered), (value, name)
+    assert (OldHook().offers.exact, NewHook().offers.sums, OldStrategy().offers.cycle) == (False, False, (0, 1))
+    assert [NewStrategy().offers.communicates_after_update(step) for step in range(4)] == [False, True] * 2
+    assert OldStrategy().offers.updates_in_buckets is False
+    assert NewStrategy().offers.updates_in_buckets is True
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "now"),
+    [
+        (CommHook, "states_of", "ltx.extend.states_of(hook, entries)"),
+        (Strategy, "negotiate", "ltx.extend.negotiate(strategy, hook, tensors, paths, info)"),
+        (Strategy, "check_weighted", "its gives_gradients"),
+        (Strategy, "network_on", "is given the network"),
+        (Strategy, "steps_ahead", "by cycle"),
+    ],
+)
+def test_a_member_of_before_says_what_is_written_now(base: type, name: str, now: str) -> None:
+    with pytest.raises(ltx.errors.StrategyError, match=rf"Mine defines {name}, .*{re.escape(now)}"):
+        type("Mine", (base,), {name: lambda self: None})
+    with pytest.raises(AttributeError, match=re.escape(now)):
+        getattr(base(), name)
+
+
 def test_what_is_refused_says_the_field() -> None:
     with pytest.raises(ltx.errors.StrategyError, match=r"NewStrategy\.every must be a whole number .*, got 0"):
         NewStrategy(every=0)

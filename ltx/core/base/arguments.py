@@ -17,9 +17,10 @@ import re
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import field, fields, replace
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, ParamSpec, TypeGuard, TypeVar, Union, cast
+from operator import attrgetter
+from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeGuard, TypeVar, Union, cast
 
 import torch
 
@@ -124,29 +125,53 @@ class ShortRepr:
         return f"{type(self).__name__}({', '.join(said)})"
 
 
-class Offering:
+def follows(of: Callable[[Any], Any]) -> Any:
+    """A field of what :class:`Offering` offers, whose default is what `of` gives of the value that offers."""
+    return field(default=None, metadata={"follows": of})
+
+
+class Offering(Generic[R]):
     """Base of a contract whose implementations say what they are in one frozen value, ``offers``.
 
-    ``offers`` is a dataclass whose fields have defaults. A class says what differs by an attribute or a property of a
-    field's name, ``elementwise = True``, or by an `offers` of its own. Whatever way, `offers` has all of them, and each
-    can be read by its name.
+    ``offers`` is a dataclass, `kind`, whose fields have defaults. A class says what differs by an attribute, a property
+    or a method of a field's name, ``elementwise = True``, or by an `offers` of its own. Whatever way, `offers` has all
+    of them, and each can be read by its name.
+
+    `moved`: members that the contract had, and what is written now. A class that still defines one raises.
     """
 
-    kind: ClassVar[Any]
+    _kind: ClassVar[Any]
+    _moved: ClassVar[dict[str, str]] = {}
 
-    def __init_subclass__(cls, kind: type | None = None, **others: Any) -> None:
+    def __init_subclass__(cls, kind: type | None = None, moved: dict[str, str] | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)
-        cls.kind = kind or cls.kind
-        said = [field.name for field in fields(cls.kind) if field.name in vars(cls)]
-        if said and "offers" not in vars(cls):
-            cls.offers = property(  # type: ignore[attr-defined]
+        cls._kind, cls._moved = kind or cls._kind, moved or cls._moved
+        own = set(vars(cls))
+        if old := sorted(own & cls._moved.keys()):
+            raise StrategyError(
+                f"{cls.__name__} defines {old[0]}, which nobody asks for any more: {cls._moved[old[0]]}"
+            )
+        for each in fields(cls._kind):
+            of = each.metadata.get("follows")
+            if kind is not None:
+                setattr(cls, each.name, each.default if of is None else property(of))
+            elif "offers" in own and each.name not in own:
+                setattr(cls, each.name, property(attrgetter(f"offers.{each.name}")))
+        said = [each.name for each in fields(cls._kind) if each.name in own]
+        if said and "offers" not in own:
+            cls.offers = property(  # type: ignore[assignment, method-assign]
                 lambda self: replace(super(cls, self).offers, **{name: getattr(self, name) for name in said})  # type: ignore[misc]
             )
 
+    @property
+    def offers(self) -> R:
+        follow = {f.name: of(self) for f in fields(self._kind) if (of := f.metadata.get("follows")) is not None}
+        found: R = self._kind(**follow)
+        return found
+
     def __getattr__(self, name: str) -> Any:
-        if name in type(self).kind.__dataclass_fields__:
-            return getattr(self.offers, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        now = f": {self._moved[name]}" if name in self._moved else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{now}")
 
 
 def whole(
@@ -228,11 +253,11 @@ def check_number(owner: object, least: float, name: str, below: float = math.inf
 @functools.lru_cache(maxsize=256)
 def _field_tests(cls: Any) -> dict[str, tuple[Test, Any]]:
     found = {}
-    for field in fields(cls):
-        owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
-        test = _test_of(field.type, vars(inspect.getmodule(owner) or types))
-        if field.init and test is not None:
-            found[field.name] = test, field.type
+    for each in fields(cls):
+        owner = next(base for base in cls.__mro__ if each.name in inspect.get_annotations(base))
+        test = _test_of(each.type, vars(inspect.getmodule(owner) or types))
+        if each.init and test is not None:
+            found[each.name] = test, each.type
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from ltx.core.base.arguments import ShortRepr, check_fields
+from ltx.core.base.arguments import Offering, ShortRepr, check_fields, follows
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.gradients.reduction import (
     Bucket,
@@ -29,13 +29,13 @@ from ltx.core.gradients.reduction import (
 from ltx.core.ranks.axis import Axis
 
 
-@dataclass(frozen=True)
-class CommHook(ShortRepr):
-    """A pure reduction of buckets, with explicit state.
+def _stateful(hook: CommHook) -> bool:
+    return bool(hook.state_names) or hook.reads_step or hook.constant_after != 0
 
-    A hook is a value: it compares, hashes, pickles and prints. :meth:`reduce` is a generator written with
-    :class:`ltx.core.gradients.reduction.CollectiveRequest`, so that the same lines run asynchronously between
-    processes, on simulated ranks and in compiled graphs.
+
+@dataclass(frozen=True)
+class HookOffers:
+    """What a hook says of itself.
 
     Attributes:
         exact: the result is the mean up to rounding in the gradients' own dtype. Others count as the exact mean under
@@ -46,41 +46,62 @@ class CommHook(ShortRepr):
             reduced side by side (``vmap`` of ``grad`` between processes).
         needs_whole: the result for a parameter depends on the whole of it (its rows and columns, its norm), or in a way
             that isn't known. So it would be another one where ranks hold parts of parameters (DTensors).
-        sums: whether it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
-        gives_gradients: whether its result scales with the gradients, as a mean of them does. A step whose loss is a
+        sums: it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
+        gives_gradients: its result scales with the gradients, as a mean of them does. A step whose loss is a
             :class:`ltx.Weighted` divides the result by the sum of the weights, which isn't known before, and one with
             a loss scale by that.
-        reads_step: whether :meth:`reduce` reads the number of steps so far, for randomness too. Without it, in a hook
-            without state, ``inputs.step`` raises.
+        state_names: the tensors of one parameter's state; empty for a hook without.
+        reads_step: ``reduce`` reads the number of steps so far, for randomness too. Without it, in a hook without
+            state, ``inputs.step`` raises.
+        constant_after: the number of steps after which ``at`` gives the same hook at every step; None if it goes on
+            changing. A hook that defines ``at`` says this too. Compiled graphs can hold it from that step on; in them
+            ``reduce`` gets the step as a tensor, which will do for randomness.
+        stateful: a step needs communication state: the hook's tensors, or the count of steps.
         bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. More than 1
             where far less than the gradients is sent, so that the arithmetic works on fewer and longer buffers.
-        phases: the largest number of requests that :meth:`reduce` yields for a bucket. Each has a channel of its own,
-            which ranks open together when a plan is new; in the backward pass they couldn't, as they arrive in any
-            order. Where it depends on the number of ranks, :meth:`phases_on` says so.
+        phases: the largest number of requests that ``reduce`` yields for a bucket. Each has a channel of its own, which
+            ranks open together when a plan is new; in the backward pass they couldn't, as they arrive in any order.
+        phases_on: ``phases_on(axis_size)``, where `phases` depends on the number of ranks.
+        within: ``within(axis)``, the part of `axis` that a reduction stays in, if it does: one of ``axes(axis)``. None
+            for all ranks. The step summary, with losses and weights, stays there too.
+    """
+
+    exact: bool = True
+    averages: bool = True
+    elementwise: bool = False
+    needs_whole: bool = False
+    sums: bool = True
+    gives_gradients: bool = True
+    state_names: tuple[str, ...] = ()
+    reads_step: bool = False
+    constant_after: int | None = follows(lambda hook: 0 if type(hook).at is CommHook.at else None)
+    stateful: bool = follows(_stateful)
+    bucket_factor: int = 1
+    phases: int = 1
+    phases_on: Callable[[int], int] = follows(lambda hook: lambda axis_size: hook.phases)
+    within: Callable[[Axis], Axis | None] = follows(lambda hook: lambda axis: None)
+
+
+@dataclass(frozen=True)
+class CommHook(
+    Offering[HookOffers],
+    ShortRepr,
+    kind=HookOffers,
+    moved={"states_of": "write ltx.extend.states_of(hook, entries), which reads what state_names say."},
+):
+    """A pure reduction of buckets, with explicit state.
+
+    A hook is a value: it compares, hashes, pickles and prints. :meth:`reduce` is a generator written with
+    :class:`ltx.core.gradients.reduction.CollectiveRequest`, so that the same lines run asynchronously between
+    processes, on simulated ranks and in compiled graphs.
+
+    Attributes:
+        offers: an :class:`ltx.extend.HookOffers`. A class says what differs from its defaults by attributes of the
+            fields' names, such as ``exact = False``, and each can be read so.
     """
 
     def __post_init__(self) -> None:
         check_fields(self, StrategyError)
-
-    exact: ClassVar[bool] = True
-    averages: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = False
-    needs_whole: ClassVar[bool] = False
-    sums: ClassVar[bool] = True
-    gives_gradients: ClassVar[bool] = True
-    reads_step: ClassVar[bool] = False
-    bucket_factor: ClassVar[int] = 1
-    phases: ClassVar[int] = 1
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The tensors of one parameter's state; empty for a hook without."""
-        return ()
-
-    @property
-    def stateful(self) -> bool:
-        """Whether a step needs communication state: the hook's tensors, or the count of steps."""
-        return bool(self.state_names) or self.reads_step or self.constant_after != 0
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         """The state of the parameter at `path` before the first step: floating tensors named as in `state_names`.
@@ -88,19 +109,6 @@ class CommHook(ShortRepr):
         A parameter may have fewer than all of them.
         """
         return {}
-
-    @property
-    def constant_after(self) -> int | None:
-        """The number of steps after which :meth:`at` gives the same hook at every step; None if it goes on changing.
-
-        A hook that defines :meth:`at` defines this too. Compiled graphs can hold it from that step on; in them
-        :meth:`reduce` gets the step as a tensor, which will do for randomness.
-        """
-        return 0 if type(self).at is CommHook.at else None
-
-    def states_of(self, entries: LeafState) -> LeafState:
-        """The part of a leaf's state that this hook reads."""
-        return {name: entries[name] for name in self.state_names if name in entries}
 
     def at(self, step: int) -> CommHook:
         """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged.
@@ -121,13 +129,6 @@ class CommHook(ShortRepr):
         """
         return ()
 
-    def within(self, axis: Axis) -> Axis | None:
-        """The part of `axis` that a reduction stays in, if it does: one of :meth:`axes`. None for all ranks.
-
-        The step summary, with losses and weights, stays there too.
-        """
-        return None
-
     def cast(self, dtype: torch.dtype) -> CommHook | None:
         """The hook whose sums travel in `dtype` (:func:`ltx.hooks.cast`); None where a chain does that."""
         return None
@@ -135,10 +136,6 @@ class CommHook(ShortRepr):
     def scale(self, axis_size: int) -> float:
         """The factor of gradients when they are packed; the step gets their sum over ranks."""
         return 1.0 / axis_size
-
-    def phases_on(self, axis_size: int) -> int:
-        """`phases` on that many ranks."""
-        return self.phases
 
     def derivative_scale(self, axis_size: int) -> float:
         """The factor of the sum over ranks that the result counts as in derivatives."""
@@ -170,14 +167,14 @@ C = TypeVar("C")
 
 #: What a hook around another one doesn't have from that one: what works on the outer hook itself, or follows from its
 #: other members.
-_ITS_OWN = ("at", "cast", "with_error_feedback", "reduce", "stateful", "states_of")
+_ITS_OWN = ("at", "cast", "with_error_feedback", "reduce", "stateful", "offers")
 
 
 def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -> Callable[[type[C]], type[C]]:
     """Decorate a class whose field `field` holds another value of the same `base`, which it wraps.
 
     Every public member of `base` that the class, or a class between the two, doesn't define is that of the value, save
-    those in `but`. So a member that `base` gets later can't be forgotten.
+    those in `but`; of what it offers too. So a member that `base` gets later can't be forgotten.
     """
     own_fields = {f.name for f in fields(base)} if is_dataclass(base) else set[str]()
 
@@ -188,6 +185,8 @@ def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -
         for name, inherited in vars(base).items():
             if not name.startswith("_") and name not in defined:
                 setattr(cls, name, _of_field(field, name, inherited))
+        kind: Any = base._kind  # type: ignore[attr-defined]
+        cls.offers = property(lambda self: kind(**{f.name: getattr(self, f.name) for f in fields(kind)}))  # type: ignore[attr-defined]
         return cls
 
     return mark
@@ -241,6 +240,11 @@ class ExactSum(AllReduce):
         return self.factor
 
 
+def states_of(hook: CommHook, entries: LeafState) -> LeafState:
+    """The part of a leaf's state that `hook` reads."""
+    return {name: entries[name] for name in hook.state_names if name in entries}
+
+
 def program_of(hook: CommHook, inputs: BucketInput) -> Program:
     """The reduction of one bucket by `hook`."""
     return Program(hook.reduce(inputs), [inputs.flat, *(x for state in inputs.states for x in state.values())])
@@ -253,10 +257,16 @@ def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput) -> Reduced:
 
 def unchanging(hook: CommHook, step: int) -> CommHook:
     """The hook that a graph compiled at `step` can hold, for `hook`."""
-    if hook.constant_after is None or step < hook.constant_after:
+    check_constant(hook, step)
+    return hook.at(step)
+
+
+def check_constant(changing: Any, step: int) -> None:
+    """Raise unless a graph compiled at `step` can hold what a hook or strategy does at that step and later."""
+    first = changing.constant_after
+    if first is None or step < first:
         raise UnsupportedError(
-            f"{hook!r} changes with the number of steps, which is {step} for good in a graph that is compiled now. "
-            "Take the first steps eagerly until the hook no longer changes, or compile the step inside: "
+            f"{changing!r} changes with the number of steps, which is {step} for good in a graph that is compiled now. "
+            "Take the first steps eagerly until it no longer changes, or compile the step inside: "
             "ltx.data_parallel(torch.compile(f), strategy)."
         )
-    return hook.at(step)

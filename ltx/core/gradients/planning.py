@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 from torch._C import _functorch
@@ -22,6 +23,7 @@ from torch.autograd import forward_ad
 
 from ltx.core import comm
 from ltx.core.base import tree
+from ltx.core.base.arguments import ShortRepr, brief, check_fields, seconds, whole
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.comm import Network
 from ltx.core.gradients.comm_hook import CommHook
@@ -225,25 +227,65 @@ def plan_buckets(
     )
 
 
-class Owner(Protocol):
-    """What a plan needs of its strategy; ranks must agree in it too."""
+@dataclass(frozen=True, kw_only=True)
+class BucketSettings(ShortRepr):
+    """How gradients are put into buckets, and how ranks are connected: the fields that every strategy has.
 
-    def __hash__(self) -> int: ...
+    Attributes:
+        bucket_bytes: gradients travel in buckets of at most this many bytes, 25 MiB for the default on accelerators
+            whose collectives streams order; a hook that sends far less may ask for larger ones
+            (``HookOffers.bucket_factor``). "auto": the axis is measured when ranks first use it
+            (:func:`ltx.profile.measure_network`), and sizes are chosen by the cost of a message
+            (:func:`ltx.core.gradients.planning.bucket_sizes`), the same on every rank and from then on. The rounding of
+            a sum over three or more ranks depends on a number's place in its bucket: set a number where two runs must
+            be equal bit for bit. Compiled graphs need the measurement before; simulated ranks and worlds of one take
+            the default.
+        first_bucket_bytes: size of the first bucket; small, so that communication starts early. With "auto" its largest
+            size.
+        network: what "auto" uses instead of a measurement.
+        process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
+        timeout: how long ``ltx.init``'s collectives wait for a peer: a timedelta, or a number of seconds, of which it
+            makes one.
+    """
+
+    bucket_bytes: int | Literal["auto"] = DEFAULT_BYTES
+    first_bucket_bytes: int = MIB
+    network: comm.Network | None = None
+    process_group_backend: str | None = None
+    timeout: timedelta = timedelta(seconds=1800)
+
+    def __post_init__(self) -> None:
+        check_fields(self, StrategyError, "process_group_backend")
+        for name in ("bucket_bytes", "first_bucket_bytes"):
+            value, auto = getattr(self, name), name == "bucket_bytes"
+            if auto and isinstance(value, str) and value == "auto":
+                continue
+            what, besides = f"{type(self).__name__}.{name}", '"auto" or ' * auto
+            object.__setattr__(self, name, whole(what, value, 1, StrategyError, besides=besides))
+        if not isinstance(self.network, comm.Network | None):
+            raise StrategyError(
+                f"{type(self).__name__}.network must be an ltx.profile.Network or None, got {brief(self.network)}."
+            )
+        timeout = seconds(f"{type(self).__name__}.timeout", self.timeout, StrategyError)
+        object.__setattr__(self, "timeout", timedelta(seconds=timeout))
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a bucket, and of the first one; with :attr:`auto_sizes` those without a known network."""
+        """Bytes of a bucket, and of the first one; with "auto" those without a known network."""
+        return DEFAULT_BYTES if isinstance(self.bucket_bytes, str) else self.bucket_bytes, self.first_bucket_bytes
 
     @property
     def auto_sizes(self) -> bool:
-        """Whether sizes are chosen for the network."""
-
-    @property
-    def network(self) -> comm.Network | None:
-        """The network, if the user has described it."""
+        """Whether the sizes of buckets are chosen for the network."""
+        return self.bucket_bytes == "auto"
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
-        """Which of the leaves at `paths` travel together; as the `groups` of :func:`plan_buckets`."""
+        """Which gradients share a bucket: for each of `paths` the number of its group, -1 for none; () for no groups.
+
+        `arrival` has their places in the order in which gradients are expected, the last parameter's first; it is the
+        same on every rank.
+        """
+        return ()
 
 
 @lru_cache(maxsize=256)
@@ -307,7 +349,7 @@ def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) ->
     return rounded, min(first_bytes, max(rounded // _FIRST, 1))
 
 
-def _network(owner: Owner, axis: Axis, compare: bool, background: bool) -> comm.Network | None:
+def _network(owner: BucketSettings, axis: Axis, compare: bool, background: bool) -> comm.Network | None:
     """The network that sizes are chosen for: all ranks know it, or all call this. None where sizes are fixed."""
     if not owner.auto_sizes or background:
         return None
@@ -326,7 +368,7 @@ def _network(owner: Owner, axis: Axis, compare: bool, background: bool) -> comm.
 
 
 def make_plan(
-    owner: Owner,
+    owner: BucketSettings,
     hook: CommHook,
     axis: Axis,
     tensors: Sequence[torch.Tensor],

@@ -340,7 +340,7 @@ class ProcessSchedule(Schedule):
     @property
     def has_later_phases(self) -> bool:
         """Whether a bucket may issue more than one collective."""
-        return self.hook.phases_on(self.plan.axis.size) > 1
+        return bool(self.hook.phases_on(self.plan.axis.size) > 1)
 
     def finish(self) -> comm.StepSummary | None:
         """After the last bucket: return the step summary, and forget this pass, so another may follow."""

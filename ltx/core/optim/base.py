@@ -51,7 +51,7 @@ class OptimizerOffers:
     strategy: str | None = None
 
 
-class Optimizer(Offering, ABC, kind=OptimizerOffers):
+class Optimizer(Offering[OptimizerOffers], ABC, kind=OptimizerOffers):
     """An immutable value with two pure methods; compares, hashes, pickles and prints by what it was made of.
 
     Make one with :func:`from_torch`, :func:`chain`, :func:`clip_by_global_norm` or :func:`from_functions`, or subclass
@@ -66,10 +66,6 @@ class Optimizer(Offering, ABC, kind=OptimizerOffers):
         offers: an :class:`ltx.extend.OptimizerOffers`. A class says what differs from its defaults by attributes of the
             fields' names, such as ``elementwise = True``, and each can be read so.
     """
-
-    @property
-    def offers(self) -> OptimizerOffers:
-        return OptimizerOffers()
 
     @abstractmethod
     def init(self, params: Tree) -> Tree:

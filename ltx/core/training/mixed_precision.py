@@ -23,6 +23,7 @@ from ltx.core.base.arguments import ShortRepr, brief, check_whole, is_whole, num
 from ltx.core.base.errors import StepError, StrategyError
 from ltx.core.training.accumulate import Accumulated
 from ltx.core.transforms.data_parallel import DataParallel
+from ltx.core.transforms.strategy import steps_ahead
 from ltx.typing import Step
 
 _COMPUTE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -276,7 +277,7 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     else:
         fn = Casted(step.fn, precision, step.argnums)
     casted = replace(step, fn=fn, precision=precision)
-    for at in step.strategy.steps_ahead:
+    for at in steps_ahead(step.strategy):
         for training in (False, True):
             casted.hook(at, training)  # raises for one that can't be cast
     return casted

@@ -14,7 +14,7 @@ from ltx.core.training.accumulate import Accumulated
 from ltx.core.training.parameters import Trainable, check_trainable
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.strategy import Strategy
+from ltx.core.transforms.strategy import Strategy, StrategyOffers, steps_ahead
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
@@ -71,13 +71,31 @@ def check_every(steps: Any, strategy: Strategy) -> None:
         )
 
 
+def check_weighted(strategy: Strategy, step: int) -> None:
+    """Raise unless the training step after `step` others may return :class:`ltx.Weighted`."""
+    if strategy.layout.params == "per_rank" or strategy.hook_in_training(step) is None:
+        raise StrategyError(
+            f"train_step: the loss is an ltx.Weighted, which needs gradients that ranks average by weight at every "
+            f"step, and {strategy!r} leaves some to each rank, and counts every rank and call alike. Give each rank "
+            "equally many samples and return their mean, or use a strategy that averages gradients at every step, such "
+            "as ltx.DDPStrategy(); for micro-batches, ltx.accumulate(step, k)."
+        )
+    hook = strategy.hook(step)
+    if hook is not None and not hook.gives_gradients:
+        raise UnsupportedError(
+            "train_step: the loss is an ltx.Weighted, whose gradients are divided by the sum of the weights once "
+            f"they are reduced, and {hook!r} of {type(strategy).__name__} doesn't give gradients. Return the mean of "
+            "equally many samples on each rank, or use another strategy."
+        )
+
+
 def check_loss_scale(step: DataParallel) -> None:
     """Raise if gradients that a loss scale has multiplied would be added to what it hasn't."""
     scale = None if step.precision is None else step.precision.loss_scale
     if scale is None or scale == 1:
         return
     strategy = step.strategy
-    for at in strategy.steps_ahead:
+    for at in steps_ahead(strategy):
         hook = strategy.hook(at)
         if hook is not None and not hook.gives_gradients:
             raise UnsupportedError(
@@ -118,7 +136,7 @@ def check_layout(strategy: Strategy, step: int) -> None:
 
     A checkpoint would take a part of the state for the same on every rank, and give all ranks the values of one.
     """
-    if type(strategy).layout is Strategy.layout and not strategy.shares_gradients(step):
+    if strategy.layout is StrategyOffers.layout and not strategy.shares_gradients(step):
         name = type(strategy).__name__
         raise StrategyError(
             f"{name}: hook({step}) leaves gradients local, so that ranks may differ, and {name}.layout doesn't say in "

@@ -55,7 +55,7 @@ from ltx.core.training.guard import (
 )
 from ltx.core.training.outputs import Batch, GivenGradients, arguments_of, outputs_of, unshared
 from ltx.core.training.replicas import check_replicas
-from ltx.core.training.settings import TrainSettings, check_layout, refuse_in_graph
+from ltx.core.training.settings import TrainSettings, check_layout, check_weighted, refuse_in_graph
 from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Weighted
@@ -180,7 +180,7 @@ class Step:
         if self._in_place:  # what the step returned mustn't change when the parameters do
             buffers, aux = unshared((buffers, aux), leaves)
         if isinstance(loss, Weighted):
-            strategy.check_weighted(self.info.step)
+            check_weighted(strategy, self.info.step)
         total, weight = loss.checked() if isinstance(loss, Weighted) else (loss, None)
         asked = run.mean and weight is None and (run.local or run.within is not None)
         mean = run.averaged(total.detach()) if asked else None
@@ -439,7 +439,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         run = train.step.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
         loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux, detached=False)
         if isinstance(loss, Weighted):
-            strategy.check_weighted(info.step)
+            check_weighted(strategy, info.step)
         value = replace(run, output=loss).value()
         # torch.func takes tensors alone as aux.
         rest, structure = tree.flatten((buffers, aux))

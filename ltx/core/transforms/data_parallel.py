@@ -37,7 +37,7 @@ from ltx.core.transforms.run import (
     refuse_gradients,
     whole_scalars,
 )
-from ltx.core.transforms.strategy import Strategy, default_strategy
+from ltx.core.transforms.strategy import Strategy, default_strategy, network_on
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 
@@ -81,8 +81,11 @@ class DataParallel(StepSettings):
         params = local_parts(params)
         leaves, strategy, choice = tree.flatten(params)[0], self.strategy, ""
         if strategy.auto_sizes or strategy.auto_hook:
-            choice = strategy.choose(self.axis, params, self.reduce_dtype)
-            strategy = strategy.with_choice(choice)
+            axis = comm.resolve(self.axis)
+            network = network_on(strategy, axis, params)
+            if strategy.auto_hook:
+                choice = strategy.choose(params, axis.size, network, self.reduce_dtype)
+                strategy = strategy.with_choice(choice)
         states = {
             path: state
             for path, leaf in zip(tree.leaf_paths(params), leaves, strict=True)

@@ -23,7 +23,7 @@ from ltx.core.collectives.calls import check_dense, check_recorded, check_sums
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker
-from ltx.core.gradients.comm_hook import AllReduce, CommHook
+from ltx.core.gradients.comm_hook import AllReduce, CommHook, states_of
 from ltx.core.gradients.marker import LeafHooks, reduce_gradients
 from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, differentiable, make_plan, tracked
 from ltx.core.gradients.schedule import GraphSchedule, ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
@@ -437,7 +437,7 @@ def _reduce(
             f"{whose!r} has communication state: pass sync_state=step.init(params) and keep what comes back."
         )
     entries = [state.leaves.get(path, {}) if state is not None else {} for path in paths]
-    states = [hook.states_of(e) for e in entries]
+    states = [states_of(hook, e) for e in entries]
     plan = make_plan(
         strategy,
         hook,

@@ -22,7 +22,7 @@ from ltx.core.gradients.marker import MARKER_PRIORITY, raise_priority
 from ltx.core.gradients.planning import differentiable
 from ltx.core.gradients.schedule import Schedule
 from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype
+from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype, steps_ahead
 from ltx.core.transforms.sync_state import plain_values
 from ltx.typing import Step, Tree
 
@@ -376,7 +376,7 @@ def _hooks_of(strategy: Strategy, step: int) -> Iterator[CommHook]:
 
 @lru_cache(maxsize=64)  # each step of DTensors asks, and a cycle may be long
 def _hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
-    return tuple(dict.fromkeys(map(strategy.hook, strategy.steps_ahead)))
+    return tuple(dict.fromkeys(map(strategy.hook, steps_ahead(strategy))))
 
 
 def _hooks_in(values: Iterable[Any]) -> Iterator[CommHook]:

@@ -4,28 +4,96 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import lru_cache
-from typing import Any, Literal
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import torch
 
 from ltx.core import comm
 from ltx.core.base import tree
-from ltx.core.base.arguments import ShortRepr, brief, check_fields, seconds, whole
-from ltx.core.base.errors import StrategyError, UnsupportedError
-from ltx.core.gradients.comm_hook import CommHook, unchanging
+from ltx.core.base.arguments import Offering, follows
+from ltx.core.base.errors import StrategyError
+from ltx.core.gradients.comm_hook import CommHook, check_constant, unchanging
 from ltx.core.gradients.pending import Exchange
-from ltx.core.gradients.planning import DEFAULT_BYTES, MIB, Plan, make_plan
+from ltx.core.gradients.planning import BucketSettings, Plan, make_plan
 from ltx.core.gradients.reduction import LeafState
 from ltx.core.optim.base import Optimizer, Update
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.strategy_update import PostUpdateHook, StateLayout, States, StepInfo, Updated, check_next
 from ltx.typing import Tree
 
+T = TypeVar("T")
+#: What a strategy says of the step after so many others.
+OfStep = Callable[[int], T]
+
+
+@lru_cache(maxsize=64)
+def _has_state(strategy: Strategy) -> bool:
+    hook = strategy.hook(0)
+    counts = strategy.constant_after != 0 or (hook is not None and hook.stateful)
+    return counts or bool(strategy.init(torch.zeros(1)))
+
+
+def _constant_after(strategy: Strategy) -> int | None:
+    hook = strategy.hook(0)
+    return 0 if hook is None else hook.constant_after
+
+
+def _has_own(strategy: Strategy, *methods: str) -> bool:
+    return any(getattr(type(strategy), method) is not getattr(Strategy, method) for method in methods)
+
+
+@dataclass(frozen=True)
+class StrategyOffers:
+    """What a strategy says of itself. Its methods among them get the number of synchronised steps before theirs.
+
+    Attributes:
+        layout: how the parts of a train state relate across ranks.
+        stateful: a step needs communication state, even if only for the count of steps.
+        needs_whole: what ranks do after the update depends on whole parameters, as ``HookOffers.needs_whole`` says.
+        constant_after: the number of steps after which ``hook(step)`` is the same at every step; None if it goes on
+            changing. Compiled graphs can hold it from that step on.
+        cycle: (first, length): from step `first` on, what a step sends repeats every `length` steps.
+            :func:`ltx.profile.plan` takes its mean over that many steps.
+        hook_in_graph: ``hook(step)`` for a compiled graph that is traced at step `step` and runs at later ones too;
+            raises where it changes.
+        hook_in_training: ``hook(step)`` in a whole training step, where ``update`` alone sees the gradients.
+        shares_gradients: whether ``update`` gets the same gradients on every rank.
+        communicates_after_update: whether ``update`` communicates after the optimizer. The optimizer then doesn't
+            update in place, so that a step in which a peer fails leaves its state as it was.
+        communicates_besides: a training step communicates more than gradients.
+        updates_in_buckets: the optimizer may run bucket by bucket (``overlap="update"``): ``update`` is the plain one.
+        auto_hook: ``step.init`` chooses the hook for the network, and puts the hook's name into the state. Then the
+            class has ``choose(params, ranks, network, dtype)``, which gives a name (`dtype`: in which mixed precision
+            reduces gradients), and ``with_choice(name)``, the strategy with that hook.
+    """
+
+    layout: StateLayout = StateLayout()
+    stateful: bool = follows(_has_state)
+    needs_whole: bool = False
+    constant_after: int | None = follows(_constant_after)
+    cycle: tuple[int, int] = follows(lambda strategy: (strategy.constant_after or 0, 1))
+    hook_in_graph: OfStep[CommHook | None] = follows(lambda strategy: partial(constant_hook, strategy))
+    hook_in_training: OfStep[CommHook | None] = follows(lambda strategy: strategy.hook)
+    shares_gradients: OfStep[bool] = follows(lambda strategy: lambda n: strategy.hook_in_training(n) is not None)
+    communicates_after_update: OfStep[bool] = follows(lambda strategy: lambda n: _has_own(strategy, "after_update"))
+    communicates_besides: bool = follows(lambda strategy: _has_own(strategy, "begin", "update", "after_update"))
+    updates_in_buckets: bool = follows(lambda strategy: not _has_own(strategy, "update"))
+    auto_hook: bool = False
+
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy(ShortRepr):
+class Strategy(
+    Offering[StrategyOffers],
+    BucketSettings,
+    kind=StrategyOffers,
+    moved={
+        "check_weighted": "a loss that is an ltx.Weighted needs hook(step) at every step, and its gives_gradients.",
+        "negotiate": "write ltx.extend.negotiate(strategy, hook, tensors, paths, info).",
+        "network_on": "choose(params, ranks, network, dtype) is given the network.",
+        "steps_ahead": "say which steps repeat by cycle.",
+    },
+):
     """What a training step does besides the user's own work.
 
     A strategy is immutable: it compares, hashes, pickles, prints, and is changed with ``dataclasses.replace``. Its
@@ -38,128 +106,20 @@ class Strategy(ShortRepr):
     exchange doesn't mix with the next.
 
     Attributes:
-        bucket_bytes: gradients travel in buckets of at most this many bytes, 25 MiB for the default on accelerators
-            whose collectives streams order; a hook that sends far less may ask for larger ones
-            (``CommHook.bucket_factor``). "auto": the axis is measured when ranks first use it
-            (:func:`ltx.profile.measure_network`), and sizes are chosen by the cost of a message
-            (:func:`ltx.core.gradients.planning.bucket_sizes`), the same on every rank and from then on. The rounding of
-            a sum over three or more ranks depends on a number's place in its bucket: set a number where two runs must
-            be equal bit for bit. Compiled graphs need the measurement before; simulated ranks and worlds of one take
-            the default.
-        first_bucket_bytes: size of the first bucket; small, so that communication starts early. With "auto" its largest
-            size.
-        network: what "auto" uses instead of a measurement.
-        process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
-        timeout: how long ``ltx.init``'s collectives wait for a peer: a timedelta, or a number of seconds, of which it
-            makes one.
+        offers: an :class:`ltx.extend.StrategyOffers`. A class says what differs from its defaults by attributes,
+            properties or methods of the fields' names, and each can be read so.
+        bucket_bytes, first_bucket_bytes, network, process_group_backend, timeout: as in
+            :class:`ltx.extend.BucketSettings`.
     """
-
-    bucket_bytes: int | Literal["auto"] = DEFAULT_BYTES
-    first_bucket_bytes: int = MIB
-    network: comm.Network | None = None
-    process_group_backend: str | None = None
-    timeout: timedelta = timedelta(seconds=1800)
-
-    def __post_init__(self) -> None:
-        check_fields(self, StrategyError, "process_group_backend")
-        for name in ("bucket_bytes", "first_bucket_bytes"):
-            value, auto = getattr(self, name), name == "bucket_bytes"
-            if auto and isinstance(value, str) and value == "auto":
-                continue
-            what, besides = f"{type(self).__name__}.{name}", '"auto" or ' * auto
-            object.__setattr__(self, name, whole(what, value, 1, StrategyError, besides=besides))
-        if not isinstance(self.network, comm.Network | None):
-            raise StrategyError(
-                f"{type(self).__name__}.network must be an ltx.profile.Network or None, got {brief(self.network)}."
-            )
-        timeout = seconds(f"{type(self).__name__}.timeout", self.timeout, StrategyError)
-        object.__setattr__(self, "timeout", timedelta(seconds=timeout))
 
     def hook(self, step: int) -> CommHook | None:
         """The reduction of the gradients of synchronised step `step`; None leaves them local."""
         raise NotImplementedError(f"{type(self).__name__} must define hook(step)")
 
-    def hook_in_graph(self, step: int) -> CommHook | None:
-        """:meth:`hook` for a compiled graph that is traced at step `step` and runs at later ones too.
-
-        Raises:
-            UnsupportedError: the hook changes with the step.
-        """
-        hook = self.hook(step)
-        return None if hook is None else unchanging(hook, step)
-
-    def hook_in_training(self, step: int) -> CommHook | None:
-        """:meth:`hook` in a whole training step, where only :meth:`update` sees the gradients."""
-        return self.hook(step)
-
-    def shares_gradients(self, step: int) -> bool:
-        """Whether :meth:`update` gets the same gradients on every rank, in the step after `step` others."""
-        return self.hook_in_training(step) is not None
-
     def init(self, param: Any, path: str = "") -> LeafState:
         """The state of the parameter at `path`: the hook's, and the strategy's own under other names."""
         hook = self.hook(0)
         return hook.init(param, path) if hook is not None else {}
-
-    @property
-    def stateful(self) -> bool:
-        """Whether a step needs communication state, even if only for the count of steps."""
-        return _has_state(self)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of a bucket, and of the first one; with "auto" those without a known network."""
-        return DEFAULT_BYTES if isinstance(self.bucket_bytes, str) else self.bucket_bytes, self.first_bucket_bytes
-
-    @property
-    def auto_sizes(self) -> bool:
-        """Whether the sizes of buckets are chosen for the network."""
-        return self.bucket_bytes == "auto"
-
-    @property
-    def auto_hook(self) -> bool:
-        """Whether ``step.init`` chooses the hook for the network; it puts the hook's name into the state."""
-        return False
-
-    def choose(self, on: Any, params: Tree, dtype: torch.dtype | None) -> str:
-        """What ``step.init(params)`` puts into the state for a strategy that is "auto" in one way or another.
-
-        A collective: the network of axis `on` is measured here, if it isn't known. `dtype`: in which mixed precision
-        reduces gradients. Gives "" for a strategy whose hook isn't chosen.
-        """
-        self.network_on(comm.resolve(on), params)
-        return ""
-
-    def network_on(self, axis: Axis, params: Tree) -> comm.Network | None:
-        """The network between the ranks of `axis`, measured if need be; None where there is none."""
-        axis_comm: comm.AxisComm | None = axis.comm
-        if self.network is not None or axis_comm is None or axis.size == 1:
-            return self.network
-        leaves, spec = tree.flatten(params)
-        shapes = tuple((x.shape, x.dtype) for x in leaves)
-        axis_comm.negotiate(
-            axis_comm.bucket_channel(0),
-            ("init", self, spec, shapes),
-            lambda: comm.Signature.of("init of an automatic strategy", tree.leaf_paths(params), leaves, repr(self)),
-        )
-        return comm.measured(axis_comm)
-
-    def with_choice(self, choice: str) -> Strategy:
-        """This strategy with the hook that a state names; the strategy itself without a choice."""
-        return self
-
-    def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
-        """Which gradients share a bucket: for each of `paths` the number of its group, -1 for none; () for no groups.
-
-        `arrival` has their places in the order in which gradients are expected, the last parameter's first; it is the
-        same on every rank.
-        """
-        return ()
-
-    @property
-    def layout(self) -> StateLayout:
-        """How the parts of a train state relate across ranks."""
-        return StateLayout()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise :class:`ltx.errors.StrategyError` unless this strategy can train with `optimizer`.
@@ -206,67 +166,12 @@ class Strategy(ShortRepr):
         """Wait for what is `pending` between two steps, on all ranks together."""
         return params, states
 
-    def communicates_after_update(self, step: int) -> bool:
-        """Whether :meth:`update` communicates after the optimizer, in the step after `step` others.
-
-        The optimizer then doesn't update in place, so that a step in which a peer fails leaves its state as it was.
-        """
-        return type(self).after_update is not Strategy.after_update
-
     def post_update_hook(self, optimizer: Optimizer, step: int) -> PostUpdateHook | None:
         """What ranks do with parameters after the optimizer, if each bucket can do it without waiting for the others.
 
         With ``overlap="update"`` the step drives it in place of :meth:`update`. None: :meth:`update` does all of it.
         """
         return None
-
-    def check_weighted(self, step: int) -> None:
-        """Raise unless the training step after `step` others may return :class:`ltx.Weighted`."""
-        if self.layout.params == "per_rank" or self.hook_in_training(step) is None:
-            raise StrategyError(
-                f"train_step: the loss is an ltx.Weighted, and {type(self).__name__} lets ranks take steps of their "
-                "own and averages their parameters or updates, in which every rank counts alike whatever its weight. "
-                "Give each rank equally many samples and return their mean, or use a strategy that averages gradients "
-                "at every step, such as ltx.DDPStrategy()."
-            )
-        hook = self.hook(step)
-        if hook is not None and not hook.gives_gradients:
-            raise UnsupportedError(
-                "train_step: the loss is an ltx.Weighted, whose gradients are divided by the sum of the weights once "
-                f"they are reduced, and {hook!r} of {type(self).__name__} doesn't give gradients. Return the mean of "
-                "equally many samples on each rank, or use another strategy."
-            )
-
-    @property
-    def needs_whole(self) -> bool:
-        """Whether what ranks do after the update depends on whole parameters, as :attr:`CommHook.needs_whole` says."""
-        return False
-
-    @property
-    def updates_in_buckets(self) -> bool:
-        """Whether the optimizer may run bucket by bucket (``overlap="update"``): :meth:`update` is the plain one."""
-        return type(self).update is Strategy.update
-
-    @property
-    def communicates_besides(self) -> bool:
-        """Whether a training step communicates more than gradients."""
-        mine = type(self)
-        return any(getattr(mine, part) is not getattr(Strategy, part) for part in ("begin", "update", "after_update"))
-
-    @property
-    def cycle(self) -> tuple[int, int]:
-        """(first, length): from step `first` on, what a step sends repeats every `length` steps.
-
-        :func:`ltx.profile.plan` takes its mean over that many steps.
-        """
-        hook = self.hook(0)
-        return (0 if hook is None else hook.constant_after or 0), 1
-
-    @property
-    def steps_ahead(self) -> tuple[int, ...]:
-        """The steps whose hooks checks look at before training: the first, and a whole cycle."""
-        first, length = self.cycle
-        return (0, *range(first, first + length))
 
     def exchange(
         self,
@@ -293,49 +198,78 @@ class Strategy(ShortRepr):
                 can repeat the step with it.
             like: the tree whose leaves the tensors are, to have the buckets of its gradients.
         """
-        plan = self._plan(hook, tensors, paths, info, states, background, like)
+        plan = _plan(self, hook, tensors, paths, info, states, background, like)
         if (make := info.axis.ranks.exchanges) is not None:
             recorded: Exchange = make(plan, tensors, states, background, paths)
             return recorded
         return Exchange(plan, tensors, states, background, midway)
 
-    def negotiate(
-        self,
-        hook: CommHook,
-        tensors: Sequence[torch.Tensor],
-        paths: Sequence[str],
-        info: StepInfo,
-        *,
-        background: bool = False,
-    ) -> None:
-        """Compare an exchange with the peers now, so that the first one needn't wait for them. Sends nothing."""
-        self._plan(hook, tensors, paths, info, (), background)
 
-    def _plan(
-        self,
-        hook: CommHook,
-        tensors: Sequence[torch.Tensor],
-        paths: Sequence[str],
-        info: StepInfo,
-        states: Sequence[LeafState],
-        background: bool,
-        like: Tree = None,
-    ) -> Plan:
-        names = tuple(tuple(state) for state in states) or tuple(() for _ in tensors)
-        return make_plan(
-            self,
-            hook,
-            info.axis,
-            tensors,
-            lambda: range(len(tensors)) if like is None else tree.insertion_order(like)[::-1],
-            names,
-            info.step,
-            lambda: list(paths),
-            f"{type(self).__name__}{' in the background' if background else ''}",
-            tuple(paths),
-            background=background,
-            grouped=like is not None,
-        )
+def negotiate(
+    strategy: Strategy,
+    hook: CommHook,
+    tensors: Sequence[torch.Tensor],
+    paths: Sequence[str],
+    info: StepInfo,
+    *,
+    background: bool = False,
+) -> None:
+    """Compare an exchange with the peers now, so that the first one needn't wait for them. Sends nothing."""
+    _plan(strategy, hook, tensors, paths, info, (), background)
+
+
+def _plan(
+    strategy: Strategy,
+    hook: CommHook,
+    tensors: Sequence[torch.Tensor],
+    paths: Sequence[str],
+    info: StepInfo,
+    states: Sequence[LeafState],
+    background: bool,
+    like: Tree = None,
+) -> Plan:
+    return make_plan(
+        strategy,
+        hook,
+        info.axis,
+        tensors,
+        lambda: range(len(tensors)) if like is None else tree.insertion_order(like)[::-1],
+        tuple(tuple(state) for state in states) or tuple(() for _ in tensors),
+        info.step,
+        lambda: list(paths),
+        f"{type(strategy).__name__}{' in the background' if background else ''}",
+        tuple(paths),
+        background=background,
+        grouped=like is not None,
+    )
+
+
+def steps_ahead(strategy: Strategy) -> tuple[int, ...]:
+    """The steps whose hooks checks look at before training: the first, and a whole cycle."""
+    first, length = strategy.cycle
+    return (0, *range(first, first + length))
+
+
+def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
+    """The hook that a graph compiled at `step` can hold at all later steps too."""
+    check_constant(strategy, step)
+    hook = strategy.hook(step)
+    return None if hook is None else unchanging(hook, step)
+
+
+def network_on(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network | None:
+    """The network between the ranks of `axis`, measured if need be; None where there is none."""
+    axis_comm: comm.AxisComm | None = axis.comm
+    if strategy.network is not None or axis_comm is None or axis.size == 1:
+        return strategy.network
+    leaves, spec = tree.flatten(params)
+    shapes = tuple((x.shape, x.dtype) for x in leaves)
+    axis_comm.negotiate(
+        axis_comm.bucket_channel(0),
+        ("init", strategy, spec, shapes),
+        lambda: comm.Signature.of("init of an automatic strategy", tree.leaf_paths(params), leaves, repr(strategy)),
+    )
+    return comm.measured(axis_comm)
 
 
 @dataclass
@@ -362,9 +296,3 @@ def default_strategy() -> Strategy:
 def in_dtype(hook: CommHook | None, dtype: torch.dtype | None) -> CommHook | None:
     """`hook`, whose sums travel in `dtype`."""
     return hook if hook is None or dtype is None else handed_in.hooks.cast(hook, dtype)
-
-
-@lru_cache(maxsize=64)
-def _has_state(strategy: Strategy) -> bool:
-    hook = strategy.hook(0)
-    return bool(strategy.init(torch.zeros(1))) or (hook is not None and hook.stateful)

@@ -17,7 +17,7 @@ import torch
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import shown
 from ltx.core.base.errors import SyncStateError
-from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.comm_hook import CommHook, states_of
 from ltx.core.gradients.planning import Plan, tracked
 from ltx.core.gradients.reduction import LeafState
 from ltx.core.ranks.batched import unwrapped
@@ -124,7 +124,7 @@ def states_of_leaves(
     assert state is not None
     found: list[LeafState] = []
     for i in wanted:
-        found.append(hook.states_of(state.leaves.get(paths()[i], {})))
+        found.append(states_of(hook, state.leaves.get(paths()[i], {})))
         lost = [name for name, tensor in found[-1].items() if not (returned or tracked(tensor))]
         if lost:
             raise SyncStateError(

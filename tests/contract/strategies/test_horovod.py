@@ -221,7 +221,7 @@ def test_several_passes_and_what_they_dont_go_with() -> None:
     fields = {"backward_passes_per_step": 2}
     weighted = ltx.data_parallel(lambda p, x: ltx.Weighted(loss(p, x), 3.0), ltx.HorovodStrategy(**fields))
     train = ltx.train_step(weighted, SGD)
-    with pytest.raises(StrategyError, match=r"can't return ltx\.Weighted"):
+    with pytest.raises(StrategyError, match=r"ltx\.Weighted, .* ltx\.accumulate\(step, k\)"):
         train(train.init(params_of()), torch.ones(3))
     with pytest.raises(StrategyError, match="does its part"):
         ltx.train_step(ltx.data_parallel(loss, ltx.HorovodStrategy(**fields)), SGD, overlap="update")
