@@ -23,6 +23,7 @@ from torch._C import _functorch
 from ltx.core.base.arguments import Offering, brief, checked, shown
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import NAMESPACE, check_tensors, describe, flatten, leaf_paths, register_node, unflatten
+from ltx.core.comm.operations import SUMMED
 from ltx.core.gradients.planning import in_step
 from ltx.typing import Tree
 
@@ -242,7 +243,7 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     {'w': tensor([1., 1.])}
 
     Raises:
-        ltx.errors.OptimError: if `updates` hasn't the structure of `params`.
+        ltx.errors.OptimError: if `updates` hasn't the structure of `params`, or torch can't add one to its parameter.
     """
     check_tensors(params, "params")
     leaves, spec = flatten(params)
@@ -253,6 +254,11 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
             raise OptimError(
                 f"the update of {leaf_name(params, index)} must be a tensor like the parameter, {describe(p)} on "
                 f"{p.device}, or None; got {got}."
+            )
+        if u is not None and not ({p.dtype, u.dtype} <= SUMMED and u.is_complex() <= p.is_complex()):
+            raise OptimError(
+                f"the update of {leaf_name(params, index)} is {describe(u)}, which can't be added to {describe(p)}. "
+                "Cast both to dtypes that have sums (float8 has none), and give a real parameter a real update."
             )
     if not (donate and donated(leaves, [u for _, u in pairs if u is not None])):
         return spec.unflatten([p.clone() if u is None else (p + u).to(p.dtype) for p, u in pairs])

@@ -68,6 +68,17 @@ def test_apply_updates() -> None:
         apply_updates(params, {"a": None})
 
 
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    ("of", "update"),
+    [(torch.float8_e4m3fn, torch.bool), (torch.float32, torch.float8_e5m2), (torch.float32, torch.complex64)],
+)
+def test_updates_that_cant_be_added(of: torch.dtype, update: torch.dtype, donate: bool) -> None:
+    params, updates = {"w": torch.ones(2).to(of)}, {"w": torch.ones(2).to(update)}
+    with pytest.raises(OptimError, match=r"the update of .*w.* is .*, which can't be added to"):
+        apply_updates(params, updates, donate=donate)
+
+
 def test_apply_updates_is_differentiable() -> None:
     grad = torch.func.grad(lambda u: apply_updates({"w": torch.ones(2)}, {"w": u})["w"].pow(2).sum())(torch.ones(2))
     assert grad.tolist() == [4.0, 4.0]
