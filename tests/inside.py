@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import ltx
 from ltx.core.comm import SUMMARY_BYTES, close_axis, open_axes, open_axis, resolve
 from ltx.core.ranks.axis import axes_in_scope, find
 from ltx.core.ranks.batched import VmapRanks
@@ -15,7 +11,6 @@ from ltx.strategies.qadam import QAdam
 __all__ = [
     "SUMMARY_BYTES",
     "AsyncAveraging",
-    "OnFreshAxis",
     "QAdam",
     "VmapRanks",
     "axes_in_scope",
@@ -25,6 +20,3 @@ __all__ = [
     "open_axis",
     "resolve",
 ]
-
-#: What the fixture ``on_new_axis`` is.
-OnFreshAxis = Callable[..., ltx.PerRank[Any]]

@@ -19,11 +19,11 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import WorldError
+from tests.kinds import Ranks
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "coming-from" / "lightning-names.md"
 
-Ranks = Callable[[int], ltx.Pool]
 
 # --- the names, and the tests that show what stands for them ----------------------------------------------------------
 

@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ import pytest
 import torch
 
 import ltx
+from tests.kinds import Ranks
 
 ROOT = Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -33,8 +33,6 @@ BLOCK = re.compile(
 NUMBER = re.compile(r"\d+\.\d+")
 MARKS = {"runs: in the driver, ": "driver", "not run: ": "nowhere"}
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
-
-Ranks = Callable[[int], ltx.Pool]
 
 
 class Block(NamedTuple):

@@ -19,11 +19,11 @@ from ltx.core.world.world import process
 from tests.chaos.schedule import Trouble
 from tests.contract.runtime.elastic_training import START, STEPS, batch, make, values
 from tests.forks import noticed, open_now, settles
+from tests.kinds import Tell
 
 EPOCHS = 4
 SIZE = 3
 MOST = SIZE + 1  # with a newcomer
-Tell = Callable[[Any], None]
 
 
 def training(

@@ -16,6 +16,7 @@ import ltx.strategies
 from ltx import extend
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from ltx.strategies import StateLayout, States, StepInfo, Strategy, Updated
+from tests.kinds import Ranks
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,6 @@ class NewStrategy(extend.Strategy):
         leaves, spec = extend.tree.flatten(params)
         means, _ = self.exchange(extend.AllReduce(), leaves, extend.tree.leaf_paths(params), info).wait()
         return extend.tree.unflatten(spec, means), states
-
-
-Ranks = Callable[[int], Any]
 
 
 def reduced(hook: CommHook, grads: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ import pytest
 import torch
 import yaml
 
-import ltx
 from tests.covering import some
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

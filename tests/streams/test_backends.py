@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ltx
-from ltx import Pool
 from ltx.core import comm
 from ltx.core.comm import backends, group_collectives
 from ltx.core.comm.backends import Backends, backends_of, default_backend
@@ -23,9 +21,7 @@ from ltx.core.training.settings import check_devices
 from ltx.core.world.launchers import placement_from_env
 from ltx.core.world.world import world_of
 from ltx.errors import PeerLostError, StepError
-
-Ranks = Callable[[int], Pool]
-OnNewAxis = Callable[..., Any]
+from tests.kinds import OnNewAxis, Ranks
 
 
 @pytest.mark.parametrize(

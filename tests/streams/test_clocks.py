@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.strategies.async_averaging import AsyncAveraging
 from tests.covering import some
+from tests.kinds import Ranks
 from tests.streams.clocks import Clocks, Stream
 from tests.streams.pool import on_streams
 from tests.streams.test_steps import SMALL, STRATEGIES, trained
 
-Ranks = Callable[[int], Pool]
 Found = tuple[list[str], list[str]]
 
 ROWS: dict[str, tuple[ltx.Strategy, dict[str, Any]]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +11,10 @@ import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.core.comm import ledger
+from tests.kinds import Ranks
 from tests.streams.pool import StreamedPool
 from tests.streams.test_steps import batch, loss_of, model
-
-Ranks = Callable[[int], Pool]
 
 
 @dataclass

@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
-from ltx import Pool, hooks
+from ltx import hooks
 from ltx.core.comm.backends import CommStream, StreamFence
 from ltx.errors import LtxError
 from tests.contract.optim.test_opaque import Anchored
+from tests.kinds import Ranks
 from tests.streams.backend import NAME, log
 from tests.streams.pool import StreamedPool
-
-Ranks = Callable[[int], Pool]
 
 #: What the host reads of a step: hidden guards of the communication state, which are on the host.
 ON_HOST = "SyncState.checked_step"

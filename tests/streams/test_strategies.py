@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +9,12 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.decentralized import Decentralized
+from tests.kinds import Ranks
 from tests.streams.backend import log
 from tests.streams.pool import StreamedPool
 from tests.streams.test_steps import SMALL, batch, loss_of, model
-
-Ranks = Callable[[int], Pool]
 
 
 def test_nobody_waits_for_a_round_in_the_background(ranks: Ranks) -> None:

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ltx
 from tests.inside import open_axis
+from tests.kinds import Params
 
-Params = dict[str, Tensor]
 Batch = tuple[Tensor, ...]
 
 # Of each leaf, in the norm. A bfloat16 gradient is rounded once by the backward pass and once by the sum.

@@ -14,8 +14,7 @@ import torch
 import ltx
 from ltx import Pool
 from ltx.errors import LtxError, WorkerError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 BAD_ON_ONE: dict[str, Callable[[bool], Any]] = {
     "dtype": lambda bad: ltx.psum(torch.ones(2, dtype=torch.int8 if bad else torch.float32)),

@@ -19,8 +19,7 @@ import ltx
 from ltx import tree
 from ltx.errors import TreeError
 from tests.covering import some
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 
 class Encoding(UserDict):  # type: ignore[type-arg]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,7 @@ from ltx.errors import CheckpointError, InputError, RankMismatchError, Unsupport
 from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.table import KINDS, ROWS
 from tests.contract.strategies.test_conformance import tensors, trainer
-
-Ranks = Callable[[int], ltx.Pool]
-Params = dict[str, Tensor]
+from tests.kinds import Params, Ranks
 
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.05 / (1 + count))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from torch import Tensor
 import ltx
 from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
 from tests.contract.strategies.references.horovod import adasum
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 SHAPES = {"matrix": (5, 3), "scalar": (), "empty": (0, 2), "vector": (131,), "one": (1,)}
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,10 +7,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import UnsupportedError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 def some(dtype: torch.dtype) -> Tensor:

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import ltx
-from ltx import Pool
 from ltx.errors import AxisError
 from tests import inside
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
 Found = dict[str, tuple[Tensor, Tensor]]
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.errors import AxisError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 @pytest.mark.parametrize("src", [-1, 2])

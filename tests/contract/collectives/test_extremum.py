@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import UnsupportedError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 def _both(x: Tensor) -> tuple[Tensor, Tensor]:

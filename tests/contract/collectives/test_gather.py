@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import AxisError
 from tests import inside
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 def test_all_gather_grad_on_a_subgroup(ranks: Ranks) -> None:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import AxisError, RankMismatchError
 from ltx.extend import inner
 from tests import inside
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
 Groups = list[list[int]]
 
 SUMS: dict[str, Callable[..., Tensor]] = {

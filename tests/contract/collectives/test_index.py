@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import ltx
-from ltx import Pool
 from ltx.errors import AxisError
 from tests import inside
+from tests.kinds import Ranks
 from tests.meshes import mesh_of
-
-Ranks = Callable[[int], Pool]
 
 
 def _index_and_size() -> tuple[Tensor, int]:

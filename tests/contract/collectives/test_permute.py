@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import AxisError, RankMismatchError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import InputError, TreeError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "psum": ltx.psum,

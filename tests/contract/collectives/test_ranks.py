@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import AxisError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 def test_seeds_differ_between_ranks_and_repeat(ranks: Ranks) -> None:

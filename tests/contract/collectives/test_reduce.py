@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import AxisError, CollectiveError, RankMismatchError, TreeError, UnsupportedError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 def test_defaults_and_what_passes_through() -> None:

@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import AxisError, RankMismatchError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 DTYPES = [torch.bool, torch.int64, torch.uint16, torch.float8_e4m3fn, torch.bfloat16, torch.complex64]
 SHAPES = [(), (0,), (3, 2), (2, 0)]

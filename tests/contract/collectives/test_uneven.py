@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import AxisError, RankMismatchError
 from tests import inside
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "rows": [(2, 3), (0, 3), (5, 3)],
     "every dimension": [(2, 3), (4, 1), (1, 1)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import TreeError, WeightError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 def _mean_and_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

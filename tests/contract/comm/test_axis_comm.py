@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import (
     CallFailedError,
     CollectiveTimeoutError,
@@ -25,9 +24,9 @@ from ltx.errors import (
     UnsupportedError,
 )
 from tests import inside
-from tests.inside import OnFreshAxis, axes_in_scope
+from tests.inside import axes_in_scope
+from tests.kinds import OnNewAxis, Ranks
 
-Ranks = Callable[[int], Pool]
 Call = Callable[[int], Any]
 
 #: name: (what rank r does, what the error says)
@@ -71,7 +70,7 @@ MISMATCHES: dict[str, tuple[Call, tuple[str, ...]]] = {
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_new_signatures_that_differ(on_new_axis: OnFreshAxis, name: str) -> None:
+def test_new_signatures_that_differ(on_new_axis: OnNewAxis, name: str) -> None:
     call, expected = MISMATCHES[name]
 
     def run() -> tuple[str, float]:
@@ -85,7 +84,7 @@ def test_new_signatures_that_differ(on_new_axis: OnFreshAxis, name: str) -> None
     assert after == 2.0, "nothing has moved: the axis works as before"
 
 
-def test_a_list_that_is_longer_on_one_rank_when_its_leaves_are_known(on_new_axis: OnFreshAxis) -> None:
+def test_a_list_that_is_longer_on_one_rank_when_its_leaves_are_known(on_new_axis: OnNewAxis) -> None:
     def run() -> str:
         ltx.psum([torch.ones(2)] * 2)
         with pytest.raises(RankMismatchError) as caught:
@@ -99,7 +98,7 @@ def test_a_list_that_is_longer_on_one_rank_when_its_leaves_are_known(on_new_axis
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_a_peer_that_stands_at_something_new(on_new_axis: OnFreshAxis, waiting: int) -> None:
+def test_a_peer_that_stands_at_something_new(on_new_axis: OnNewAxis, waiting: int) -> None:
     """One rank waits in a collective that it knows; the other compares another one, which the first answers."""
 
     def run() -> str:
@@ -114,7 +113,7 @@ def test_a_peer_that_stands_at_something_new(on_new_axis: OnFreshAxis, waiting: 
 
 
 @pytest.mark.parametrize("call", [ltx.psum, ltx.broadcast, lambda x: ltx.all_gather(x, tiled=True, splits="infer")])
-def test_a_list_on_one_rank_and_a_tuple_on_the_other(on_new_axis: OnFreshAxis, call: Callable[..., Any]) -> None:
+def test_a_list_on_one_rank_and_a_tuple_on_the_other(on_new_axis: OnNewAxis, call: Callable[..., Any]) -> None:
     """One call, also where one of them is known: the ranks stay in step."""
 
     def run() -> list[float]:
@@ -141,7 +140,7 @@ UNLIKE: dict[str, Callable[[int], object]] = {
     ("name", "known"),  # what both compare leaves them in step: see test_new_signatures_that_differ
     [(name, known) for name in UNLIKE for known in (False, True) if known or name != "another shape"],
 )
-def test_after_what_one_rank_alone_has_issued(on_new_axis: OnFreshAxis, name: str, known: bool) -> None:
+def test_after_what_one_rank_alone_has_issued(on_new_axis: OnNewAxis, name: str, known: bool) -> None:
     """Whoever catches the errors and goes on gets no other call's sums."""
 
     def run() -> list[str]:
@@ -161,7 +160,7 @@ def test_after_what_one_rank_alone_has_issued(on_new_axis: OnFreshAxis, name: st
         assert [text for text in texts[1:] if "has been out of step since an earlier failure" not in text] == []
 
 
-def test_what_all_ranks_refuse_leaves_them_in_step(on_new_axis: OnFreshAxis) -> None:
+def test_what_all_ranks_refuse_leaves_them_in_step(on_new_axis: OnNewAxis) -> None:
     def run() -> float:
         bad = ["a", torch.ones(2, dtype=torch.uint16)][int(ltx.axis_index())]
         with pytest.raises((TreeError, UnsupportedError)):
@@ -171,7 +170,7 @@ def test_what_all_ranks_refuse_leaves_them_in_step(on_new_axis: OnFreshAxis) -> 
     assert on_new_axis(run, timeout_s=9.0).replicated() == 4.0
 
 
-def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(on_new_axis: OnFreshAxis) -> None:
+def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(on_new_axis: OnNewAxis) -> None:
     """The source needn't wait for the others, and goes on to what they are at: it would pair with its broadcast."""
 
     def run() -> str:
@@ -185,7 +184,7 @@ def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(on_new_axis: 
     assert "rank 1: psum" in text
 
 
-def test_the_same_new_call_after_other_comparisons(on_new_axis: OnFreshAxis) -> None:
+def test_the_same_new_call_after_other_comparisons(on_new_axis: OnNewAxis) -> None:
     """As when one rank was interrupted while it compared something: the two calls don't meet, and both say so."""
 
     def run() -> str:
@@ -199,7 +198,7 @@ def test_the_same_new_call_after_other_comparisons(on_new_axis: OnFreshAxis) -> 
         assert "psum (after other calls)" in text
 
 
-def test_barriers_of_which_one_is_known(on_new_axis: OnFreshAxis) -> None:
+def test_barriers_of_which_one_is_known(on_new_axis: OnNewAxis) -> None:
     def run() -> str:
         ltx.barrier("load")
         with pytest.raises(RankMismatchError) as caught:
@@ -210,7 +209,7 @@ def test_barriers_of_which_one_is_known(on_new_axis: OnFreshAxis) -> None:
 
 
 @pytest.mark.full
-def test_a_step_on_one_rank_and_a_new_collective_on_the_other(on_new_axis: OnFreshAxis) -> None:
+def test_a_step_on_one_rank_and_a_new_collective_on_the_other(on_new_axis: OnNewAxis) -> None:
     """They use different channels, but each one's wait sees where the other stands or gives up in time."""
     step = ltx.data_parallel(lambda w: (w**2).sum())
 
@@ -224,7 +223,7 @@ def test_a_step_on_one_rank_and_a_new_collective_on_the_other(on_new_axis: OnFre
     on_new_axis(run, timeout_s=2.0)
 
 
-def test_what_is_pending_never_counts_as_completed(on_new_axis: OnFreshAxis) -> None:
+def test_what_is_pending_never_counts_as_completed(on_new_axis: OnNewAxis) -> None:
     """A second wait for a collective that failed fails too: its buffer holds this rank's share alone."""
 
     def run() -> list[str]:
@@ -255,7 +254,7 @@ def test_a_pool_survives(ranks: Ranks) -> None:
     assert list(pool.run(os.getpid)) == list(before)
 
 
-def test_known_collectives_in_swapped_order_are_caught_at_the_fence(on_new_axis: OnFreshAxis) -> None:
+def test_known_collectives_in_swapped_order_are_caught_at_the_fence(on_new_axis: OnNewAxis) -> None:
     """Two sums of equal sizes pair with each other and mix; the next step's header tells, before it returns."""
 
     def run() -> tuple[str, float]:
@@ -276,7 +275,7 @@ def test_known_collectives_in_swapped_order_are_caught_at_the_fence(on_new_axis:
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("shapes", [((2, 3), (3, 2)), ((2, 3), (40, 50)), ((0, 3), (3,))], ids=str)
-def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(on_new_axis: OnFreshAxis, shapes: Any) -> None:
+def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(on_new_axis: OnNewAxis, shapes: Any) -> None:
     """At once, whatever their sizes, and with the values as they were."""
 
     def run() -> tuple[str, Tensor]:
@@ -298,7 +297,7 @@ def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(on_new_
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("operation", ["psum", "data_parallel", "barrier 'end'"])
-def test_a_peer_that_does_not_come(on_new_axis: OnFreshAxis, operation: str, known: bool) -> None:
+def test_a_peer_that_does_not_come(on_new_axis: OnNewAxis, operation: str, known: bool) -> None:
     def run() -> tuple[str, float]:
         step = ltx.data_parallel(lambda w: (w**2).sum())
         calls: dict[str, Callable[[], Any]] = {
@@ -325,7 +324,7 @@ def test_a_peer_that_does_not_come(on_new_axis: OnFreshAxis, operation: str, kno
     assert 1.4 < took_s < 6.0
 
 
-def test_a_signal_is_seen_while_a_rank_waits(on_new_axis: OnFreshAxis) -> None:
+def test_a_signal_is_seen_while_a_rank_waits(on_new_axis: OnNewAxis) -> None:
     class StopError(Exception):
         pass
 
@@ -350,7 +349,7 @@ def test_a_signal_is_seen_while_a_rank_waits(on_new_axis: OnFreshAxis) -> None:
     assert 0.2 <= on_new_axis(run, timeout_s=30.0).rank(0) < 3.0
 
 
-def test_orders_of_arrival_that_differ_are_rank_0_s(on_new_axis: OnFreshAxis) -> None:
+def test_orders_of_arrival_that_differ_are_rank_0_s(on_new_axis: OnNewAxis) -> None:
     """Dicts built in different orders: the same leaves, paired by path, in the buckets that rank 0 planned."""
 
     def run() -> dict[str, Tensor]:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import UnsupportedError
 from tests.inside import axes_in_scope
+from tests.kinds import Ranks
 from tests.streams.pool import StreamedPool
 
-Ranks = Callable[[int], Pool]
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 
 

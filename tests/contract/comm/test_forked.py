@@ -14,12 +14,10 @@ import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.errors import PeerLostError, WorldError
 from tests import forks
 from tests.inside import resolve
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 class Shifted(torch.utils.data.Dataset[torch.Tensor]):

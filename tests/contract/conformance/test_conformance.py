@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from tests.contract.conformance.table import (
     OPS,
     ROUNDING,
@@ -26,8 +25,8 @@ from tests.contract.conformance.table import (
     on_one_rank,
 )
 from tests.covering import covering
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
 Apply = Callable[[Fn, Transform, Tensor, Tensor, str | None], Outcome]
 
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp
 
 import ltx
-from ltx import Pool
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
 Fn = Callable[[Tensor], Tensor]
 Row = dict[str, Any]
 Values = dict[str, Tensor]

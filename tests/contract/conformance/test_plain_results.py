@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 OPS: dict[str, Callable[[Any], Any]] = {
     "psum": ltx.psum,

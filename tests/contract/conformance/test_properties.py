@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ltx
-from ltx import Pool
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
 Arguments = dict[str, Any]
 
 # Fresh inputs at every run, in CI too; what fails is printed with the blob that repeats it. No deadline, as the first

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -15,12 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from tests import inside
-
-Ranks = Callable[[int], Pool]
-Params = dict[str, Tensor]
+from tests.kinds import Params, Ranks
 
 NAMES = ["e", "c", "a", "f", "b", "d"]  # in the order of the forward pass
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ import ltx
 from ltx import hooks
 from ltx.errors import StrategyError, UnsupportedError
 from tests.contract.strategies.references.horovod import adasum
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 SHAPES = {"matrix": (5, 3), "scalar": (), "empty": (0,), "vector": (131,)}
 
 

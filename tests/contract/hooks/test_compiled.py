@@ -14,8 +14,8 @@ from ltx import hooks
 from ltx.errors import SyncStateError, UnsupportedError
 from ltx.extend import noise
 from tests.contract.hooks.table import HOOKS
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 Params = dict[str, Any]
 pytestmark = [pytest.mark.slow_compile, pytest.mark.timeout(600)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +19,8 @@ from ltx.hooks import CommHook
 from tests.contract.hooks.reference import flat
 from tests.contract.hooks.table import FED_BACK, HOOKS, MOST, ROWS
 from tests.covering import some
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 Grads = dict[str, Tensor]
 STEPS = 4
 SHAPES = {"weight": (12, 10), "bias": (7,), "scale": (), "kernel": (6, 3, 5), "none": (0, 4)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import LtxError, StrategyError
 from ltx.hooks import error_feedback, from_functions
 from tests.contract.hooks.table import quarter, spread
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 def reduced(hook: Any, steps: int = 1) -> tuple[Tensor, Tensor, Tensor]:

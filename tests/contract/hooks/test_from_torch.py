@@ -26,10 +26,8 @@ import ltx
 from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
 from ltx.hooks import from_torch
 from tests import inside
+from tests.kinds import OnNewAxis, Params, Ranks
 
-Ranks = Callable[[int], ltx.Pool]
-OnNewAxis = Callable[..., ltx.PerRank]
-Params = dict[str, Tensor]
 STEPS = 6
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 import ltx
 from ltx.errors import CallFailedError, StrategyError
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 
 class Wrong(CommHook):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -15,8 +14,8 @@ from ltx.errors import StrategyError
 from ltx.hooks import CommHook
 from ltx.strategies import States, StepInfo
 from ltx.typing import Tree
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 FED = hooks.error_feedback
 EXACT = hooks.AllReduce()
 

@@ -24,10 +24,8 @@ from ltx.errors import AxisError, HookError, RankMismatchError, StrategyError, S
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction, to_torch
 from tests import inside
 from tests.contract.hooks.table import HOOKS, MOST
+from tests.kinds import OnNewAxis, Params, Ranks
 
-Ranks = Callable[[int], ltx.Pool]
-OnNewAxis = Callable[..., ltx.PerRank]
-Params = dict[str, Tensor]
 MIB = 1 << 20
 
 

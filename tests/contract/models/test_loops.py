@@ -13,11 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ltx
-from ltx import Pool
 from ltx.errors import ReplicaDivergedError
+from tests.kinds import Params, Ranks
 
-Ranks = Callable[[int], Pool]
-Params = dict[str, Tensor]
 Pair = tuple[Params, Params]
 
 NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

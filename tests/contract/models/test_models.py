@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-import ltx
 from tests.contract.models.twins import STEPS, both, load
 from tests.contract.models.zoo import MODELS
 from tests.covering import some
+from tests.kinds import Ranks
 
 # Not imported here, which takes seconds: ranks do that.
 pytestmark = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("transformers", "peft")), reason="the models are of the extra 'models'"
 )
 
-Ranks = Callable[[int], ltx.Pool]
 
 ROWS = {
     "gpt2": ("plain", "checkpoint", "bf16", "weights", "uneven"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 import ltx
 from tests.contract.models.zoo import MODELS, VOCABULARY, causal
+from tests.kinds import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are of the extra 'models'")
 
-Ranks = Callable[[int], ltx.Pool]
 STEPS = 3
 PROMPT = torch.tensor([[3, 4, 5]])
 

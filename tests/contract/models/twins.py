@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import ltx
 from tests.contract.models.zoo import LENGTH, MODELS, Batch
+from tests.kinds import Params
 
 STEPS, SAMPLES, RANKS = 4, 4, 2
 ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}  # some gradients are zero but for rounding, which AdamW blows up
-Params = dict[str, Tensor]
 Loss = Callable[..., Any]
 
 

@@ -15,12 +15,11 @@ from torch.func import functional_call
 from torch.nn import functional
 
 import ltx
-from ltx import Pool
 from ltx.errors import InputError, RankMismatchError, TreeError, UnsupportedError
 from ltx.nn import SyncBatchNorm, convert_sync_batch_norm, sync_batch_norm
 from tests.inside import close_axis, resolve
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
 C = 3
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ltx
-from ltx import Pool
 from ltx.errors import OptimError, StrategyError
 from ltx.optim import averaged, chain, clip_by_global_norm, ema, from_torch, partition
 from tests.contract.optim.cases import clone, same_bits
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 adamw = from_torch(AdamW, lr=1e-2)
 OPTIMIZERS = {

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.errors import OptimError, StrategyError, UnsupportedError
 from ltx.optim import add_noise, chain, from_torch, partition
 from tests.contract.optim.cases import same_bits
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 noisy = add_noise(0.5, seed=3)
 PARAMS = {

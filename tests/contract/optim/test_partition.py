@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,16 @@ from torch import Tensor
 from torch.optim import SGD, Adafactor, AdamW, Muon
 
 import ltx
-from ltx import Pool
 from ltx.errors import OptimError, StrategyError
 from ltx.optim import chain, clip_by_global_norm, from_functions, from_torch, identity, masked, partition
 from tests.contract.optim.cases import clone, same_bits
 from tests.contract.optim.test_opaque import Lion
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Params, Ranks
 
 adamw, sgd = from_torch(AdamW, lr=1e-2, weight_decay=0.1), from_torch(SGD, lr=0.1, momentum=0.9)
 BIASES = {"*bias": "biases", "*": "others"}
 grouped = partition({"biases": sgd, "others": adamw}, BIASES)
 NET = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-Params = dict[str, Tensor]
 
 
 def label(path: str) -> str:

@@ -22,11 +22,10 @@ from ltx.strategies import StateLayout, StepInfo
 from tests import inside
 from tests.contract.strategies.test_protocol import STRATEGIES, Gossip, LocalSGD, problem, trainer
 from tests.covering import some
+from tests.kinds import Params, Ranks
 from tests.twins.feedback import ErrorFeedback
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
-Ranks = Callable[[int], ltx.Pool]
-Params = dict[str, Tensor]
 
 
 @dataclass(frozen=True)

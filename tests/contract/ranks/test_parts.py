@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -18,8 +17,7 @@ from ltx.hooks import BucketInput, CollectiveRequest, Reduction
 from ltx.strategies import StepInfo
 from tests import inside
 from tests.inside import find
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 
 def sums(x: Tensor, size: int) -> dict[str, Tensor]:

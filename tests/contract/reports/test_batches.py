@@ -18,8 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import ltx
 from ltx.errors import AxisError, StepError, TreeError
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 
 class Sample(NamedTuple):

@@ -14,10 +14,9 @@ from torch import Tensor
 import ltx
 from ltx.errors import DonatedStateError
 from tests.contract.training.compiled import MODULES, SGD, taken_over
+from tests.kinds import Ranks
 
 pytestmark = [pytest.mark.slow_compile, pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")]
-
-Ranks = Callable[[int], ltx.Pool]
 
 
 @pytest.mark.full(but=1)

@@ -19,6 +19,7 @@ from ltx import optim
 from ltx.errors import CallFailedError, OptimError
 from ltx.optim import from_torch
 from tests.contract.optim.cases import DENSE_CASES, Case
+from tests.kinds import Params
 
 # torch's own: what its forward mode imports, and its vmap of lerp_.
 pytestmark = [
@@ -26,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
 ]
 
-Params = dict[str, Tensor]
 CASES = [case for case in DENSE_CASES if case.cls not in (Adafactor, Muon)]
 SOME = [case for case in CASES if repr(case) in ("SGD", "Adam", "SGD-momentum=0.9-lr=0.1")]
 STEPS, TASKS = 2, 3

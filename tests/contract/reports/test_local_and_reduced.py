@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import ltx
 from ltx import tree
 from ltx.errors import LtxError, RankMismatchError, ReplicaDivergedError
+from tests.kinds import Ranks
 from tests.meshes import mesh_of
 
-Ranks = Callable[[int], Any]
 N = 2
 REAL_AND_THREADS = pytest.mark.parametrize("real", [True, False], ids=["processes", "threads"])
 

@@ -5,7 +5,6 @@ What hooks divide by are norms and ranges, whose squares overflow and vanish lon
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ import ltx
 from ltx import hooks
 from ltx.errors import NotFiniteError
 from ltx.hooks import CommHook
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 Grads = dict[str, Tensor]
 #: At most these errors, relative in norm, of gradients whose matrix has rank one, at the second step.
 ALL: dict[str, tuple[CommHook, float]] = {

@@ -15,8 +15,8 @@ from torch.func import grad, jvp
 
 import ltx
 from ltx.optim import averaged, ema, from_torch
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 MANY = 64
 NARROW = [torch.bfloat16, torch.float16]
 sgd = from_torch(torch.optim.SGD, lr=1.0)

@@ -5,8 +5,6 @@ What a codec can say exactly arrives exactly, whatever the bucket's length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +13,8 @@ import ltx
 from ltx import hooks
 from ltx.hooks import CommHook
 from tests.contract.hooks.table import HOOKS
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 SIZES = (1, 8, 100, 511, 512, 513, 600)
 #: What of 1 to 600 numbers each hook says without an error: equal ones, or a single one among zeros.
 SINGLE = ("qsgd", "topk", "functions, fed back", "warm-up in halves")

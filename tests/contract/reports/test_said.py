@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ltx
 from ltx.errors import ReplicaDivergedError
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 
 LOCAL: dict[str, Callable[[], ltx.Strategy]] = {

@@ -17,12 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Module
 
 import ltx
-from ltx import Pool
 from ltx.errors import TreeError, UnsupportedError
 from tests.contract.conformance.table import OPS, Op, component, components, draw, loss, total
 from tests.covering import some
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
 ROWS = {op.name: op for op in OPS if not op.rounding}
 FAST = ("data_parallel", "sync_gradients", "psum", "pmax", "ppermute to one")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import RankMismatchError
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Any]
 Rank = int
 
 

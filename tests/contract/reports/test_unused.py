@@ -12,9 +12,8 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import UnusedParameterWarning
+from tests.kinds import Params, Ranks
 
-Ranks = Callable[[int], ltx.Pool]
-Params = dict[str, Tensor]
 adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
 
 

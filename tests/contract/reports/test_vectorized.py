@@ -16,12 +16,11 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import grad, vjp, vmap
 
 import ltx
-from ltx import Pool
 from ltx.errors import UnsupportedError
 from tests.contract.conformance.table import OPS, Op, common_shift, draw, jacobian_of_sum, loss, total
 from tests.covering import some
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
 ROWS = {op.name: op for op in OPS if not op.rounding}
 FAST = ("data_parallel", "sync_gradients", "psum", "pmax", "all_gather")
 FORWARD = {"vectorize": True, "strategy": "forward-mode"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,8 @@ from torch import Tensor
 import ltx
 from ltx.errors import CallFailedError, LtxError
 from ltx.typing import Tree
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 LR, STEPS, BROKEN = 0.1, 6, 2
 
 

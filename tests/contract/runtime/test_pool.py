@@ -9,7 +9,6 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -19,8 +18,7 @@ import torch.distributed as dist
 import ltx
 from ltx import Pool, init, shutdown, world
 from ltx.errors import CallFailedError, WorkerError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 @dataclass

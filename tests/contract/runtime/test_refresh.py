@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-import ltx
 from ltx.errors import WorkerError
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 NAME = "ltx_edited_while_it_runs"
 
 

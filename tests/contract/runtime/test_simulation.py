@@ -20,8 +20,8 @@ from ltx.errors import (
     ReplicaDivergedError,
     UnsupportedError,
 )
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 XS = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
 
 

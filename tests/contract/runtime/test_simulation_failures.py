@@ -17,8 +17,8 @@ import ltx
 from ltx.errors import AxisError, PeerLostError, RankMismatchError, UnsupportedError
 from ltx.extend import inner, outer
 from tests.inside import find
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 XS = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
 
 

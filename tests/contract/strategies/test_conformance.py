@@ -6,7 +6,6 @@ Rows come from table.py. Processes, simulated ranks and a world of one are compa
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +17,8 @@ from torch import Tensor
 import ltx
 from tests.contract.strategies.problem import Params, Problem, loss, make_problem
 from tests.contract.strategies.table import KINDS, ROWS, Row
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 Trained = list[dict[str, Tensor]]
 
 NAMES = list(ROWS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import ltx
 from ltx import hooks
 from ltx.errors import StrategyError
 from tests import inside
-
-Ranks = Callable[[int], ltx.Pool]
-Params = dict[str, Tensor]
+from tests.kinds import Params, Ranks
 
 SIZES = {"a": 40, "b": 8, "c": 24, "d": 24}
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +9,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import DeadlockDetectedError, ReplicaDivergedError
 from tests.contract.strategies.test_protocol import Gossip, LocalSGD, problem, trainer
-
-OnNewAxis = Callable[..., Any]
+from tests.kinds import OnNewAxis
 
 
 class BrokenError(Exception):

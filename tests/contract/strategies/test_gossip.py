@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +14,7 @@ import ltx
 from ltx.errors import DeadlockDetectedError, RankMismatchError, StrategyError
 from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.test_failures import BrokenError
-
-Ranks = Callable[[int], ltx.Pool]
-OnNewAxis = Callable[..., Any]
+from tests.kinds import OnNewAxis, Ranks
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 NODES = {"hierarchical": True, "node_size": 2}

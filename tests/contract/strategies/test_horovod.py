@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StrategyError, UnsupportedError
+from tests.kinds import Params, Ranks
 
-Ranks = Callable[[int], ltx.Pool]
-Params = dict[str, Tensor]
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 
 

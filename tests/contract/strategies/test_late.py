@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.strategies import Updated
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
-OnNewAxis = Callable[..., Any]
 Overlap = Literal["backward", "update"]
 
 SMALL: Any = {"bucket_bytes": 64, "first_bucket_bytes": 64}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +22,7 @@ import ltx
 from ltx import hooks
 from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, UnsupportedError
 from tests import inside
-
-Ranks = Callable[[int], ltx.Pool]
-Params = dict[str, Tensor]
-
+from tests.kinds import Params, Ranks
 
 # --- schedules -------------------------------------------------------------------------------------------------------
 

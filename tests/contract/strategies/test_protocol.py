@@ -18,9 +18,8 @@ from ltx import hooks
 from ltx.errors import InvalidStateError, StrategyError
 from ltx.extend import Exchange, Update
 from ltx.strategies import StateLayout, StepInfo, Updated
+from tests.kinds import Params
 
-Ranks = Callable[[int], ltx.Pool]
-Params = dict[str, Tensor]
 STEPS, LR = 7, 0.1
 
 

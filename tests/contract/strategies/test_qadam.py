@@ -16,8 +16,8 @@ import ltx
 from ltx import optim
 from ltx.errors import StrategyError, UnsupportedError
 from tests.inside import QAdam
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 ADAM = {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}
 NEVER = QAdam(warmup_steps=100, betas=ADAM["betas"])
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.errors import StrategyError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 WEIGHTS = torch.tensor([1.0, 100.0])
 EXACT: list[ltx.Strategy] = [

@@ -13,9 +13,9 @@ from torch.func import functional_call, grad, jvp
 
 import ltx
 from ltx.errors import StepError, UnsupportedError
+from tests.kinds import Ranks
 from tests.twins.cases import CASES, FUNC_WAYS, WAYS, Params, assert_close, gradient, params_of, plain_step, seeded
 
-Ranks = Callable[[int], ltx.Pool]
 BUCKETS = ltx.DDPStrategy(bucket_bytes=128, first_bucket_bytes=16)
 NESTINGS: dict[str, Callable[[Any, int], Any]] = {
     "outside": lambda f, k: ltx.accumulate(ltx.data_parallel(f, BUCKETS), k),

@@ -12,11 +12,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import ltx
-from ltx import Pool
+from tests.kinds import Params, Ranks
 from tests.twins.cases import seeded
-
-Ranks = Callable[[int], Pool]
-Params = dict[str, Tensor]
 
 LARGE = 1 << 16
 

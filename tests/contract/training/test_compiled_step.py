@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ import ltx
 from ltx.errors import UnsupportedError
 from tests.contract.training.compiled import STEPS, trained
 from tests.covering import some
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 
 def assert_alike(state: Any, other: Any) -> None:

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.errors import DonatedStateError
+from tests.kinds import Params, Ranks
 from tests.twins.training import adamw, sgd
-
-Ranks = Callable[[int], Pool]
-Params = dict[str, torch.Tensor]
 
 
 def loss(p: Params, x: torch.Tensor) -> torch.Tensor:

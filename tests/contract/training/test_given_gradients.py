@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +12,9 @@ from torch.func import grad, grad_and_value, vmap
 from torch.nn.functional import cross_entropy
 
 import ltx
-from ltx import Pool
 from ltx.errors import StepError
 from ltx.optim import from_torch
-
-Ranks = Callable[[int], Pool]
-Params = dict[str, Tensor]
+from tests.kinds import Params, Ranks
 
 NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 SGD = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)

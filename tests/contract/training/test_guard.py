@@ -15,10 +15,7 @@ from ltx.errors import NotFiniteError, StrategyError, UnsupportedError
 from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.table import KINDS, ROWS
 from tests.contract.strategies.test_conformance import tensors, trainer
-
-Ranks = Callable[[int], ltx.Pool]
-OnNewAxis = Callable[..., Any]
-Params = dict[str, Tensor]
+from tests.kinds import OnNewAxis, Params, Ranks
 
 NAN, INF = float("nan"), float("inf")
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -15,9 +15,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import InvalidStateError, PeerLostError
-from tests.forks import Ranks
-
-Start = Callable[..., Ranks]
+from tests.kinds import Started
 
 SIZE, LAST_WHOLE, SIDE = 3, 4, 40
 STRATEGY = ltx.DDPStrategy(bucket_bytes=4 * SIDE * SIDE, first_bucket_bytes=4 * SIDE * SIDE)  # a bucket a matrix
@@ -70,7 +68,7 @@ def training(dies: str, overlap: str, by: signal.Signals = signal.SIGKILL) -> Ca
 @pytest.mark.parametrize("dies", ["between", "middle"])
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 def test_peers_are_told_soon_and_hold_the_last_whole_step(
-    dies: str, overlap: str, sockets: bool, started: Start
+    dies: str, overlap: str, sockets: bool, started: Started
 ) -> None:
     whole = started(SIZE, training("", overlap), sockets=sockets)
     expected = [whole.told(rank) for rank in range(SIZE)]
@@ -93,7 +91,7 @@ def test_peers_are_told_soon_and_hold_the_last_whole_step(
 
 @pytest.mark.full
 @pytest.mark.parametrize("sockets", [False, True])
-def test_peers_of_a_stopped_one_hold_the_last_whole_step(sockets: bool, started: Start) -> None:
+def test_peers_of_a_stopped_one_hold_the_last_whole_step(sockets: bool, started: Started) -> None:
     whole = started(SIZE, training("", "backward"), sockets=sockets)
     expected = [whole.told(rank) for rank in range(SIZE)]
     world = started(SIZE, training("middle", "backward", signal.SIGSTOP), sockets=sockets, heartbeat_s=2.0)

@@ -20,12 +20,9 @@ from tests.contract.strategies.test_failures import BrokenError
 from tests.contract.strategies.test_protocol import Anchored, Gossip, LocalSGD
 from tests.covering import some
 from tests.inside import QAdam
+from tests.kinds import OnNewAxis, Params, Ranks
 from tests.twins.cases import assert_same_bits
 from tests.twins.training import adamw, mean_step, on_a_rank, sgd
-
-Ranks = Callable[[int], ltx.Pool]
-OnNewAxis = Callable[..., Any]
-Params = dict[str, Tensor]
 
 BF16 = ltx.Precision(compute=torch.bfloat16)
 DYNAMIC = ltx.DynamicLossScale(init=2.0**10, growth_interval=3)

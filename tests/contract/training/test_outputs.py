@@ -12,8 +12,8 @@ from torch import Tensor
 import ltx
 from ltx.errors import StepError
 from tests.contract.base.test_containers import Output
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)
 
 

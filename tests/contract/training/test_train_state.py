@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ import torch.utils._pytree as torch_pytree
 
 import ltx
 from ltx.errors import DonatedStateError, InputError
+from tests.kinds import Ranks
 from tests.twins.cases import assert_same_bits
 from tests.twins.feedback import STRATEGY
 from tests.twins.training import adamw, sgd
-
-Ranks = Callable[[int], ltx.Pool]
 
 X = torch.tensor([1.0, 2.0, 3.0])
 

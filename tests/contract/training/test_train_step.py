@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ltx
 from ltx.errors import DonatedStateError, StrategyError
+from tests.kinds import Ranks
 from tests.twins import training
 from tests.twins.cases import Params, assert_same_bits, params_of, plain_step, seeded
 from tests.twins.training import (
@@ -30,7 +31,6 @@ from tests.twins.training import (
     whole,
 )
 
-Ranks = Callable[[int], ltx.Pool]
 BUCKETS = ltx.DDPStrategy(bucket_bytes=128, first_bucket_bytes=16)
 EQUAL = (16, 16)
 

@@ -10,11 +10,9 @@ import torch
 from torch.func import functional_call
 
 import ltx
-from ltx import Pool
 from ltx.errors import DonatedStateError, StepError, TreeError
+from tests.kinds import Ranks
 from tests.twins.training import adamw, sgd
-
-Ranks = Callable[[int], Pool]
 
 
 def model() -> torch.nn.Sequential:

@@ -12,10 +12,9 @@ from torch.func import grad_and_value
 
 import ltx
 from ltx.errors import AxisError, DataError, InputError
+from tests.kinds import Ranks
 from tests.twins import training
 from tests.twins.training import sgd, weighted_step, whole
-
-Ranks = Callable[[int], ltx.Pool]
 
 
 def turns(by_rank: list[list[Any]], **kwargs: Any) -> tuple[list[tuple[Any, float]], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.func import grad, vmap
 
 import ltx
 from ltx.errors import StepError
+from tests.kinds import Ranks
 from tests.twins.cases import (
     CASES,
     FUNC_WAYS,
@@ -25,7 +25,6 @@ from tests.twins.cases import (
     seeded,
 )
 
-Ranks = Callable[[int], ltx.Pool]
 STRATEGIES = {
     "default": None,
     "small buckets": ltx.DDPStrategy(bucket_bytes=128, first_bucket_bytes=16),

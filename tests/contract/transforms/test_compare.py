@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import PerRank, Pool
 from ltx.errors import LtxError, RankMismatchError, ReplicaDivergedError
 from tests import inside
+from tests.kinds import OnNewAxis, Ranks
 
-Ranks = Callable[[int], Pool]
-OnFreshAxis = Callable[..., PerRank[Any]]
 P = {"b": torch.zeros(()), "w": torch.tensor([1.0, -2.0, 3.0])}
 FIX = (
     "Fix: start from the same values on every rank (train.init(params), or ltx.broadcast(params)), and change them by "
@@ -76,7 +74,7 @@ WAYS: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("way", WAYS)
-def test_parameters_that_differ(on_new_axis: OnFreshAxis, way: str) -> None:
+def test_parameters_that_differ(on_new_axis: OnNewAxis, way: str) -> None:
     def run() -> tuple[str, list[float]]:
         x = torch.ones(3)
         WAYS[way](P, x)  # known
@@ -135,7 +133,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str]] = {
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", VALUES)
-def test_every_dtype_and_layout(on_new_axis: OnFreshAxis, name: str) -> None:
+def test_every_dtype_and_layout(on_new_axis: OnNewAxis, name: str) -> None:
     """The differing leaf is frozen, so that integers may be tried too."""
     *pair, expected = VALUES[name]
 
@@ -177,7 +175,7 @@ def test_several_ranks_and_leaves(ranks: Ranks) -> None:
     )
 
 
-def test_structures_of_frozen_leaves_that_differ(on_new_axis: OnFreshAxis) -> None:
+def test_structures_of_frozen_leaves_that_differ(on_new_axis: OnNewAxis) -> None:
     def run() -> str:
         trained = torch.ones(2, requires_grad=True)
         params = [trained, torch.ones(2 + int(ltx.axis_index()))]
@@ -191,7 +189,7 @@ def test_structures_of_frozen_leaves_that_differ(on_new_axis: OnFreshAxis) -> No
     )
 
 
-def test_replicas_that_may_differ(on_new_axis: OnFreshAxis) -> None:
+def test_replicas_that_may_differ(on_new_axis: OnNewAxis) -> None:
     """Where gradients stay local, and where none are wanted."""
 
     def run() -> list[float]:
@@ -223,7 +221,7 @@ def calls_that_differentiate() -> dict[str, Callable[[Any, dict[str, Tensor], Te
     }
 
 
-def test_the_first_call_compares_parameters(on_new_axis: OnFreshAxis) -> None:
+def test_the_first_call_compares_parameters(on_new_axis: OnNewAxis) -> None:
     """Ranks that start from their own values are told so, by name, before anything is reduced; equal ones go on."""
 
     def run() -> dict[str, tuple[str, bool]]:
@@ -247,7 +245,7 @@ def test_the_first_call_compares_parameters(on_new_axis: OnFreshAxis) -> None:
         assert same
 
 
-def test_each_step_is_compared_once(on_new_axis: OnFreshAxis) -> None:
+def test_each_step_is_compared_once(on_new_axis: OnNewAxis) -> None:
     """A second model of the same structure is compared too; the same step isn't again."""
 
     def run() -> tuple[list[int], bool]:

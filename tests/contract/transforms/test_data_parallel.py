@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import ltx
+from tests.kinds import Ranks
 from tests.twins import cases
 from tests.twins.cases import (
     CASES,
@@ -27,7 +28,6 @@ from tests.twins.cases import (
     seeded,
 )
 
-Ranks = Callable[[int], ltx.Pool]
 TABLE = [(name, way) for name, case in CASES.items() for way in WAYS if case.transforms or way not in FUNC_WAYS]
 # A bucket for each parameter or two.
 SMALL_BUCKETS = ltx.DDPStrategy(bucket_bytes=128, first_bucket_bytes=16)

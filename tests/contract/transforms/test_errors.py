@@ -23,10 +23,10 @@ from ltx.errors import (
     TreeError,
     WeightError,
 )
+from tests.kinds import Ranks
 from tests.twins.cases import assert_same_bits, own_axis
 from tests.twins.training import sgd
 
-Ranks = Callable[[int], ltx.Pool]
 P, X = {"w": torch.ones(2)}, torch.tensor([1.0, 2.0])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import ltx
-from ltx import Pool
 from ltx.errors import StepError
+from tests.kinds import Ranks
 from tests.twins.training import sgd
 
-Ranks = Callable[[int], Pool]
 X = torch.arange(8.0).view(4, 2)
 
 

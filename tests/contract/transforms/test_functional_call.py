@@ -15,11 +15,10 @@ from torch.func import functional_call as of_torch
 from torch.utils.checkpoint import checkpoint
 
 import ltx
-from ltx import Pool
 from ltx.errors import InputError, LtxError, StepError, TreeError
+from tests.kinds import Ranks
 from tests.twins.cases import Params, params_of, seeded
 
-Ranks = Callable[[int], Pool]
 LR = 0.5
 
 

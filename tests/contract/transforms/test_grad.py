@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +10,9 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
+from tests.kinds import Ranks
 from tests.twins.cases import CASES, Case, assert_same_bits, params_of, plain_step, seeded
 from tests.twins.feedback import STRATEGY
-
-Ranks = Callable[[int], Pool]
 
 W, X = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0], [3.0, 5.0]])
 MEAN = X.mean(0).tolist()

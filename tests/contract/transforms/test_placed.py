@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import ltx
-from ltx import Pool
 from ltx.errors import LtxError, StepError, UnsupportedError
 from tests import inside
+from tests.kinds import Ranks
 from tests.meshes import LENGTH, WIDTH, Block, full, loss_of, mesh_of, parallelize, placements
-
-Ranks = Callable[[int], Pool]
 
 pytestmark = pytest.mark.full  # importing DTensors takes seconds, in each of four processes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from torch.func import grad
 
 import ltx
 from ltx.errors import TreeError
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 
 def test_trees_with_other_leaves_and_their_derivative() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 import ltx
 from ltx import hooks
 from ltx.errors import StepError, SyncStateError, UnsupportedError
+from tests.kinds import Ranks
 from tests.twins import feedback, training
 from tests.twins.cases import (
     MLP,
@@ -28,7 +29,6 @@ from tests.twins.cases import (
 )
 from tests.twins.feedback import FUNC_WAYS, STRATEGY, WAYS, ErrorFeedback, errors_of, slow_twin
 
-Ranks = Callable[[int], ltx.Pool]
 STEPS = 4
 
 

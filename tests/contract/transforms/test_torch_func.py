@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.func import grad, jacrev, jvp
 
 import ltx
+from tests.kinds import Ranks
 from tests.twins.cases import CASES, Batch, Params, assert_close, assert_same_bits, backward, params_of, plain_step
 
-Ranks = Callable[[int], ltx.Pool]
 F = Callable[..., Any]
 
 

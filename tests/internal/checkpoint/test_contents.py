@@ -15,8 +15,7 @@ from torch import Tensor
 import ltx
 from ltx.checkpoint import saving
 from ltx.errors import CheckpointError, InputError
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 TRAIN = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
 

@@ -27,9 +27,7 @@ from ltx.checkpoint import RESUMABLE, storage
 from ltx.checkpoint.together import Together
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, DonatedStateError, InputError, LtxError, RankMismatchError, TreeError
-
-Ranks = Callable[[int], ltx.Pool]
-OnNewAxis = Callable[..., Any]
+from tests.kinds import OnNewAxis, Ranks
 
 SIZE = 20_000
 ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)

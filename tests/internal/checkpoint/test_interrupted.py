@@ -18,8 +18,7 @@ from ltx.checkpoint.together import Together
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, LtxError, PeerLostError
 from tests.forks import Ranks
-
-Pools = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 TRAIN = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
 
@@ -82,7 +81,7 @@ def after_an_interrupt(
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["KeyboardInterrupt", "SystemExit"])
 @pytest.mark.parametrize(("place", "interrupted"), CASES)
-def test_in_a_save(place: str, interrupted: int, error: BaseException, ranks: Pools, tmp_path: Path) -> None:
+def test_in_a_save(place: str, interrupted: int, error: BaseException, ranks: Ranks, tmp_path: Path) -> None:
     def on_a_rank() -> tuple[str, float]:
         state, first = states()
         ltx.checkpoint.save(tmp_path, first)
@@ -111,7 +110,7 @@ TOO_LATE = [
 
 
 @pytest.mark.parametrize(("place", "interrupted"), TOO_LATE, ids=["has told its part", "has its name", "has told"])
-def test_too_late_to_keep_others_from_saving(place: Interrupts, interrupted: int, ranks: Pools, tmp_path: Path) -> None:
+def test_too_late_to_keep_others_from_saving(place: Interrupts, interrupted: int, ranks: Ranks, tmp_path: Path) -> None:
     def on_a_rank() -> tuple[str, float]:
         state, _ = states()
         return after_an_interrupt(place, interrupted, KeyboardInterrupt(), lambda: ltx.checkpoint.save(tmp_path, state))
@@ -122,7 +121,7 @@ def test_too_late_to_keep_others_from_saving(place: Interrupts, interrupted: int
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000001"]
 
 
-def test_the_loss_of_a_peer_is_one_on_all_that_are_left(ranks: Pools, tmp_path: Path) -> None:
+def test_the_loss_of_a_peer_is_one_on_all_that_are_left(ranks: Ranks, tmp_path: Path) -> None:
     """From which elastic training goes on."""
     place = Interrupts(StoreExchange, "collect", at="/2")
     error = PeerLostError("rank 0: the process of rank 2 is gone")
@@ -138,7 +137,7 @@ def test_the_loss_of_a_peer_is_one_on_all_that_are_left(ranks: Pools, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_while_its_copies_are_made(ranks: Pools, tmp_path: Path) -> None:
+def test_while_its_copies_are_made(ranks: Ranks, tmp_path: Path) -> None:
     place = Interrupts(saving, "HostCopy")
 
     def on_a_rank() -> list[tuple[str, float]]:
@@ -171,7 +170,7 @@ def test_while_its_copies_are_made(ranks: Pools, tmp_path: Path) -> None:
     ],
     ids=["the steps", "waiting", "between", "the tensors"],
 )
-def test_in_a_load(place: Interrupts, interrupted: int, ranks: Pools, tmp_path: Path) -> None:
+def test_in_a_load(place: Interrupts, interrupted: int, ranks: Ranks, tmp_path: Path) -> None:
     def on_a_rank() -> tuple[str, float]:
         state, first = states()
         ltx.checkpoint.save(tmp_path, state)
@@ -186,7 +185,7 @@ def test_in_a_load(place: Interrupts, interrupted: int, ranks: Pools, tmp_path: 
         assert took < 5
 
 
-def test_a_warning_that_is_an_error_on_rank_0(ranks: Pools, tmp_path: Path) -> None:
+def test_a_warning_that_is_an_error_on_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     """It alone warns, between two exchanges."""
 
     def on_a_rank() -> str:

@@ -22,8 +22,7 @@ import torch
 import ltx
 from ltx.checkpoint import directory
 from ltx.errors import CheckpointError
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 TRAIN = ltx.train_step(
     ltx.data_parallel(lambda p, x: (p["w"] * x).sum().square()),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 import ltx
 from ltx.checkpoint import directory, storage
 from ltx.errors import CheckpointError
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 TRAIN = ltx.train_step(
     ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1), donate=False

@@ -13,13 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.core import comm
 from ltx.core.comm.progress_thread import _mover
 from ltx.errors import AxisError, LtxError, RankMismatchError, UnsupportedError
 from tests.forks import Ranks as Forks
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "psum": (ltx.psum, (), {"prescale": 2, "postscale": 3}),

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.core import comm
 from ltx.core.ranks.backings import mesh_part
 from ltx.errors import AxisError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 BOTH = ("node", "data")
 TURNED = ("data", "node")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.core import comm
 from ltx.core.comm import opened, sealed
 from ltx.errors import AuthenticationError, AxisError, RankMismatchError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 @pytest.mark.parametrize(

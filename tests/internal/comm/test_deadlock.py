@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ import torch.distributed as dist
 import ltx
 from ltx.core.comm.diagnosis import ThreadWait, Told, stuck
 from ltx.errors import RankMismatchError
-
-Started = Callable[..., Any]
-Tell = Callable[[Any], None]
+from tests.kinds import Started, Tell
 
 ONES = torch.ones(2)
 CALLS: dict[str, Callable[[], object]] = {

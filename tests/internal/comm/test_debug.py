@@ -11,13 +11,11 @@ import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.core import comm
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import LtxError, RankMismatchError
-from tests.inside import OnFreshAxis
+from tests.kinds import OnNewAxis, Ranks
 
-Ranks = Callable[[int], Pool]
 Call = Callable[[int], Any]
 
 
@@ -105,7 +103,7 @@ FAULTS: dict[str, tuple[list[Callable[[], Any]], Call, tuple[str, ...]]] = {
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", FAULTS)
-def test_known_calls_that_differ(on_new_axis: OnFreshAxis, name: str) -> None:
+def test_known_calls_that_differ(on_new_axis: OnNewAxis, name: str) -> None:
     known, call, expected = FAULTS[name]
 
     def run() -> tuple[str, float]:
@@ -125,7 +123,7 @@ def test_known_calls_that_differ(on_new_axis: OnFreshAxis, name: str) -> None:
     assert after == 4.0, "nothing of the call has moved: the axis works as before"
 
 
-def test_equal_calls_from_different_lines(on_new_axis: OnFreshAxis) -> None:
+def test_equal_calls_from_different_lines(on_new_axis: OnNewAxis) -> None:
     def run(same_lines: bool) -> tuple[list[float], str]:
         a, b = torch.ones(2), torch.full((2,), 2.0)
         sums, text = [], ""
@@ -154,7 +152,7 @@ def test_equal_calls_from_different_lines(on_new_axis: OnFreshAxis) -> None:
     assert on_new_axis(lambda: run(False)).replicated() == ([3.0, 3.0], "")
 
 
-def test_what_ranks_may_call_from_different_lines(on_new_axis: OnFreshAxis) -> None:
+def test_what_ranks_may_call_from_different_lines(on_new_axis: OnNewAxis) -> None:
     def run() -> tuple[str, float]:
         with ltx.debug_checks():
             if int(ltx.axis_index()) == 0:
@@ -169,7 +167,7 @@ def test_what_ranks_may_call_from_different_lines(on_new_axis: OnFreshAxis) -> N
 
 
 @pytest.mark.full
-def test_a_peer_that_comes_to_nothing(on_new_axis: OnFreshAxis) -> None:
+def test_a_peer_that_comes_to_nothing(on_new_axis: OnNewAxis) -> None:
     """Rank 1 calls one psum fewer and then nothing for as long as rank 0 waits."""
 
     def run() -> tuple[str, str]:
@@ -194,7 +192,7 @@ def test_a_peer_that_comes_to_nothing(on_new_axis: OnFreshAxis) -> None:
     assert "rank 0: nothing: CollectiveTimeoutError: rank 0: all_gather" in told
 
 
-def test_a_rank_that_leaves_by_an_exception(on_new_axis: OnFreshAxis) -> None:
+def test_a_rank_that_leaves_by_an_exception(on_new_axis: OnNewAxis) -> None:
     def run() -> tuple[str, str, float]:
         @ltx.debug_checks()
         def calls() -> None:
@@ -217,7 +215,7 @@ def test_a_rank_that_leaves_by_an_exception(on_new_axis: OnFreshAxis) -> None:
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("peer", ["new", "known", "step", "nothing"])
-def test_entered_by_one_rank(on_new_axis: OnFreshAxis, peer: str) -> None:
+def test_entered_by_one_rank(on_new_axis: OnNewAxis, peer: str) -> None:
     def run() -> tuple[str, str]:
         stepped = torch.func.grad(ltx.data_parallel(step))
         stepped(torch.ones(2)), ltx.psum(torch.ones(2))
@@ -251,7 +249,7 @@ def test_entered_by_one_rank(on_new_axis: OnFreshAxis, peer: str) -> None:
     assert f"ranks disagree on the operation: rank 0: debug_checks; rank 1: {called}. Fix" in text
 
 
-def test_left_by_one_rank(on_new_axis: OnFreshAxis) -> None:
+def test_left_by_one_rank(on_new_axis: OnNewAxis) -> None:
     """Rank 1 leaves without an exception, where the peer doesn't: its end is a call that differs."""
 
     def run() -> str:
@@ -267,7 +265,7 @@ def test_left_by_one_rank(on_new_axis: OnFreshAxis) -> None:
     assert "rank 0: psum; rank 1: the end of debug_checks()" in on_new_axis(run).replicated()
 
 
-def test_a_backward_pass_on_one_rank(on_new_axis: OnFreshAxis) -> None:
+def test_a_backward_pass_on_one_rank(on_new_axis: OnNewAxis) -> None:
     def run() -> str:
         stepped = ltx.data_parallel(step)
         torch.func.grad(stepped)(torch.ones(2)), ltx.psum(torch.ones(2))
@@ -288,7 +286,7 @@ def test_a_backward_pass_on_one_rank(on_new_axis: OnFreshAxis) -> None:
     assert "on the operation: rank 0: data_parallel (under way, unlike its peer); rank 1: psum." in text
 
 
-def test_without_it_the_next_step_tells(on_new_axis: OnFreshAxis) -> None:
+def test_without_it_the_next_step_tells(on_new_axis: OnNewAxis) -> None:
     def run() -> tuple[list[float], str]:
         stepped = torch.func.grad(ltx.data_parallel(step))
         a, b = torch.ones(2), torch.full((2, 1), 2.0)
@@ -326,7 +324,7 @@ def everything(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.full
-def test_calls_that_agree_are_let_through(on_new_axis: OnFreshAxis, seed: int) -> None:
+def test_calls_that_agree_are_let_through(on_new_axis: OnNewAxis, seed: int) -> None:
     x = torch.randn(2, 3)
 
     def run() -> list[tuple[list[torch.Tensor], int]]:
@@ -348,7 +346,7 @@ def test_calls_that_agree_are_let_through(on_new_axis: OnFreshAxis, seed: int) -
     assert digests[0] == digests[1]
 
 
-def test_new_under_the_checks_is_known_after_them(on_new_axis: OnFreshAxis) -> None:
+def test_new_under_the_checks_is_known_after_them(on_new_axis: OnNewAxis) -> None:
     """The order of buckets too, which is rank 0's."""
 
     def run() -> tuple[int, list[float]]:
@@ -386,7 +384,7 @@ def test_three_ranks_of_which_one_differs(ranks: Ranks) -> None:
     assert "on the operation: ranks 0, 2: psum; rank 1: barrier 'odd'. Fix" in text
 
 
-def test_one_comparison_a_call_and_a_store_that_stays_small(on_new_axis: OnFreshAxis) -> None:
+def test_one_comparison_a_call_and_a_store_that_stays_small(on_new_axis: OnNewAxis) -> None:
     def run() -> list[bool]:
         axis_comm = axes_in_scope()[-1].comm
         with ltx.debug_checks():
@@ -400,7 +398,7 @@ def test_one_comparison_a_call_and_a_store_that_stays_small(on_new_axis: OnFresh
 
 @pytest.mark.full
 @pytest.mark.slow_compile
-def test_compiled_calls_are_not_compared(on_new_axis: OnFreshAxis) -> None:
+def test_compiled_calls_are_not_compared(on_new_axis: OnNewAxis) -> None:
     def run() -> tuple[list[float], tuple[int, int]]:
         compiled = torch.compile(torch.func.grad(ltx.data_parallel(step)), fullgraph=True, backend="aot_eager")
         with ltx.debug_checks():

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.core.comm.ledger import Event
 from ltx.profile import Trace
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 SUMMARY_BYTES = 64  # two sums and six numbers of the digest, in float64
 

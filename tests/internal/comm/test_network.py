@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx import Axis, Pool
+from ltx import Axis
 from ltx.core import comm
 from ltx.core.comm import network as measuring
 from ltx.errors import DeadlockDetectedError, InputError, LtxError, RankMismatchError
-from tests.inside import OnFreshAxis
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import OnNewAxis, Ranks
 
 
 def _on_new_axis(fn: Callable[[Axis], Any]) -> Any:
@@ -93,7 +91,7 @@ def test_a_rank_that_does_something_else(ranks: Ranks) -> None:
         assert "rank 1: measure_network" in text
 
 
-def test_a_rank_that_is_interrupted_tells_the_others(on_new_axis: OnFreshAxis) -> None:
+def test_a_rank_that_is_interrupted_tells_the_others(on_new_axis: OnNewAxis) -> None:
     def interrupted() -> Any:
         if dist.get_rank():
             calls, inner = [0], measuring._sum_s

@@ -18,9 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 import ltx
 from ltx.core.comm.watcher import hold_watcher
 from ltx.errors import AxisError, CollectiveTimeoutError, PeerLostError, RankMismatchError
-
-Started = Callable[..., Any]
-Tell = Callable[[Any], None]
+from tests.kinds import Started, Tell
 
 OPENINGS: dict[str, Callable[[], Callable[[], Any]]] = {
     "ranks": lambda: lambda: ltx.axis_from_group([1, 0], "both"),

@@ -17,7 +17,7 @@ from ltx.core.comm import operations
 from ltx.core.comm.backends import is_gloo
 from ltx.core.comm.operations import OPERATIONS
 from ltx.errors import LtxError
-from tests.inside import OnFreshAxis
+from tests.kinds import OnNewAxis
 
 ARGUMENTS: dict[str, list[tuple[int, ...]]] = {
     "broadcast": [(0,), (1,)],
@@ -52,7 +52,7 @@ def _results(dtype: torch.dtype, length: int, seed: int) -> Found:
     return found
 
 
-def test_no_memory_for_a_collective_on_one_rank(on_new_axis: OnFreshAxis) -> None:
+def test_no_memory_for_a_collective_on_one_rank(on_new_axis: OnNewAxis) -> None:
     """Its next one would pair with this one of its peers."""
 
     def run() -> list[str]:
@@ -84,7 +84,7 @@ def test_no_memory_for_a_collective_on_one_rank(on_new_axis: OnFreshAxis) -> Non
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_shared_memory_and_sockets(on_new_axis: OnFreshAxis, dtype: torch.dtype, length: int, seed: int) -> None:
+def test_shared_memory_and_sockets(on_new_axis: OnNewAxis, dtype: torch.dtype, length: int, seed: int) -> None:
     if dtype != torch.float32:
         length = min(length, 200_001)
     short, long = (on_new_axis(lambda: _results(dtype, length, seed), sockets=sockets) for sockets in (False, True))
@@ -95,7 +95,7 @@ def test_shared_memory_and_sockets(on_new_axis: OnFreshAxis, dtype: torch.dtype,
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("whose", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_nan_survives_extrema(on_new_axis: OnFreshAxis, sockets: bool, whose: int, dtype: torch.dtype) -> None:
+def test_nan_survives_extrema(on_new_axis: OnNewAxis, sockets: bool, whose: int, dtype: torch.dtype) -> None:
     xs = torch.randn(2, 7).to(dtype)
     xs[whose, 2], xs[1 - whose, 4], xs[0, 5] = torch.nan, torch.inf, -torch.inf
 
@@ -119,7 +119,7 @@ def _in_turn() -> tuple[bool, list[int], list[float]]:
     return is_gloo(bucket), threads, [x[0].item() for x in xs]
 
 
-def test_buckets_travel_one_after_the_other(on_new_axis: OnFreshAxis) -> None:
+def test_buckets_travel_one_after_the_other(on_new_axis: OnNewAxis) -> None:
     """Two at once would share the link, and the first take as long as both."""
     for found in on_new_axis(_in_turn, sockets=True):
         assert found == (True, [1, 2], [0.0, 2.0, 4.0, 6.0, 8.0])

@@ -14,7 +14,7 @@ import ltx
 from ltx.core import comm
 from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, ReplicaDivergedError
 from tests.forks import Ranks
-from tests.inside import OnFreshAxis
+from tests.kinds import OnNewAxis
 
 
 def _axis_comm() -> comm.AxisComm:
@@ -31,7 +31,7 @@ def _gradient() -> float:
     return float(torch.func.grad(ltx.data_parallel(_scaled))(torch.tensor(1.0)))
 
 
-def test_some_had_completed_it(on_new_axis: OnFreshAxis) -> None:
+def test_some_had_completed_it(on_new_axis: OnNewAxis) -> None:
     """Told once, on every rank; then the axis works."""
 
     def run() -> tuple[str, float]:
@@ -49,7 +49,7 @@ def test_some_had_completed_it(on_new_axis: OnFreshAxis) -> None:
 
 
 @pytest.mark.full
-def test_a_peer_that_does_not_leave_it(on_new_axis: OnFreshAxis) -> None:
+def test_a_peer_that_does_not_leave_it(on_new_axis: OnNewAxis) -> None:
     def run() -> str:
         _gradient()
         if _axis_comm().rank == 1:
@@ -89,7 +89,7 @@ def test_a_peer_that_is_gone_before_it_leaves_it(how: str, started: Callable[...
 
 
 @pytest.mark.full
-def test_left_again_and_again(on_new_axis: OnFreshAxis) -> None:
+def test_left_again_and_again(on_new_axis: OnNewAxis) -> None:
     """The axis works each time, and keeps no more than the last pass' process groups, each of which has threads."""
 
     def groups() -> int:
@@ -124,7 +124,7 @@ def _of_two_buckets(fails: bool) -> float:
     return float(params["first"].grad[0])  # type: ignore[index]
 
 
-def test_a_new_plan_after_ranks_have_issued_unequal_numbers(on_new_axis: OnFreshAxis) -> None:
+def test_a_new_plan_after_ranks_have_issued_unequal_numbers(on_new_axis: OnNewAxis) -> None:
     def run() -> tuple[str, float]:
         _of_two_buckets(fails=False)
         with pytest.raises((ZeroDivisionError, DeadlockDetectedError)) as caught:
@@ -136,7 +136,7 @@ def test_a_new_plan_after_ranks_have_issued_unequal_numbers(on_new_axis: OnFresh
     assert [gradient for _, gradient in results] == [1.5, 1.5]
 
 
-def test_a_new_plan_on_a_rank_that_does_not_know_that_its_peer_has_left(on_new_axis: OnFreshAxis) -> None:
+def test_a_new_plan_on_a_rank_that_does_not_know_that_its_peer_has_left(on_new_axis: OnNewAxis) -> None:
     def run() -> tuple[str, float]:
         _of_two_buckets(fails=False)
         said = ""

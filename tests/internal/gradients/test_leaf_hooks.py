@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -10,12 +9,12 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool, hooks
+from ltx import hooks
 from ltx.core.gradients import marker
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import UnsupportedError
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], Pool]
 Overlap = Literal["backward", "update"]
 
 SIDE = 8

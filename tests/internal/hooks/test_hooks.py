@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from ltx.strategies.bagua import SumReduce
 from ltx.strategies.horovod import Scaled
 from ltx.strategies.nodes import AmongNodes, ByNode, WithinNode
 from ltx.strategies.qadam import MeanMomentum
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 HOOKS = {"allreduce": hooks.AllReduce(), "fp16": hooks.FP16(), "bf16": hooks.BF16()}
 SHORT = {"allreduce": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 OUTER = [Scaled(hooks.FP16()), ByNode(2, hooks.FP16()), AmongNodes(2, hooks.FP16()), MeanMomentum(0.9)]

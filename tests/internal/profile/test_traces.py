@@ -15,13 +15,11 @@ import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.core.comm import ledger
 from ltx.core.comm.ledger import Event, Span
 from ltx.errors import InputError, UnsupportedError
 from ltx.profile import Trace
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 @pytest.fixture

@@ -21,9 +21,8 @@ import ltx
 from ltx.core.training.train_step import TrainStep
 from ltx.errors import InputError, PeerLostError, StrategyError, UnsupportedError
 from tests.contract.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
-from tests.forks import Ranks, open_now, settles
-
-Start = Callable[..., Ranks]
+from tests.forks import open_now, settles
+from tests.kinds import Started
 
 
 def training(trouble: Callable[[int, int], None], epochs: int = 3, **kwargs: Any) -> Callable[..., Any]:
@@ -84,7 +83,7 @@ def shares(rank: int, size: int, steps: int) -> dict[int, list[int]]:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_killed_or_stopped(how: signal.Signals, sockets: bool, started: Start) -> None:
+def test_a_rank_that_is_killed_or_stopped(how: signal.Signals, sockets: bool, started: Started) -> None:
     def trouble(rank: int, step: int) -> None:
         if rank == 1 and step == 7:
             os.kill(os.getpid(), how)
@@ -105,7 +104,7 @@ def test_a_rank_that_is_killed_or_stopped(how: signal.Signals, sockets: bool, st
 
 
 @pytest.mark.full
-def test_two_losses_until_one_is_left(started: Start) -> None:
+def test_two_losses_until_one_is_left(started: Started) -> None:
     def trouble(rank: int, step: int) -> None:
         if (rank, step) in ((0, 3), (2, 9)):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -118,7 +117,7 @@ def test_two_losses_until_one_is_left(started: Start) -> None:
 
 
 @pytest.mark.full
-def test_a_connection_that_breaks_costs_no_rank(started: Start) -> None:
+def test_a_connection_that_breaks_costs_no_rank(started: Started) -> None:
     """Every process lives: all meet anew, and the end is that of an undisturbed run, bit for bit."""
 
     def trouble(rank: int, step: int) -> None:
@@ -138,7 +137,7 @@ def test_a_connection_that_breaks_costs_no_rank(started: Start) -> None:
 
 
 @pytest.mark.full
-def test_a_rank_that_lives_and_doesnt_come_is_left_behind_at_the_limit(started: Start) -> None:
+def test_a_rank_that_lives_and_doesnt_come_is_left_behind_at_the_limit(started: Started) -> None:
     def trouble(rank: int, step: int) -> None:
         if rank == 1 and step == 4:
             time.sleep(6)
@@ -154,7 +153,7 @@ def test_a_rank_that_lives_and_doesnt_come_is_left_behind_at_the_limit(started: 
 
 
 @pytest.mark.full
-def test_a_loss_that_comes_again_and_again_is_raised_on_all(started: Start) -> None:
+def test_a_loss_that_comes_again_and_again_is_raised_on_all(started: Started) -> None:
     def trouble(rank: int, step: int) -> None:
         if rank == 1 and step == 4:
             raise PeerLostError("this link never works")
@@ -166,7 +165,7 @@ def test_a_loss_that_comes_again_and_again_is_raised_on_all(started: Start) -> N
 
 @pytest.mark.full
 @pytest.mark.parametrize("snapshots", [False, True])
-def test_replicas_that_come_apart(snapshots: bool, started: Start, tmp_path: Path) -> None:
+def test_replicas_that_come_apart(snapshots: bool, started: Started, tmp_path: Path) -> None:
     """Of three, the one that differs gets the others' state; of two that differ, a snapshot knows what is right."""
     size = 2 if snapshots else 3
 
@@ -188,7 +187,7 @@ def test_replicas_that_come_apart(snapshots: bool, started: Start, tmp_path: Pat
     assert close_to(ended[0], undisturbed())
 
 
-def test_two_that_differ_and_no_snapshot(started: Start) -> None:
+def test_two_that_differ_and_no_snapshot(started: Started) -> None:
     def body(tell: Callable[[Any], None]) -> Any:
         train, state = make(check_every=1)
         if ltx.world().rank == 1:
@@ -201,7 +200,7 @@ def test_two_that_differ_and_no_snapshot(started: Start) -> None:
 
 
 @pytest.mark.full
-def test_a_rank_that_raises_is_left_behind_at_once(started: Start) -> None:
+def test_a_rank_that_raises_is_left_behind_at_once(started: Started) -> None:
     def trouble(rank: int, step: int) -> None:
         if rank == 1 and step == 4:
             raise ValueError("a bad sample")
@@ -215,7 +214,7 @@ def test_a_rank_that_raises_is_left_behind_at_once(started: Start) -> None:
     assert_every_sample_once(ended, shares(1, 3, 4))
 
 
-def test_who_holds_the_store_is_needed(started: Start) -> None:
+def test_who_holds_the_store_is_needed(started: Started) -> None:
     def trouble(rank: int, step: int) -> None:
         if rank == 0 and step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -224,10 +223,10 @@ def test_who_holds_the_store_is_needed(started: Start) -> None:
     for rank in (1, 2):
         told = world.told(rank)
         assert f"PeerLostError: rank {rank}: the process that holds the store through which the ranks meet" in told
-        assert "Start all of them again, from the last snapshot" in told
+        assert "Started all of them again, from the last snapshot" in told
 
 
-def test_too_few_are_left(started: Start) -> None:
+def test_too_few_are_left(started: Started) -> None:
     def trouble(rank: int, step: int) -> None:
         if rank == 1 and step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -240,7 +239,7 @@ def test_too_few_are_left(started: Start) -> None:
 @pytest.mark.full
 @pytest.mark.covering(1, of=lambda **_: ())
 @pytest.mark.parametrize("sockets", [False, True])
-def test_nothing_is_left_of_worlds_that_have_ended(sockets: bool, started: Start) -> None:
+def test_nothing_is_left_of_worlds_that_have_ended(sockets: bool, started: Started) -> None:
     """Files, sockets, shared memory and threads don't grow with the number of worlds, and in the end all are gone."""
 
     def body(tell: Callable[[Any], None]) -> Any:
@@ -279,7 +278,7 @@ class Behind(TrainStep):
         return done
 
 
-def test_a_rank_that_is_behind_gets_the_state(started: Start) -> None:
+def test_a_rank_that_is_behind_gets_the_state(started: Started) -> None:
     def body(tell: Callable[[Any], None]) -> Any:
         train, state = make(donate=False)
         train, steps, resets = Behind(train.step, train.optimizer, donate=False), [], []
@@ -328,7 +327,7 @@ def test_a_snapshot_of_other_data_is_refused(tmp_path: Path) -> None:
         ltx.elastic(*make(), batch, other, epochs=2, snapshots=tmp_path)
 
 
-def test_a_snapshot_that_a_loss_has_interrupted_is_made_up_for_at_the_end(started: Start, tmp_path: Path) -> None:
+def test_a_snapshot_that_a_loss_has_interrupted_is_made_up_for_at_the_end(started: Started, tmp_path: Path) -> None:
     def body(tell: Callable[[Any], None]) -> Any:
         save, rank = ltx.checkpoint.save, ltx.world().rank
 
@@ -351,7 +350,7 @@ def test_a_snapshot_that_a_loss_has_interrupted_is_made_up_for_at_the_end(starte
 
 
 @pytest.mark.full
-def test_a_loss_while_the_snapshot_is_read(started: Start, tmp_path: Path) -> None:
+def test_a_loss_while_the_snapshot_is_read(started: Started, tmp_path: Path) -> None:
     ltx.elastic(*make(), batch, START, epochs=1, snapshots=tmp_path)
 
     def body(tell: Callable[[Any], None]) -> Any:
@@ -424,7 +423,7 @@ def test_a_step_that_doesnt_commit_whole_is_refused() -> None:
 
 
 @pytest.mark.full
-def test_what_a_rank_keeps_for_itself_needs_snapshots(started: Start, tmp_path: Path) -> None:
+def test_what_a_rank_keeps_for_itself_needs_snapshots(started: Started, tmp_path: Path) -> None:
     def body(tell: Callable[[Any], None]) -> Any:
         for strategy in (ltx.ZeroStrategy(), ltx.LocalSGDStrategy(period=2)):
             try:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,8 +26,7 @@ from ltx.errors import CallFailedError, CallInterruptedError, CallTimeoutError, 
 from ltx.runtime import worker_group
 from ltx.runtime.failures import failure_error, failure_of, text_of
 from ltx.runtime.messages import Failure, Result, pack
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 class TwoArgumentsError(Exception):

@@ -29,13 +29,13 @@ from ltx.runtime.elastic import ElasticRun as Run
 from ltx.runtime.membership import Membership, Regroup, _asked, _asks
 from tests.contract.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
 from tests.forks import Body, Ranks, noticed
+from tests.kinds import Started
 
 EPOCHS = 3
-Start = Callable[..., Ranks]
 
 
 @pytest.fixture
-def started(started: Start) -> Start:
+def started(started: Started) -> Started:
     """With a heartbeat that newcomers needn't wait long for."""
     return partial(started, heartbeat_s=3.0)
 
@@ -137,7 +137,7 @@ def close_to(a: Any, b: Any) -> bool:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_newcomer_is_taken_in(size: int, sockets: bool, started: Start) -> None:
+def test_a_newcomer_is_taken_in(size: int, sockets: bool, started: Started) -> None:
     body = training(wait_for=size + 1)
     world = started(size, body, sockets=sockets)
     begun(world, size)
@@ -150,7 +150,7 @@ def test_a_newcomer_is_taken_in(size: int, sockets: bool, started: Start) -> Non
 
 
 @pytest.mark.full
-def test_a_newcomer_to_ranks_that_were_told_by_arguments(started: Start) -> None:
+def test_a_newcomer_to_ranks_that_were_told_by_arguments(started: Started) -> None:
     """It runs the same program, arguments and all, and is known to compare nothing that the regroup has decided."""
     body = training(wait_for=3)
     world = started(2, body, held_by="rank 0", by_arguments=True)
@@ -161,7 +161,7 @@ def test_a_newcomer_to_ranks_that_were_told_by_arguments(started: Start) -> None
 
 @pytest.mark.full
 def test_a_newcomer_whose_peers_fall_before_it_has_their_state_doesnt_train_alone(
-    started: Start, tmp_path: Path
+    started: Started, tmp_path: Path
 ) -> None:
     """It would train from step 0, into the snapshots of the others."""
 
@@ -191,7 +191,9 @@ def test_a_newcomer_whose_peers_fall_before_it_has_their_state_doesnt_train_alon
 @pytest.mark.parametrize(
     "point", [(groups, "_gather"), (connecting, "connect"), (AxisComm, "_meet"), (AxisComm, "_open_channel")]
 )
-def test_a_rank_that_falls_while_a_newcomer_is_taken_in(point: tuple[Any, str], sockets: bool, started: Start) -> None:
+def test_a_rank_that_falls_while_a_newcomer_is_taken_in(
+    point: tuple[Any, str], sockets: bool, started: Started
+) -> None:
     """Whatever those that are left wait for then, they look out for it."""
 
     def trouble(first: int, steps: int) -> None:
@@ -208,7 +210,7 @@ def test_a_rank_that_falls_while_a_newcomer_is_taken_in(point: tuple[Any, str], 
 
 
 @pytest.mark.parametrize("newcomer", ["honest", "forged"])
-def test_who_hasnt_the_key_is_refused_and_the_training_goes_on(newcomer: str, started: Start) -> None:
+def test_who_hasnt_the_key_is_refused_and_the_training_goes_on(newcomer: str, started: Started) -> None:
     """`forged`: it doesn't look whether it has the key, and asks all the same."""
 
     def trouble(first: int, steps: int) -> None:
@@ -247,7 +249,7 @@ def test_who_hasnt_the_key_is_refused_and_the_training_goes_on(newcomer: str, st
 
 
 @pytest.mark.full
-def test_two_newcomers_at_once(started: Start) -> None:
+def test_two_newcomers_at_once(started: Started) -> None:
     body = training(wait_for=4)
     world = started(2, body)
     begun(world, 2)
@@ -258,7 +260,7 @@ def test_two_newcomers_at_once(started: Start) -> None:
 
 
 @pytest.mark.full
-def test_a_replacement_of_a_lost_rank_zero(started: Start) -> None:
+def test_a_replacement_of_a_lost_rank_zero(started: Started) -> None:
     def trouble(first: int, steps: int) -> None:
         if (first, steps) == (0, 2):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -277,7 +279,7 @@ def test_a_replacement_of_a_lost_rank_zero(started: Start) -> None:
 
 
 @pytest.mark.full
-def test_one_more_than_max_ranks_waits_until_a_rank_is_lost(started: Start) -> None:
+def test_one_more_than_max_ranks_waits_until_a_rank_is_lost(started: Started) -> None:
     def trouble(first: int, steps: int) -> None:
         if (first, steps) == (1, 6):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -292,7 +294,7 @@ def test_one_more_than_max_ranks_waits_until_a_rank_is_lost(started: Start) -> N
 
 
 @pytest.mark.full
-def test_only_so_many_are_taken_in_as_can_share_the_samples(started: Start) -> None:
+def test_only_so_many_are_taken_in_as_can_share_the_samples(started: Started) -> None:
     """Steps of 12 samples on four ranks: a fifth waits for a place, and there is none."""
     start = ltx.DataPosition(48, 12)
 
@@ -323,7 +325,7 @@ def test_only_so_many_are_taken_in_as_can_share_the_samples(started: Start) -> N
     assert "is over: there is nothing left to join" in world.told(4)
 
 
-def test_a_newcomer_with_another_model_is_refused_and_nobody_else_is_disturbed(started: Start) -> None:
+def test_a_newcomer_with_another_model_is_refused_and_nobody_else_is_disturbed(started: Started) -> None:
     def other(tell: Callable[[Any], None]) -> Any:
         train, _ = make()
         state = train.init({"w": torch.zeros(5, 8), "v": torch.zeros(8)})
@@ -346,7 +348,7 @@ def test_a_newcomer_with_another_model_is_refused_and_nobody_else_is_disturbed(s
     assert [end["sizes"] for end in all_of(world, 0, 1)] == [[], []]
 
 
-def test_a_training_whose_ranks_keep_state_of_their_own_takes_no_newcomers(started: Start, tmp_path: Path) -> None:
+def test_a_training_whose_ranks_keep_state_of_their_own_takes_no_newcomers(started: Started, tmp_path: Path) -> None:
     def trouble(first: int, steps: int) -> None:
         if steps == 4:
             assert refused.wait(20)
@@ -361,7 +363,7 @@ def test_a_training_whose_ranks_keep_state_of_their_own_takes_no_newcomers(start
     all_of(world, 0)
 
 
-def test_who_comes_when_it_is_over_is_told(started: Start) -> None:
+def test_who_comes_when_it_is_over_is_told(started: Started) -> None:
     """The store lives on: the launcher holds it."""
     world = started(2, training())
     begun(world, 2)
@@ -372,7 +374,7 @@ def test_who_comes_when_it_is_over_is_told(started: Start) -> None:
 
 
 @pytest.mark.full
-def test_who_asks_when_there_is_room_no_more_is_told_at_the_end(started: Start) -> None:
+def test_who_asks_when_there_is_room_no_more_is_told_at_the_end(started: Started) -> None:
     body = training(max_ranks=2, wait_for=3)
     world = started(2, body)
     begun(world, 2)
@@ -382,7 +384,7 @@ def test_who_asks_when_there_is_room_no_more_is_told_at_the_end(started: Start) 
 
 
 @pytest.mark.full
-def test_who_comes_at_the_last_moment_has_the_state_too(started: Start) -> None:
+def test_who_comes_at_the_last_moment_has_the_state_too(started: Started) -> None:
     body = training(wait_for=2, at=EPOCHS * STEPS - 1)
     world = started(1, body)
     begun(world, 1)
@@ -394,7 +396,7 @@ def test_who_comes_at_the_last_moment_has_the_state_too(started: Start) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("there", ["no store", "no training"])
-def test_nothing_to_join(there: str, started: Start) -> None:
+def test_nothing_to_join(there: str, started: Started) -> None:
     def other(tell: Callable[[Any], None]) -> Any:
         return ltx.elastic(*make(), batch, START, epochs=1, meeting_timeout=timedelta(seconds=1))
 
@@ -406,7 +408,7 @@ def test_nothing_to_join(there: str, started: Start) -> None:
 
 
 @pytest.mark.full
-def test_a_newcomer_whose_training_is_lost_is_told(started: Start) -> None:
+def test_a_newcomer_whose_training_is_lost_is_told(started: Started) -> None:
     body = training(max_ranks=1, wait_for=2)
 
     def trouble(first: int, steps: int) -> None:
@@ -421,7 +423,7 @@ def test_a_newcomer_whose_training_is_lost_is_told(started: Start) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("when", ["asking", "callbacks"])
-def test_a_newcomer_that_is_killed_while_it_joins(when: str, started: Start) -> None:
+def test_a_newcomer_that_is_killed_while_it_joins(when: str, started: Started) -> None:
     """Who is killed while it asks is noticed by nobody; who is in the new world already is a loss as any other."""
 
     def dies(tell: Callable[[Any], None]) -> Any:
@@ -452,7 +454,7 @@ def test_a_newcomer_that_is_killed_while_it_joins(when: str, started: Start) -> 
 
 
 @pytest.mark.full
-def test_a_rank_that_dies_before_the_new_world_is_made_isnt_waited_for(started: Start) -> None:
+def test_a_rank_that_dies_before_the_new_world_is_made_isnt_waited_for(started: Started) -> None:
     """It came to the regroup, so that the others try to make a world with it, whose timeout is 20 s."""
 
     def dies(tell: Callable[[Any], None]) -> Any:
@@ -480,7 +482,7 @@ def test_a_rank_that_dies_before_the_new_world_is_made_isnt_waited_for(started: 
 
 
 @pytest.mark.full
-def test_a_rank_that_comes_to_the_regroup_and_dies_isnt_waited_for(started: Start) -> None:
+def test_a_rank_that_comes_to_the_regroup_and_dies_isnt_waited_for(started: Started) -> None:
     """Rank 1 comes and dies; rank 2 comes later; the limit of 60 s isn't waited for."""
 
     def dies(tell: Callable[[Any], None]) -> Any:
@@ -509,7 +511,7 @@ def test_a_rank_that_comes_to_the_regroup_and_dies_isnt_waited_for(started: Star
 
 
 @pytest.mark.full
-def test_a_second_training_in_the_same_processes(started: Start) -> None:
+def test_a_second_training_in_the_same_processes(started: Started) -> None:
     """Who was taken into the first takes part in the second; what was said in the first counts no more."""
 
     def body(tell: Callable[[Any], None]) -> Any:

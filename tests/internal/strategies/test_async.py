@@ -21,9 +21,8 @@ from ltx.strategies.async_averaging import AsyncAveraging, Round
 from tests.contract.strategies.problem import loss as problem_loss
 from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.references import async_averaging
+from tests.kinds import OnNewAxis, Ranks
 
-Ranks = Callable[[int], ltx.Pool]
-OnNewAxis = Callable[..., Any]
 ALWAYS = AsyncAveraging(sync_interval_ms=0)
 LR = 0.01
 

@@ -16,16 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ltx
-from ltx import Pool, hooks
+from ltx import hooks
 from ltx.core import comm
 from ltx.core.comm import network as measured_network
 from ltx.core.gradients.planning import MIB, bucket_sizes
 from ltx.errors import InputError, RankMismatchError, SyncStateError, UnsupportedError
 from ltx.strategies.auto_hook import candidates, choice_for
+from tests.kinds import Ranks
 from tests.twins.cases import Params, assert_same_bits, own_axis, params_of, seeded
 from tests.twins.training import adamw, mean_step, problem, run
-
-Ranks = Callable[[int], Pool]
 
 FAST = ltx.profile.Network(bandwidth=100e9, latency=5e-6)
 GIGABIT = ltx.profile.Network(bandwidth=1e9, latency=1e-4)

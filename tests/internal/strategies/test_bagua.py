@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import AxisError, LtxError, StrategyError
 from ltx.strategies.bagua import ALGORITHMS
-
-Ranks = Callable[[int], ltx.Pool]
+from tests.kinds import Ranks
 
 VALUES = [
     ltx.BaguaStrategy("gradient_allreduce"),

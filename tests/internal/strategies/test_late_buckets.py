@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx import Pool
 from ltx.core.training.backward import BackwardResult, UpdateThenSend
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
 from tests.contract.strategies.test_failures import BrokenError
 from tests.contract.strategies.test_late import LATE, Overlap, adam, loss, problem, trained
-
-Ranks = Callable[[int], Pool]
-OnNewAxis = Callable[..., Any]
+from tests.kinds import OnNewAxis, Ranks
 
 IN_BUCKETS = [name for name in LATE if name != "adasum, passes"]
 OF_TWO = [name for name in IN_BUCKETS if LATE[name][0] == 2]

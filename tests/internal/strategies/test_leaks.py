@@ -14,7 +14,7 @@ from ltx.core.training.settings import check_overlap
 from ltx.errors import StrategyError
 from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.table import ROWS
-from tests.inside import OnFreshAxis
+from tests.kinds import OnNewAxis
 
 Overlap = Literal["backward", "update"]
 
@@ -81,7 +81,7 @@ def _assert_nothing_left(by_rank: Any) -> None:
 @pytest.mark.full
 @pytest.mark.covering(1, of=lambda overlap: ())
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_steps_leave_nothing_behind(overlap: Overlap, on_new_axis: OnFreshAxis, seed: int) -> None:
+def test_steps_leave_nothing_behind(overlap: Overlap, on_new_axis: OnNewAxis, seed: int) -> None:
     _assert_nothing_left(on_new_axis(lambda: _grown(overlap, seed, STEPS), timeout_s=40.0))
 
 

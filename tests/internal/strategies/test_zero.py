@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ import ltx
 from ltx import Precision
 from ltx.errors import StrategyError
 from ltx.strategies.zero import MeanPart, Shards
-
-Ranks = Callable[[int], ltx.Pool]
-Params = dict[str, Tensor]
+from tests.kinds import Params, Ranks
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.05 / (1 + count))

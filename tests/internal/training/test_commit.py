@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ltx
 from ltx.errors import InvalidStateError
 from ltx.typing import Tree
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False, fused=False)
 FUSED = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1)  # torch doesn't count what its kernel writes
 

@@ -6,17 +6,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import ltx
-from ltx import Pool
 from ltx.errors import InvalidStateError, ReplicaDivergedError
-
-Ranks = Callable[[int], Pool]
+from tests.kinds import Ranks
 
 
 def _loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:

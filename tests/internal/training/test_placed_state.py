@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import ltx
-from ltx import Pool, optim
+from ltx import optim
 from ltx.core.training.placed_state import _parameter_of
 from ltx.errors import (
     DonatedStateError,
@@ -22,9 +22,8 @@ from ltx.errors import (
     StrategyError,
     UnsupportedError,
 )
+from tests.kinds import Ranks
 from tests.meshes import LENGTH, WIDTH, Block, full, loss_of, mesh_of, parallelize, placements
-
-Ranks = Callable[[int], Pool]
 
 STEPS = 3
 

@@ -13,8 +13,8 @@ import ltx
 from ltx.core.training.train_state import counted
 from ltx.core.transforms.compare import digest, values
 from ltx.errors import DonatedStateError, ReplicaDivergedError, StrategyError
+from tests.kinds import Ranks
 
-Ranks = Callable[[int], ltx.Pool]
 ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)
 
 
