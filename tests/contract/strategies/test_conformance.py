@@ -6,7 +6,6 @@ Rows come from table.py. Processes, simulated ranks and a world of one are compa
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,16 +121,3 @@ def test_ranks_in_turns_do_what_the_reference_says(name: str, seed: int) -> None
 def test_a_world_of_one_does_what_the_reference_says(name: str, seed: int) -> None:
     row, problem = ROWS[name], make_problem(seed, 1)
     assert_is(trained(row, problem)[0], row.reference(problem), 0, row.tolerance)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_values(name: str) -> None:
-    strategy = ROWS[name].strategy
-    again = pickle.loads(pickle.dumps(strategy))
-    assert again == strategy
-    assert hash(again) == hash(strategy)
-    assert replace(strategy, bucket_bytes=123) != strategy
-    assert "\n" not in repr(strategy)
-    assert repr(strategy).startswith(type(strategy).__name__)
-    with pytest.raises(AttributeError):
-        strategy.bucket_bytes = 1

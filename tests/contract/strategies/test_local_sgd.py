@@ -343,38 +343,6 @@ def test_nodes_may_reduce_in_half_precision(ranks: Ranks) -> None:
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
-PERIOD = (
-    "LocalSGDStrategy.period must be a whole number of at least 1, or {period: number of ranks} with periods ascending "
-    "from 1 and numbers from 2, each of which divides the next one, got "
-)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"period": 0}, PERIOD + "0."),
-        ({"period": True}, PERIOD + "True."),
-        ({"period": 2.0}, PERIOD + "2.0."),
-        ({"period": {}}, PERIOD + "()."),
-        ({"period": {4: 2, 2: 4}}, PERIOD + "((4, 2), (2, 4))."),
-        ({"period": {2: 2, 4: 3}}, PERIOD + "((2, 2), (4, 3))."),
-        ({"period": {2: 4, 4: 4}}, PERIOD + "((2, 4), (4, 4))."),
-        ({"period": {2: 1}}, PERIOD + "((2, 1),)."),
-        ({"period": (2, 2)}, PERIOD + "(2, 2)."),
-        ({"warmup_steps": -1}, "LocalSGDStrategy.warmup_steps must be a whole number of at least 0, got -1."),
-        ({"subgroup": 1}, "LocalSGDStrategy.subgroup must be a whole number of at least 2, got 1."),
-        (
-            {"comm_hook": "fp17"},
-            "LocalSGDStrategy.comm_hook must be one of ['allreduce', 'bf16', 'fp16'] or an ltx.hooks.CommHook, got "
-            "'fp17'.",
-        ),
-    ],
-)
-def test_bad_fields(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(StrategyError) as raised:
-        ltx.LocalSGDStrategy(**{"period": 2, **fields})
-    assert str(raised.value) == text
-
 
 @pytest.mark.parametrize(
     ("strategy", "text"),

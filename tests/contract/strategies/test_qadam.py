@@ -178,21 +178,3 @@ def test_a_compiled_graph_holds_one_phase() -> None:
     with pytest.raises(UnsupportedError, match="changes with the number of steps, which is 1 for good"):
         strategy.hook_in_graph(1)
     assert strategy.hook_in_graph(2) == strategy.hook(2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"warmup_steps": 0}, "QAdam.warmup_steps must be a whole number of at least 1, got 0."),
-        ({"warmup_steps": 2.0}, "QAdam.warmup_steps must be a whole number of at least 1, got 2.0."),
-        (
-            {"warmup_steps": 1, "betas": (0.9, 1.0)},
-            "QAdam.betas must be a pair of numbers in [0, 1), got (0.9, 1.0).",
-        ),
-        ({"warmup_steps": 1, "betas": 0.9}, "QAdam.betas must be a pair of numbers in [0, 1), got 0.9."),
-    ],
-)
-def test_bad_fields(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(StrategyError) as raised:
-        QAdam(**fields)
-    assert str(raised.value) == text

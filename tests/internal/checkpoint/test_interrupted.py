@@ -17,8 +17,7 @@ from ltx.checkpoint import directory, loading, saving, storage
 from ltx.checkpoint.together import Together
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.errors import CheckpointError, LtxError, PeerLostError
-from tests.forks import Ranks
-from tests.kinds import Ranks
+from tests.kinds import Ranks, Started
 
 TRAIN = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
 
@@ -208,7 +207,7 @@ def test_a_warning_that_is_an_error_on_rank_0(ranks: Ranks, tmp_path: Path) -> N
     assert "rank 0: RuntimeWarning: checkpoint.load: the checkpoint of step 1 isn't whole" in told
 
 
-def test_the_store_may_end_with_who_is_interrupted(started: Callable[..., Ranks], tmp_path: Path) -> None:
+def test_the_store_may_end_with_who_is_interrupted(started: Started, tmp_path: Path) -> None:
     def body(tell: Callable[[Any], None]) -> Any:
         state, _ = states()
         ltx.psum(torch.ones(3))

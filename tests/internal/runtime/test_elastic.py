@@ -223,7 +223,7 @@ def test_who_holds_the_store_is_needed(started: Started) -> None:
     for rank in (1, 2):
         told = world.told(rank)
         assert f"PeerLostError: rank {rank}: the process that holds the store through which the ranks meet" in told
-        assert "Started all of them again, from the last snapshot" in told
+        assert "Start all of them again, from the last snapshot" in told
 
 
 def test_too_few_are_left(started: Started) -> None:

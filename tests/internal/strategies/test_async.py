@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import CollectiveTimeoutError, InputError, PeerLostError, StrategyError, UnsupportedError, WorkerError
+from ltx.errors import CollectiveTimeoutError, InputError, PeerLostError, UnsupportedError, WorkerError
 from ltx.strategies.async_averaging import AsyncAveraging, Round
 from tests.contract.strategies.problem import loss as problem_loss
 from tests.contract.strategies.problem import make_problem
@@ -379,48 +379,6 @@ def test_simulated_ranks_keep_the_round_in_their_state(seed: int) -> None:
     for name, x in finished.params.items():
         assert (x == x[0]).all()
         np.testing.assert_allclose(x[0].numpy(), sum(e[name] for e in expected[-1]) / 3, 1e-9, 1e-9)
-
-
-# --- as a value ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"warmup_steps": -1}, "AsyncAveraging.warmup_steps must be a whole number of at least 0, got -1."),
-        (
-            {"sync_interval_ms": -1.0},
-            "AsyncAveraging.sync_interval_ms must be a finite number of at least 0, got -1.0.",
-        ),
-        (
-            {"sync_interval_ms": float("nan")},
-            "AsyncAveraging.sync_interval_ms must be a finite number of at least 0, got nan.",
-        ),
-        (
-            {"sync_interval_ms": True},
-            "AsyncAveraging.sync_interval_ms must be a finite number of at least 0, got True.",
-        ),
-        (
-            {"schedule": (2, 3)},
-            "AsyncAveraging.schedule must be None or a pair (period, delay) of whole numbers with 1 <= delay <= "
-            "period, got (2, 3).",
-        ),
-        (
-            {"schedule": (2, 0)},
-            "AsyncAveraging.schedule must be None or a pair (period, delay) of whole numbers with 1 <= delay <= "
-            "period, got (2, 0).",
-        ),
-        (
-            {"peer_selection_mode": "shift_one"},
-            "AsyncAveraging.peer_selection_mode must be \"all\", got 'shift_one': ranks of which nobody knows which "
-            "round they are in can't be paired.",
-        ),
-    ],
-)
-def test_bad_fields(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(StrategyError) as raised:
-        AsyncAveraging(**fields)
-    assert str(raised.value) == text
 
 
 @pytest.mark.full

@@ -1,0 +1,210 @@
+"""Strategies are values: what they equal, how they print and travel, and the fields they refuse when they are made."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx import hooks
+from ltx.errors import LtxError, StrategyError
+from tests.contract.strategies.table import ROWS
+from tests.inside import AsyncAveraging, QAdam
+
+Bagua, DDP, DiLoCo, Horovod = ltx.BaguaStrategy, ltx.DDPStrategy, ltx.DiLoCoStrategy, ltx.HorovodStrategy
+
+VALUES = [
+    DDP(),
+    DDP(comm_hook="bf16"),
+    DDP(comm_hook="bf16", bucket_bytes=1 << 20),
+    DDP(process_group_backend="gloo", timeout=datetime.timedelta(minutes=5), first_bucket_bytes=7),
+    DDP(model_averaging_period=4, start_local_sgd_step=100),
+    DDP(comm_wrapper="bf16", comm_hook=hooks.PowerSGD(rank=2), start_method="spawn"),
+    DDP(comm_wrapper=hooks.error_feedback, comm_hook=hooks.ByteGrad()),
+    DDP(comm_hook="auto", bucket_bytes="auto"),
+    DDP(comm_hook="auto", network=ltx.profile.Network(bandwidth=1e9, latency=1e-4)),
+    Horovod(compression="fp16", op="sum"),
+    Horovod(groups=[["w", "b"], ["x.*"]], backward_passes_per_step=3),
+    Bagua("gradient_allreduce", average=False),
+    Bagua("bytegrad", hierarchical=True, node_size=4),
+    Bagua("decentralized", peer_selection_mode="shift_one"),
+    Bagua("low_precision_decentralized", communication_interval=2, bucket_bytes=1 << 20),
+]
+ALL = [*VALUES, *(row.strategy for row in ROWS.values())]
+NAMES = {"datetime": datetime, "AsyncAveraging": AsyncAveraging, "QAdam": QAdam, "Network": ltx.profile.Network}
+NAMES |= {name: getattr(module, name) for module in (ltx, hooks) for name in module.__all__}
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=repr)
+def test_is_a_value(strategy: ltx.Strategy) -> None:
+    for copy in (replace(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert copy == strategy
+        assert hash(copy) == hash(strategy)
+    assert replace(strategy, bucket_bytes=123) != strategy
+    assert all((strategy == other) == (repr(strategy) == repr(other)) for other in ALL)
+    assert "\n" not in repr(strategy)
+    assert repr(strategy).startswith(type(strategy).__name__)
+    if "<function" not in repr(strategy):
+        assert eval(repr(strategy), dict(NAMES)) == strategy
+    with pytest.raises(AttributeError):
+        strategy.bucket_bytes = 3  # type: ignore[misc]
+
+
+def test_how_they_print() -> None:
+    assert repr(Bagua("decentralized", peer_selection_mode="shift_one")) == (
+        "BaguaStrategy('decentralized', peer_selection_mode='shift_one')"
+    )
+    assert repr(Bagua("bytegrad", bucket_bytes=9)) == "BaguaStrategy('bytegrad', bucket_bytes=9)"
+    with pytest.raises(TypeError):
+        DDP("bf16")  # type: ignore[misc]  # by keyword alone
+
+
+Local, Outer, Momenta = (
+    partial(ltx.LocalSGDStrategy, period=2),
+    partial(DiLoCo, period=4),
+    partial(QAdam, warmup_steps=1),
+)
+Eight, Peers, EightBitPeers = map(partial(partial, Bagua), ("bytegrad", "decentralized", "low_precision_decentralized"))
+
+WHOLE, NOT_NEGATIVE = "a whole number of at least {}", "a finite number of at least 0"
+BYTES = WHOLE.format(1)
+OR_AUTO = f'"auto" or {BYTES}'
+HOOK = "one of {} or an ltx.hooks.CommHook"
+SHORT = HOOK.format(["allreduce", "bf16", "fp16"])
+SECONDS = "a number of seconds or a datetime.timedelta, more than 0"
+WRAPPER = "one of ['bf16', 'fp16'] or a function from an ltx.hooks.CommHook to another"
+PERIODS = (
+    f"{BYTES}, or {{period: number of ranks}} with periods ascending from 1 and numbers from 2, each of which divides "
+    "the next one"
+)
+SCHEDULE = "None or a pair (period, delay) of whole numbers with 1 <= delay <= period"
+GROUPS = "a positive number of groups, or a list of lists of parameters' paths"
+ALGORITHM = (
+    "one of ['gradient_allreduce', 'bytegrad', 'decentralized', 'low_precision_decentralized', 'qadam', 'async']"
+)
+
+#: What makes a strategy, whose error it is, a field, what it must be, and values that it may not have.
+BAD: list[tuple[Callable[..., ltx.Strategy], str, str, str, list[Any]]] = [
+    (DDP, "DDPStrategy", "comm_hook", HOOK.format(["allreduce", "auto", "bf16", "fp16"]), ["bf17", None, hooks.BF16]),
+    (DDP, "DDPStrategy", "comm_wrapper", WRAPPER, ["fp8", torch.float16]),
+    (DDP, "DDPStrategy", "start_method", "one of ['fork', 'forkserver', 'popen', 'spawn']", ["thread"]),
+    (DDP, "DDPStrategy", "bucket_bytes", OR_AUTO, [0, -1, 2.0, True, "large"]),
+    (DDP, "DDPStrategy", "first_bucket_bytes", BYTES, ["auto", "1 MiB"]),
+    (DDP, "DDPStrategy", "network", "an ltx.profile.Network or None", [1e9]),
+    (DDP, "DDPStrategy", "timeout", SECONDS, ["60", datetime.timedelta(0)]),
+    (DDP, "DDPStrategy", "timeout", f"{SECONDS} and less than 1,000 years", [float("inf")]),
+    (Horovod, "HorovodStrategy", "compression", HOOK.format('"none", "fp16", "bf16"'), ["int8"]),
+    (Horovod, "HorovodStrategy", "op", "'average' or 'sum' or 'adasum'", ["max"]),
+    (Horovod, "HorovodStrategy", "backward_passes_per_step", BYTES, [0, True]),
+    (Horovod, "HorovodStrategy", "gradient_predivide_factor", "None or a finite number of more than 0", [0.0]),
+    (Horovod, "HorovodStrategy", "groups", GROUPS, [0, ["w"]]),
+    (Horovod, "HorovodStrategy", "scale_lr", "bool", [2]),
+    (Local, "LocalSGDStrategy", "period", PERIODS, [0, True, 2.0, (), ((4, 2), (2, 4)), ((2, 2), (4, 3))]),
+    (Local, "LocalSGDStrategy", "period", PERIODS, [((2, 4), (4, 4)), ((2, 1),), (2, 2)]),
+    (Local, "LocalSGDStrategy", "warmup_steps", WHOLE.format(0), [-1]),
+    (Local, "LocalSGDStrategy", "subgroup", WHOLE.format(2), [1]),
+    (Local, "LocalSGDStrategy", "comm_hook", SHORT, ["fp17"]),
+    (Outer, "DiLoCoStrategy", "period", BYTES, [0]),
+    (Outer, "DiLoCoStrategy", "fragments", BYTES, [0]),
+    (Outer, "DiLoCoStrategy", "fragments", "at most the period, 4, as one is sent at a time", [5]),
+    (Outer, "DiLoCoStrategy", "outer_lr", NOT_NEGATIVE, [-0.1, float("nan"), "0.7"]),
+    (Outer, "DiLoCoStrategy", "outer_momentum", f"{NOT_NEGATIVE}, and less than 1", [1.0]),
+    (Outer, "DiLoCoStrategy", "outer_hook", SHORT, [None]),
+    (Momenta, "QAdam", "warmup_steps", BYTES, [0, 2.0]),
+    (Momenta, "QAdam", "betas", "a pair of numbers in [0, 1)", [(0.9, 1.0), 0.9]),
+    (AsyncAveraging, "AsyncAveraging", "warmup_steps", WHOLE.format(0), [-1]),
+    (AsyncAveraging, "AsyncAveraging", "sync_interval_ms", NOT_NEGATIVE, [-1.0, float("nan"), True]),
+    (AsyncAveraging, "AsyncAveraging", "schedule", SCHEDULE, [(2, 3), (2, 0)]),
+    (Eight, "BaguaStrategy", "algorithm", ALGORITHM, ["byte_grad", None]),
+    (Eight, "EightBitGradients", "average", "bool", [1]),
+    (Eight, "BaguaStrategy", "flatten", "bool or None", [1]),
+    (Eight, "BaguaStrategy", "bucket_bytes", OR_AUTO, [0]),
+    (partial(Eight, node_size=2), "EightBitGradients", "hierarchical", "bool", [1]),
+    (partial(Eight, hierarchical=True), "EightBitGradients", "node_size", BYTES, [0]),
+    (Peers, "Decentralized", "peer_selection_mode", "'all' or 'shift_one'", ["shift_two"]),
+    (Peers, "Decentralized", "communication_interval", BYTES, [0]),
+    (EightBitPeers, "LowPrecisionDecentralized", "communication_interval", BYTES, [1.5]),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "owner", "field", "must", "value"), [(*row[:-1], value) for row in BAD for value in row[-1]]
+)
+def test_bad_fields(make: Callable[..., ltx.Strategy], owner: str, field: str, must: str, value: Any) -> None:
+    with pytest.raises(StrategyError) as raised:
+        Bagua(value) if field == "algorithm" else make(**{field: value})
+    said = str(raised.value)
+    assert said.replace(f" of type {type(value).__name__}.", ".") == f"{owner}.{field} must be {must}, got {value!r}."
+    assert isinstance(raised.value, LtxError)
+    assert isinstance(raised.value, ValueError)
+    if make is DDP:
+        with pytest.raises(StrategyError) as raised:
+            replace(DDP(), **{field: value})
+        assert str(raised.value) == said
+
+
+TOGETHER = (
+    "DDPStrategy.model_averaging_period and start_local_sgd_step go together, got {} and {}: parameters are averaged "
+    "every so many steps from the step on whose gradients stay local."
+)
+NODES = "hierarchical=True and node_size=(the number of ranks of a node) belong together, got hierarchical="
+PEERS = (
+    "peer_selection_mode must be \"all\", got 'shift_one': ranks of which nobody knows which round they are in can't be"
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "text"),
+    [
+        (
+            DDP,
+            {"comm_wrapper": repr},
+            f"DDPStrategy.comm_wrapper must be {WRAPPER}, got <built-in function repr>, which",
+        ),
+        (DDP, {"model_averaging_period": 3}, TOGETHER.format(3, None)),
+        (DDP, {"start_local_sgd_step": 3}, TOGETHER.format(None, 3)),
+        (
+            DDP,
+            {"model_averaging_period": 0, "start_local_sgd_step": 0},
+            f"DDPStrategy.model_averaging_period must be {BYTES}, got 0.",
+        ),
+        (
+            DDP,
+            {"model_averaging_period": 1, "start_local_sgd_step": -1},
+            f"DDPStrategy.start_local_sgd_step must be {WHOLE.format(0)}, got -1.",
+        ),
+        (
+            Horovod,
+            {"gradient_predivide_factor": 2.0, "op": "sum"},
+            'None with op="sum", which has nothing to divide, got',
+        ),
+        (Horovod, {"op": "adasum", "scale_lr": True}, 'HorovodStrategy.scale_lr must be False with op="adasum"'),
+        (Horovod, {"op": "adasum", "compression": hooks.ByteGrad()}, "HorovodStrategy.compression must be one of"),
+        (Local, {"period": {4: 2, 2: 4}}, f"LocalSGDStrategy.period must be {PERIODS}, got ((4, 2), (2, 4))."),
+        (AsyncAveraging, {"peer_selection_mode": "shift_one"}, f"AsyncAveraging.{PEERS} paired."),
+        (
+            Eight,
+            {"peer_selection_mode": "all"},
+            "BaguaStrategy('bytegrad') has no field 'peer_selection_mode'. It has: hierarchical, node_size, average.",
+        ),
+        (
+            Peers,
+            {"average": True},
+            "BaguaStrategy('decentralized') has no field 'average'. It has: hierarchical, node_size, "
+            "communication_interval, peer_selection_mode.",
+        ),
+        (Eight, {"hierarchical": True}, f"EightBitGradients: {NODES}True, node_size=None."),
+        (Eight, {"node_size": 2}, f"EightBitGradients: {NODES}False, node_size=2."),
+    ],
+)
+def test_fields_that_dont_go_together(make: Callable[..., ltx.Strategy], fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        make(**fields)
+    assert text in str(raised.value)
