@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1299, 9),
-    "all": Size(40823, 170),
+    "all": Size(40791, 170),
     "checkpoint": Size(1636, 7),
     "core": Size(1, 1),
     "core/base": Size(1691, 8),
@@ -42,7 +42,7 @@ BUDGET = {
     "nn": Size(468, 2),
     "notebook": Size(325, 4),
     "profile": Size(1099, 4),
-    "runtime": Size(3946, 14),
+    "runtime": Size(3914, 14),
     "strategies": Size(2815, 12),
 }
 

@@ -21,6 +21,7 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -113,27 +114,21 @@ class Failure:
 INLINE_BYTES = 1 << 16
 _ALIGNMENT = 64
 _MAY_SHARE = hasattr(os, "memfd_create")
-_COUNTS = struct.Struct("<II?")  # buffers of storages, other buffers, whether they are in shared memory
-_SIZE = struct.Struct("<q")
+_HEAD = struct.Struct("<I?")  # how many buffers, and whether they are in shared memory; their sizes follow
 
 
-@dataclass(frozen=True)
 class Message:
-    """Pickled objects with their buffers: those of tensors' storages, and `others`. It can be sent more than once.
+    """Pickled objects, and buffers with the memory of their tensors and arrays. It can be sent more than once.
 
     Shared memory is made with it, not on the way: that there is no more is an OSError of who makes it, and no sign that
     the other end is gone.
     """
 
-    pickled: bytes
-    storages: Sequence[Any] = ()
-    others: Sequence[Any] = ()
-    _shared: list[io.FileIO] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        views = self._views()
-        if _MAY_SHARE and sum(view.nbytes for view in views) > INLINE_BYTES:
-            self._shared.append(_written(views))
+    def __init__(self, pickled: bytes, buffers: Sequence[memoryview] = ()):
+        self.pickled = pickled
+        self._views = [*buffers, memoryview(pickled)]
+        through_memory = _MAY_SHARE and sum(view.nbytes for view in self._views) > INLINE_BYTES
+        self._shared = _written(self._views) if through_memory else None
 
     def __enter__(self) -> Message:
         return self
@@ -141,22 +136,18 @@ class Message:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _views(self) -> list[memoryview]:
-        return [*self.storages, *self.others, memoryview(self.pickled)]
-
     def send(self, connection: Connection) -> None:
         """Write it to `connection`. Raises OSError if the other end is closed."""
-        views, shares = self._views(), bool(self._shared)
-        sizes = [view.nbytes for view in views]
-        head = [_COUNTS.pack(len(self.storages), len(self.others), shares), *map(_SIZE.pack, sizes)]
-        connection.send_bytes(b"".join([*head, *([] if shares else views)]))
-        if shares:
-            reduction.send_handle(connection, self._shared[0].fileno(), 0)
+        sizes = struct.pack(f"<{len(self._views)}q", *(view.nbytes for view in self._views))
+        head = [_HEAD.pack(len(self._views), self._shared is not None), sizes]
+        connection.send_bytes(b"".join([*head, *(self._views if self._shared is None else ())]))
+        if self._shared is not None:
+            reduction.send_handle(connection, self._shared.fileno(), 0)
 
     def close(self) -> None:
         """Let go of the shared memory; receivers keep theirs."""
-        while self._shared:
-            self._shared.pop().close()
+        if self._shared is not None:
+            self._shared.close()
 
 
 def pack(value: Any) -> Message:
@@ -169,76 +160,53 @@ def pack(value: Any) -> Message:
 def receive(connection: Connection) -> Callable[[], Any]:
     """Read a message; the result unpickles its next object. Raises EOFError or OSError if the sender is gone."""
     received = memoryview(connection.recv_bytes())
-    storages, others, shared = _COUNTS.unpack_from(received)
-    place = _COUNTS.size
-    sizes = [_SIZE.unpack_from(received, place + _SIZE.size * i)[0] for i in range(storages + others + 1)]
-    place += _SIZE.size * len(sizes)
-    buffers: list[memoryview] = []
+    count, shared = _HEAD.unpack_from(received)
+    sizes = struct.unpack_from(f"<{count}q", received, _HEAD.size)
+    buffers: list[Any]
     if shared:
-        handle = reduction.recv_handle(connection)
+        handle, offsets = reduction.recv_handle(connection), _offsets(sizes)
         try:
-            offsets = _offsets(sizes)
             whole = memoryview(mmap.mmap(handle, offsets[-1], access=mmap.ACCESS_COPY))
         finally:
             os.close(handle)
-        buffers += (whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False))
+        buffers = [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]
     else:
-        for size in sizes:
-            buffers.append(memoryview(bytearray(received[place : place + size])))
-            place += size
-    unpickler = _Unpickler(io.BytesIO(buffers.pop()), buffers=buffers[storages:])
-    for buffer in buffers[:storages]:
-        tensor = torch.frombuffer(buffer, dtype=torch.uint8) if buffer.nbytes else torch.empty(0, dtype=torch.uint8)
-        unpickler.storages.append(tensor.untyped_storage())
-    return unpickler.load
+        ends = accumulate(sizes, initial=_HEAD.size + 8 * count)
+        buffers = [bytearray(received[begin:end]) for begin, end in pairwise(ends)]
+    return pickle.Unpickler(io.BytesIO(buffers.pop()), buffers=buffers).load
 
 
 class Pickler(TensorPickler):
     """cloudpickle's pickler, except that the memory of tensors and arrays becomes buffers of the message."""
 
     def __init__(self) -> None:
-        self._stream = io.BytesIO()
-        self._others: list[memoryview] = []
-        self._storages: list[torch.UntypedStorage] = []
-        self._places: dict[int, int] = {}
-        super().__init__(self._stream, protocol=5, buffer_callback=lambda buffer: self._others.append(buffer.raw()))
+        self._stream, self._buffers = io.BytesIO(), list[memoryview]()
+        super().__init__(self._stream, protocol=5, buffer_callback=lambda buffer: self._buffers.append(buffer.raw()))
 
-    def persistent_id(self, obj: Any) -> Any:
-        """A storage, which tensors may share, is pickled as its index among the message's storages."""
+    def reducer_override(self, obj: Any) -> Any:
+        """A storage is one object, whichever tensors share it, and so it is a buffer once."""
         if isinstance(obj, torch.storage.TypedStorage):
-            storage, dtype = obj._untyped_storage, obj.dtype
-        elif isinstance(obj, torch.UntypedStorage):
-            storage, dtype = obj, None
-        else:
-            return None
-        if storage.device.type != "cpu":
-            return None
-        if storage._cdata not in self._places:
-            self._places[storage._cdata] = len(self._storages)
-            self._storages.append(storage)  # kept until the message is made, so that no other gets its address
-        return self._places[storage._cdata], dtype
+            return _typed, (obj._untyped_storage, obj.dtype)
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
+            flat: Any = torch.empty(0, dtype=torch.uint8).set_(obj)
+            return _storage, (pickle.PickleBuffer(flat.numpy()),)
+        return super().reducer_override(obj)
 
     def message(self) -> Message:
-        flat: list[Any] = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in self._storages]
-        return Message(self._stream.getvalue(), [memoryview(x.numpy()) for x in flat], self._others)
+        return Message(self._stream.getvalue(), self._buffers)
 
     @property
     def nbytes(self) -> int:
-        buffers = sum(s.nbytes() for s in self._storages) + sum(view.nbytes for view in self._others)
-        return self._stream.tell() + buffers
+        return self._stream.tell() + sum(view.nbytes for view in self._buffers)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.storages: list[torch.UntypedStorage] = []
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
-    def persistent_load(self, pid: Any) -> Any:
-        place, dtype = pid
-        storage = self.storages[place]
-        if dtype is None:
-            return storage
-        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+def _storage(buffer: Any) -> torch.UntypedStorage:
+    flat = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
+    return flat.untyped_storage()
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:

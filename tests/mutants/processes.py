@@ -98,9 +98,9 @@ MUTANTS = (
     ),
     Mutant(
         name="runtime: tensors that share memory are sent apart",
-        where="Pickler.persistent_id",
-        old="if storage._cdata not in self._places:",
-        new="if True:",
+        where="Pickler.reducer_override",
+        old="return _typed, (obj._untyped_storage, obj.dtype)",
+        new="return _typed, (obj._untyped_storage.clone(), obj.dtype)",
         breaks="views come out as copies on the workers",
         tests=(
             "tests/internal/runtime/test_messages.py::test_what_shares_memory_shares_it_afterwards_and_with_nobody_else",
