@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1299, 9),
-    "all": Size(40791, 170),
+    "all": Size(40759, 170),
     "checkpoint": Size(1636, 7),
     "core": Size(1, 1),
     "core/base": Size(1691, 8),
@@ -39,7 +39,7 @@ BUDGET = {
     "core/world": Size(1653, 7),
     "demo": Size(535, 4),
     "hooks": Size(2476, 12),
-    "nn": Size(468, 2),
+    "nn": Size(436, 2),
     "notebook": Size(325, 4),
     "profile": Size(1099, 4),
     "runtime": Size(3914, 14),

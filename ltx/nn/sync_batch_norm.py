@@ -82,30 +82,30 @@ def sync_batch_norm(
     Source: as at the top of the file; ``torch.nn.SyncBatchNorm`` and ``horovod.torch.SyncBatchNorm``.
     """
     _check(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    kernels = _kernels_take(x, [t for t in (running_mean, running_var, weight, bias) if t is not None])
+    kernels = _kernels_take(x, running_mean, running_var, weight, bias)
     if running_mean is not None and running_var is not None and not training:
         if kernels:
             y = nn.functional.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
         else:
-            y = _normalised(x, running_mean.detach(), running_var.detach(), weight, bias, eps)
+            y = _normalised(eps, x, running_mean.detach(), running_var.detach(), weight, bias)
         return y, running_mean, running_var
     if kernels and not isinstance(momentum, torch.Tensor) and _alone(axis):
         _check_count(_values(x))
-        moved_mean, moved_var = _copy(running_mean), _copy(running_var)
-        y = nn.functional.batch_norm(x, moved_mean, moved_var, weight, bias, True, momentum, eps)
-        return y, moved_mean, moved_var
+        moved, var = (None if t is None else t.detach().clone() for t in (running_mean, running_var))
+        y = nn.functional.batch_norm(x, moved, var, weight, bias, True, momentum, eps)
+        return y, moved, var
     count, mean, var = _statistics(x.to(wide(x.dtype)), axis)
     unbiased = var * (count / (count - 1).clamp(min=1))
     return (
-        _normalised(x, mean, var, weight, bias, eps),
+        _normalised(eps, x, mean, var, weight, bias),
         _moved(running_mean, mean, momentum, count),
         _moved(running_var, unbiased, momentum, count),
     )
 
 
-def _kernels_take(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
+def _kernels_take(x: torch.Tensor, *terms: torch.Tensor | None) -> bool:
     """Whether torch's own kernels know these dtypes together."""
-    dtypes = {t.dtype for t in others}
+    dtypes = {t.dtype for t in terms if t is not None}
     return len(dtypes) < 2 and dtypes <= {x.dtype, wide(x.dtype)}
 
 
@@ -114,55 +114,36 @@ def _alone(axis: Any) -> bool:
     return not recording() and not torch._C._are_functorch_transforms_active() and ltx.axis_size(axis) == 1
 
 
-def _copy(running: torch.Tensor | None) -> torch.Tensor | None:
-    return None if running is None else running.detach().clone()
-
-
-def _normalised(
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
-    given = [t for t in (mean, var, weight, bias) if t is not None]
+def _normalised(eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
+    """`x` by `terms`: mean, variance, weight and bias of its channels."""
     plain = x.numel() > 0 and torch.autograd.forward_ad._current_level < 0
-    if plain and prefers_few_calls(x) and _kernels_take(x, given):
-        y: torch.Tensor = _Normalised.apply(x, mean, var, weight, bias, eps)  # type: ignore[no-untyped-call]
+    if plain and prefers_few_calls(x) and _kernels_take(x, *terms):
+        y: torch.Tensor = _Normalised.apply(eps, x, *terms)  # type: ignore[no-untyped-call]
         return y
-    return _normalised_by_formula(x, mean, var, weight, bias, eps)
+    return _normalised_by_formula(eps, x, *terms)
 
 
 class _Normalised(torch.autograd.Function):
     """:func:`_normalised_by_formula` by torch's kernels, which take statistics for constants."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        mean: torch.Tensor,
-        var: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, mean, var, weight, bias)
+    def forward(ctx: Any, eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, *terms)
         ctx.eps = eps
+        mean, var, weight, bias = terms
         return nn.functional.batch_norm(x, mean, var, weight, bias, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, mean, var, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # a derivative of the derivative will be asked for
             # Of views, since the statistics depend on x themselves: what comes by them comes by their own gradients.
             given: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
-            x, mean, var, weight, bias = given
             inputs = [t for t in given if t is not None and t.requires_grad]
-            y = _normalised_by_formula(x, mean, var, weight, bias, ctx.eps)
+            y = _normalised_by_formula(ctx.eps, *given)
             grads = iter(torch.autograd.grad(y, inputs, dy, create_graph=True, allow_unused=True))
-            return (*(next(grads) if t is not None and t.requires_grad else None for t in given), None)
+            return (None, *(next(grads) if t is not None and t.requires_grad else None for t in given))
         # With xh = (x - M) / sqrt(V + eps): sums over all but the channels of dy xh, and of dy.
+        x, mean, var, weight, bias = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight
         dx, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             dy.contiguous() if dy.stride() != x.stride() else dy,
@@ -171,22 +152,17 @@ class _Normalised(torch.autograd.Function):
         inverse = (var + ctx.eps).rsqrt()
         slope = scale * inverse
         of_mean, of_var = -slope * of_bias, -slope * inverse * of_weight / 2
-        return dx, of_mean, of_var, None if weight is None else of_weight, None if bias is None else of_bias, None
+        return None, dx, of_mean, of_var, None if weight is None else of_weight, None if bias is None else of_bias
 
 
-def _normalised_by_formula(
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
-    channels = (1, -1, *[1] * (x.ndim - 2))
-    dtype = wide(x.dtype)
+def _normalised_by_formula(eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
+    dtype, (mean, var, weight, bias) = wide(x.dtype), terms
+    assert mean is not None
+    assert var is not None
     scale = (var.to(dtype) + eps).rsqrt()
     if weight is not None:
         scale = scale * weight
+    channels = (1, -1, *[1] * (x.ndim - 2))
     y = (x.to(dtype) - mean.to(dtype).reshape(channels)) * scale.reshape(channels)
     if bias is not None:
         y = y + bias.reshape(channels)
@@ -291,6 +267,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     axis: Any = None
 
+    @arguments.checked("momentum", "affine", "track_running_stats", "bias")
     def __init__(
         self,
         num_features: int,
@@ -303,17 +280,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        if not arguments.is_whole(num_features) or not 0 < num_features < 2**48:
-            raise InputError(
-                f"SyncBatchNorm: num_features must be a number of channels, got {arguments.shown(num_features)}."
-            )
-        if not arguments.is_number(eps) or eps <= 0:
-            raise InputError(f"SyncBatchNorm: eps must be a number above 0, got {arguments.shown(eps)}.")
-        if momentum is not None and not arguments.is_number(momentum):
-            raise InputError(f"SyncBatchNorm: momentum must be a number or None, got {arguments.shown(momentum)}.")
-        for name, flag in (("affine", affine), ("track_running_stats", track_running_stats), ("bias", bias)):
-            if not isinstance(flag, bool):
-                raise InputError(f"SyncBatchNorm: {name} must be a bool, got {arguments.shown(flag)}.")
+        arguments.whole("SyncBatchNorm: num_features", num_features, 1, most=2**48 - 1)
+        arguments.number("SyncBatchNorm: eps", eps, 0, more=True)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # torch's classes take this from 2.12 on
             self.register_parameter("bias", None)

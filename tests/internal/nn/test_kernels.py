@@ -19,7 +19,7 @@ def test_second_derivatives_by_kernels_of_statistics_that_depend_on_x(affine: bo
     def second(normalised: Any) -> list[torch.Tensor]:
         given = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
         var, mean = torch.var_mean(given[0], [0, 2], correction=0)
-        y = normalised(given[0], mean, var, *(given[1:] if affine else (None, None)), 1e-5)
+        y = normalised(1e-5, given[0], mean, var, *(given[1:] if affine else (None, None)))
         first = torch.autograd.grad(y, given, dy, create_graph=True)
         return list(torch.autograd.grad((first[0] * tangent).sum(), given[: 1 + affine]))
 
