@@ -43,7 +43,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Hear SIGINT, and let processes that tests start hear it: a shell's background jobs, such as this, ignore it."""
+    """However pytest was started, this process and those that tests start round alike, and hear SIGINT."""
+    if "OMP_NUM_THREADS" not in os.environ:  # sums on several threads are other sums, and ranks get fewer than this
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+    # A shell's background jobs, such as this may be, ignore it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
