@@ -126,6 +126,9 @@ class Operation:
         Nothing compares or counts these collectives, because Python doesn't run in a compiled step. The ranks compared
         them when the step was traced.
         """
+        if buffer.dtype is torch.int16:  # which neither gloo nor NCCL knows
+            wait = self.begin_in_graph(buffer.int(), n, group_name, arguments)
+            return lambda: wait().short()
         if self.result_shape is None:
             started = self.start_in_graph(buffer.contiguous(), n, group_name, arguments)
             return partial(_wait, started)

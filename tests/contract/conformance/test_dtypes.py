@@ -179,3 +179,17 @@ def test_pools_carry_every_dtype(dtype: torch.dtype, ranks: Callable[[int], Any]
         assert y.dtype == dtype
         assert torch.equal(moved, bytes_of(x))
         assert torch.equal(bytes_of(y), bytes_of(x))
+
+
+def test_int16_in_a_compiled_graph(ranks: Callable[[int], Any]) -> None:
+    """Neither gloo nor NCCL knows it."""
+    names, xs = ("psum", "all_gather"), given(torch.int16)
+
+    def run(xs: Tensor) -> list[Tensor]:
+        compiled = torch.compile(lambda x: [OPS[name][0](x) for name in names], fullgraph=True, backend="aot_eager")
+        results: list[Tensor] = compiled(xs[int(ltx.axis_index())])
+        return results
+
+    for rank, found in enumerate(ranks(2).run(run, xs)):
+        for name, got in zip(names, found, strict=True):
+            torch.testing.assert_close(got, OPS[name][1](xs, rank), rtol=0, atol=0)
