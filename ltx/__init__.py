@@ -4,8 +4,13 @@ A step is a pure function. Distribution is a transformation of it. A strategy is
 """
 
 import gc
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch works without it, and warns all the same
+    import torch as _torch  # noqa: F401
 
 # Imports make many objects and no garbage; to look through torch's for some in the middle takes as long as the rest.
 _collects = gc.isenabled()

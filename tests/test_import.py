@@ -33,6 +33,9 @@ def test_without_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr
+    alone = "import sys\nsys.modules['numpy'] = None\nimport ltx.cli"
+    done = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True)
+    assert done.stderr == ""
 
 
 def test_with_the_oldest_torch() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import run as torchrun
@@ -69,6 +73,68 @@ def register(tells: bool) -> None:
     rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, create)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"ltx run: error: {message} (see ltx run --help)\n")
+
+
+#: Those of torchrun's options that the help has.
+_HELP = {
+    "module": "it is a module, as of python -m",
+    "max_restarts": "start all ranks again so many times after a failure (default: 0)",
+    "log_dir": "keep the ranks' output there: with -r 3 in place of showing it, with -t 3 besides",
+    "nnodes": "machines, of which each runs this, with --node-rank, --master-addr and --master-port",
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    ranks, all_others = argparse.ArgumentParser(add_help=False), torchrun.get_args_parser()
+    ranks.add_argument(
+        "-n",
+        dest="nproc_per_node",
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="ranks on this machine: a number, or auto, cpu, gpu (default: 1)",
+    )
+    for action in all_others._actions:
+        action.help = _HELP.get(action.dest, argparse.SUPPRESS)
+    parser = _Parser(
+        prog="ltx run",
+        usage="ltx run [-n N] [options] script.py [arguments of the script]",
+        description="Start a script on several ranks of this machine, or of several.",
+        epilog="All other options of torchrun, which this is built on, work too: torchrun --help",
+        parents=[ranks, all_others],
+        conflict_handler="resolve",
+    )
+    if "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=None)  # a number before torch 2.12
+    return parser
+
+
+def _problem(parsed: argparse.Namespace) -> str:
+    """What would fail on every rank, before one starts; "" if there is nothing."""
+    try:
+        ranks = torchrun.determine_local_world_size(parsed.nproc_per_node)
+    except ValueError:
+        ranks = 0
+    if ranks < 1:
+        return f"-n: expected a number of ranks of at least 1, or auto, cpu or gpu, got {parsed.nproc_per_node!r}"
+    script = parsed.training_script
+    if parsed.module:
+        name = script.partition(".")[0]  # what else it is in would be imported
+        return "" if PathFinder.find_spec(name, [""]) or find_spec(name) else f"there is no module {script!r} here"
+    if parsed.no_python:
+        return "" if shutil.which(script) else f"there is no program {script!r}"
+    if not os.path.exists(script):
+        return f"there is no file {script!r} in {os.getcwd()}"
+    try:
+        if script.endswith(".py"):
+            compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        return f"{script} isn't Python: {error}"
+    return ""
+
+
 #: What --nnodes says of one machine.
 _ONE = ("1", "1:1")
 
@@ -86,13 +152,10 @@ def launch(arguments: Sequence[str]) -> int:
     Returns:
         The exit status: 0, or 1 if a rank failed.
     """
-    parser = torchrun.get_args_parser()
-    parser.prog = "ltx run"
-    parser.description = "Start a script on several ranks. Takes all options of torchrun, which it is built on."
-    parser.add_argument("-n", dest="nproc_per_node", metavar="N", help="ranks on this machine: --nproc-per-node")
-    if "PET_MASTER_PORT" not in os.environ:
-        parser.set_defaults(master_port=None)  # a number before torch 2.12
+    parser = _parser()
     parsed = parser.parse_args(list(arguments))
+    if problem := _problem(parsed):
+        parser.error(problem)
     if parsed.standalone and parsed.nnodes not in _ONE:
         parser.error(f"--standalone is of one machine, and --nnodes={parsed.nnodes} of several: leave one of them out")
     elsewhere = parsed.rdzv_backend != "static" or parsed.rdzv_endpoint or parsed.master_addr != "127.0.0.1"
@@ -105,6 +168,9 @@ def launch(arguments: Sequence[str]) -> int:
     elif parsed.master_port is None:
         parsed.master_port = DEFAULT_PORT  # of several machines, which have to know it
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun does too, with a warning
+    # torch works without NumPy, and would warn on every rank.
+    calm = ["ignore:Failed to initialize NumPy:UserWarning", *filter(None, [os.environ.get("PYTHONWARNINGS")])]
+    os.environ["PYTHONWARNINGS"] = ",".join(calm)
     if parsed.nnodes in _ONE:
         os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # of this job alone, for what its ranks unpickle
     logs = None

@@ -32,13 +32,23 @@ def run_ltx(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+def launched(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     """What the elastic launcher would have been started with."""
     calls: list[argparse.Namespace] = []
     monkeypatch.setattr(torchrun, "run", calls.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("LTX_KEY", "the test's own")  # or the command's would stay behind
     return calls
+
+
+@pytest.fixture
+def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a script and a package."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "script.py").touch()
+    (folder / "package").mkdir()
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"], ["run", "--help"]])
@@ -62,6 +72,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "the following arguments are required: COMMAND"),
         (["dance"], "invalid choice: 'dance'"),
         (["run"], "the following arguments are required: training_script"),
+        (["run", "-n", "0", __file__], "-n: expected a number of ranks of at least 1, or auto, cpu or gpu, got '0'"),
+        (["run", "--nproc-per-node=two", __file__], "-n: expected a number of ranks of at least 1, or auto, cpu or"),
+        (["run", "nowhere.py"], "there is no file 'nowhere.py' in "),
+        (["run", "-m", "nowhere.at_all"], "there is no module 'nowhere.at_all' here"),
+        (["run", "--no-python", "nowhere"], "there is no program 'nowhere'"),
+        (["run", "bad.py"], "bad.py isn't Python: invalid syntax (bad.py, line 2)"),
         (["run", "--standalone", "--nnodes", "2", "script.py"], "--standalone is of one machine, and --nnodes=2 of"),
         (["demo", "--ranks", "0"], "argument --ranks: expected an integer of at least 1, got 0"),
         (["doctor", "--timeout", "0"], "argument --timeout: expected an integer of at least 1, got 0"),
@@ -69,11 +85,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--strategy", "int4"], "argument --strategy: invalid choice: 'int4'"),
     ],
 )
-def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "bad.py").write_text("import sys\ndef f(:\n")
     with pytest.raises(SystemExit) as stopped:
         ltx.cli.main(arguments)
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert arguments[:1] != ["run"] or said.count("\n") == 1
+
+
+def test_the_help_of_run_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ltx.cli.main(["run", "--help"])
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) < 25, "torchrun's 31 options fill two screens"
+    assert re.search(r"options:\n +-n N .*\n( .*\n)* +-m", said)
+    assert "All other options of torchrun" in said
 
 
 def test_run_hands_the_rest_to_the_script(launched: list[argparse.Namespace]) -> None:
@@ -155,6 +183,7 @@ def test_output_that_goes_to_files_is_kept(
     assert capsys.readouterr().err == (said if kept else "")
 
 
+@pytest.mark.usefixtures("here")
 def test_machines_that_are_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def lose(_: argparse.Namespace) -> None:
         raise RendezvousConnectionError("the store is gone")
