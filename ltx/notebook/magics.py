@@ -15,11 +15,11 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ltx.core.world.world import cores
 from ltx.errors import CallFailedError, LtxError
-from ltx.notebook.cells import run_cell
 from ltx.runtime.messages import pack
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.pool import Pool
-from ltx.runtime.show import Shown
+from ltx.runtime.shell import run_cell
+from ltx.runtime.show import Display
 
 
 def load_ipython_extension(ipython: Any) -> None:
@@ -180,11 +180,10 @@ def _check(source: str, name: str) -> None:
         raise CellSyntaxError("".join(traceback.format_exception_only(error)).rstrip()) from None
 
 
-def _show(values: dict[int, dict[str, Any] | None], size: int) -> None:
+def _show(values: dict[int, Display | None], size: int) -> None:
     """Show what each rank's value looks like; once, if it's the same on all."""
-    shown = {rank: value for rank, value in values.items() if value is not None}
+    shown: dict[int | None, Display] = {rank: value for rank, value in values.items() if value is not None}
     if len(shown) == size and len({str(value) for value in shown.values()}) == 1:
-        Shown(next(iter(shown.values()))).shown(None, 1, {})
-        return
+        shown = {None: next(iter(shown.values()))}
     for rank, value in shown.items():
-        Shown(value).shown(rank, size, {})
+        value.shown(rank, size, {})

@@ -255,7 +255,7 @@ class Modules:
         except ImportError:
             importlib.reload(module)  # `from module import f` elsewhere still has the old f
         else:
-            superreload(module, importlib.reload, self._old)  # type: ignore[no-untyped-call]
+            superreload(module, importlib.reload, self._old)
 
 
 def _stamp(file: str) -> tuple[int, int] | None:

@@ -38,6 +38,7 @@ class Setup:
     search_path: list[str]
     threads: int
     shows_output: bool
+    in_notebook: bool
 
 
 @dataclass(frozen=True)

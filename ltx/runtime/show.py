@@ -5,7 +5,6 @@ On a worker of a pool both send what is to be seen to the driver; anywhere else 
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import io
 import os
@@ -14,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, TextIO, TypeVar
+from typing import Any, Generic, TextIO, TypeVar
 
 from ltx.core.base.arguments import checked
 from ltx.core.world.world import world
@@ -26,34 +25,110 @@ T = TypeVar("T")
 #: On a worker: takes a message to the driver.
 outbox: Callable[[Any], None] | None = None
 
-_KINDS = {
-    "_repr_html_": "text/html",
-    "_repr_markdown_": "text/markdown",
-    "_repr_svg_": "image/svg+xml",
-    "_repr_png_": "image/png",
-    "_repr_jpeg_": "image/jpeg",
-    "_repr_latex_": "text/latex",
-    "_repr_json_": "application/json",
-}
+
+def deliver(seen: Any) -> None:
+    """Have `seen` shown: by the driver, or here."""
+    if outbox is None:
+        seen.shown(None, 1, {})
+    else:
+        print(end="", flush=True)  # what was printed before is shown before; there may be no stdout
+        outbox(seen)
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A value to be seen: what it looks like, by MIME type."""
+class Display:
+    """What IPython's display publisher is given: what a value looks like, by MIME type.
+
+    `name` is the display's, if it has one; with `update` it is there already.
+    """
 
     bundle: dict[str, Any]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    name: str | None = None
+    update: bool = False
 
-    def shown(self, rank: int | None, size: int, bars: dict[str, Bar]) -> None:
+    def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
         """Show it, on the driver as that of `rank`, or where it was made."""
-        label = "" if rank is None else f"[rank {rank}] "
-        labelled = {**self.bundle, "text/plain": label + self.bundle["text/plain"]}
-        if not in_notebook():
-            write("stdout", labelled["text/plain"] + "\n")
+        if in_notebook():
+            _area(rank, drawn).put(self)
+        elif self.bundle.get("text/plain"):
+            label = "" if rank is None else f"[rank {rank}] "
+            write("stdout", f"{label}{self.bundle['text/plain']}\n")
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """``clear_output``: what a rank has shown goes, or with `wait` is replaced by what it shows next."""
+
+    wait: bool
+
+    def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
+        if in_notebook():
+            _area(rank, drawn).clear(self.wait)
+
+
+class Area:
+    """What one rank has shown in the cell that runs: displays of its own, so that it clears no other's.
+
+    What it shows after it has cleared takes the places of what it has cleared.
+    """
+
+    def __init__(self, rank: int | None):
+        self._label = "" if rank is None else f"[rank {rank}] "
+        self._places: list[Any] = []  # handles of displays
+        self._at = 0  # the place of what comes next
+        self._named: dict[str, Any] = {}
+        self._printed = ""  # what the last place has, if it is printed text
+        self.prints = False  # whether printed text is in places too: it is cleared with the rest
+
+    def put(self, seen: Display) -> None:
+        """Show it in its place: that of its name, or the next one."""
+        self._printed = ""
+        bundle, text = seen.bundle, seen.bundle.get("text/plain", "")
+        if set(bundle) <= {"text/plain"}:
+            bundle = {"text/plain": self._label + text if text else ""}
+        elif self._label and not seen.update:  # the text isn't what is seen
+            self._next({"text/plain": self._label.strip()}, {})
+        if seen.update:
+            if seen.name in self._named:
+                self._named[seen.name].update(bundle, raw=True, metadata=seen.metadata)
             return
-        display = _ipython_display()
-        if label and len(labelled) > 1:  # then the text isn't what is seen
-            display({"text/plain": label.strip()}, raw=True)
-        display(labelled, raw=True)
+        place = self._next(bundle, seen.metadata)
+        if seen.name is not None:
+            self._named[seen.name] = place
+
+    def print(self, text: str) -> None:
+        """Show printed text below what was printed just before."""
+        self._at -= bool(self._printed)
+        printed = self._printed + text
+        self._next({"text/plain": printed.rstrip("\n")}, {})
+        self._printed = printed
+
+    def clear(self, wait: bool) -> None:
+        self._blank(0 if not wait else self._at)  # behind it is what was cleared before
+        self._at, self._printed, self.prints = 0, "", True
+
+    def finish(self) -> None:
+        """The call is over: what comes next has new places. Names stay."""
+        self._blank(self._at or len(self._places))
+        self._places, self._at, self._printed, self.prints = [], 0, "", False
+
+    def _next(self, bundle: dict[str, Any], metadata: dict[str, Any]) -> Any:
+        if self._at == len(self._places):
+            self._places.append(_ipython_display()(bundle, raw=True, metadata=metadata, display_id=True))
+        else:
+            self._places[self._at].update(bundle, raw=True, metadata=metadata)
+        self._at += 1
+        return self._places[self._at - 1]
+
+    def _blank(self, start: int) -> None:
+        for place in self._places[start:]:
+            place.update({"text/plain": ""}, raw=True)
+
+
+def _area(rank: int | None, drawn: dict[Any, Any]) -> Area:
+    area: Area = drawn.setdefault(rank, Area(rank))
+    return area
 
 
 @checked("rank")
@@ -75,40 +150,22 @@ def show(*values: Any, rank: int | None = None) -> None:
     if rank is not None and world().rank != rank:
         return
     for value in values:
-        seen = Shown(looks(value))
-        if outbox is None:
-            seen.shown(None, 1, {})
-        else:
-            print(end="", flush=True)  # what was printed before is shown before; there may be no stdout
-            outbox(seen)
+        bundle, metadata = {"text/plain": value if isinstance(value, str) else repr(value)}, {}
+        if (shell := _shell()) is not None and not isinstance(value, str):
+            bundle, metadata = shell.display_formatter.format(value)
+        if bundle:  # else it has displayed itself
+            deliver(Display(bundle, metadata))
 
 
-def looks(value: Any) -> dict[str, Any]:
-    """What `value` looks like, by MIME type, "text/plain" always among them."""
-    bundle: dict[str, Any] = {"text/plain": value if isinstance(value, str) else repr(value)}
-    if isinstance(value, type):
-        return bundle
-    several = getattr(value, "_repr_mimebundle_", None)
-    if callable(several):
-        found = several()
-        bundle.update(found[0] if isinstance(found, tuple) else found or {})
-    for method, kind in _KINDS.items():
-        made = getattr(value, method, None)
-        if callable(made) and (look := made()) is not None:
-            look = look[0] if isinstance(look, tuple) else look
-            bundle[kind] = base64.b64encode(look).decode() if isinstance(look, bytes) else look
-    if type(value).__module__.startswith("matplotlib.") and callable(getattr(value, "savefig", None)):
-        stream = io.BytesIO()
-        value.savefig(stream, format="png", bbox_inches="tight")
-        bundle["image/png"] = base64.b64encode(stream.getvalue()).decode()
-    return bundle
+def _shell() -> Any:
+    """IPython's shell in this process, if there is one."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
 
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and getattr(shell, "kernel", None) is not None
+    return getattr(_shell(), "kernel", None) is not None
 
 
 def _ipython_display() -> Callable[..., Any]:
@@ -119,50 +176,97 @@ def _ipython_display() -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a rank is with something."""
+class Reached:
+    """How far a rank is with something, `depth` bars inside others; `besides` is what stands beside the bar."""
 
     label: str
     done: int
     total: int | None
     finished: bool
+    depth: int = 0
+    besides: str = ""
 
-    def shown(self, rank: int | None, size: int, bars: dict[str, Bar]) -> None:
-        """Draw its bar among `bars`: as far as the slowest of `size` ranks is."""
-        bar = bars.setdefault(self.label, Bar(self.label))
+    def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
+        """Draw its bar among those `drawn`: as far as the slowest of `size` ranks is."""
+        bar = drawn.setdefault((self.label, self.depth), Bar(self.label, self.depth))
         bar.at(rank or 0, size, self)
-        if bar.finished(size):
-            del bars[self.label]
+        if bar.finished(size) and not self.depth:  # the next inner one is drawn in the place of this one
+            del drawn[self.label, self.depth]
+
+
+class Progress(Generic[T]):
+    """What :func:`progress` returns: goes through `iterable`, and has a bar drawn."""
+
+    _local = threading.local()
+
+    def __init__(self, iterable: Iterable[T], total: int | None, label: str):
+        self._iterable, self._total, self._label = iterable, total, label
+        self._besides: dict[str, Any] = {}
+
+    def set_postfix(self, **values: Any) -> None:
+        """Have `values` stand beside the bar, as tqdm does. A tensor is read when the bar is drawn."""
+        self._besides = values
+
+    def __iter__(self) -> Iterator[T]:
+        around: dict[Any, Any] = getattr(self._local, "bars", {})
+        depth, told_s, done = len(around.setdefault("under way", [])), 0.0, 0
+        self._local.bars = around
+        around["under way"].append(self)
+
+        def tell(finished: bool) -> None:
+            besides = ", ".join(f"{name}={_brief(value)}" for name, value in self._besides.items())
+            reached = Reached(self._label, done, self._total, finished, depth, besides)
+            if outbox is None:
+                reached.shown(None, 1, around)
+            else:
+                outbox(reached)
+
+        try:
+            tell(False)  # above what is inside
+            for item in self._iterable:
+                yield item
+                done += 1
+                if time.monotonic() - told_s > 2 * _PAUSE_S:
+                    tell(False)
+                    told_s = time.monotonic()
+        finally:
+            tell(True)
+            around["under way"].remove(self)
+            if not around["under way"]:
+                around.clear()
+
+
+def _brief(value: Any) -> str:
+    try:
+        return f"{float(value):.4g}"
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
 
 
 @checked("iterable", "total", "label")
-def progress(iterable: Iterable[T], *, total: int | None = None, label: str = "") -> Iterator[T]:
+def progress(iterable: Iterable[T], *, total: int | None = None, label: str = "") -> Progress[T]:
     """Iterate, and have a bar of progress drawn: one for all ranks, by the driver, as far as the slowest rank is.
+
+    A bar inside another one goes when it is done, as tqdm's do.
 
     Args:
         iterable: what to go through.
         total: how many there are; None takes ``len(iterable)`` where there is one.
         label: what is written before the bar. Ranks that go through the same thing use the same label.
 
+    Returns:
+        What to iterate over; its ``set_postfix(loss=...)`` puts the slowest rank's values beside the bar.
+
     Example:
         >>> import ltx
-        >>> [x for x in ltx.progress([1, 2], label="steps")]  # doctest: +SKIP
-        [1, 2]
+        >>> bar = ltx.progress([1, 2], label="steps")
+        >>> for x in bar:  # doctest: +SKIP
+        ...     bar.set_postfix(loss=1 / x)
+        steps |##############################| 2/2 9.9/s, loss=0.5
     """
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)
-    bars: dict[str, Bar] = {}
-    deliver = outbox or (lambda seen: seen.shown(None, 1, bars))
-    told_s, done = 0.0, 0
-    try:
-        for item in iterable:
-            yield item
-            done += 1
-            if time.monotonic() - told_s > 2 * _PAUSE_S:
-                deliver(Progress(label, done, total, False))
-                told_s = time.monotonic()
-    finally:
-        deliver(Progress(label, done, total, True))
+    return Progress(iterable, total, label)
 
 
 def write(stream: str, text: str) -> None:
@@ -182,8 +286,8 @@ class LiveLine:
         self._stream = stream
         self._handle: Any = None
 
-    def draw(self, line: str, finished: bool) -> None:
-        """Put `line` in place of what it was; nothing comes after `finished`."""
+    def draw(self, line: str, finished: bool, depth: int = 0) -> None:
+        """Put `line` in place of what it was, `depth` lines below the cursor's; nothing comes after `finished`."""
         target = getattr(sys, self._stream)
         if in_notebook():
             display, bundle = _ipython_display(), {"text/plain": line}
@@ -192,8 +296,9 @@ class LiveLine:
             else:
                 self._handle.update(bundle, raw=True)
         elif target is not None and target.isatty():
-            write(self._stream, f"\r\x1b[K{line}" + "\n" * finished)
-        elif finished:  # a log: once
+            below, back = "\n" * depth, "\x1b[A" * depth if depth else "\n" * finished
+            write(self._stream, f"{below}\r\x1b[K{line}{back}")
+        elif finished and not depth:  # a log: once
             write(self._stream, f"{line}\n")
 
 
@@ -202,18 +307,21 @@ class Bar:
 
     _WIDTH = 30
 
-    def __init__(self, label: str):
-        self._label = label
+    def __init__(self, label: str, depth: int = 0):
+        self._label, self._depth = label, depth
         self._began_s = time.monotonic()
-        self._ranks: dict[int, Progress] = {}
+        self._ranks: dict[int, Reached] = {}
         self._line = LiveLine()
 
-    def at(self, rank: int, size: int, progress: Progress) -> None:
-        self._ranks[rank] = progress
-        self._line.draw(self.line(size), self.finished(size))
+    def at(self, rank: int, size: int, reached: Reached) -> None:
+        if not reached.done:
+            self._began_s = time.monotonic()
+        self._ranks[rank] = reached
+        gone = self._depth > 0 and self.finished(size)
+        self._line.draw("" if gone else self.line(size), self.finished(size), self._depth)
 
     def finished(self, size: int) -> bool:
-        return len(self._ranks) == size and all(progress.finished for progress in self._ranks.values())
+        return len(self._ranks) == size and all(reached.finished for reached in self._ranks.values())
 
     def line(self, size: int) -> str:
         """What is drawn; a rank that hasn't begun is at 0."""
@@ -223,8 +331,10 @@ class Bar:
         seconds = time.monotonic() - self._began_s
         filled = self._WIDTH * min(done, total) // total if total else 0
         bar = f" |{'#' * filled}{'.' * (self._WIDTH - filled)}| {done}/{total}" if total else f" {done}"
-        behind = f", rank {by_rank.index(done)} last" if max(by_rank) > done else ""
-        return f"{self._label}{bar} {done / seconds if seconds else 0.0:.1f}/s{behind}".strip()
+        last = by_rank.index(done)
+        behind = f", rank {last} last" if max(by_rank) > done else ""
+        besides = f", {self._ranks[last].besides}" if last in self._ranks and self._ranks[last].besides else ""
+        return f"{self._label}{bar} {done / seconds if seconds else 0.0:.1f}/s{behind}{besides}".strip()
 
 
 # As much as the system lends: a worker that writes between calls, when nobody reads, mustn't wait.
@@ -267,7 +377,8 @@ class Output:
                 lines, rest = [*lines, rest], b""
             if rest:
                 self._begun[fd] = rest.rpartition(b"\r")[2]  # what a carriage return has overwritten is gone
-            _print([line.decode(errors="replace") for line in lines], rank, stream)
+            if lines:
+                write(stream, labelled([line.decode(errors="replace") for line in lines], rank))
 
     def _read(self, fd: int) -> bytes:
         chunks = []
@@ -302,8 +413,12 @@ class Printed:
     stream: str
     text: str
 
-    def shown(self, rank: int, size: int, bars: dict[str, Any]) -> None:
-        _print(self.text.removesuffix("\n").split("\n"), rank, self.stream)
+    def shown(self, rank: int, size: int, drawn: dict[Any, Any]) -> None:
+        lines = labelled(self.text.removesuffix("\n").split("\n"), rank)
+        if rank in drawn and drawn[rank].prints:
+            drawn[rank].print(lines)
+        else:
+            write(self.stream, lines)
 
 
 @dataclass(frozen=True)
@@ -314,12 +429,12 @@ class Line:
     text: str
     ended: bool
 
-    def shown(self, rank: int, size: int, bars: dict[str, Any]) -> None:
+    def shown(self, rank: int, size: int, drawn: dict[Any, Any]) -> None:
         """Write it over what it was; in a log, once it has ended."""
         key = f"{self.stream} of rank {rank}"
-        bars.setdefault(key, LiveLine(self.stream)).draw(f"[rank {rank}] {self.text}", self.ended)
+        drawn.setdefault(key, LiveLine(self.stream)).draw(f"[rank {rank}] {self.text}", self.ended)
         if self.ended:
-            del bars[key]
+            del drawn[key]
 
 
 def together(messages: Iterable[Printed]) -> Iterator[Printed]:
@@ -394,9 +509,8 @@ class Writer(io.TextIOBase):
                 self._deliver(Printed(self._stream, begun))
 
 
-def _print(lines: list[str], rank: int, stream: str) -> None:
-    if lines:
-        write(stream, "".join(f"[rank {rank}] {_last(line)}\n" for line in lines))
+def labelled(lines: list[str], rank: int) -> str:
+    return "".join(f"[rank {rank}] {_last(line)}\n" for line in lines)
 
 
 def _last(line: str) -> str:

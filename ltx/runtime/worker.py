@@ -6,6 +6,7 @@ driver is gone, and ends the worker at once, whatever it is doing.
 
 from __future__ import annotations
 
+import builtins
 import gc
 import linecache
 import multiprocessing
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
@@ -34,7 +36,7 @@ from ltx.core.world.init import init, renew
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.placement import LOOPBACK
 from ltx.core.world.world import abandon, accelerators, forget
-from ltx.errors import WorkerError
+from ltx.errors import UnsupportedError, WorkerError
 from ltx.runtime import messages, show
 from ltx.runtime.calls import Modules
 from ltx.runtime.failures import failure_of, places_of
@@ -68,9 +70,12 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
         sys.stdout, sys.stderr = (Writer(name, fd, loop.send) for fd, name in ((1, "stdout"), (2, "stderr")))
         for writer in (sys.stdout, sys.stderr):
             os.register_at_fork(after_in_child=writer.in_fork)
+    builtins.input = _no_input
     loop.send(messages.Ready())
     # A thread of its own reads, so that the end of the driver is seen while a call runs or hangs in a collective.
     threading.Thread(target=loop.read, name="ltx-worker-reader", daemon=True).start()
+    if setup.in_notebook:
+        import_module("ltx.runtime.shell").started()
     while True:
         message, load = loop.inbox.get()
         if isinstance(message, messages.Stop):
@@ -83,6 +88,13 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
                 loop.send(failure_of(error))
         elif isinstance(message, Call):
             loop.answer(message, load)
+
+
+def _no_input(prompt: object = "", /) -> str:
+    raise UnsupportedError(
+        f"input({str(prompt)!r}): a worker has no keyboard, nor has a debugger on it. Ask where the workers are driven "
+        "from, and send the answer along as an argument, or with `%%ltx --in`."
+    )
 
 
 # A call in which KeyboardInterrupt was raised so long ago, and which goes on, has caught it.
@@ -175,7 +187,11 @@ class _WorkerLoop:
                 raise KeyboardInterrupt
             fn, args, kwargs = self._asked(call, load)
             doing = ""
-            value = fn(*args, **kwargs)
+            try:
+                value = fn(*args, **kwargs)
+            finally:
+                if (shell := sys.modules.get("ltx.runtime.shell")) is not None:
+                    shell.finish()
             self._modules.note()
             doing = f"pickling the result, which is of type {type(value).__name__}: "
             reply = pack(messages.Result(value))

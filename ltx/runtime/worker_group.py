@@ -23,7 +23,7 @@ from ltx.runtime import messages
 from ltx.runtime.calls import search_path
 from ltx.runtime.failures import exit_text, failure_of, told_where
 from ltx.runtime.messages import Failure, Message, Result, pack, receive
-from ltx.runtime.show import Bar, Output, Printed, open_pipe, together
+from ltx.runtime.show import Area, Output, Printed, in_notebook, open_pipe, together
 from ltx.runtime.worker import Process, Starter
 
 #: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.
@@ -51,7 +51,7 @@ class WorkerGroup:
         self.size = size
         self.failed = False  # whether the last call failed on some ranks, so that their world has to be replaced
         self._worlds = 1
-        self._bars: dict[str, Bar] = {}
+        self._drawn: dict[Any, Any] = {}  # what is on the screen and changes: bars, lines, areas of ranks
         self._stopped_since: dict[int, float] = {}
         self._start_timeout_s = start_timeout_s
         self._processes: list[Process] = []
@@ -115,7 +115,10 @@ class WorkerGroup:
     def finish_output(self) -> None:
         """A call is over: show what is left of its output."""
         self._output.show(finish=True)
-        self._bars.clear()
+        areas = {key: drawn for key, drawn in self._drawn.items() if isinstance(drawn, Area)}
+        for area in areas.values():
+            area.finish()
+        self._drawn = areas
 
     def renew(self) -> None:
         """A new world for all workers, which keep what else they have. Raises WorkerError if not all managed to."""
@@ -167,7 +170,7 @@ class WorkerGroup:
             finally:
                 for writing in streams:
                     os.close(writing)
-        self.send(rank, pack(messages.Setup(search_path(), threads, shows_output)))
+        self.send(rank, pack(messages.Setup(search_path(), threads, shows_output, in_notebook())))
 
     def _take(self, rank: int, answers: dict[int, Any]) -> None:
         """Read what has come of `rank`: show it, or put it among `answers`. Many printed lines are shown together."""
@@ -179,9 +182,9 @@ class WorkerGroup:
             message = self._read(rank) if time.monotonic() < end and self._connections[rank].poll() else None
         self._output.show()  # what was printed before it
         for lines in together(printed):
-            lines.shown(rank, self.size, self._bars)
+            lines.shown(rank, self.size, self._drawn)
         if hasattr(message, "shown"):
-            message.shown(rank, self.size, self._bars)
+            message.shown(rank, self.size, self._drawn)
         elif message is not None:
             answers[rank] = message
 

@@ -24,6 +24,7 @@ class Kernel:
 
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self.screen: dict[str, str] = {}  # what displays of the last cell show in the end, by id
         self._manager, self._client = jupyter_client.manager.start_new_kernel(
             kernel_name="python3", env=os.environ | {"PYTHONPATH": path}
         )
@@ -31,6 +32,7 @@ class Kernel:
     def run(self, cell: str, interrupt_at: str = "") -> list[tuple[str, str]]:
         """Execute `cell`; interrupt it once its output contains `interrupt_at`."""
         asked = self._client.execute(cell)
+        self.screen.clear()
         shown: list[tuple[str, str]] = []
         deadline = time.monotonic() + LIMIT_S
         while True:
@@ -44,6 +46,8 @@ class Kernel:
             if kind == "status" and content["execution_state"] == "idle":
                 return _joined(shown)
             shown.extend(_seen(kind, content))
+            if "display_id" in (transient := content.get("transient", {})):
+                self.screen[transient["display_id"]] = shown[-1][1]
             if interrupt_at and any(interrupt_at in text for _, text in shown):
                 interrupt_at = ""
                 self.interrupted_s = time.monotonic()
@@ -132,7 +136,7 @@ def test_show_and_progress(kernel: Kernel) -> None:
     assert mine == ["[rank 1] before", "[rank 1] {'at': 1}", "[rank 1] after"]
     shown = kernel.run(
         "%%ltx\nimport matplotlib\nmatplotlib.use('agg')\nimport matplotlib.pyplot as plt\n"
-        "figure = plt.figure()\nltx.show(figure, rank=0)"
+        "figure, _ = plt.subplots()\nltx.show(figure, rank=0)"
     )
     assert [kind for kind, _ in shown if kind != "stderr"] == ["display", "image"]
     shown = kernel.run("%%ltx\nfor _ in ltx.progress(range(3), label='steps'):\n    ltx.barrier()")
@@ -243,15 +247,68 @@ def test_what_ipython_knows(kernel: Kernel) -> None:
         ("display", "[rank 0] ['two', 'three']"),
     ]
     [(_, text)] = kernel.run("%%ltx --rank 0\n%time timed = 3\ntimed and None")
-    assert re.fullmatch(r"\[rank 0\] CPU time [-\d.e]+ s, wall time [-\d.e]+ s\n", text)
+    assert re.fullmatch(r"\[rank 0\] CPU times: .+\n\[rank 0\] Wall time: .+\n", text)
     [(_, text)] = kernel.run("%%ltx --rank 0\n%pip list")
-    assert "%pip works in the notebook's own cells, not on workers" in text
+    assert "%pip and its like would install on every rank at once" in text
     assert kernel.run("%%ltx --rank 1\ndisplay({'at': rank})") == [("display", "[rank 1] {'at': 1}")]
-    shown = kernel.run(
-        "%%ltx --rank 1\nimport matplotlib.pyplot as plt\nplt.switch_backend('module://ltx.notebook.figures')\n"
-        "plt.plot([1, 2])\nplt.show()"
+    assert kernel.run("%%ltx\nrank;") == []
+
+
+def pictures(shown: list[tuple[str, str]]) -> list[str]:
+    """The kinds of what came, without the ranks' labels."""
+    return [kind for kind, text in shown if not re.fullmatch(r"\[rank \d\]", text) and kind != "stderr"]
+
+
+def test_figures_left_open_are_drawn_where_the_cell_or_call_ends(kernel: Kernel) -> None:
+    plot = "%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.close('all')\nplt.plot([1, 2]);"
+    assert pictures(kernel.run(f"%%ltx\n{plot}")) == ["image", "image"]
+    assert kernel.run("%%ltx\nplt.get_fignums()") == [("display", "[]")]
+    call = (
+        "def draw():\n    import matplotlib.pyplot as plt\n    plt.plot([1, 2])\n    plt.subplots()\n    return 3\n"
+        "with ltx.Pool(1) as pool:\n    print(list(pool.run(draw)))\n    print(list(pool.run(lambda: 4)))"
     )
-    assert [kind for kind, _ in shown if kind != "stderr"] == ["display", "image"]
+    shown = kernel.run(call)
+    assert pictures(shown) == ["image", "image", "stdout"]
+    assert shown[-1] == ("stdout", "[3]\n[4]\n")
+    shown = kernel.run("%%ltx --rank 1\nplt.subplots()\n1 / 0")
+    assert pictures(shown) == ["image", "error"]
+
+
+def test_displays_are_updated_and_a_rank_clears_its_own(kernel: Kernel) -> None:
+    shown = kernel.run(
+        "%%ltx\nfrom IPython.display import clear_output\nhandle = display(f'first of {rank}', display_id=True)\n"
+        "ltx.barrier()\nhandle.update('second')\nif rank == 0:\n"
+        "    clear_output(wait=True)\n    display('in its place')\n    print('with a line')"
+    )
+    first = sorted(text for _, text in shown if "first" in text)
+    assert first == ["[rank 0] 'first of 0'", "[rank 1] 'first of 1'"]
+    expected = ["[rank 0] 'in its place'", "[rank 0] with a line", "[rank 1] 'second'"]
+    assert sorted(kernel.screen.values()) == expected, "each in the place of what it had shown"
+    kernel.run("%%ltx\nhandle.update('in a later cell')")
+    assert sorted(kernel.screen.values()) == [f"[rank {rank}] 'in a later cell'" for rank in (0, 1)]
+    kernel.run("%%ltx --rank 1\nfor i in range(3):\n    clear_output(wait=True)\n    print(i)\n    display(i)")
+    assert list(kernel.screen.values()) == ["[rank 1] 2", "[rank 1] 2"]
+
+
+def test_bars_in_bars_are_one_display_each(kernel: Kernel) -> None:
+    """As a widget each in a plain cell; and an inner one goes when it is done."""
+    pytest.importorskip("tqdm", reason="no tqdm")
+    shown = kernel.run(
+        "%%ltx --rank 0\nfrom tqdm.auto import tqdm, trange\nfor epoch in tqdm(range(2), desc='epochs'):\n"
+        "    for step in (steps := trange(3, leave=False)):\n        steps.set_postfix(loss=0.5)"
+    )
+    assert {kind for kind, _ in shown} == {"display"}
+    assert list(kernel.screen.values()) == [shown[-1][1], "", ""]
+    assert re.match(r"\[rank 0\] epochs: 100%\|.+\| 2/2 ", shown[-1][1])
+    assert any("loss=0.5" in text for _, text in shown)
+    shown = kernel.run(
+        "%%ltx\nfor epoch in (bar := ltx.progress(range(2), label='epochs')):\n"
+        "    for step in ltx.progress(range(3), label='steps'):\n        ltx.barrier()\n"
+        "    bar.set_postfix(loss=torch.tensor(0.25))"
+    )
+    outer, inner = kernel.screen.values()
+    assert re.match(r"epochs \|#+\| 2/2 .*loss=0.25$", outer)
+    assert inner == ""
 
 
 def test_a_line_that_is_written_over_moves(kernel: Kernel) -> None:

@@ -9,9 +9,10 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import pytest
+import torch
 
 import ltx
-from ltx.runtime.show import Bar, Progress
+from ltx.runtime.show import Bar, Reached
 
 
 def screen(written: str) -> list[str]:
@@ -53,7 +54,7 @@ def test_a_line_that_is_written_over() -> None:
     bar, drawn = Bar("steps"), []
     with terminal() as read:
         for rank, done, finished in [(0, 2, False), (1, 1, False), (0, 4, True), (1, 4, True)]:
-            bar.at(rank, 2, Progress("steps", done, 4, finished))
+            bar.at(rank, 2, Reached("steps", done, 4, finished))
             drawn.append(read())
     shown = screen("".join(drawn))
     assert re.fullmatch(r"steps \|#{30}\| 4/4 [\d.]+/s", shown[0]), shown
@@ -81,3 +82,26 @@ def test_a_log_gets_it_once(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w") as log, redirect_stderr(log):
         assert list(ltx.progress(iter("abc"), label="letters")) == ["a", "b", "c"]
     assert re.fullmatch(r"letters 3 [\d.]+/s\n", (tmp_path / "log").read_text())
+
+
+def test_a_bar_in_a_bar_is_below_it_and_goes() -> None:
+    drawn = []
+    with terminal() as read:
+        for _ in (outer := ltx.progress(range(2), label="epochs")):
+            for step in (inner := ltx.progress(range(2), label="steps")):
+                inner.set_postfix(loss=0.5 * step, kind="warm")
+            drawn.append(read())
+            outer.set_postfix(step=step)
+        drawn.append(read())
+    up = "\x1b[A"
+    assert re.fullmatch(
+        r"\r\x1b\[Kepochs \|\.{30}\| 0/2 0.0/s\n\r\x1b\[Ksteps \|\.{30}\| 0/2 0.0/s\x1b\[A",
+        drawn[0].partition(up)[0] + up,
+    ), drawn[0]
+    assert drawn[0].endswith(f"\n\r\x1b[K{up}"), "it goes when it is done"
+    last = screen(drawn[-1].rpartition(up)[2])
+    assert re.fullmatch(r"epochs \|#{30}\| 2/2 [\d.]+/s, step=1", last[0]), last
+    with terminal() as read:
+        for step in (bar := ltx.progress(range(2), label="steps")):
+            bar.set_postfix(loss=torch.tensor(0.5 * step), kind="warm")
+        assert screen(read())[0].endswith(", loss=0.5, kind=warm")

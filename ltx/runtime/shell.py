@@ -1,0 +1,215 @@
+"""IPython on a worker of a notebook: what cells and functions display there, the driver displays.
+
+It is IPython's own shell, with a display publisher that sends on what it is given, as ipykernel's does. So ``display``,
+``clear_output``, figures, magics and ``await`` work as in any cell.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import IPython
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.inputtransformer2 import leading_empty_lines
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import DisplayHandle, display
+from traitlets import Type
+from traitlets.config import Config
+
+from ltx.errors import UnsupportedError
+from ltx.runtime import show
+
+_IPYTHON = Path(IPython.__file__).parent
+_INSTALLS = ("pip", "conda", "mamba", "micromamba", "uv")
+
+
+def run_cell(source: str, name: str, given: Mapping[str, Any], wants_value: bool) -> Any:
+    """Run `source` in the namespace of this worker's ``__main__``.
+
+    Args:
+        source: the cell, as the notebook's IPython has transformed it.
+        name: what tracebacks call it.
+        given: names that the cell finds, and that stay.
+        wants_value: give the value of the cell's last expression itself.
+
+    Returns:
+        The value of the last expression, or what it looks like (a :class:`ltx.runtime.show.Display`); None without one.
+    """
+    shell = started()
+    setattr(shell.compile, "get_code_name", lambda *_: name)  # noqa: B010
+    shell.user_ns.update(given)
+    shell.last = _Last(source, wants_value)
+    result = shell.run_cell(source, store_history=False)  # type: ignore[no-untyped-call]
+    shell.raise_what_was_raised()
+    return result.result if wants_value else shell.last.look
+
+
+@cache
+def started() -> RankShell:
+    """This worker's shell: the one instance that IPython goes by."""
+    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    warnings.filterwarnings("ignore", "To exit: use 'exit'")
+    sys.modules["tqdm.notebook"] = sys.modules["tqdm.autonotebook"] = _Bars("tqdm.notebook")
+    if InteractiveShell.initialized():  # the notebook's, of which this is a fork
+        type(InteractiveShell.instance()).clear_instance()
+    main = sys.modules["__main__"]
+    shell: RankShell = RankShell.instance(
+        config=Config({"HistoryManager": {"enabled": False}}), user_module=main, user_ns=vars(main)
+    )
+    shell.builtin_trap.activate()  # display() and get_ipython(), in functions too
+    # The notebook's own has dropped what it drops, and lines are counted with those.
+    shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)
+    assert shell.display_formatter is not None
+    png = shell.display_formatter.formatters["image/png"]
+    png.for_type_by_name("matplotlib.figure", "Figure", _drawn)  # whatever matplotlib's backend is
+    for name in _INSTALLS:
+        shell.magics_manager.magics["line"][name] = _refuse
+    return shell
+
+
+def _drawn(figure: Any) -> bytes | str | None:
+    from IPython.core.pylabtools import print_figure
+
+    drawn: bytes | str | None = print_figure(figure)
+    return drawn
+
+
+def _refuse(line: str) -> None:
+    raise UnsupportedError(
+        "%pip and its like would install on every rank at once. Write it in a cell without %%ltx; workers that start "
+        "after that have it."
+    )
+
+
+def finish() -> None:
+    """A call is over: draw and close the figures that it has left open, as at the end of a cell."""
+    shell = IPython.get_ipython()
+    if isinstance(shell, RankShell):
+        shell.events.trigger("post_execute")
+        shell.raise_what_was_raised()
+
+
+class _Last:
+    """The last expression of the cell that runs."""
+
+    def __init__(self, source: str, wants_value: bool):
+        self.source, self.wants_value = source, wants_value
+        self.look: show.Display | None = None
+
+
+class _Publisher(DisplayPublisher):
+    """What is displayed here is sent to the driver."""
+
+    def publish(  # type: ignore[override]
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **_: Any,
+    ) -> None:
+        show.deliver(show.Display(data, metadata or {}, (transient or {}).get("display_id"), update))
+
+    def clear_output(self, wait: bool = False) -> None:
+        show.deliver(show.Cleared(wait))
+
+
+class _Hook(DisplayHook):
+    """The value of a cell's last expression is kept for the driver, which shows it once if all ranks have the same."""
+
+    shell: RankShell
+
+    def quiet(self) -> bool:
+        last = self.shell.last
+        return not last.wants_value and bool(DisplayHook.semicolon_at_end_of_expression(last.source))
+
+    def write_output_prompt(self) -> None:
+        pass
+
+    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
+        self.shell.last.look = show.Display(format_dict, md_dict or {})
+
+    def log_output(self, format_dict: dict[str, Any]) -> None:
+        pass
+
+
+class RankShell(InteractiveShell):
+    """IPython's shell, whose cells come from the driver and raise there."""
+
+    display_pub_class = Type(_Publisher)
+    displayhook_class = Type(_Hook)
+    last = _Last("", False)
+    raised: BaseException | None = None
+    system = InteractiveShell.system_raw  # without a terminal in between
+
+    def enable_gui(self, gui: Any = None) -> None:
+        """There is none: ``%matplotlib inline`` asks for it all the same."""
+
+    def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:
+        """Keep what was raised, in a cell or where a figure was drawn."""
+        self.raised = self.raised or (exc_tuple or sys.exc_info())[1]
+
+    def raise_what_was_raised(self) -> None:
+        error, self.raised = self.raised, None
+        if error is not None:
+            raise error.with_traceback(_behind_ipython(error.__traceback__))
+
+
+def _behind_ipython(trace: TracebackType | None) -> TracebackType | None:
+    inner = trace
+    while inner is not None and _IPYTHON in Path(inner.tb_frame.f_code.co_filename).parents:
+        inner = inner.tb_next
+    return inner or trace
+
+
+class _Bars(ModuleType):
+    """tqdm.notebook on a worker, which has no kernel for a widget to communicate with: each bar is a display."""
+
+    WARN_NOIPYW, IProgress = "", object
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("tqdm", "tqdm_notebook"):
+            return _bar()
+        if name in ("trange", "tnrange"):
+            return lambda *args, **kwargs: _bar()(range(*args), **kwargs)
+        # pickle and inspect ask every module for names: that mustn't import tqdm
+        raise AttributeError(f"on workers {self.__name__} has tqdm and trange, not {name!r}")
+
+
+@cache
+def _bar() -> Any:
+    from tqdm.std import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """A bar of tqdm's as a display of its own."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            kwargs.pop("display", None)  # of tqdm.notebook's alone
+            super().__init__(*args, **{**kwargs, "file": io.StringIO()})
+
+        @staticmethod
+        def status_printer(file: Any) -> Callable[[str], None]:
+            drawn: list[DisplayHandle] = []
+
+            def draw(text: str) -> None:
+                if drawn:
+                    drawn[0].update({"text/plain": text}, raw=True)
+                else:
+                    drawn.append(display({"text/plain": text}, raw=True, display_id=True))
+
+            return draw
+
+        def moveto(self, n: int) -> None:
+            pass
+
+    return Bar
