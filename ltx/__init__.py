@@ -4,6 +4,7 @@ A step is a pure function. Distribution is a transformation of it. A strategy is
 """
 
 import gc
+import sys
 import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,7 @@ try:
     from ltx.core.transforms.strategy import Strategy, handed_in
 
     # --- world and running
+    from ltx.core.world.failures import hide_ours
     from ltx.core.world.init import init, to_device
     from ltx.core.world.world import World, shutdown, world
     from ltx.strategies import DDPStrategy
@@ -232,6 +234,9 @@ __all__ = [
 ]
 
 __version__ = "0.3.0"
+
+if "IPython" in sys.modules:  # in cells of a notebook
+    hide_ours(sys.modules["IPython"].get_ipython())
 
 
 def __getattr__(name: str) -> Any:

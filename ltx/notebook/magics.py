@@ -36,7 +36,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="%%ltx", add_help=False, description="Run the cell on every worker.")
     parser.add_argument("-h", "--help", action="store_true", help="print this, and run nothing")
-    parser.add_argument("-n", type=_count, help="so many workers; others than there are start anew")
+    parser.add_argument("-n", type=_count, help="so many workers; if there are others, with --restart")
+    parser.add_argument("--restart", action="store_true", help="end the workers that there are, with what they keep")
     parser.add_argument("--rank", type=int, help="run on this rank alone")
     parser.add_argument("--out", type=_name, help="assign the last value of each rank, a PerRank, to this name")
     parser.add_argument("--in", dest="given", default="", help="names of the notebook to send along: model,data")
@@ -85,7 +86,7 @@ class LtxMagics(Magics):
 
     @line_cell_magic
     def ltx(self, line: str, cell: str | None = None) -> None:
-        """``%%ltx [-n N] [--rank k] [--out name] [--in names] [--timeout s]``: run the cell on the workers.
+        """``%%ltx [-n N] [--restart] [--rank k] [--out name] [--in names] [--timeout s]``: run the cell on the workers.
 
         Workers keep what cells define. What they print and ``ltx.show`` appears here with their rank, and so does the
         value of the last expression; once, if it looks the same on all ranks. The first cell starts the workers: `N`
@@ -127,7 +128,7 @@ class LtxMagics(Magics):
             except Exception as error:
                 kind = type(value).__name__
                 raise UsageError(f"%%ltx --in {each}: a {kind} can't be sent to the workers: {error}") from None
-        pool = self._pool(size)
+        pool = self._pool(size, asked.restart)
         ranks = range(len(pool)) if asked.rank is None else [asked.rank]
         arguments = (source, name, given, asked.out is not None)
         try:
@@ -152,9 +153,13 @@ class LtxMagics(Magics):
             raise UsageError(f"%ltx {line}: expected nothing, or `stop`. A cell for the workers begins with %%ltx.")
         print(self.pool or "no workers; the next %%ltx cell starts some")
 
-    def _pool(self, size: int) -> Pool:
-        if self.pool is not None and size != len(self.pool):
-            print(f"%%ltx: {len(self.pool)} workers end, with what they kept, and {size} start")
+    def _pool(self, size: int, restart: bool) -> Pool:
+        if self.pool is not None and (restart or size != len(self.pool)):
+            if not restart and self.pool.pids:
+                raise UsageError(
+                    f"%%ltx -n {size}: there are {len(self.pool)} workers, which keep what cells have made. "
+                    f"`%%ltx -n {size} --restart` ends them, and starts {size}."
+                )
             self.pool.close()
             self.pool = None
         if self.pool is None:

@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from ltx.core.base.errors import message_of
-from ltx.core.world.failures import in_words, is_ours, label, place_of, place_of_error
+from ltx.core.world.failures import in_words, is_hidden, label, place_of, place_of_error
 from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
 from ltx.runtime.messages import At, Failure, Idle, Result
 
@@ -55,7 +55,7 @@ def places_of(frame: FrameType) -> str:
 
 def _filter(told: traceback.TracebackException) -> None:
     """Leave ltx's frames out of `told` and of what it was caused by, each of which it has once."""
-    kept = [frame for frame in told.stack if not is_ours(frame.filename)] or told.stack
+    kept = [frame for frame in told.stack if not is_hidden(frame.filename)] or told.stack
     for frame in kept:  # renamed itself: its columns are those of lines that it alone has whole
         _ = frame.line  # read while it has the name that its lines are found by
         frame.filename = label(frame.filename)
@@ -141,7 +141,7 @@ def told_where(answer: Any) -> str:
     if isinstance(answer, At):
         catches = "catches KeyboardInterrupt, as BaseException, and goes on"
         deaf = "is in code that Python can't interrupt"
-        return f"didn't give up (it {catches if answer.caught else deaf}, at {answer.where})"
+        return f"didn't give up (it {catches if answer.raised else deaf}, at {answer.where})"
     if isinstance(answer, Result):
         return "had returned"
     if isinstance(answer, Failure) and answer.cancelled:

@@ -73,7 +73,7 @@ class At:
     """Where a call was when it was asked to give up, ahead of its answer: for one that doesn't."""
 
     where: str
-    caught: bool = False  # KeyboardInterrupt was raised in it, and it goes on all the same
+    raised: bool | None = None  # once it has had its time: whether KeyboardInterrupt was raised in it
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from ltx.core.base.arguments import checked, is_whole, seconds, whole
+from ltx.core.base.arguments import brief, checked, is_whole, seconds, whole
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.world import cores
-from ltx.errors import CallInterruptedError, WorkerError
+from ltx.errors import ArgumentError, CallInterruptedError, WorkerError
 from ltx.runtime.calls import name_of, pack_call
 from ltx.runtime.failures import failure_error, what_became_of_workers
 from ltx.runtime.messages import Call, Failure, Message, Result, pack
@@ -167,6 +167,8 @@ class Pool:
     ) -> list[T]:
         """What `fn` returns on `ranks`."""
         __tracebackhide__ = True
+        if not callable(fn):
+            raise ArgumentError(f"ltx.Pool: what workers run must be a function, got {brief(fn)}.")
         with self._lock:
             if self._closed:
                 raise WorkerError(f"this {self!r} can't run {name_of(fn)}. Make a new one: ltx.Pool({self._size}).")

@@ -97,8 +97,8 @@ def _no_input(prompt: object = "", /) -> str:
     )
 
 
-# A call in which KeyboardInterrupt was raised so long ago, and which goes on, has caught it.
-_CAUGHT_S = 1.0
+# A call that goes on so long after it was asked to give up has caught KeyboardInterrupt, or is deaf to it.
+_DEAF_S = 1.0
 
 
 class _WorkerLoop:
@@ -133,17 +133,14 @@ class _WorkerLoop:
                 finally:
                     # A signal, since nothing else wakes a thread that sleeps in a system call.
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                    later = threading.Timer(_CAUGHT_S, self._tell_caught, (message.number,))
+                    later = threading.Timer(_DEAF_S, self._tell_place, (message.number, True))
                     later.daemon = True
                     later.start()
 
-    def _tell_caught(self, number: int) -> None:
-        if self._raised == number:
-            self._tell_place(number, caught=True)
-
-    def _tell_place(self, number: int, caught: bool = False) -> None:
+    def _tell_place(self, number: int, later: bool = False) -> None:
         """Say where call `number` is, unless its answer is on its way: that comes last."""
-        place = pack(messages.At(places_of(sys._current_frames()[threading.main_thread().ident or 0]), caught))
+        raised = self._raised == number if later else None
+        place = pack(messages.At(places_of(sys._current_frames()[threading.main_thread().ident or 0]), raised))
         with self._sending, suppress(OSError):  # the driver is gone
             if self.running == number:
                 place.send(self._connection)

@@ -30,8 +30,8 @@ from ltx.runtime.worker import Process, Starter
 PATIENCE_S = 0.5
 #: How long a rank that was asked to give up gets to do so, unless the pool says otherwise.
 GRACE_S = 3.0
-# After this long of it, what is going to be lost is told.
-_TELL_S = 1.0
+# How often it looks whether what is going to be lost has to be told.
+_TELL_S = 0.25
 _STOP_GRACE_S = 3.0
 # For so long lines that come in are gathered before they are shown.
 _TOGETHER_S = 0.05
@@ -304,18 +304,26 @@ def collect(
 
 
 def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
-    """Wait until `waiting` have given up, `grace_s` at most."""
-    end = time.monotonic() + grace_s
-    _wait(workers, waiting, answers, min(end, time.monotonic() + _TELL_S))
-    if waiting and time.monotonic() < end:
-        print(
-            f"ltx: ranks {sorted(waiting)} are in code that Python can't interrupt, or that goes on. Unless they end "
-            f"within {end - time.monotonic():.0f} s, all workers are ended, and what they have kept is lost. "
-            "ltx.Pool(grace_s=60) waits for longer.",
-            file=sys.stderr,
-            flush=True,
-        )
-        _wait(workers, waiting, answers, end)
+    """Wait until `waiting` have given up, `grace_s` at most.
+
+    That workers may be lost is told once one says that it can't give up, or hasn't said anything for half of the time:
+    on a machine that is busy others only take a while.
+    """
+    now = time.monotonic()
+    end, silent, told = now + grace_s, now + max(1.0, grace_s / 2), False
+    while waiting and (now := time.monotonic()) < end:
+        _wait(workers, waiting, answers, min(end, now + _TELL_S))
+        said = {rank: answers.get(rank) for rank in sorted(waiting)}
+        deaf = [r for r, at in said.items() if (now > silent if at is None else at.raised is not None)]
+        if deaf and not told:
+            told = True
+            print(
+                f"ltx: {'; '.join(f'rank {rank} {told_where(said[rank])}' for rank in deaf)}. Unless they end within "
+                f"{end - time.monotonic():.0f} s, all workers are ended, and what they have kept is lost. "
+                "ltx.Pool(grace_s=60) waits for longer.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _wait(

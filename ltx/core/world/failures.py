@@ -17,12 +17,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from ltx.core.base.errors import message_of
 
 LTX_HOME = Path(__file__).resolve().parents[2]
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _NOTED = "_ltx_noted"
+_SHOWN = "LTX_TRACEBACKS"
 
 
 def is_installed(file: str | None) -> bool:
@@ -57,10 +59,44 @@ def is_ours(filename: str) -> bool:
     return LTX_HOME in Path(filename).parents
 
 
+def is_hidden(filename: str) -> bool:
+    """Whether tracebacks leave frames of this file out: ltx's, unless ``LTX_TRACEBACKS=full`` asks for them."""
+    return os.environ.get(_SHOWN) != "full" and is_ours(filename)
+
+
 def label(filename: str) -> str:
     """What the driver calls the cell that `filename` stands for; `filename` itself for a file."""
     entry = linecache.cache.get(filename)
     return entry[3] if entry is not None and len(entry) == 4 and entry[1] is None else filename
+
+
+def without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """`trace` without ltx's frames, unless there are no others."""
+    kept, at = [], trace
+    while at is not None:
+        if not is_hidden(at.tb_frame.f_code.co_filename):
+            kept.append(at)
+        at = at.tb_next
+    if not kept:
+        return trace
+    for each in reversed(kept):
+        at = TracebackType(at, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return at
+
+
+def hide_ours(shell: Any) -> None:
+    """Have tracebacks of IPython's `shell` leave out ltx's frames, unless somebody else has a say in them already."""
+
+    def show(
+        self: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: int | None = None
+    ) -> None:
+        told, about = error, without_ours(trace)
+        while (told := told.__cause__ or told.__context__) is not None:  # type: ignore[assignment]
+            told.__traceback__ = without_ours(told.__traceback__)
+        self.showtraceback((kind, error, about), tb_offset=tb_offset)
+
+    if shell is not None and not shell.custom_exceptions:
+        shell.set_custom_exc((Exception,), show)
 
 
 def note_failure(error: BaseException) -> None:

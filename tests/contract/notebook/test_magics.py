@@ -351,8 +351,24 @@ def test_an_interrupt_reaches_every_rank_and_the_workers_stay(kernel: Kernel, wa
 
 @pytest.mark.full
 def test_other_numbers_of_workers_and_the_end(kernel: Kernel) -> None:
-    assert kernel.run("%%ltx -n 1\nimport ltx\nltx.world().size") == [
-        ("stdout", "%%ltx: 2 workers end, with what they kept, and 1 start\n"),
-        ("display", "1"),
-    ]
+    [(_, text)] = kernel.run("%%ltx -n 1\nrank")
+    assert "%%ltx -n 1: there are 2 workers, which keep what cells have made. `%%ltx -n 1 --restart` ends them" in text
+    assert kernel.run("%%ltx --rank 1\nrank") == [("display", "[rank 1] 1")]
+    assert kernel.run("%%ltx -n 1 --restart\nimport ltx\nltx.world().size") == [("display", "1")]
     assert kernel.run("%ltx stop") == [("stdout", "no workers; the next %%ltx cell starts some\n")]
+    assert kernel.run("%%ltx -n 2\nimport ltx\nltx.world().size") == [("display", "2")]
+
+
+def test_plain_cells_show_no_frames_of_the_library(kernel: Kernel) -> None:
+    """Nor those of what an error came of; with LTX_TRACEBACKS=full they do."""
+    cell = "def loss(w):\n    return w / {}['of nothing']\nltx.vmap(ltx.grad(loss))(torch.ones(2))"
+    for full in (False, True):
+        kernel.run(f"%env LTX_TRACEBACKS={'full' if full else ''}")
+        [(kind, text)] = kernel.run(cell)
+        assert kind == "error"
+        assert "return w / {}" in re.sub(r"\x1b\[[\d;]*m", "", text)
+        assert ("ltx/core" in text) == full
+    kernel.run("%env LTX_TRACEBACKS=")
+    [(kind, text)] = kernel.run("ltx.vmap(3)")
+    assert "ltx/core" not in text
+    assert "ArgumentError" in text
