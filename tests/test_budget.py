@@ -30,7 +30,7 @@ BUDGET = {
     "core": Size(1, 1),
     "core/base": Size(1691, 8),
     "core/collectives": Size(3109, 11),
-    "core/comm": Size(6447, 25),
+    "core/comm": Size(6444, 25),
     "core/gradients": Size(2312, 8),
     "core/optim": Size(2710, 11),
     "core/ranks": Size(1222, 5),

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
