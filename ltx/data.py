@@ -233,25 +233,37 @@ def _weight(value: float) -> torch.Tensor:
 
 
 def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iterator[tuple[Any, torch.Tensor]]:
-    source = _Source(iterable)
-    first = True
+    batches: Iterator[Any] | None = None
+    last: Tree = None  # how the last batch looked
+    state, error, first = _HAS_DATA, None, True
     while True:
-        batch, state = source.next()
+        batch = None
+        if state == _HAS_DATA:
+            try:
+                batches = iter(iterable) if batches is None else batches
+                batch = next(batches)
+                done = "replaced by zeros in a placeholder"
+                tree.check_open(tree.flatten(batch)[0], batch, "uneven", done, tensors_only=True)
+                last = tree.map(_Blank.of, batch)
+            except StopIteration:
+                state = _DONE
+            except Exception as raised:  # whatever it is, the others are waiting for this rank
+                state, error = _FAILED, raised
         states = [states for (states,) in told("uneven", [state], axis)]
         if _FAILED in states:
-            _raise_everywhere(states, source.error, axis)
+            _raise_everywhere(states, error, axis)
         if _HAS_DATA not in states or (stop == "first" and _DONE in states):
             return
         if first and _DONE in states:
-            like = ltx.broadcast_object(source.last, states.index(_HAS_DATA), axis)
+            like = ltx.broadcast_object(last, states.index(_HAS_DATA), axis)
             if state == _DONE:
-                source.last = tree.map(lambda x: x.anywhere() if isinstance(x, _Blank) else x, like)
+                last = tree.map(lambda x: x.anywhere() if isinstance(x, _Blank) else x, like)
         first = False
         share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0
         if state == _HAS_DATA:
             yield batch, _weight(share)
         else:
-            yield source.placeholder(), _weight(0.0)
+            yield tree.map(lambda x: x.zeros() if isinstance(x, _Blank) else x, last), _weight(0.0)
         del batch  # not kept while the next one is made
 
 
@@ -278,40 +290,6 @@ class _Blank:
 
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device, layout=self.layout)
-
-
-class _Source:
-    """This rank's batches: an iterator that remembers how the last one looked, and what went wrong."""
-
-    def __init__(self, iterable: Iterable[Any]):
-        self._iterable = iterable
-        self._iterator: Iterator[Any] | None = None
-        self._done = False
-        self.last: Tree = None
-        self.error: Exception | None = None
-
-    def next(self) -> tuple[Any, int]:
-        """(the next batch, what to tell the others)"""
-        if self._done:
-            return None, _DONE
-        try:
-            if self._iterator is None:
-                self._iterator = iter(self._iterable)
-            batch = next(self._iterator)
-            tree.check_open(
-                tree.flatten(batch)[0], batch, "uneven", "replaced by zeros in a placeholder", tensors_only=True
-            )
-            self.last = tree.map(_Blank.of, batch)
-            return batch, _HAS_DATA
-        except StopIteration:
-            self._done = True
-            return None, _DONE
-        except Exception as error:  # whatever it is, the others are waiting for this rank
-            self._done, self.error = True, error
-            return None, _FAILED
-
-    def placeholder(self) -> Tree:
-        return tree.map(lambda x: x.zeros() if isinstance(x, _Blank) else x, self.last)
 
 
 def _raise_everywhere(states: list[int], error: Exception | None, axis: Axis) -> None:

@@ -102,7 +102,7 @@ class CharacterGPT(Task):
         self.skeleton = self.model()
 
     def model(self) -> nn.Module:
-        return GPT(len(self.corpus.vocabulary), self.context, width=32, layers=2, heads=2)
+        return GPT(len(self.corpus.characters), self.context, width=32, layers=2, heads=2)
 
     def batch(self, step: int, seed: int) -> Batch:
         return self.corpus.batch(step, self.settings.batch_size, self.context, seed)

@@ -89,68 +89,38 @@ def read_topics() -> str:
     return PARAGRAPH.join(topics[name].strip("\n") for name in sorted(topics))
 
 
-def split(text: str, held_out: float = 0.1) -> tuple[str, str]:
-    """Cut ``text`` into a training part and its last ``held_out`` (a fraction at most), without what the former has.
+def split(text: str) -> tuple[str, str]:
+    """Cut ``text`` into a training part and its last tenth at most, without what the former has.
 
-    >>> split("one\\n\\ntwo\\n\\nthree\\n\\none\\n\\nfour!", held_out=0.6)
-    ('one\\n\\ntwo', 'three\\n\\nfour!')
+    >>> split("a text to train on" + 9 * "\\n\\nmore of it" + "\\n\\na text to train on\\n\\nnew")[1]
+    'new'
     """
-    if not 0 < held_out < 1:
-        raise ValueError(f"held_out: expected a fraction between 0 and 1, got {held_out!r}.")
-    cut = text.find(PARAGRAPH, int(len(text) * (1 - held_out)) - len(PARAGRAPH))
+    cut = text.find(PARAGRAPH, int(len(text) * 0.9) - len(PARAGRAPH))
     if cut < 0:
-        raise ValueError(f"text: no paragraph ends in its last {held_out:.0%}, so nothing can be held out.")
+        raise ValueError("text: no paragraph ends in its last 10%, so nothing can be held out.")
     train, tail = text[:cut], text[cut + len(PARAGRAPH) :]
     known = set(train.split(PARAGRAPH))
     return train, PARAGRAPH.join(paragraph for paragraph in tail.split(PARAGRAPH) if paragraph not in known)
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """The characters of a text, in code point order; a character's token is its index.
-
-    >>> vocabulary = Vocabulary.of("hello")
-    >>> vocabulary
-    Vocabulary(characters='ehlo')
-    >>> vocabulary.decode(vocabulary.encode("hole"))
-    'hole'
-    """
-
-    characters: str
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        return cls("".join(sorted(set(text))))
-
-    def __len__(self) -> int:
-        return len(self.characters)
-
-    def encode(self, text: str) -> Tensor:
-        """Tokens of ``text``: int64, shape (length,)."""
-        index = {character: token for token, character in enumerate(self.characters)}
-        unknown = set(text) - index.keys()
-        if unknown:
-            raise ValueError(f"text: expected characters of this vocabulary, got {sorted(unknown)!r}.")
-        return torch.tensor([index[character] for character in text], dtype=torch.int64)
-
-    def decode(self, tokens: Tensor) -> str:
-        """The text of a one-dimensional tensor of tokens."""
-        return "".join(self.characters[token] for token in tokens.tolist())
-
-
-@dataclass(frozen=True)
 class Corpus:
-    """A text cut and encoded: ``train`` and ``validation`` are int64 tokens."""
+    """A text cut and encoded: ``train`` and ``validation`` are int64 tokens, the indices of their ``characters``."""
 
-    vocabulary: Vocabulary
+    characters: str  # of the text, in code point order
     train: Tensor
     validation: Tensor
 
     @classmethod
     def of(cls, text: str) -> Self:
-        vocabulary = Vocabulary.of(text)
-        train, validation = split(text)
-        return cls(vocabulary, vocabulary.encode(train), vocabulary.encode(validation))
+        characters = "".join(sorted(set(text)))
+        index = {character: token for token, character in enumerate(characters)}
+        train, validation = (torch.tensor([index[character] for character in part]) for part in split(text))
+        return cls(characters, train, validation)
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of a one-dimensional tensor of tokens."""
+        return "".join(self.characters[token] for token in tokens.tolist())
 
     def batch(self, step: int, batch_size: int, context: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Step ``step``'s global batch: random windows of the training text and the same moved on by one character.

@@ -177,12 +177,12 @@ class Lesson:
     def sample(self, params: Params, length: int = 320, temperature: float = 0.7) -> str:
         """Text that the trained model writes by itself."""
         generator = torch.Generator().manual_seed(self.options.seed)
-        tokens = self.corpus.vocabulary.encode("The ")
+        tokens = torch.tensor([self.corpus.characters.index(character) for character in "The "])
         for _ in range(length):
             logits = ltx.functional_call(self.model, params, (tokens[None, -CONTEXT:],))[0, -1]
             drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, drawn])
-        return self.corpus.vocabulary.decode(tokens)
+        return self.corpus.decode(tokens)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(options: Options, report: Report) -> None:
     corpus = Corpus.of(read_topics())
     torch.manual_seed(options.seed)
-    lesson = Lesson(GPT(len(corpus.vocabulary), CONTEXT), corpus, options)
+    lesson = Lesson(GPT(len(corpus.characters), CONTEXT), corpus, options)
     unigram = unigram_entropy(corpus.train)
     count = sum(parameter.numel() for parameter in lesson.model.parameters())
     report.say(

@@ -9,7 +9,7 @@ import torch
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from ltx.demo.gpt import GPT, PARAGRAPH, Corpus, Vocabulary, read_topics, split, unigram_entropy
+from ltx.demo.gpt import GPT, PARAGRAPH, Corpus, read_topics, split, unigram_entropy
 
 
 @pytest.fixture
@@ -71,27 +71,17 @@ def test_the_held_out_text_is_the_end_and_none_of_it_was_trained_on(topics: str)
     assert not set(train.split(PARAGRAPH)) & set(validation.split(PARAGRAPH))
 
 
-@pytest.mark.parametrize("held_out", [0.0, 1.0, -0.5])
-def test_a_fraction_out_of_range_is_refused(held_out: float) -> None:
-    with pytest.raises(ValueError, match=r"held_out: expected a fraction between 0 and 1, got"):
-        split("a\n\nb", held_out)
-
-
 def test_a_text_without_paragraphs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"text: no paragraph ends in its last 10%"):
         split("one line")
 
 
-def test_encoding_and_decoding_are_inverse(topics: str, corpus: Corpus) -> None:
-    assert corpus.vocabulary.decode(corpus.vocabulary.encode(topics)) == topics
-    assert len(corpus.vocabulary) == len(set(topics))
+def test_tokens_are_characters(topics: str, corpus: Corpus) -> None:
+    train, validation = split(topics)
+    assert (corpus.decode(corpus.train), corpus.decode(corpus.validation)) == (train, validation)
+    assert len(corpus.characters) == len(set(topics))
     assert corpus.train.dtype == torch.int64
-    assert corpus.train.max() < len(corpus.vocabulary)
-
-
-def test_an_unknown_character_is_named() -> None:
-    with pytest.raises(ValueError, match=r"expected characters of this vocabulary, got \['z'\]"):
-        Vocabulary.of("abc").encode("abz")
+    assert corpus.train.max() < len(corpus.characters)
 
 
 def test_a_batch_is_a_function_of_step_and_seed(corpus: Corpus) -> None:
@@ -106,8 +96,8 @@ def test_a_batch_is_a_function_of_step_and_seed(corpus: Corpus) -> None:
 
 def test_batches_come_from_the_training_text(corpus: Corpus) -> None:
     x, _ = corpus.batch(0, batch_size=2, context=32)
-    train = corpus.vocabulary.decode(corpus.train)
-    assert all(corpus.vocabulary.decode(row) in train for row in x)
+    train = corpus.decode(corpus.train)
+    assert all(corpus.decode(row) in train for row in x)
 
 
 def test_validation_windows_cover_the_held_out_text_once(corpus: Corpus) -> None:

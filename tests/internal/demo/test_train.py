@@ -20,7 +20,7 @@ def lesson() -> Lesson:
     """A tiny model on a text that is easy to learn."""
     torch.manual_seed(0)
     corpus = Corpus.of(PARAGRAPH.join(f"{'ab' * 40} number {number}" for number in range(60)))
-    return Lesson(GPT(len(corpus.vocabulary), CONTEXT, width=16, layers=1, heads=2), corpus, Options(steps=24))
+    return Lesson(GPT(len(corpus.characters), CONTEXT, width=16, layers=1, heads=2), corpus, Options(steps=24))
 
 
 @pytest.mark.parametrize("steps", [1, 3, 100])
@@ -103,7 +103,7 @@ def test_the_validation_loss_is_the_mean_over_all_windows(lesson: Lesson) -> Non
 
 def test_a_sample_is_text_and_the_same_again() -> None:
     corpus = Corpus.of("The beginning of the text is long" + PARAGRAPH + "end")
-    model = GPT(len(corpus.vocabulary), CONTEXT, width=16, layers=1, heads=2)
+    model = GPT(len(corpus.characters), CONTEXT, width=16, layers=1, heads=2)
     lesson = Lesson(model, corpus, Options())
     text = lesson.sample(dict(model.named_parameters()), length=5)
     assert len(text) == len("The ") + 5

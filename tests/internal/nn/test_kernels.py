@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ltx.nn.sync_batch_norm import _Normalised, _normalised_by_formula
+from ltx.nn import _Normalised, _normalised_by_formula
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -1,4 +1,4 @@
-"""Batch norm with the statistics of all ranks' batches, as a function and as a module.
+"""Layers whose forward pass communicates: batch norm with the statistics of all ranks' batches, function and module.
 
 Rank r has n_r values of a channel, of mean μ_r and squared deviations S_r = sum (x - μ_r)². Of all N = sum n_r values
 
@@ -22,6 +22,8 @@ from torch import nn
 import ltx
 from ltx.errors import InputError, TreeError, UnsupportedError
 from ltx.extend import arguments, brief, prefers_few_calls, recording, tree, unwrapped, wide
+
+__all__ = ["SyncBatchNorm", "convert_sync_batch_norm", "sync_batch_norm"]
 
 Normed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -421,3 +423,7 @@ def _made_into(part: nn.Module) -> type[SyncBatchNorm] | None:
     if not isinstance(part, nn.BatchNorm2d) or owner is None or owner.__name__ != "BatchNormAct2d":
         return None
     return SyncBatchNormAct if {"drop", "act"} <= part._modules.keys() else None
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
