@@ -64,7 +64,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     refuse_gradients,
 ]
 METHODS: list[tuple[type, str, Callable[..., Any]]] = [
-    (comm.PendingSummary, "wait", _unchecked_summary),
+    (comm.IssuedSummary, "wait", _unchecked_summary),
     (Channel, "advance", _only_count),
     (SyncState, "checked_step", lambda self: self.step),
 ]

@@ -64,9 +64,9 @@ Modules, of which what is named here is stable.
   ``check_number``, ``whole``, ``number``, ``is_whole``, ``is_number`` for what users give.
 * :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.
 * :mod:`comm`: what stands behind an axis of processes, for what drives collectives itself, as
-  :func:`ltx.hooks.to_torch` does: ``resolve``, ``AxisComm``, ``BackwardPass``, ``Signature``, ``Network``,
+  :func:`ltx.hooks.to_torch` does: ``resolve``, ``AxisComm``, ``Signature``, ``Network``,
   ``to_device``.
-* :class:`PendingReductions`: buckets that are reduced at once, each phase of theirs in order.
+* :class:`Pending`: buckets that are reduced at once, each phase of theirs in order.
 * :class:`Halving`: a rank's part of the adaptive sum, between the collectives of :func:`ltx.adasum`.
 * :func:`told`: a few whole numbers of every rank, on every rank's host.
 """
@@ -81,7 +81,7 @@ from ltx.core.collectives.uneven import told
 from ltx.core.comm.group_collectives import as_bytes, view_as
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, HookOffers, around, states_of, unchanging
 from ltx.core.gradients.packing import CHUNK, chunks, is_plain, pack, prefers_few_calls, unpack
-from ltx.core.gradients.pending import Exchange, PendingReductions
+from ltx.core.gradients.pending import Exchange, Pending
 from ltx.core.gradients.planning import BucketSettings
 from ltx.core.gradients.reduction import (
     Bucket,
@@ -128,7 +128,7 @@ __all__ = [
     "Old",
     "Optimizer",
     "OptimizerOffers",
-    "PendingReductions",
+    "Pending",
     "PostUpdateHook",
     "PostUpdateResult",
     "QAdamOptimizer",

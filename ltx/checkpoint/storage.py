@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ltx.checkpoint.directory import MISSING
-from ltx.core.base import tree
+from ltx.core.base import private, tree
 from ltx.core.base.placements import is_dtensor
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.strategy_update import LeafLayout
@@ -163,7 +163,7 @@ def _kind_of(tensor: torch.Tensor) -> str:
     """What a tensor is that isn't plain; "" of one that is."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}, a class of tensors of its own"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if private.is_wrapped(tensor):
         return "a tensor inside of a transform of torch.func"
     if tensor.is_nested:
         return "a nested tensor"

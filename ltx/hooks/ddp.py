@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ltx.errors import AxisError, HookError, StrategyError, SyncStateError, UnsupportedError
@@ -22,7 +22,7 @@ from ltx.extend import (
     BucketInput,
     CommHook,
     LeafState,
-    PendingReductions,
+    Pending,
     Reduction,
     arguments,
     comm,
@@ -247,14 +247,8 @@ class _Pass:
 
     axis: Axis
     axis_comm: comm.AxisComm
-    backward_pass: comm.BackwardPass
-    pending: PendingReductions
+    pending: Pending
     names: list[list[str]] = field(default_factory=list)
-
-    @property
-    def going_on(self) -> bool:
-        """Whether the engine still runs this pass, and hasn't dropped it."""
-        return self.backward_pass.task == torch._C._current_graph_task_id()
 
 
 class ToTorch:
@@ -290,7 +284,7 @@ class ToTorch:
         return self.__qualname__
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        expected = len(self._pass.pending) if self._pass is not None and self._pass.going_on else 0
+        expected = len(self._pass.pending) if self._pass is not None and self._pass.pending.going_on else 0
         if bucket.index() != expected:  # neither the next of this pass nor the first of a new one
             raise StrategyError(
                 f"{self!r}: expected DDP's bucket {expected}, got bucket {bucket.index()}. Each DDP module needs a "
@@ -306,7 +300,7 @@ class ToTorch:
         except BaseException as error:
             # Peers may wait for the rest of this pass.
             if self._pass is not None:
-                self._pass.axis_comm.recovery.abort(error)
+                self._pass.pending.abandon(error)
                 self._pass = None
             raise
 
@@ -320,10 +314,10 @@ class ToTorch:
         axis = comm.resolve(dist.group.WORLD if group is None else group)
         assert axis.comm
         axis_comm: comm.AxisComm = axis.comm
-        backward_pass, pending = axis_comm.recovery.enter(), PendingReductions(axis_comm)
+        pending = Pending(axis_comm)
+        pending.enter()
         axis_comm.recovery.recover()
-        backward_pass.flush = pending.flush
-        return _Pass(axis, axis_comm, backward_pass, pending)
+        return _Pass(axis, axis_comm, pending)
 
     def _launch(self, now: _Pass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()
@@ -337,7 +331,7 @@ class ToTorch:
         mine = Bucket.of(bucket.index(), grads)
         states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
         states = [states_of(hook, entry) for entry in states]
-        now.axis_comm.recovery.flush_others(now.backward_pass)
+        now.pending.flush_others()
         # Ranks must have the same buckets and the same hook; they compare those that are new.
         last, state_names = bucket.is_last(), sorted({name for state in states for name in state})
         now.axis_comm.negotiate_issue(
@@ -366,8 +360,7 @@ class ToTorch:
             for name, state in zip(names, states, strict=True):
                 self._states[name] = {**self._states[name], **{k: t.detach() for k, t in state.items()}}
         self.step += 1
-        now.backward_pass.done()
-        now.axis_comm.recovery.complete()
+        now.pending.finish()
         self._pass = None
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -411,7 +404,7 @@ class ToTorch:
         if not isinstance(state_dict, Mapping) or set(state_dict) != {"step", "params"}:
             keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise SyncStateError(f"{self!r}: expected a dict with 'step' and 'params' from state_dict(), got {keys}.")
-        if self._pass is not None and self._pass.going_on:
+        if self._pass is not None and self._pass.pending.going_on:
             raise SyncStateError(f"{self!r}: a backward pass is under way. Load the state before or after it.")
         known = {name for name, _ in self._names.values()}
         unknown = sorted(set(state_dict["params"]) - known) if self._named else []

@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
+from ltx.core.base.private import PrefixStore, Store
 from ltx.core.comm.connecting import looking_out
 from ltx.core.comm.pickling import KEY, proof
 from ltx.core.comm.signature import Signature, explain_mismatch

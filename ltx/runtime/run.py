@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -31,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from ltx.core.base.private import PrefixStore
 from ltx.core.world.groups import loopback_store
 from ltx.core.world.placement import DEFAULT_PORT, LOOPBACK
 from ltx.runtime.failures import CONSEQUENCES, exit_text

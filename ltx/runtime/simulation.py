@@ -15,15 +15,14 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ltx.core import comm
-from ltx.core.base import tree
+from ltx.core.base import private, tree
 from ltx.core.base.arguments import checked
 from ltx.core.collectives import rank_seed
 from ltx.core.ranks.axis import DEFAULT_NAME, OTHERS, Axis, axes_in_scope, open_alone, set_opened_aside
 from ltx.core.ranks.simulated import mapped_arguments, mapped_size
 from ltx.core.training.train_state import set_random_states, torch_states
-from ltx.core.transforms.closure_check import reached_from
-from ltx.core.transforms.functional_call import functional_calls_of_torch
-from ltx.core.transforms.swap import set_placed_aside, version_of
+from ltx.core.transforms.closure_check import reached_from, version_of
+from ltx.core.transforms.functional_call import functional_calls_of_torch, set_placed_aside
 from ltx.errors import AxisError, UnsupportedError
 from ltx.runtime.per_rank import PerRank
 
@@ -137,7 +136,7 @@ def _alone() -> Iterator[None]:
     """Around the run of all ranks; raises where they can't run: what is around the call ends where a thread begins."""
     if torch.compiler.is_compiling():
         raise UnsupportedError("ltx.simulate can't be compiled: its ranks wait for each other in Python.")
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if private.in_transform() or private.has_tangents():
         raise UnsupportedError(
             "ltx.simulate runs ranks in threads, into which no transform (torch.func, ltx.vmap, forward mode) leads. "
             "Use the transform inside of f."

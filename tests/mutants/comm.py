@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: the step summary's digests aren't compared",
-        where="PendingSummary.wait",
+        where="IssuedSummary.wait",
         old="self.channel.size * second != first * first",
         new="self.channel.size * second < 0",
         breaks="ranks that have issued different collectives train on",
@@ -174,8 +174,8 @@ MUTANTS = (
     Mutant(
         name="comm: memory that is in use is used again",
         where="BufferPool.take",
-        old="_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED",
-        new="_uses(storage._cdata) >= 1",
+        old="storage_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED",
+        new="storage_uses(storage._cdata) >= 1",
         breaks="gradients that somebody holds change at the next step",
         tests=("tests/internal/comm/test_buffer_pool.py",),
     ),

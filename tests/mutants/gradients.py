@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         name="gradients: buckets aren't waited for",
-        where="PendingReductions._advance.result",
+        where="Pending._advance.result",
         old="result = pending.work.wait() if pending.work is not None else None",
         new="result = pending.work._value if pending.work is not None else None",
         breaks="the step reads buckets that are still on their way",
@@ -24,8 +24,8 @@ MUTANTS = (
     ),
     Mutant(
         name="gradients: a later phase overtakes an earlier bucket",
-        where="PendingReductions._may_issue",
-        old="return all(earlier.completed is not None or earlier.phase > phase for earlier in self._pending[:place])",
+        where="Pending._may_issue",
+        old="return all(earlier.completed is not None or earlier.phase > phase for earlier in self._launched[:place])",
         new="return True",
         breaks="second collectives of buckets go out as the first ones complete, which is another order on each rank",
         tests=("tests/internal/gradients/test_pending.py",),

@@ -68,12 +68,12 @@ MUTANTS = (
         tests=("tests/contract/transforms/test_functional_call.py::test_steps_with_checkpoints_are_those_without",),
     ),
     Mutant(
-        name="transforms: stale parameters aren't refused",
-        where="_run_again.again",
-        old="stack.enter_context(_refused(call))",
-        new="pass",
+        name="transforms: torch's functional calls in steps aren't seen",
+        where="_run_again",
+        old="for call in calls if inside or call.for_ltx",
+        new="for call in calls if call.for_ltx",
         breaks="checkpointing in torch's functional_call gives the gradients of other parameters",
-        tests=("tests/contract/transforms/test_functional_call.py::test_torchs_own_with_a_checkpoint_is_refused",),
+        tests=("tests/contract/transforms/test_functional_call.py::test_torchs_own_in_a_step",),
     ),
     Mutant(
         name="transforms: a rank without data counts",

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C import _functorch
 
+from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.base.traced import at_trace_time
 
@@ -36,8 +36,8 @@ def is_dtensor(x: Any) -> bool:
     cls = dtensor_class()
     if cls is None or not isinstance(x, torch.Tensor):
         return False
-    while _functorch.is_functorch_wrapped_tensor(x):
-        x = _functorch.get_unwrapped(x)
+    while private.is_wrapped(x):
+        x = private.unwrapped_once(x)
     return isinstance(x, cls)
 
 
@@ -162,7 +162,7 @@ class Placements:
         cls = dtensor_class()
         if cls is None or not any(is_dtensor(x) for x in leaves):
             return None
-        if torch._C._are_functorch_transforms_active():
+        if private.in_transform():
             raise UnsupportedError(
                 "torch.func's transforms, simulated ranks (ltx.vmap) among them, can't look into DTensors. Take first "
                 "derivatives by loss.backward(), torch.autograd.grad, ltx.grad or ltx.train_step; torch.func.grad can "

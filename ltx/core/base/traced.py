@@ -14,10 +14,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from ltx.core.base import private
 from ltx.core.base.errors import LtxError, UnsupportedError
-
-_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
-_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,15 +33,15 @@ def recording() -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(mode) for mode in _MODES):
+    if private.count_of_modes() and any(map(private.mode, private.TRACERS)):
         return True
-    return torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    return private.is_dispatched(private.PRE_DISPATCH)
 
 
 def refuse_blind() -> None:
     """Raise, where a transform of torch.func is active, if the tracer around it can't see autograd Functions."""
     refuse_script()
-    if torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH):
+    if private.is_dispatched(private.PRE_DISPATCH):
         raise UnsupportedError(
             "torch.export and make_fx(pre_dispatch=True) can't record ltx inside a transform of torch.func, such as "
             "torch.func.grad. Use make_fx without pre_dispatch, or torch.compile."
@@ -52,7 +50,7 @@ def refuse_blind() -> None:
 
 def refuse_script() -> None:
     """Raise where ``torch.jit.trace`` records the call."""
-    if torch._C._get_tracing_state() is not None:
+    if private.script_state() is not None:
         raise UnsupportedError(
             "torch.jit.trace can't record ltx: what other ranks have sent would be constants. Use torch.export, "
             "torch.compile or make_fx."
@@ -103,16 +101,14 @@ def whole(fn: F) -> F:
         if torch.compiler.is_compiling():
             with torch._dynamo.error_on_graph_break(True):
                 return fn(*args, **kwargs)
-        before = _set_eval_frame(None)
+        before = private.set_eval_frame(None)
         try:
             return fn(*args, **kwargs)
         finally:
-            _set_eval_frame(before)
+            private.set_eval_frame(before)
 
     return run  # type: ignore[return-value]
 
-
-_set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
 _CONSTANTS = (bool, int, float, str, tuple, type, torch.dtype, torch.device)
 

@@ -21,13 +21,13 @@ from typing import Any, TypeVar, cast
 import optree
 import torch
 import torch.utils._pytree as torch_pytree
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ltx.core.base import containers
 from ltx.core.base.containers import NAMESPACE as NAMESPACE
 from ltx.core.base.containers import PLAIN, open_in_graph, opened, sorted_keys
 from ltx.core.base.errors import LtxError, TreeError, UnsupportedError
 from ltx.core.base.placements import dtensor_class, is_dtensor
+from ltx.core.base.private import FakeTensor
 from ltx.typing import Tree
 
 T = TypeVar("T")

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch._C import _functorch
 
 from ltx.core import comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, CollectiveError, LtxError, UnsupportedError
@@ -145,9 +144,9 @@ def collective(
 
 def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) -> None:
     """Raise where a collective that is begun and waited for later would have to be differentiated or batched."""
-    levels = [level.key() for level in _functorch.get_interpreter_stack() or ()]
-    batched = bool(axis.ranks.levels) and all(level == _functorch.TransformType.Vmap for level in levels)
-    if torch.autograd.forward_ad._current_level >= 0 or (levels and not batched):
+    levels = [level.key() for level in private.interpreter_stack() or ()]
+    batched = bool(axis.ranks.levels) and all(level == private.TransformType.Vmap for level in levels)
+    if private.has_tangents() or (levels and not batched):
         raise UnsupportedError(
             f"async_: ltx.{name} under a transform of torch.func or forward mode: what is waited for later can't be "
             f"differentiated or batched. Use ltx.{name} itself."

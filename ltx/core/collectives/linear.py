@@ -21,10 +21,9 @@ from dataclasses import replace
 from typing import Any, ParamSpec
 
 import torch
-from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from ltx.core.base import traced
+from ltx.core.base import private, traced
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Rule as Rule
@@ -70,7 +69,7 @@ class Function(torch.autograd.Function):
 
         def forward(*args: Any) -> Any:
             outputs = run(*args)
-            if forward_ad._current_level < 0:
+            if not private.has_tangents():
                 return outputs
             return outputs.clone() if isinstance(outputs, torch.Tensor) else tuple([y.clone() for y in outputs])
 
@@ -90,7 +89,7 @@ class Function(torch.autograd.Function):
         """
         if in_autograd_vmap() and any(map(_batched_by_autograd, args)):
             return _batched_anew(cls.apply, args)
-        if torch._C._are_functorch_transforms_active():
+        if private.in_transform():
             traced.refuse_blind()
         try:
             return super().apply(*args)  # type: ignore[no-untyped-call]
@@ -105,19 +104,19 @@ class Function(torch.autograd.Function):
 
 def in_autograd_vmap() -> bool:
     """Whether torch.autograd batches, by a vmap of its own: ``vectorize=True`` or ``is_grads_batched=True``."""
-    return torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")
+    return private.is_dispatched("VmapMode")
 
 
 def _batched_by_autograd(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and _functorch.is_legacy_batchedtensor(x)
+    return isinstance(x, torch.Tensor) and private.is_batched_by_autograd(x)
 
 
 def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     """``fn(*args)``, where torch.autograd has batched some of `args`, by ``torch.vmap``, for which there are rules."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+    level = private.enter_autograd_vmap() - 1
+    private.leave_autograd_vmap()
     places = [i for i, x in enumerate(args) if _batched_by_autograd(x)]
-    stacks = [torch._remove_batch_dim(args[i], level, 1, 0) for i in places]
+    stacks = [private.out_of_autograd_vmap(args[i], level, 1, 0) for i in places]
     if any(map(_batched_by_autograd, stacks)):
         raise UnsupportedError(
             "a collective or data-parallel step inside several vectorised calls of torch.autograd, one in another. Use "
@@ -127,8 +126,8 @@ def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     results = torch.vmap(lambda *xs: fn(*at_places(args, places, xs)), randomness="different")(*stacks)
     # Contiguous: torch asks for tangents whose batch dimension is the first in memory too.
     if isinstance(results, torch.Tensor):
-        return torch._add_batch_dim(results.contiguous(), 0, level)
-    return tuple([torch._add_batch_dim(y.contiguous(), 0, level) for y in results])
+        return private.into_autograd_vmap(results.contiguous(), 0, level)
+    return tuple([private.into_autograd_vmap(y.contiguous(), 0, level) for y in results])
 
 
 class Linear(Function):
@@ -186,7 +185,7 @@ class Linear(Function):
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         rule, dims, ranks = RULES[name], in_dims[5:], axis.ranks
         # functorch has taken the level whose rule it runs off its stack.
-        if ranks.level == (_functorch.maybe_current_level() or 0) + 1:
+        if ranks.level == (private.maybe_current_level() or 0) + 1:
             if (below := ranks.below) is not None:  # a level of several: the outermost one's rule does it
                 rest, stacks = replace(axis, ranks=below), in_front(info.batch_size, xs, dims)
                 all_ranks = Linear.apply(name, static, rest, compiled, index_below(index, in_dims[4]), *stacks)
@@ -239,8 +238,8 @@ def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compile
 def _differentiated(xs: list[torch.Tensor]) -> bool:
     """Whether anything may differentiate or transform the call: entering a Function takes 40 µs."""
     return (
-        torch._C._are_functorch_transforms_active()
+        private.in_transform()
         or in_autograd_vmap()
-        or forward_ad._current_level >= 0
+        or private.has_tangents()
         or (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
     )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ltx.core import comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import InputError, TreeError, UnsupportedError
 from ltx.core.collectives.calls import (
@@ -365,7 +365,7 @@ def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
     that says how many entries there are.
     """
     found = comm.resolve(axis)
-    if torch._C._are_functorch_transforms_active():
+    if private.in_transform():
         raise UnsupportedError(
             f"{name} of a sparse tensor works outside of torch.func transforms; use x.to_dense() there."
         )

@@ -38,7 +38,7 @@ from ltx.core.comm.signature import list_values as list_values
 from ltx.core.comm.signature import mismatch as mismatch
 from ltx.core.comm.step_summary import SUMMARY_BYTES as SUMMARY_BYTES
 from ltx.core.comm.step_summary import UNREDUCED as UNREDUCED
-from ltx.core.comm.step_summary import PendingSummary as PendingSummary
+from ltx.core.comm.step_summary import IssuedSummary as IssuedSummary
 from ltx.core.comm.step_summary import StepSummary as StepSummary
 from ltx.core.comm.step_summary import begin_pass as begin_pass
 from ltx.core.comm.step_summary import confirm as confirm

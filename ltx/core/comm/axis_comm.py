@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore
 
 from ltx.core.base.errors import LtxError, PeerLostError, WorldError
+from ltx.core.base.private import PrefixStore
 from ltx.core.base.traced import refuse_script
 from ltx.core.comm import backends
 from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, open_group

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ltx.core.base import traced
+from ltx.core.base import private, traced
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm import ledger
 from ltx.core.comm.connecting import LATER, connect, connecting
@@ -154,7 +154,7 @@ def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     if device is None or device == made.device:
         return made
     plain = type(made) is torch.Tensor and made.layout is torch.strided and not made.requires_grad
-    wrapped = traced.recording() or torch._C._are_functorch_transforms_active()
+    wrapped = traced.recording() or private.in_transform()
     if wrapped or not plain or made.device.type != "cpu" or device.type in ("cpu", "meta"):
         return made.to(device)
     # torch uses this memory again only when the copy is done.

@@ -14,10 +14,10 @@ from math import prod
 
 import torch
 
+from ltx.core.base.private import storage_uses
+
 #: Of each bucket: what one step's gradients lie in while the next step's come.
 _KEPT = 2
-
-_uses = getattr(torch._C, "_storage_Use_Count", None)  # torch's own, not public
 
 
 def _references_without_users() -> int:
@@ -49,14 +49,14 @@ class BufferPool:
         self, plan: Hashable, place: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """An uninitialised tensor for the bucket at `place` of `plan`; what other plans lay in is given back."""
-        if _uses is None or device.type != "cpu":
+        if storage_uses is None or device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         if self._plan is not plan and self._plan != plan:
             self._plan, self._kept = plan, {}
         kept, nbytes = self._kept.setdefault(place, []), prod(shape) * dtype.itemsize
         for storage in kept:
             # Tensors and arrays count as uses of the memory; a reference to a storage is one to this very object.
-            if storage.nbytes() == nbytes and _uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED:
+            if storage.nbytes() == nbytes and storage_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED:
                 again: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
                 return again if len(shape) == 1 else again.view(shape)
         made = torch.empty(shape, dtype=dtype)

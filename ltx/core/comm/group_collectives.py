@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ltx.core.base import private
 from ltx.core.comm.backends import is_gloo
 
 _VMAP_KNOWS_VIEW = torch._C._dispatch_has_kernel_for_dispatch_key("aten::view.dtype", "FuncTorchBatched")
@@ -36,7 +37,7 @@ class _View(torch.autograd.Function):
 
 def view_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The bits of `x` as numbers of `dtype`, as ``x.view(dtype)`` has them; without a gradient."""
-    if _VMAP_KNOWS_VIEW or not torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if _VMAP_KNOWS_VIEW or not private.is_wrapped(x):
         return x.view(dtype)
     viewed: torch.Tensor = _View.apply(x, dtype)  # type: ignore[no-untyped-call]
     return viewed

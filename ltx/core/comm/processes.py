@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ltx.core.base import private
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.channel import Work
 from ltx.core.comm.debug import under_way
@@ -124,7 +125,7 @@ class ProcessRanks(AxisComm):
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
         user, signature = self.user, describe()
         user.advance(replace(self.negotiate(user, key(), lambda: signature), signature=signature))
-        with torch._C._DisableFuncTorch():  # they are sizes, the same under every transform
+        with private.below_transforms():  # they are sizes, the same under every transform
             mine = torch.tensor(numbers, dtype=torch.int64)
             rows: list[list[int]] = user.issue("all_gather", mine, f"{label}: lengths", on_host=True).wait().tolist()
         return rows

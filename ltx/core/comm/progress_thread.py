@@ -18,7 +18,7 @@ _PATIENCE_S = 0.1
 _PAUSE_S = 0.01
 
 
-class Pending(Protocol):
+class Unfinished(Protocol):
     """What the thread continues."""
 
     @property
@@ -35,12 +35,12 @@ class _Mover:
     """The thread, and what it continues."""
 
     def __init__(self) -> None:
-        self._watched: list[tuple[float, weakref.ref[Pending]]] = []
+        self._watched: list[tuple[float, weakref.ref[Unfinished]]] = []
         self._ends = False
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def watch(self, pending: Pending) -> None:
+    def watch(self, pending: Unfinished) -> None:
         """Call ``pending.poll()`` now and then, once it has been pending for a while, until it is ``over`` or gone."""
         with self._more:
             self._watched.append((time.monotonic(), weakref.ref(pending)))
@@ -79,7 +79,7 @@ class _Mover:
                     _poll(ref)
 
 
-def _poll(ref: weakref.ref[Pending]) -> None:
+def _poll(ref: weakref.ref[Unfinished]) -> None:
     if (pending := ref()) is not None:
         with suppress(BaseException):  # a wait raises
             pending.poll()

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-import torch
-
+from ltx.core.base import private
 from ltx.core.base.errors import (
     DeadlockDetectedError,
     LtxError,
@@ -68,7 +67,7 @@ _enclosing: list[int] = []
 @contextmanager
 def nested_run() -> Iterator[None]:
     """Surrounds a run of the engine inside another one, whose passes continue afterwards."""
-    _enclosing.append(torch._C._current_graph_task_id())
+    _enclosing.append(private.graph_task())
     try:
         yield
     finally:
@@ -86,12 +85,12 @@ class BackwardPass:
     """One backward pass, until everything it has issued is complete (:meth:`done`)."""
 
     def __init__(self) -> None:
-        self.task: int = torch._C._current_graph_task_id()
+        self.task: int = private.graph_task()
         self.is_done = False
         self.flush: Callable[[], None] = lambda: None  # waits for what it has issued so far
         if self.task >= 0:
             # At the end of a pass that went well, also of one that wanted no gradient of a parameter.
-            torch.autograd.Variable._execution_engine.queue_callback(self.done)
+            private.at_end_of_pass(self.done)
 
     def done(self) -> None:
         """The pass is over."""
@@ -137,7 +136,7 @@ class Recovery:
 
         The number is part of every step summary meanwhile. What raises before leaves the step, and its peers are told.
         """
-        self._find_dropped(torch._C._current_graph_task_id())
+        self._find_dropped(private.graph_task())
         self._calls += 1
         self.recover()
         committed: list[bool] = []
@@ -178,7 +177,7 @@ class Recovery:
         Ranks compare by the number of collectives that they have issued, which differ where some have left the last
         pass halfway. So all recover first. A rank that learns in the comparison that its peers have left leaves too.
         """
-        self._find_dropped(torch._C._current_graph_task_id())
+        self._find_dropped(private.graph_task())
         self.recover()
         try:
             yield
@@ -198,7 +197,7 @@ class Recovery:
     @property
     def inside(self) -> bool:
         """Whether the current code runs in a pass."""
-        task = torch._C._current_graph_task_id()
+        task = private.graph_task()
         return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
 
     def complete(self) -> None:

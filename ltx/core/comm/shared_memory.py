@@ -41,9 +41,10 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import Store
 
+from ltx.core.base import private
 from ltx.core.base.errors import message_of
+from ltx.core.base.private import Store
 from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, Job, part, sum_of
 from ltx.core.comm.operations import OPERATIONS
 
@@ -156,7 +157,7 @@ class SharedMemoryTransport:
         self._begun += 1  # first: if this fails on this rank alone, the peers refuse all that follows
         work = SharedMemoryWork(self)
         try:
-            with torch._C._DisableFuncTorch(), torch.no_grad():
+            with private.below_transforms(), torch.no_grad():
                 row = OPERATIONS[operation]
                 out = row.new_result(buffer, self.size)
                 chunks = list(row.chunks(Job(buffer, out, arguments, self.rank, self.size)))
@@ -197,7 +198,7 @@ class SharedMemoryTransport:
             # A waiting thread may be under a transform, which must not see these bytes. In inference mode it may write
             # to tensors that were made in that mode, and to all others. Not by torch.inference_mode(): an interrupt
             # probably comes during a wait, so here, and in the middle of its Python code it would leave the mode on.
-            with torch._C._DisableFuncTorch(), torch._C._InferenceMode(True):
+            with private.below_transforms(), private.inference(True):
                 try:
                     while self._empty() or self._reduce() or self._fill():
                         moved = True

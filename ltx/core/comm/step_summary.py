@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ltx.core.base import traced
+from ltx.core.base import private, traced
 from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError, WeightError
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
@@ -73,7 +73,7 @@ class Said:
 
 
 @dataclass(eq=False, repr=False)
-class PendingSummary:
+class IssuedSummary:
     """A step summary that is pending; `compare` gives what each rank says of itself where digests differ.
 
     On a stream-ordered backend the host doesn't stop for it: :meth:`enqueued` gives the sums as the device will have
@@ -165,7 +165,7 @@ class PendingSummary:
         )
 
 
-def end_pass(among: AxisComm, summary: PendingSummary) -> StepSummary:
+def end_pass(among: AxisComm, summary: IssuedSummary) -> StepSummary:
     """End a pass all buckets of which are complete or enqueued: its step summary, which is checked here or later."""
     if summary.stays_on_device:
         among.unread = summary
@@ -212,7 +212,7 @@ def begin_pass(
     total: torch.Tensor | float = 0.0,
     weight: torch.Tensor | float = 0.0,
     unreduced: str = "",
-) -> PendingSummary:
+) -> IssuedSummary:
     """Begin a pass over buckets: wait until the last one is out of the way, then issue this rank's step summary.
 
     Args:
@@ -236,7 +236,7 @@ def begin_pass(
     place = f"apart/{channel.address}/{channel.begun}"
     compare = partial(among.store_exchange.exchange, place, astuple(said), "a comparison of steps", _EXPLAINING_S)
     work = send_summary(channel, total, weight, said, axis_comm.device)
-    return PendingSummary(work, channel, axis_comm.stream_of(axis_comm.device), weighted, compare)
+    return IssuedSummary(work, channel, axis_comm.stream_of(axis_comm.device), weighted, compare)
 
 
 def send_summary(
@@ -260,7 +260,7 @@ def count_in_graph(
 
     `total`, `squares`: the sums over ranks of :func:`number_in_graph` and of its square.
     """
-    with torch._C._DisableFuncTorch():
+    with private.below_transforms():
         sums = [unwrapped(x).detach() for x in (total, squares)]
         one: torch.Tensor = torch.ops.ltx.count_step(*sums, unwrapped(clock).detach(), step, axis_key)
     return clock + one
@@ -297,7 +297,7 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
         return exchange.exchange(exchange.new_place(), said, "a comparison of steps", _EXPLAINING_S)
 
     read_last_summary(axis_comm)
-    end_pass(axis_comm, PendingSummary(work, axis_comm.bucket_channel(0), stream, compare=compare))
+    end_pass(axis_comm, IssuedSummary(work, axis_comm.bucket_channel(0), stream, compare=compare))
     return one
 
 

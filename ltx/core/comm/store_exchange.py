@@ -18,9 +18,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
 
 from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StoreGoneError
+from ltx.core.base.private import FileStore, Store
 from ltx.core.comm.shared_memory import progress_everywhere
 
 T = TypeVar("T")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ltx.core.base import private
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError, UnsupportedError
 from ltx.core.comm.diagnosis import left_halfway, parted
 from ltx.core.comm.recovery import ALIKE, OF_PEERS, Forward
@@ -199,7 +200,7 @@ class Turns:
             RankMismatchError: members call something else, or return; on all ranks that wait.
             PeerLostError: another rank has raised something.
         """
-        if torch.autograd.forward_ad._current_level >= 0:
+        if private.has_tangents():
             raise UnsupportedError(
                 f"rank {rank}: {call.what} on axis {call.axis_name!r} was called under forward mode (jvp, jacfwd, "
                 "hessian), whose state torch has once for all threads, so ltx.simulate can't run another rank "
@@ -283,7 +284,7 @@ def _complete(calls: list[Call]) -> None:
             texts = {i: "; ".join(s.brief for s in call.signatures) for i, call in enumerate(calls)}
             raise mismatch(first.axis_name, "the calls", texts, "call the same collectives in the same order")
         # The last rank computes what all get, so its own modes mustn't count.
-        with torch.no_grad(), torch._C._DisableFuncTorch(), torch._C._DisableAutocast():
+        with torch.no_grad(), private.below_transforms(), private.without_autocast():
             results = [values] * len(calls) if first.combine is None else first.combine(values)
     except Exception as error:
         for call in calls:

@@ -28,9 +28,9 @@ from itertools import count
 from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from ltx.core.base.errors import LtxError, RankMismatchError
+from ltx.core.base.private import PrefixStore, Store
 from ltx.core.comm.diagnosis import Node, Record, Status, ThreadWait, Told, silent_of, stuck
 from ltx.core.comm.signature import list_values
 from ltx.core.comm.store_exchange import ENDING_S, StoreCaller, poll_until

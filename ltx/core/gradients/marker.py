@@ -28,8 +28,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch._C import _functorch
 
+from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.collectives.linear import Function, apply, in_autograd_vmap, index_below
 from ltx.core.gradients.reduction import Bucket
@@ -59,13 +59,13 @@ def raise_priority(output: torch.Tensor, priority: int) -> None:
         set_sequence_nr = getattr(output.grad_fn, "_set_sequence_nr", None)
         if set_sequence_nr is not None:
             set_sequence_nr(priority)
-        if not _functorch.is_functorch_wrapped_tensor(output):
+        if not private.is_wrapped(output):
             return
-        output = _functorch.get_unwrapped(output)
+        output = private.unwrapped_once(output)
 
 
 def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    if not torch._C._are_functorch_transforms_active():
+    if not private.in_transform():
         return tuple(tensors)  # of which plain autograd makes views itself
     return tuple([None if t is None else t.view_as(t) for t in tensors])
 
@@ -125,7 +125,7 @@ def _peel(
     axis: Axis, batch_size: int, tensors: Sequence[torch.Tensor], dims: Sequence[int | None]
 ) -> tuple[bool, list[torch.Tensor]]:
     """The tensors with the current vmap level's dimension in front, and whether that level is the axis."""
-    level = (_functorch.maybe_current_level() or 0) + 1
+    level = (private.maybe_current_level() or 0) + 1
     here = level in axis.ranks.levels
     stacked = [
         t.expand(batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
@@ -146,17 +146,11 @@ def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) ->
     return [t.movedim(front, at) * factor for t in totals]
 
 
-def _reverse_only(schedule: Schedule) -> bool:
-    """Whether a forward pass can have no tangents: the common case, which should have no overhead."""
-    forward_mode = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    return not (forward_mode or schedule.threaded)
-
-
 def _plain() -> bool:
     """Whether nothing differentiates or batches the backward pass."""
-    if torch.autograd.forward_ad._current_level >= 0:  # gradients may have tangents
+    if private.has_tangents():  # gradients may have tangents
         return False
-    return not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or in_autograd_vmap())
+    return not (torch.is_grad_enabled() or private.in_transform() or in_autograd_vmap())
 
 
 class Begin(Function):
@@ -270,9 +264,10 @@ class Fence(Peeled):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, _, ctx.dims, *_ = inputs
-        # Gradients that are pending can't be materialised; tangents are, below.
+        # Gradients that are pending can't be materialised; tangents are, below, where there may be some.
         ctx.set_materialize_grads(False)
-        ctx.zeros = [] if _reverse_only(ctx.schedule) else [_zeros_later(t) for t in output]
+        forward_mode = ctx.schedule.threaded or private.has_tangents() or private.in_transform()
+        ctx.zeros = [_zeros_later(t) for t in output] if forward_mode else []
 
     @staticmethod
     def backward(ctx: Any, *started: torch.Tensor) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ltx.core.base import traced
+from ltx.core.base import private, traced
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.reduction import Bucket, LeafState, Terms
@@ -166,7 +166,7 @@ def prefers_few_calls(x: torch.Tensor) -> bool:
 
 
 def _is_eager(x: torch.Tensor) -> bool:
-    return not (traced.recording() or torch._C._are_functorch_transforms_active() or type(x) is not torch.Tensor)
+    return not (traced.recording() or private.in_transform() or type(x) is not torch.Tensor)
 
 
 #: Numbers of a chunk. ``benchmarks.codecs`` took 2^15 to 2^20: shorter ones are all calls, longer ones leave the cache.

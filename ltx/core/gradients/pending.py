@@ -1,4 +1,4 @@
-"""Pending reductions: several buckets at once on the bucket channels of an axis.
+"""What is pending of a pass: its step summary, and several buckets at once on the bucket channels of an axis.
 
 Each phase of a hook (its first collective, its second, ...) has a channel of its own. On each channel collectives go
 out in bucket order, so all ranks issue alike, whatever the order in which gradients arrive and collectives complete.
@@ -7,9 +7,10 @@ On stream-ordered backends an axis has one communicator, and the host needn't wa
 enqueued as a whole when it is launched, on the communication stream. So the order of issues is that of the buckets, and
 within a bucket that of its phases.
 
-The same outside of a backward pass is an :class:`Exchange`. A strategy writes what it does with parameters as a
-communication hook too, so the same lines run between processes, on simulated ranks, and on the meta device, where
-:func:`ltx.profile.explain` counts what they send.
+Train steps, :func:`ltx.grad`, ``loss.backward()``, :func:`ltx.sync_gradients` and :func:`ltx.hooks.to_torch` have a
+:class:`Pending` for each pass. The same outside of a backward pass is an :class:`Exchange`. A strategy writes what it
+does with parameters as a communication hook too, so the same lines run between processes, on simulated ranks, and on
+the meta device, where :func:`ltx.profile.explain` counts what they send.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base.errors import LtxError, StrategyError, UnsupportedError
+from ltx.core.base.private import graph_task
 from ltx.core.comm.backends import StreamFence
 from ltx.core.gradients.comm_hook import CommHook, program_of, reduce_at_once
 from ltx.core.gradients.packing import pack, pack_pure, unpack
@@ -38,8 +40,8 @@ from ltx.core.gradients.reduction import (
 
 
 @dataclass
-class _PendingReduction:
-    """A pending bucket: its program, and the collective that it waits for. `hook` says how many it may issue."""
+class _Launched:
+    """A bucket: its program, and the collective that it waits for. `hook` says how many it may issue."""
 
     hook: CommHook
     program: Program | None
@@ -51,24 +53,83 @@ class _PendingReduction:
     fence: StreamFence | None = None  # until the stream that waits is behind the result
 
 
-class PendingReductions:
-    """The reductions of one backward pass, in the order of their launches. `summed`: their sums are wanted."""
+class Pending:
+    """What one pass sends: its step summary, if it has one, and its buckets in the order of their launches.
+
+    Args:
+        axis_comm: on whose channels buckets go out.
+        among: the ranks that are in the pass, if these are a part of it.
+        channel_of: the channel of a phase.
+        what: what errors call a bucket.
+        summed: whether the sums of buckets are wanted (:meth:`total`).
+    """
 
     def __init__(
         self,
         axis_comm: comm.AxisComm,
+        among: comm.AxisComm | None = None,
         channel_of: Callable[[comm.AxisComm, int], comm.Channel] = comm.AxisComm.bucket_channel,
         what: str = "bucket",
         summed: bool = False,
     ):
-        self._comm = axis_comm
-        self._channel_of = channel_of
-        self._what = what
-        self._summed = summed
-        self._pending: list[_PendingReduction] = []
+        self._comm, self._among = axis_comm, among or axis_comm
+        self._channel_of, self._what, self._summed = channel_of, what, summed
+        self._launched: list[_Launched] = []
+        self._run: comm.BackwardPass | None = None  # the run of autograd's engine that it is in
+        self.summary: comm.IssuedSummary | None = None
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._launched)
+
+    # --- the pass ----------------------------------------------------------------------------------------------------
+
+    def enter(self, later_phases: bool = True) -> None:
+        """The engine runs the pass, and may drop it. `later_phases`: a bucket may issue more than one collective."""
+        self._run = self._among.recovery.enter()
+        if later_phases:
+            self._run.flush = self.flush
+
+    @property
+    def going_on(self) -> bool:
+        """Whether the engine still runs it, and hasn't dropped it."""
+        return self._run is not None and self._run.task == graph_task()
+
+    def flush_others(self) -> None:
+        """Wait for what other passes have issued, before this one issues more."""
+        if self._run is not None:
+            self._among.recovery.flush_others(self._run)
+
+    def send_summary(
+        self,
+        name: str,
+        agreement: comm.Agreement | None,
+        total: torch.Tensor | float = 0.0,
+        weight: torch.Tensor | float = 0.0,
+        unreduced: str = "",
+    ) -> None:
+        """Issue the step summary, ahead of the buckets; arguments as in :func:`ltx.core.comm.begin_pass`."""
+        self.summary = comm.begin_pass(self._comm, self._among, name, agreement, total, weight, unreduced)
+
+    def abandon(self, reason: BaseException) -> None:
+        """Tell the peers that this pass won't continue, if they know that it has begun."""
+        if self.summary is not None or (self._run is not None and not self._run.is_done):
+            self._among.recovery.abort(reason)
+
+    def forget(self) -> None:
+        """Nothing of it has to be told to peers any more."""
+        self.summary = None
+        if self._run is not None:
+            self._run.done()
+
+    def finish(self, midway: bool = False) -> comm.StepSummary | None:
+        """After the last bucket: the step summary, if there is one. `midway`: another pass of the same step follows."""
+        summary = self.summary
+        self.forget()
+        if not midway:
+            self._among.recovery.complete()
+        return None if summary is None else comm.end_pass(self._among, summary)
+
+    # --- its buckets -------------------------------------------------------------------------------------------------
 
     def launch(self, program: Program, hook: CommHook, then: Callable[[Reduced], None] | None = None) -> None:
         """Start the program of the next bucket in order, which is that of `hook`.
@@ -78,8 +139,8 @@ class PendingReductions:
         A hook without collectives of its own may wait for something else. Peers that are still in their backward pass
         can't be made to wait for that, so such a hook runs when the bucket is waited for.
         """
-        pending = _PendingReduction(hook, program, then=then)
-        self._pending.append(pending)
+        pending = _Launched(hook, program, then=then)
+        self._launched.append(pending)
         if hook.phases_on(self._comm.size) == 0:
             return
         device = program.reads[0].device
@@ -99,7 +160,7 @@ class PendingReductions:
 
     def _advance(self, place: int) -> None:
         """Wait for a reduction's collective, run it up to its next one, and issue that."""
-        pending = self._pending[place]
+        pending = self._launched[place]
         result = pending.work.wait() if pending.work is not None else None
         # Inference tensors count no writes.
         arrived, version = result, None if result is None or result.is_inference() else result._version
@@ -133,22 +194,22 @@ class PendingReductions:
 
     def poll(self) -> None:
         """Continue reductions whose collective is complete, as long as each phase stays in bucket order."""
-        for place, pending in enumerate(self._pending):
+        for place, pending in enumerate(self._launched):
             while pending.work is not None and pending.work.done and self._may_issue(place, pending.phase):
                 self._advance(place)
 
     def _may_issue(self, place: int, phase: int) -> bool:
-        return all(earlier.completed is not None or earlier.phase > phase for earlier in self._pending[:place])
+        return all(earlier.completed is not None or earlier.phase > phase for earlier in self._launched[:place])
 
     @property
     def done(self) -> bool:
         """Whether all are complete, or would be at once."""
         self.poll()
-        return all(pending.completed is not None for pending in self._pending)
+        return all(pending.completed is not None for pending in self._launched)
 
     def completed(self, place: int) -> Reduced | None:
         """The result of a bucket, if it is complete, for the current stream."""
-        pending = self._pending[place]
+        pending = self._launched[place]
         if pending.fence is not None and pending.completed is not None:
             flat, states = pending.completed
             used = () if pending.program is None else pending.program.reads
@@ -158,7 +219,7 @@ class PendingReductions:
 
     def total(self, place: int) -> float | None:
         """The sum of all elements of a complete bucket, or NaN; None if it wasn't taken."""
-        return self._pending[place].total
+        return self._launched[place].total
 
     def wait_each(self) -> Iterator[Reduced]:
         """The results of all buckets in order, each as soon as it is complete."""
@@ -167,7 +228,7 @@ class PendingReductions:
         given = 0
         while given < len(self):
             for place in range(given, len(self)):
-                if self._pending[place].completed is None:
+                if self._launched[place].completed is None:
                     self._advance(place)
                 while given < len(self) and (reduced := self.completed(given)) is not None:
                     yield reduced
@@ -202,8 +263,7 @@ class Exchange:
     ):
         self._midway = midway
         self._plan = plan
-        self._pending: PendingReductions | None = None
-        self._summary: comm.PendingSummary | None = None
+        self._pending: Pending | None = None
         self._completed: list[Reduced] = []
         self._failed: LtxError | None = None
         self._states = list(states) or [{} for _ in tensors]
@@ -239,20 +299,20 @@ class Exchange:
         return reduce_at_once(plan.hook, plan.axis, plan.bucket_input(bucket, flat, states))
 
     def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
-        plan, hook = self._plan, self._plan.hook
+        plan, name = self._plan, "an exchange of the strategy"
         if background:
             axis_comm.recovery.recover()
-            axis_comm.under_way = "an exchange of the strategy"
+            axis_comm.under_way = name
             assert plan.agreement is not None
             axis_comm.background.advance(plan.agreement)
-            self._pending = PendingReductions(axis_comm, lambda axis_comm, phase: axis_comm.background, "background")
+            self._pending = Pending(axis_comm, channel_of=lambda on, phase: on.background, what="background")
         else:
-            self._summary = comm.begin_pass(axis_comm, axis_comm, "an exchange of the strategy", plan.agreement)
-            self._pending = PendingReductions(axis_comm, what="exchange")
+            self._pending = Pending(axis_comm, what="exchange")
+            self._pending.send_summary(name, plan.agreement)
         for bucket in plan.buckets:
             mine, states = self._of(bucket, tensors)
-            flat = pack(mine, bucket, hook, plan.axis.size, states)
-            self._pending.reduce(hook, plan.bucket_input(bucket, flat, states))
+            flat = pack(mine, bucket, plan.hook, plan.axis.size, states)
+            self._pending.reduce(plan.hook, plan.bucket_input(bucket, flat, states))
 
     @property
     def done(self) -> bool:
@@ -279,18 +339,14 @@ class Exchange:
 
     def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
         """:meth:`wait` by bucket: (bucket, (what the hook returns for it, the next states))."""
-        try:
-            if self._failed is not None:
-                raise self._failed
-            if self._pending is not None:
+        if self._failed is not None:
+            raise self._failed
+        if self._pending is not None:
+            try:
                 self._completed = list(self._pending.wait_each())
-                if self._summary is not None:
-                    comm.end_pass(self._plan.axis.comm, self._summary)
-                if not self._midway:
-                    self._plan.axis.comm.recovery.complete()
-                self._pending = None
-        except BaseException as error:
-            if self._summary is not None:  # a wait in the background may be repeated
-                self._plan.axis.comm.recovery.abort(error)
-            raise
+                self._pending.finish(self._midway)
+            except BaseException as error:
+                self._pending.abandon(error)  # but for one in the background, whose wait may be repeated
+                raise
+            self._pending = None
         return list(zip(self._plan.buckets, self._completed, strict=True))

@@ -18,11 +18,10 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
-from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from ltx.core import comm
-from ltx.core.base import tree
+from ltx.core.base import private, tree
 from ltx.core.base.arguments import ShortRepr, brief, check_fields, seconds, whole
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.comm import Network
@@ -63,21 +62,21 @@ def arrival_order(params: Tree, wanted: Sequence[int]) -> list[int]:
 
 def tracked(tensor: torch.Tensor) -> bool:
     """Whether a gradient with respect to `tensor` is wanted, by plain autograd or at any level of torch.func."""
-    if not torch._C._are_functorch_transforms_active():
+    if not private.in_transform():
         return tensor.requires_grad and torch.is_grad_enabled()
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     # At each level `requires_grad` speaks of that level alone.
     while not tensor.requires_grad:
-        if not _functorch.is_functorch_wrapped_tensor(tensor):
+        if not private.is_wrapped(tensor):
             return False
-        tensor = _functorch.get_unwrapped(tensor)
+        tensor = private.unwrapped_once(tensor)
     return True
 
 
 def all_tracked(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The places of those that are :func:`tracked`."""
-    if torch._C._are_functorch_transforms_active():
+    if private.in_transform():
         return [i for i, x in enumerate(tensors) if tracked(x)]
     return [i for i, x in enumerate(tensors) if x.requires_grad] if torch.is_grad_enabled() else []
 
@@ -86,10 +85,10 @@ def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether one of them is :func:`tracked`, or has a tangent; or may have one, below other transforms."""
     if all_tracked(tensors):
         return True
-    if forward_ad._current_level < 0:
+    if not private.has_tangents():
         return False
-    if torch._C._are_functorch_transforms_active():
-        return any(map(_functorch.is_functorch_wrapped_tensor, tensors))
+    if private.in_transform():
+        return any(map(private.is_wrapped, tensors))
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 

@@ -18,19 +18,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch._C import _functorch
 
 from ltx.core import comm
+from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.comm_hook import CommHook, ExactSum, program_of, reduce_at_once
 from ltx.core.gradients.packing import pack, unpack
-from ltx.core.gradients.pending import PendingReductions
+from ltx.core.gradients.pending import Pending
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
     Bucket,
@@ -131,7 +131,7 @@ def _under_vmaps(
         return body(replace(axis, ranks=axis.ranks.at(levels)) if levels else axis, *tensors)
 
     def inner(*entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        here = (*levels, _functorch.current_level()) if dims[0] else levels
+        here = (*levels, private.current_level()) if dims[0] else levels
         return _under_vmaps(body, dims[1:], axis, entries, here)
 
     # Contiguous: what all ranks share comes back expanded, which forward mode can't attach tangents to.
@@ -189,25 +189,10 @@ class GraphSchedule(Schedule):
         return tuple(outs)
 
 
-@dataclass(frozen=True)
-class PassOptions:
-    """What a training step asks of one backward pass.
-
-    Attributes:
-        name: what errors call the pass.
-        sums: whether the sum of each bucket's elements is wanted (:meth:`ProcessSchedule.total`).
-        program: makes the program of a bucket; :meth:`ProcessSchedule.program` if None.
-    """
-
-    name: str = "a backward pass"
-    sums: bool = False
-    program: ProgramOf | None = None
-
-
 class ProcessSchedule(Schedule):
-    """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`PendingReductions`).
+    """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`Pending`).
 
-    With `deferred` there is no fence: a train step waits for the buckets itself, one by one.
+    With `deferred` there is no fence: who has called the step begins the pass and waits for its buckets, one by one.
 
     If the hook stays within a part of the axis, so does the step summary: other ranks needn't be in this pass.
 
@@ -223,52 +208,49 @@ class ProcessSchedule(Schedule):
         assert plan.axis.comm
         self.fenced = not deferred
         self.comm: comm.AxisComm = plan.axis.comm
-        self.summary: comm.PendingSummary | None = None
-        self.options = PassOptions()
         #: Called when the backward pass is over.
         self.on_end: Callable[[], None] = lambda: None
-        self._backward_pass: comm.BackwardPass | None = None
+        #: Makes the program of a bucket whose gradients are there; :meth:`program` if None.
+        self.program_of: ProgramOf | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
         self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
         self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
         self._reset()
 
-    def configure(self, options: PassOptions) -> None:
-        """Use these options for the buckets launched from now on."""
-        self.options = options
-
     @property
     def among(self) -> comm.AxisComm:
         """The communicator of the ranks that are in this pass together."""
         return self.comm if self._part is None or self.again else self._part
 
-    def send_summary(self, total: torch.Tensor | float = 0.0, weight: torch.Tensor | float = 0.0) -> None:
-        """Issue the step summary ahead of the buckets."""
-        name, agreement, unreduced = self.options.name, self.plan.agreement, self.unreduced()
-        self.summary = comm.begin_pass(self.comm, self.among, name, agreement, total, weight, unreduced)
+    def send_summary(
+        self,
+        name: str = "a backward pass",
+        total: torch.Tensor | float = 0.0,
+        weight: torch.Tensor | float = 0.0,
+        sums: bool = False,
+    ) -> None:
+        """Begin a deferred pass, which errors call `name`, by its step summary. `sums`: :meth:`total` will be asked."""
+        self._reset(sums)
+        self.pending.send_summary(name, self.plan.agreement, total, weight, self.unreduced())
 
     def in_forward(self) -> AbstractContextManager[None]:
         return self.among.recovery.forward.entered(_issued_by_user)
 
     def begin(self) -> None:
-        self._reset()
+        if self.fenced:  # who waits for the buckets itself has begun the pass, and watches it
+            self._reset()
+            self.pending.enter(self.has_later_phases)
+            self.pending.send_summary("a backward pass", self.plan.agreement, unreduced=self.unreduced())
         self._held = self._shared and _issued_in_graphs() != self._in_graphs
-        if self.summary is None:
-            # A deferred pass has sent its summary already, and its train step watches it.
-            self._backward_pass = self.among.recovery.enter()
-            if self.has_later_phases:
-                self._backward_pass.flush = self.pending.flush
-            self.send_summary()
 
     def abandon(self, reason: BaseException) -> None:
         """Tell the peers that this pass won't continue, if it has begun."""
-        if self.summary is not None:
-            self.among.recovery.abort(reason)
+        self.program_of = None
+        self.pending.abandon(reason)
 
-    def _reset(self) -> None:
-        #: The buckets that are launched.
-        self.pending = PendingReductions(self.comm, summed=self.options.sums)
+    def _reset(self, sums: bool = False) -> None:
+        self.pending = Pending(self.comm, self.among, summed=sums)
         self._batches: dict[int, torch.Size] = {}
         self._ready: dict[int, Program] = {}
 
@@ -279,10 +261,10 @@ class ProcessSchedule(Schedule):
         with self._watched():
             self._check_batchable(dims, states)
             self._batches[index] = tensors[0].shape[: len(dims)]
-            program = self.options.program or self.program
+            program = self.program_of or self.program
             self._ready[index] = program(bucket, grads, self.plan.states_of(bucket, states))
-            if self._backward_pass is not None and self.has_later_phases:
-                self.among.recovery.flush_others(self._backward_pass)
+            if self.has_later_phases:
+                self.pending.flush_others()
             if not self._held:
                 self._launch_ready()
             self.pending.poll()
@@ -295,16 +277,24 @@ class ProcessSchedule(Schedule):
             yield
         except BaseException as error:
             if isinstance(error, UnsupportedError) and not len(self.pending):
-                self._forget()  # a mistake of the program, which all ranks see before the first bucket
+                self.pending.forget()  # a mistake of the program, which all ranks see before the first bucket
             else:
                 self.abandon(error)
             raise
+
+    def backward(self, objective: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
+        """Run a deferred pass from `objective`; None where it reaches no parameter."""
+        if objective is not None:
+            with comm.span("backward"):
+                torch.autograd.backward(objective, inputs=inputs)
+        self.launch()
 
     def launch(self) -> None:
         """The backward pass is over: launch what isn't yet."""
         on_end, self.on_end = self.on_end, lambda: None
         on_end()
         self._launch_ready()
+        self.program_of = None  # it holds the step
 
     def _launch_ready(self) -> None:
         while (program := self._ready.pop(len(self.pending), None)) is not None:  # one that is early waits its turn
@@ -342,19 +332,6 @@ class ProcessSchedule(Schedule):
         """Whether a bucket may issue more than one collective."""
         return bool(self.hook.phases_on(self.plan.axis.size) > 1)
 
-    def finish(self) -> comm.StepSummary | None:
-        """After the last bucket: return the step summary, and forget this pass, so another may follow."""
-        summary = self.summary
-        self._forget()
-        self.among.recovery.complete()
-        return comm.end_pass(self.among, summary) if summary is not None else None
-
-    def _forget(self) -> None:
-        self.summary = None
-        if self._backward_pass is not None:
-            self._backward_pass.done()
-        self._reset()
-
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with self._watched():
             outs = [
@@ -364,6 +341,12 @@ class ProcessSchedule(Schedule):
             ]
         self.finish()
         return tuple(outs)
+
+    def finish(self) -> comm.StepSummary | None:
+        """After the last bucket: the step summary. What was reduced is no longer held here."""
+        pending = self.pending
+        self._reset()
+        return pending.finish()
 
 
 def _issued_by_user() -> int:

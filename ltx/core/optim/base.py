@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import optree
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
+from ltx.core.base import private
 from ltx.core.base.arguments import Offering, brief, checked, shown
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import NAMESPACE, check_tensors, describe, flatten, leaf_paths, register_node, unflatten
@@ -302,7 +302,7 @@ def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: 
 
 def is_transforming() -> bool:
     """Whether a ``torch.func`` transform is running, or forward-mode differentiation."""
-    return _functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+    return private.maybe_current_level() is not None or private.has_tangents()
 
 
 def differentiated(*lists: Iterable[Tensor]) -> bool:

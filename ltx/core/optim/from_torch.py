@@ -11,10 +11,9 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.autograd.graph import increment_version
 
-from ltx.core.base import traced
+from ltx.core.base import private, traced
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import OptimError, UnsupportedError
 from ltx.core.base.tree import check_tensors, flatten
@@ -181,7 +180,7 @@ class TorchOptimizer(ClassOptimizer):
         """The learning rate, if somebody differentiates or batches it: torch's classes take most rates for numbers."""
         if not isinstance(lr, Tensor) or traced.recording():
             return None
-        if not (any_derivative([lr]) or _functorch.is_functorch_wrapped_tensor(lr)):
+        if not (any_derivative([lr]) or private.is_wrapped(lr)):
             return None
         if self.cls not in _PROPORTIONAL:
             raise OptimError(
@@ -275,7 +274,7 @@ def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tenso
     # Powers of the decays are taken of the count of steps, in its dtype here and in float64 in torch's other paths.
     news = [{name: x.double() if name == "step" else x.clone() for name, x in state.items()} for state in states]
     # Compilers make one kernel of an operation on lists, and take less time for it. Transforms have no rules for them.
-    traced_in_lists = traced.recording() and not torch._C._are_functorch_transforms_active()
+    traced_in_lists = traced.recording() and not private.in_transform()
     with torch.no_grad():
         # Neither path reads a number off a tensor.
         run = partial(optimizer.kernel.run, list(tensors[:count]), news, params, lr=optimizer._lr(0), fused=False)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from ltx.core.base import private
 from ltx.core.base.errors import OptimError
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import LeafStates, Rate, Tensors
@@ -261,9 +261,9 @@ def run_pure(rule: Rule, grads: Tensors, states: LeafStates, params: Tensors) ->
     differ between examples. Under ``grad`` and ``jvp`` torch's differentiable single-tensor path runs on copies.
     """
     flat = [*grads, *params, *chain.from_iterable(state.values() for state in states)]
-    wrapped = [t for t in flat if _functorch.is_functorch_wrapped_tensor(t)]
-    outermost = max(wrapped, key=_functorch.maybe_get_level, default=None)
-    if outermost is not None and _functorch.is_batchedtensor(outermost):
+    wrapped = [t for t in flat if private.is_wrapped(t)]
+    outermost = max(wrapped, key=private.level_of, default=None)
+    if outermost is not None and private.is_batched(outermost):
         keys = [tuple(state) for state in states]
         return _unflatten(_PerExample.apply(rule, keys, *flat), keys)  # type: ignore[no-untyped-call]
     differentiable = outermost is not None or any_derivative(flat)

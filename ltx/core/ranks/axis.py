@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C import _functorch
-from torch._guards import TracingContext
 
+from ltx.core.base import private
 from ltx.core.base.arguments import brief, check_fields
 from ltx.core.base.errors import AxisError
 from ltx.core.base.traced import at_trace_time
@@ -120,7 +119,7 @@ _whole_world: list[Axis] = []  # all ranks of a world that has several axes
 #: In place of a thread: what all threads find that have opened no axis themselves.
 OTHERS = 0
 # By the thread that opened them: threads simulate ranks without each other. With the trace of Dynamo's, if one did.
-_opened_axes: dict[int, list[tuple[Axis, TracingContext | None]]] = {}
+_opened_axes: dict[int, list[tuple[Axis, private.TracingContext | None]]] = {}
 
 
 def check_open(axis: Axis) -> Axis:
@@ -262,11 +261,11 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
 @at_trace_time
 def open_simulated(name: str, size: int, device: torch.device | None = None) -> int:
     """Open an axis of simulated ranks at torch.func's current level, which it gives. `device`: of what is mapped."""
-    level: int = _functorch.current_level()
+    level: int = private.current_level()
     opened = _opened_axes.setdefault(threading.get_ident(), [])
     while opened and opened[-1][0].ranks.level >= level:  # left behind by a trace that failed
         opened.pop()
-    opened.append((Axis(name, size, VmapRanks(level, device=device)), TracingContext.try_get()))
+    opened.append((Axis(name, size, VmapRanks(level, device=device)), private.TracingContext.try_get()))
     return level
 
 
@@ -299,10 +298,10 @@ def _there() -> tuple[tuple[int, int], ...]:
     """
     if not _opened_axes:
         return ()
-    depth, trace, thread = _functorch.maybe_current_level() or 0, TracingContext.try_get(), threading.get_ident()
+    depth, trace, thread = private.maybe_current_level() or 0, private.TracingContext.try_get(), threading.get_ident()
     own = _opened_axes.get(thread, [])
     openers = [thread] if any(axis.ranks.in_turn for axis, _ in own) else [OTHERS, thread]
-    if not own and torch._C._current_graph_task_id() != -1:
+    if not own and private.graph_task() != -1:
         openers = list(_opened_axes)
     return tuple(
         (opener, place)

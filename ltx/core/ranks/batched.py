@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._C import _functorch
 
+from ltx.core.base import private
 from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
 from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
 
@@ -75,7 +75,7 @@ class VmapRanks(Ranks):
         by_level = unwrapped(by_level)  # what factories make is wrapped for the innermost level, which may not be ours
         for level in self.levels:
             if level <= self.level:
-                by_level = _functorch._add_batch_dim(by_level, 0, level)
+                by_level = private.add_batch_dim(by_level, 0, level)
         return by_level
 
     def index(self, size: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ class VmapRanks(Ranks):
 
     @property
     def ended(self) -> str:
-        here = _functorch.maybe_current_level() or 0
+        here = private.maybe_current_level() or 0
         return "the ltx.vmap that opened it has ended" if self.level > here else ""
 
     def size_of(self, part: Part) -> int:
@@ -171,14 +171,14 @@ class VmapRanks(Ranks):
 def _with_level(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
     """`x` below all wrappers, and which dimension of that is vmap's at `level`."""
     dim: int | None = None
-    while _functorch.is_functorch_wrapped_tensor(x):
-        if _functorch.is_batchedtensor(x):
-            here = _functorch.maybe_get_bdim(x)
-            if _functorch.maybe_get_level(x) == level:
+    while private.is_wrapped(x):
+        if private.is_batched(x):
+            here = private.batch_dim_of(x)
+            if private.level_of(x) == level:
                 dim = here
             elif dim is not None and here <= dim:
                 dim += 1
-        x = _functorch.get_unwrapped(x)
+        x = private.unwrapped_once(x)
     return x.detach(), dim
 
 
@@ -231,6 +231,6 @@ class ShapeRanks(Ranks):
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` without the wrappers of torch.func's levels."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while private.is_wrapped(tensor):
+        tensor = private.unwrapped_once(tensor)
     return tensor

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import optree
 import torch
-from torch._C import _functorch
 
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
@@ -202,10 +201,10 @@ def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[
 
 def _of_ranks(tensor: torch.Tensor, level: int) -> bool:
     """Whether a tensor has a value for each rank of the axis at `level`."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        if _functorch.is_batchedtensor(tensor) and _functorch.maybe_get_level(tensor) == level:
+    while private.is_wrapped(tensor):
+        if private.is_batched(tensor) and private.level_of(tensor) == level:
             return True
-        tensor = _functorch.get_unwrapped(tensor)
+        tensor = private.unwrapped_once(tensor)
     return False
 
 

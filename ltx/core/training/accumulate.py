@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked, whole
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.collectives import ranks as batches
@@ -60,7 +60,7 @@ class Accumulated:
             return call.finish(call.run(leaves, range(self.steps)))
         inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
         # Tangents of what the step closes over would be lost in a Function; the plain graph keeps them.
-        forward_mode = torch.autograd.forward_ad._current_level >= 0
+        forward_mode = private.has_tangents()
         if not inputs or self.steps == 1 or forward_mode:
             return call.finish(call.run(leaves, range(self.steps)))
         first = call.first_micro_batches(inputs)
@@ -207,7 +207,7 @@ class _Call:
             return parts[-1].total
 
         at = [tensors[i].to(self.leaves[self._positions[i]].dtype) for i in self.wanted]  # which may be in float32
-        if torch._C._are_functorch_transforms_active():
+        if private.in_transform():
             found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
             return list(found), parts[-1]._replace(total=value)
         leaves = [x.detach().requires_grad_() for x in at]

@@ -1,9 +1,7 @@
 """The two halves of an eager training step: what the forward pass gave, and what the backward pass needs and gives.
 
 Buckets that complete have their gradients collected (``overlap="backward"``), or the optimizer runs on each: when it is
-complete, or inside of its program where ranks communicate after the optimizer. A completion counts in `updated` how
-many buckets the optimizer has updated in the state's own memory; ``complete(bucket, reduced)`` is called when the
-program of `bucket` has returned `reduced`, and ``result()`` once all have.
+complete, or inside of its program where ranks communicate after the optimizer.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -247,17 +245,16 @@ def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale
     """The factor of reduced gradients. With weights this waits for the step summary, if that comes to the host."""
     if not weighted:
         return Scale(1.0 / work.loss_scale)
-    assert schedule.summary is not None
-    if not schedule.summary.stays_on_device:
-        return Scale(_weighted_scale(schedule) / work.loss_scale)
-    weight = schedule.summary.enqueued().weight
+    summary = schedule.pending.summary
+    assert summary is not None
+    if not summary.stays_on_device:
+        return Scale(_weighted_scale(schedule, float(summary.wait().weight)) / work.loss_scale)
+    weight = summary.enqueued().weight
     empty = weight == 0  # the host raises when it reads the summary; until then nothing may change
     return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty)
 
 
-def _weighted_scale(schedule: ProcessSchedule) -> float:
-    assert schedule.summary is not None
-    weight = float(schedule.summary.wait().weight)
+def _weighted_scale(schedule: ProcessSchedule, weight: float) -> float:
     alone = schedule.among is not schedule.comm
     if weight == 0 and alone:  # no data on this rank and those that it shares gradients with; other ranks continue
         return 1.0
@@ -271,21 +268,52 @@ def _weighted_scale(schedule: ProcessSchedule) -> float:
     return schedule.among.size / weight
 
 
-class CollectGradients:
+class Completion:
+    """What is done with the buckets of a pass, as each is complete.
+
+    Attributes:
+        updated: how many buckets the optimizer has updated.
+        mean: the mean loss, if ranks don't share gradients and so have no step summary of it.
+    """
+
+    def __init__(self, work: Backward, schedule: ProcessSchedule):
+        self.updated, self.mean = 0, cast(torch.Tensor | None, None)
+        self._work, self._schedule, self._plan = work, schedule, schedule.plan
+        self._states: dict[int, LeafState] = {}
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        """The program of `bucket` has returned `reduced`."""
+        raise NotImplementedError
+
+    def result(self) -> BackwardResult:
+        """What came of all buckets."""
+        raise NotImplementedError
+
+    def _begin_update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
+        """The optimizer is about to update the parameters of `bucket`, whose gradients are `grads`."""
+        if self._work.unused:
+            self._work.look(bucket.members, grads)
+        self.updated += 1
+        if self._work.donate:
+            self._work.state.begin_writing()
+
+    def _states_after(self, params: Tree) -> dict[str, LeafState]:
+        before = self._work.state.held("sync_state").leaves
+        return states_after(self._plan, self._states, before, params, self._work.trained)
+
+
+class CollectGradients(Completion):
     """Collects the gradients, for an optimizer that runs on all of them. Nothing of the state is touched."""
 
-    updated = 0
-
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
-        self._state, self._trained, self._probes = work.state, work.trained, work.probes
-        self._schedule, self._scale = schedule, scale
+        super().__init__(work, schedule)
+        self._scale, self._probes = scale, work.probes
         self._grads: dict[int, torch.Tensor] = {}
-        self._states: dict[int, LeafState] = {}
         self._sums: list[torch.Tensor | float] = []
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
         grads = unpack(reduced[0].view(-1), bucket)
-        self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
+        self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
         # A multiple (of at most 1) of finite numbers is finite.
         total = self._schedule.total(bucket) if self._probes is not None and self._scale.at_most_one else None
         self._scale.apply(grads)
@@ -296,49 +324,39 @@ class CollectGradients:
         self._grads.update(zip(bucket.members, grads, strict=True))
 
     def result(self) -> BackwardResult:
-        before, sums = self._state.sync_state.leaves, self._sums if self._probes is not None else None
-        after = states_after(self._schedule.plan, self._states, before, self._state.trained, self._trained)
-        grads = [self._grads[m] for m in range(len(self._trained))]
+        after, sums = self._states_after(self._work.state.trained), self._sums if self._probes is not None else None
+        grads = [self._grads[m] for m in range(len(self._work.trained))]
         return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
 
 
-class UpdateBuckets:
+class UpdateBuckets(Completion):
     """Runs the optimizer on each bucket. With `donate` in the state's own memory, else in copies."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
-        self.updated = 0
-        self._optimizer, self._state, self._trained = work.optimizer, work.state, work.trained
-        self._schedule, self._scale, self._work = schedule, scale, work
-        self._params, self._opt_state = work.state.trained, work.state.opt_state
+        super().__init__(work, schedule)
+        self._scale, self._params, self._opt_state = scale, work.state.trained, work.state.opt_state
         if not work.donate:
             self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
         self._leaves = tree.flatten(self._params)[0]
         self._leaf_states = work.optimizer.leaf_states(self._opt_state, self._params)
         self._applied = scale.conditional(work.optimizer, [self._leaves[i] for i in work.trained])
-        self._states: dict[int, LeafState] = {}
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
         """Update the bucket's parameters with its gradients, which are overwritten."""
         grads = unpack(reduced[0].view(-1), bucket)
-        if self._work.unused:
-            self._work.look(bucket.members, grads)
-        self.updated += 1
-        if self._work.donate:
-            self._state.begin_writing()
+        self._begin_update(bucket, grads)
         self._scale.apply(grads)
-        at = [self._trained[m] for m in bucket.members]
+        at = [self._work.trained[m] for m in bucket.members]
         states, params = [self._leaf_states[i] for i in at], [self._leaves[i] for i in at]
         with comm.span("update"):
             apply_leaves(self._applied, grads, states, params, self._opt_state)
-        self._states.update(self._schedule.plan.states_by_leaf(bucket, reduced[1]))
+        self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
 
     def result(self) -> BackwardResult:
-        before = self._state.held("sync_state").leaves
-        after = states_after(self._schedule.plan, self._states, before, self._params, self._trained)
-        return BackwardResult(None, after, self._params, advanced(self._opt_state))
+        return BackwardResult(None, self._states_after(self._params), self._params, advanced(self._opt_state))
 
 
-class UpdateThenSend:
+class UpdateThenSend(Completion):
     """Updates and sends a bucket as soon as its gradients are there (:mod:`ltx.core.transforms.strategy_update`).
 
     The backward pass may still need the old parameters, so they keep their values until it is over; the optimizer's
@@ -348,11 +366,7 @@ class UpdateThenSend:
         hook: what ranks do with the new parameters.
         work: the step's second half.
         schedule: that of its backward pass.
-        states: the communication state, by path.
         total, weight: the loss, or a Weighted's sums.
-
-    Attributes:
-        mean: the mean loss, if ranks don't share gradients and so have no step summary of it.
     """
 
     def __init__(
@@ -360,26 +374,23 @@ class UpdateThenSend:
         hook: PostUpdateHook,
         work: Backward,
         schedule: ProcessSchedule,
-        states: dict[str, LeafState],
         total: torch.Tensor,
         weight: torch.Tensor | None,
     ):
         # Not the total: its graph holds the schedule, which holds this while the pass goes on, and the garbage
         # collector doesn't see through a graph.
-        self.updated = 0
-        self._hook, self._work, self._schedule, self._plan = hook, work, schedule, schedule.plan
-        self._before = states
-        state, optimizer, self._axis = work.state, work.optimizer, self._plan.axis
+        super().__init__(work, schedule)
+        self._hook, self._axis = hook, self._plan.axis
+        state, optimizer = work.state, work.optimizer
         opt_state = hook.own(state.opt_state, self._axis)
         self._opt_state = opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
         at = optimizer.leaf_states(opt_state, state.trained)
         self._opt_states = [at[place] for place in work.trained]
         paths = tree.leaf_paths(state.trained) if any(self._plan.state_names) else []
-        known = [states[paths[place]] if paths else {} for place in work.trained]
+        known = [state.sync_state.leaves[paths[place]] if paths else {} for place in work.trained]
         old = Old([x.detach() for x in work.leaves], known, self._axis.size)
         self._old = with_overwriting(hook, old, work.donate, opt_state)
-        self._params, self._states = list(old.params), dict[int, LeafState]()
-        self.mean: torch.Tensor | None = None
+        self._params = list(old.params)
         self._optimizer = optimizer
         if hook.shares_gradients:
             self._scale = scale_of(work, schedule, weighted=weight is not None)
@@ -405,11 +416,7 @@ class UpdateThenSend:
 
     def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
-        if self._work.unused:
-            self._work.look(bucket.members, grads)
-        self.updated += 1
-        if self._work.donate:
-            self._work.state.begin_writing()
+        self._begin_update(bucket, grads)
         opt_states = [self._opt_states[member] for member in bucket.members]
         apply_leaves(self._optimizer, grads, opt_states, given, self._opt_state)
         return given
@@ -424,10 +431,5 @@ class UpdateThenSend:
         whole, spec = tree.flatten(params := self._work.state.held("params"))
         for place, param in zip(self._work.trained, self._params, strict=True):
             whole[place] = param
-        after = states_after(self._plan, self._states, self._before, params, self._work.trained)
         opt_state = self._hook.held(advanced(self._opt_state), self._axis)
-        return BackwardResult(None, after, tree.unflatten(spec, whole), opt_state)
-
-
-#: What is done with the buckets of a pass.
-Completion = CollectGradients | UpdateBuckets | UpdateThenSend
+        return BackwardResult(None, self._states_after(params), tree.unflatten(spec, whole), opt_state)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ltx.core import comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import NotFiniteError, StepError
 from ltx.core.gradients.comm_hook import EXACT
 from ltx.core.optim import grad_norm
@@ -128,7 +128,7 @@ def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: 
         return total if factor is None else total * factor
 
     leaves, spec = tree.flatten(state.trained)
-    if torch._C._are_functorch_transforms_active():
+    if private.in_transform():
         grads: list[Any] = torch.func.grad(lambda leaves: loss(tree.unflatten(spec, leaves)))(leaves)
         return grads
     with torch.enable_grad():  # as the step itself does, whatever torch.func may think of the user's function
@@ -198,7 +198,7 @@ def all_finite(
     sums: Sequence[torch.Tensor | float] | None = None,
 ) -> bool | torch.Tensor:
     """Whether all gradients of all ranks are finite, on all ranks alike; for steps that :func:`checks_finite`."""
-    pure = traced.recording() or torch._C._are_functorch_transforms_active()
+    pure = traced.recording() or private.in_transform()
     ahead = not pure and runs_ahead(info, grads)  # the host doesn't wait for what is found
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):

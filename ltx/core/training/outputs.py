@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, outcome
 from ltx.core.base.errors import StepError
-from ltx.core.transforms.closure_check import nodes_made, refuse_captured
+from ltx.core.transforms.closure_check import refuse_captured
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.run import Run, Weighted
 from ltx.typing import Step, Tree
@@ -163,7 +163,7 @@ class GivenGradients:
 
     def __call__(self, params: Tree, *args: Any, **named: Any) -> Any:
         apart = tree.detached(params)  # the step differentiates itself
-        before = 0 if traced.recording() else nodes_made()
+        before = 0 if traced.recording() else private.nodes_made()
         returned = self.fn(apart, *args, **named)
         if not isinstance(returned, tuple) or isinstance(returned, Weighted) or len(returned) < 2:
             raise StepError(
@@ -172,7 +172,7 @@ class GivenGradients:
             )
         grads, loss, *rest = returned
         if not traced.recording():  # a module's own parameters would stay as they are
-            refuse_captured(self.fn, loss, (apart, args, named), nodes_made() - before)
+            refuse_captured(self.fn, loss, (apart, args, named), private.nodes_made() - before)
         loss = self._plus(loss, self._zero(params, grads))
         return (loss, *rest) if rest else loss
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ltx.core import collectives
-from ltx.core.base import tree
+from ltx.core.base import private, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import StepError, TreeError
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.train_state import TrainState, give_away
+from ltx.core.transforms.closure_check import same_values
 from ltx.core.transforms.compare import tensors_by_path
-from ltx.core.transforms.swap import same_values
 from ltx.typing import Tree
 
 #: Which leaves are trained: patterns of paths (as in :mod:`fnmatch`), or a function of a path.
@@ -79,7 +79,7 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
                 "tensors of the state, wouldn't call them. Remove them (handle.remove()), or pass x.detach(); do what "
                 "they do to gradients in the optimizer, ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
             )
-        if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_meta or not x.numel():
+        if private.is_wrapped(x) or x.is_meta or not x.numel():
             continue
         place = (x.data_ptr(), x.shape, x.stride(), x.dtype)
         if place in known:

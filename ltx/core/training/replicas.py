@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ltx.core import collectives, comm
-from ltx.core.base import tree
+from ltx.core.base import private, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.placements import Placements
 from ltx.core.training.train_state import TrainState, counted, updates_of
@@ -129,6 +129,6 @@ def _counts(state: Tree) -> list[tuple[str, torch.Tensor]]:
     """
     if not isinstance(state, TrainState) or state.layout.params != "replicated":
         return []
-    if torch._C._are_functorch_transforms_active():
+    if private.in_transform():
         return []
     return [("step", torch.tensor(state.step)), ("updates", torch.tensor(updates_of(state)))]

@@ -20,13 +20,13 @@ import torch
 from torch.autograd import forward_ad
 
 from ltx.core import collectives, comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import LtxError, UnsupportedError, WeightError
 from ltx.core.base.placements import refuse_in_graph as refuse_dtensors
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import any_derivative, differentiable
-from ltx.core.gradients.schedule import PassOptions, ProcessSchedule
+from ltx.core.gradients.schedule import ProcessSchedule
 from ltx.core.optim.base import Update
 from ltx.core.optim.from_torch import TorchOptimizer
 from ltx.core.ranks.axis import Axis
@@ -131,8 +131,7 @@ class Step:
             mean, divisor = mean_at_once(forward.total, forward.weight, among, local, reduced)
             done = work.run_alone(forward.total, divisor)
         else:
-            completion = self._backward(forward, forward.schedule, work)
-            done, mean = self._wait(forward, forward.schedule, work, completion)
+            done, mean = self._backward(forward, forward.schedule, work)
         return self._apply(forward, work, done, mean if forward.mean is None else forward.mean, drawn)
 
     @cached_property
@@ -209,35 +208,41 @@ class Step:
         work = train.optimizer, self.state, leaves, self._trained, *sync, inputs, self._in_place, factor, look, unused
         return Backward(*work)
 
-    def _backward(self, forward: Forward, schedule: ProcessSchedule, work: Backward) -> Completion:
-        """Send the step summary, and run the backward pass, which launches the buckets' programs.
+    def _backward(
+        self, forward: Forward, schedule: ProcessSchedule, work: Backward
+    ) -> tuple[BackwardResult, torch.Tensor]:
+        """Send the step summary, run the backward pass, which launches the buckets' programs, and wait for them.
 
-        Returns what is done with them when they complete.
+        Returns what came of the buckets, and the mean loss.
         """
-        total, weight = forward.total, forward.weight
-        options = PassOptions(f"step {self.state.step}", checks_finite(self.train))
-        schedule.configure(options)
+        total, weight, name = forward.total, forward.weight, f"step {self.state.step}"
         self._read_last_summary(schedule)
-        schedule.send_summary(total.detach(), 1.0 if weight is None else weight)
+        sums = checks_finite(self.train)
+        schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, sums)
         completion: Completion | None = None
         try:
             if self.post_update_hook is not None:
-                before = self.state.sync_state.leaves
-                completion = UpdateThenSend(self.post_update_hook, work, schedule, before, total, weight)
-                schedule.configure(replace(options, program=completion.program))
-            if (objective := work.objective(total)) is not None:
-                with comm.span("backward"):
-                    torch.autograd.backward(objective, inputs=work.inputs)
-            schedule.launch()
-            schedule.configure(PassOptions())  # all programs are made; `program` holds this step
+                completion = UpdateThenSend(self.post_update_hook, work, schedule, total, weight)
+                schedule.program_of = completion.program
+            schedule.backward(work.objective(total), work.inputs)
             if completion is None:
                 scale = scale_of(work, schedule, weighted=weight is not None)
                 of = UpdateBuckets if self.train.overlap == "update" else CollectGradients
                 completion = of(work, schedule, scale)
-            return completion
+            with torch.no_grad():  # views of results would be costly
+                for bucket, reduced in schedule.wait_buckets():
+                    completion.complete(bucket, reduced)
+            if self.train.confirms and not self.late:
+                comm.confirm(schedule.among)
+            summary = schedule.finish()
+            done = completion.result()
         except BaseException as error:
-            self._abandon(error, schedule, work, completion)
+            schedule.abandon(error)
+            if completion is not None:
+                work.invalidated_by(error, completion.updated, schedule.plan)
             raise
+        assert summary is not None
+        return done, summary.mean.to(total.dtype) if completion.mean is None else completion.mean
 
     def _read_last_summary(self, schedule: ProcessSchedule) -> None:
         """Where the host runs ahead of the device: check the last step, of which this one's state was made."""
@@ -251,35 +256,6 @@ class Step:
                 f"({type(error).__name__}: {error}). Load a checkpoint."
             )
             raise
-
-    def _abandon(
-        self, error: BaseException, schedule: ProcessSchedule, work: Backward, completion: Completion | None
-    ) -> None:
-        schedule.abandon(error)
-        if completion is not None:
-            work.invalidated_by(error, completion.updated, schedule.plan)
-        schedule.configure(PassOptions())
-
-    # --- wait --------------------------------------------------------------------------------------------------------
-
-    def _wait(
-        self, forward: Forward, schedule: ProcessSchedule, work: Backward, completion: Completion
-    ) -> tuple[BackwardResult, torch.Tensor]:
-        """Wait for all buckets: what came of them, and the mean loss."""
-        try:
-            with torch.no_grad():  # views of results would be costly
-                for bucket, reduced in schedule.wait_buckets():
-                    completion.complete(bucket, reduced)
-            if self.train.confirms and not self.late:
-                comm.confirm(schedule.among)
-            summary = schedule.finish()
-            done = completion.result()
-        except BaseException as error:
-            self._abandon(error, schedule, work, completion)
-            raise
-        assert summary is not None
-        local = completion.mean if isinstance(completion, UpdateThenSend) else None
-        return done, summary.mean.to(forward.total.dtype) if local is None else local
 
     # --- apply and commit --------------------------------------------------------------------------------------------
 
@@ -398,7 +374,7 @@ def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
     """What gradients are taken with respect to: `x`, with its tangent."""
-    tangent = forward_ad.unpack_dual(x).tangent if forward_ad._current_level >= 0 else None
+    tangent = forward_ad.unpack_dual(x).tangent if private.has_tangents() else None
     leaf = x.detach().requires_grad_()
     return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
 
@@ -454,7 +430,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     pending = strategy.begin(state.trained, sync.leaves, info, None)
     # torch.func takes None, which stands in the place of frozen parameters, for a leaf.
     flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
-    if traced.recording() or torch._C._are_functorch_transforms_active():
+    if traced.recording() or private.in_transform():
         flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
     else:  # below torch.func a step may differentiate its batch by plain autograd
         with torch.enable_grad():

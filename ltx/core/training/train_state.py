@@ -17,9 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch._guards import TracingContext
 
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateError
 from ltx.core.base.placements import is_dtensor, local, own_part
 from ltx.core.optim import TorchState
@@ -302,9 +301,9 @@ class DonatedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Dynamo looks at all tensors of a module, also at those in whose places functional_call puts others.
-        looked_at = not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
+        looked_at = not torch.compiler.is_dynamo_compiling() and private.TracingContext.try_get() is not None
         if func in _HARMLESS or looked_at:
-            with torch._C.DisableTorchFunctionSubclass():
+            with private.plain_tensors():
                 return func(*args, **(kwargs or {}))
         raise DonatedStateError(next(kind._why for kind in types if issubclass(kind, DonatedTensor)))
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ltx.core import collectives, comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.core.gradients.planning import in_step
@@ -76,7 +76,7 @@ class TrainStep(TrainSettings):
                 params, frozen = tree.masked(params, trained), tree.masked(params, frozen)
         buffers = collectives.broadcast(tree.map(self._begun, buffers), axis=axis)
         sync_state = self.step.init(params)
-        if not torch._C._are_functorch_transforms_active():
+        if not private.in_transform():
             sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         dynamic = scaling(self)

@@ -7,22 +7,19 @@ a surrounding transform differentiates, which have no derivative where a step ru
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._C import _autograd, _functorch
 from torch.overrides import TorchFunctionMode
 
-from ltx.core.base import tree
-from ltx.core.base.errors import StepError
-from ltx.core.transforms.functional_call import own_buffer_text, own_written, refuse_max_norm
-from ltx.core.transforms.swap import Members, same_values
+from ltx.core.base import private, tree
+from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
+from ltx.core.base.placements import is_fully_sharded
 from ltx.typing import Tree
 
 
@@ -49,17 +46,12 @@ class Seen:
 _looked_at = Seen()
 
 
-def nodes_made() -> int:
-    """The number of nodes of graphs that this thread has made so far."""
-    return int(_autograd._get_sequence_nr())
-
-
-def captured(outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | None:
+def captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | None:
     """A leaf that requires gradients, that `outputs` depend on, and that isn't among `given`; None if there is none.
 
-    Leaves that the step has made, such as inputs that it differentiates with respect to, don't count.
+    Leaves that the step `fn` has made, such as inputs that it differentiates with respect to, don't count: neither
+    parameters nor reached from the function.
     """
-    outputs = list(outputs)
     given = [x for x in given if isinstance(x, torch.Tensor)]
     known = {id(x) for x in given}
     seen: set[Any] = {x.grad_fn for x in given}  # what they were made of is the caller's business
@@ -70,17 +62,17 @@ def captured(outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | Non
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and id(variable) not in known and _is_kept(variable, outputs):
+        if isinstance(variable, torch.Tensor) and id(variable) not in known and _is_kept(variable, fn):
             return variable
         queue.extend([parent for parent, _ in node.next_functions if parent is not None])
     return None
 
 
-def _is_kept(leaf: torch.Tensor, outputs: list[Any]) -> bool:
-    """Whether a leaf is a parameter, or is referred to from outside of the graph: it was there before the call."""
-    if isinstance(leaf, torch.nn.Parameter):
-        return True
-    return any(holder is not outputs and not inspect.isframe(holder) for holder in gc.get_referrers(leaf))
+def _is_kept(leaf: torch.Tensor, fn: Any) -> bool:
+    """Whether a leaf is a parameter, or is kept where `fn` reaches it: it was there before the call."""
+    parts = [part for module in modules_of(fn) for part in module.modules()]
+    kept = [x for part in parts for x in (*part._buffers.values(), *vars(part).values())]
+    return isinstance(leaf, nn.Parameter) or any(x is leaf for x in (*reached_from(fn), *kept))
 
 
 def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> None:
@@ -93,7 +85,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
     if _looked_at.has(fn, made):
         return
     known, buffers = tree.flatten(given)[0], [b for m in modules_of(fn) for b in m.buffers()] if to_given else []
-    variable = captured(tree.flatten(outputs)[0], [*known, *buffers])
+    variable = captured(fn, tree.flatten(outputs)[0], [*known, *buffers])
     if variable is not None:
         raise StepError(
             f"the step uses {_name_of(fn, variable)} of shape {list(variable.shape)} that isn't one of its arguments, "
@@ -123,16 +115,16 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") != "__get__":  # looking at a shape is harmless
-            here = _functorch.maybe_current_level() or 0
+            here = private.maybe_current_level() or 0
             for x in tree.flatten((args, tuple(kwargs.values())))[0]:
-                if is_wrapped(x) and _functorch.maybe_get_level(x) > here:
+                if is_wrapped(x) and private.level_of(x) > here:
                     raise TracedValueError
         return func(*args, **kwargs)
 
 
 def is_wrapped(x: Any) -> bool:
     """Whether `x` is a tensor at a level of torch.func."""
-    return isinstance(x, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(x)
+    return isinstance(x, torch.Tensor) and private.is_wrapped(x)
 
 
 _watched = Seen()
@@ -154,8 +146,10 @@ _called = Seen()
 
 
 @contextmanager
-def look_at_modules(fn: Any) -> Iterator[None]:
+def look_at_modules(fn: Any, in_place: Callable[[], set[int]]) -> Iterator[None]:
     """While `fn` is called for the first time: what modules it uses, and whether it writes to their buffers.
+
+    `in_place` as in :func:`own_written`.
 
     Raises:
         StepError: it wrote to one, or uses an embedding that renormalises its rows in place.
@@ -175,8 +169,147 @@ def look_at_modules(fn: Any) -> Iterator[None]:
     for module, buffer, value in watched:
         x = buffer.tensor
         other = not x.is_meta and x.shape == value.shape and not same_values([x], [value])
-        own_written([buffer._replace(version=-1) if other else buffer], type(module).__name__)
+        own_written([buffer._replace(version=-1) if other else buffer], type(module).__name__, in_place)
     _called.add(fn)
+
+
+def refuse_max_norm(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            where = f"{path}.weight" if path else "weight"
+            raise StepError(
+                f"{where!r} of {type(module).__name__}: {type(part).__name__}(max_norm={part.max_norm}) renormalises, "
+                "in place, the rows that this rank's batch looks up, so each rank would change other rows. Set "
+                "max_norm=None and renormalise all rows in the step: w = params[...]; w = w * (max_norm / "
+                "w.norm(dim=1, keepdim=True)).clamp(max=1)."
+            )
+
+
+def own_written(buffers: Sequence[Buffer], where: str, in_place: Callable[[], set[int]]) -> None:
+    """Raise if one of `buffers`, which `where` says whose they are, isn't any more what it was.
+
+    `in_place`: gives the ids of tensors that calls around this one have put into modules, and look after.
+
+    Raises:
+        StepError: with its path, and what to write.
+    """
+    written = [buffer for buffer in buffers if buffer.written()]
+    if not written:
+        return
+    given = in_place()
+    for path, *_, tensor, _, _ in written:
+        if id(tensor) not in given:
+            raise StepError(own_buffer_text(f"{path!r} of {where}"))
+
+
+def own_buffer_text(which: str) -> str:
+    """What is wrong with a step that writes to a buffer of a module, and what to write."""
+    return (
+        f"{which}: the module wrote to this buffer of its own. It isn't part of any state, and each rank would have "
+        "its own values. Pass buffers in and return them: train.init(params, dict(module.named_buffers())), and in the "
+        "step (params, buffers, x) -> (loss, buffers) output, buffers = ltx.functional_call(module, (params, buffers), "
+        "x, return_buffers=True). Statistics over all ranks: ltx.nn.convert_sync_batch_norm(module). Or leave them as "
+        "they are: module.eval()."
+    )
+
+
+class Buffer(NamedTuple):
+    """A buffer of a module at one time: its path, where it is kept, and the count of writes to it."""
+
+    path: str
+    kept_in: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    version: int
+    persistent: bool
+
+    def written(self) -> bool:
+        """Whether it has been written to, or replaced if it is one that is saved; others are caches."""
+        now = self.kept_in.get(self.name)
+        return version_of(now) != self.version if now is self.tensor else self.persistent
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The count of writes to it, where torch counts them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def same_values(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are equal pair by pair, to the last bit and below all transforms; the host reads that once."""
+
+    def bits(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        return torch.cat([x.reshape(-1).view(torch.uint8) for x in tensors if x.device == device])
+
+    with private.below_transforms(), torch.no_grad():
+        return all(torch.equal(bits(xs, device), bits(ys, device)) for device in {x.device for x in xs})
+
+
+class Members:
+    """The names of a module's tensors, from one walk through it."""
+
+    def __init__(self, module: nn.Module):
+        if not isinstance(module, nn.Module):
+            raise TreeError(f"functional_call takes a torch.nn.Module, got {type(module).__name__}.")
+        if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
+            raise UnsupportedError(f"functional_call can't put tensors into a {type(module).__name__}.")
+        self.module = module
+        self.slots: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that holds the tensor, and its key
+        self.tied: dict[int, list[str]] = {}  # of tensors with several names, by id
+        self.buffers: list[Buffer] = []
+        slots, first = self.slots, dict[int, str]()
+        rest: list[tuple[str, nn.Module]] = [("", module)]
+        while rest:
+            prefix, part = rest.pop()
+            if is_fully_sharded(part):
+                which = f"{prefix[:-1]!r} of " if prefix else ""
+                raise UnsupportedError(
+                    f"functional_call: {which}{type(module).__name__} is under torch's fully_shard, which puts "
+                    "parameters of its own into it. Call the module itself, and reduce its gradients: "
+                    "loss.backward(), then ltx.sync_gradients({name: p.grad for name, p in "
+                    "module.named_parameters()}, axis=...)."
+                )
+            for kept_in in (part._parameters, part._buffers):
+                for name, tensor in kept_in.items():
+                    if tensor is None:
+                        continue
+                    path, key = prefix + name, id(tensor)
+                    slots[path] = kept_in, name
+                    if (other := first.setdefault(key, path)) is not path:
+                        self.tied.setdefault(key, [other]).append(path)
+                    if kept_in is not part._parameters:
+                        persistent = name not in part._non_persistent_buffers_set
+                        self.buffers.append(Buffer(path, kept_in, name, tensor, version_of(tensor), persistent))
+            rest.extend([(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None])
+
+    def untied(self, given: dict[str, torch.Tensor], tie_weights: bool) -> dict[str, torch.Tensor]:
+        """`given`, checked, with the other names of tensors that the module has under several."""
+        filled = dict(given)
+        for name, tensor in given.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TreeError(f"functional_call: {name!r} must be a tensor, got {type(tensor).__name__}.")
+            if name not in self.slots:
+                self._check_attribute(name)
+        for group in self.tied.values() if tie_weights else ():
+            among = [name for name in group if name in given]
+            for name in group if among else ():
+                if filled.setdefault(name, given[among[0]]) is not given[among[0]]:
+                    raise InputError(
+                        f"functional_call: {among[0]!r} and {name!r} are one tensor in {type(self.module).__name__}, "
+                        "but two were given. Give one of them; or tie_weights=False, if they are to be apart."
+                    )
+        return filled
+
+    def _check_attribute(self, name: str) -> None:
+        """A parametrized tensor, such as ``weight``, has a name that isn't among those of parameters."""
+        part: Any = self.module
+        for step in name.split("."):
+            part = getattr(part, step, None)
+        if not isinstance(part, torch.Tensor):
+            known = ", ".join(repr(path) for path in list(self.slots)[:4])
+            raise InputError(
+                f"functional_call: {type(self.module).__name__} has no parameter or buffer {name!r}. Of its "
+                f"{len(self.slots)} the first are {known or 'none'}."
+            )
 
 
 def modules_of(fn: Any) -> list[nn.Module]:
@@ -247,5 +380,5 @@ def _running_statistics(module: nn.Module) -> Iterator[str]:
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:
-    with torch._C._DisableFuncTorch(), torch.no_grad():
+    with private.below_transforms(), torch.no_grad():
         return tensor.detach().clone()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ltx.core import comm
-from ltx.core.base import tree
+from ltx.core.base import private, tree
 from ltx.core.base.errors import ReplicaDivergedError
 from ltx.core.base.placements import local
 from ltx.core.comm.debug import caller, under_way
@@ -43,7 +43,7 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
     if axis.size == 1 or (compared is not None and compared.has(fn, key)):
         return
     # No transform around the step may see this.
-    with torch._C._DisableFuncTorch(), torch.no_grad():
+    with private.below_transforms(), torch.no_grad():
         check_leaves(axis, tensors_by_path(params), _START, signature)
     if compared is not None:
         compared.add(fn, key)
@@ -158,7 +158,7 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
         return
     leaves = tensors_by_path(params)
     # Transforms around the step must not see this.
-    with torch._C._DisableFuncTorch(), torch.no_grad():
+    with private.below_transforms(), torch.no_grad():
         paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
         signature = comm.Signature.of("the parameters of data_parallel", paths, tensors)
         by_leaf = zip(leaves, zip(*digests_by_rank(axis, leaves, signature), strict=True), strict=True)

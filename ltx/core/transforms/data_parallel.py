@@ -15,14 +15,15 @@ from typing import Any, Literal, overload
 import torch
 
 from ltx.core import comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError, SyncStateError
 from ltx.core.base.placements import Placements, refuse_in_graph
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
-from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, nodes_made, refuse_captured
+from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once
+from ltx.core.transforms.functional_call import tensors_in_place
 from ltx.core.transforms.marking import mark, mark_in_graph, sync_gradients
 from ltx.core.transforms.run import (
     PLAIN_CALL,
@@ -57,7 +58,7 @@ class DataParallel(StepSettings):
             return self._reduce_returned(self.fn(*args, **kwargs))
         if traced.recording():
             return self.run(args, kwargs).value()
-        if torch._C._are_functorch_transforms_active() and self._runs_below(args, kwargs):
+        if private.in_transform() and self._runs_below(args, kwargs):
             with suppress(TracedValueError):
                 return plain_autograd.call_below(self, args, kwargs)
         with comm.span("forward"):
@@ -149,14 +150,14 @@ class DataParallel(StepSettings):
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, deferred: bool) -> Any:
         """Call the user's step, and see to what it does besides returning something."""
-        token, before = in_step.set(True), nodes_made()
+        token, before = in_step.set(True), private.nodes_made()
         try:
-            with look_at_modules(self.fn):
+            with look_at_modules(self.fn, tensors_in_place):
                 output = whole_scalars(self.fn(*args, **kwargs))
         finally:
             in_step.reset(token)
-        if marked.schedule is not None and not torch._C._are_functorch_transforms_active():
-            refuse_captured(self.fn, output, (marked.leaves, args, kwargs), nodes_made() - before, deferred)
+        if marked.schedule is not None and not private.in_transform():
+            refuse_captured(self.fn, output, (marked.leaves, args, kwargs), private.nodes_made() - before, deferred)
         return output
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
@@ -273,9 +274,7 @@ def data_parallel(
 
     Raises:
         StepError: the output has the structure and shapes of the parameters and `returns` isn't "grads"; or the step
-            uses a parameter that isn't an argument, lets a module write to buffers of its own, or recomputes
-            (``torch.utils.checkpoint``) inside ``torch.func.functional_call``, for which :func:`ltx.functional_call`
-            is right.
+            uses a parameter that isn't an argument, or lets a module write to buffers of its own.
         TreeError: the parameters aren't a tree of tensors.
         RankMismatchError: ranks' parameters differ in structure, shapes or dtypes; on all ranks, at the first call.
         ReplicaDivergedError: ranks' parameters differ in their values; on all ranks, at the first differentiated call

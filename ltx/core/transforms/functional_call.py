@@ -6,31 +6,37 @@ without a word.
 
 ``torch.utils.checkpoint`` runs a function again in the backward pass. By then a functional call has given the module
 its own tensors back, so the function would see those, and gradients would be wrong without a word. Torch has no place
-to say what a second pass needs, so three of its classes are replaced by subclasses here. Outside of functional calls
-and data-parallel steps these do what torch's do.
+to say what a second pass needs, so three of its classes are replaced by subclasses here, which note what is in modules
+where a checkpoint begins: by ltx's functional calls, and in a step by torch's too. Elsewhere they do what torch's do.
+
+To leave the tensors in the module until the backward pass has ended was tried (torch 2.13). It is right for one call of
+a module in a step that owns its backward pass. It is wrong for two calls with different tensors (a teacher, an inner
+loop), for buffers that the first pass has written (power iterations, batch norm), and after ``step(params)`` whose
+backward pass comes later or never: the module would hold the step's parameters, also after an error.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import nn
-from torch._C import _autograd
 from torch.nn.utils import stateless
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _CheckpointFrame, checkpoint
 
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
 from ltx.core.gradients.planning import in_step
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.ranks.batched import unwrapped
-from ltx.core.transforms.swap import Buffer, Members, Swap, placed, put, same_values, version_of
+from ltx.core.transforms.closure_check import Members, own_written, refuse_max_norm, same_values, version_of
 
 
 def functional_call(
@@ -91,7 +97,7 @@ def functional_call(
         _check_traceable(module)
         # There checkpoints are operators that have all they need as arguments.
         # Under torch.func, writes to given buffers that nobody takes raise; they would be lost in copies.
-        taken = return_buffers or not torch._C._are_functorch_transforms_active()
+        taken = return_buffers or not private.in_transform()
         names = [name for name, _ in module.named_buffers(remove_duplicate=False) if name in given and taken]
         filled = {**given, **{name: given[name].clone() for name in names}}
         output = torch.func.functional_call(module, filled, args, kwargs, tie_weights=tie_weights)
@@ -113,7 +119,7 @@ def functional_call(
     own = [buffer for buffer in members.buffers if buffer.path not in tensors]
     with swap.in_place():
         output = module(*args, **kwargs)
-    own_written(own, type(module).__name__)
+    own_written(own, type(module).__name__, tensors_in_place)
     if return_buffers:
         # A copy on which the module itself has called requires_grad_() depends on nothing: no gradient goes on from it.
         after = {name: swap.after[name] for name in copies}
@@ -132,21 +138,9 @@ def functional_call(
     return output
 
 
-def refuse_max_norm(module: nn.Module) -> None:
-    for path, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            where = f"{path}.weight" if path else "weight"
-            raise StepError(
-                f"{where!r} of {type(module).__name__}: {type(part).__name__}(max_norm={part.max_norm}) renormalises, "
-                "in place, the rows that this rank's batch looks up, so each rank would change other rows. Set "
-                "max_norm=None and renormalise all rows in the step: w = params[...]; w = w * (max_norm / "
-                "w.norm(dim=1, keepdim=True)).clamp(max=1)."
-            )
-
-
 @traced.at_trace_time
 def _check_traceable(module: nn.Module) -> None:
-    if not torch._C._are_functorch_transforms_active():
+    if not private.in_transform():
         return
     refuse_max_norm(module)
     for path, part in module.named_modules():
@@ -176,7 +170,7 @@ def _merged(given: Any) -> dict[str, torch.Tensor]:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that can be written to, also with what differs among simulated ranks."""
     copied = tensor.clone()
-    if torch._C._are_functorch_transforms_active():
+    if private.in_transform():
         for axis in axes_in_scope():
             if (index := axis.ranks.batch_index(axis.size)) is not None:
                 copied = torch.where(index >= 0, copied, copied)
@@ -185,8 +179,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Tensor | None:
     """What `copy` is, if it may be written to past torch's count of writes."""
-    if torch._C._are_functorch_transforms_active():
-        with torch._C._DisableFuncTorch():
+    if private.in_transform():
+        with private.below_transforms():
             return unwrapped(copy).clone()
     return (
         given if training and copy.ndim == 1 and copy.is_floating_point() else None
@@ -200,35 +194,130 @@ def _written(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str | No
     return next(name for name, (now, was) in pairs.items() if not same_values([unwrapped(now)], [was]))
 
 
-def own_written(buffers: Sequence[Buffer], where: str) -> None:
-    """Raise if one of `buffers`, which `where` says whose they are, isn't any more what it was.
+# --- tensors in places ------------------------------------------------------------------------------------------------
 
-    Raises:
-        StepError: with its path, and what to write.
+#: What ltx.functional_call has put into modules in this thread, the outermost call first.
+_placed: ContextVar[tuple[Swap, ...]] = ContextVar("_placed", default=())
+
+
+class Swap:
+    """Tensors in the places of a module's own.
+
+    Args:
+        members: the module's.
+        tensors: by name, tied names included.
+        before: those of them that are copies of given buffers, as they were given.
     """
-    written = [buffer for buffer in buffers if buffer.written()]
-    if not written:
-        return
-    given = tensors_in_place()  # by a call around this one, which looks after them
-    for path, *_, tensor, _, _ in written:
-        if id(tensor) not in given:
-            raise StepError(own_buffer_text(f"{path!r} of {where}"))
+
+    def __init__(self, members: Members, tensors: dict[str, torch.Tensor], before: Mapping[str, torch.Tensor]):
+        self.members = members
+        self.tensors = tensors
+        self.after: dict[str, torch.Tensor] = {}
+        self._own: dict[str, torch.Tensor] = {}
+        # Parametrized tensors aren't kept in a dict of the module.
+        self._parametrized, self._others = NamedMemberAccessor(members.module), dict[str, torch.Tensor]()
+        # Of each buffer: the tensor, the count of writes to it, and the value that it had then.
+        self._kept = {name: (tensors[name], version_of(tensors[name]), value) for name, value in before.items()}
+
+    @classmethod
+    def of_call(cls, module: nn.Module, given: Mapping[str, torch.Tensor]) -> Swap:
+        """Of torch's functional_call of `module`, which is under way: what of `given` is in the module now."""
+        members, ids = Members(module), {id(x) for x in given.values()}
+        tensors = {path: x for path, (kept_in, key) in members.slots.items() if id(x := kept_in[key]) in ids}
+        return cls(members, tensors, {b.path: b.tensor.clone() for b in members.buffers if b.path in tensors})
+
+    def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        slots = self.members.slots
+        self._others, _ = self._parametrized.swap_tensors_dict({k: x for k, x in tensors.items() if k not in slots})
+        for name, tensor in tensors.items():
+            if name in slots:
+                kept_in, key = slots[name]
+                self._own[name] = kept_in[key]
+                kept_in[key] = tensor
+
+    def _take_out(self) -> dict[str, torch.Tensor]:
+        """Give the module its own tensors back; those that it held instead, by name."""
+        held = {}
+        for name, tensor in self._own.items():
+            kept_in, key = self.members.slots[name]
+            held[name] = kept_in[key]
+            kept_in[key] = tensor
+        return held | self._parametrized.swap_tensors_dict(self._others)[0]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the tensors there, and the module's own back afterwards."""
+        module, slots = self.members.module, self.members.slots
+        token = _placed.set((*_placed.get(), self))
+        lost: list[str] = []
+        try:
+            self._put(self.tensors)
+            try:
+                yield
+            finally:
+                self.after = {name: slots[name][0][slots[name][1]] for name in self._kept}
+                now = {name: slots[name][0].get(slots[name][1]) for name in self._own}
+                lost = [name for name, was in self._own.items() if now[name] is was is not self.tensors[name]]
+        finally:
+            _placed.reset(token)
+            self._take_out()
+        if lost:
+            raise UnsupportedError(
+                f"functional_call: {type(module).__name__} lost the {lost[0]!r} that it was given, during the call. "
+                "Two threads called it at a time: give each a module of its own (copy.deepcopy)."
+            )
+
+    def again(self) -> Callable[[], AbstractContextManager[None]]:
+        """What puts them there once more, for a second pass through a part of this call. Buffers begin as they are now.
+
+        What the second pass writes to them is thrown away: it was written in the first.
+        """
+        if not self._kept:
+            return self.in_place
+        # Batch norm counts its calls in one buffer and writes past the count of writes to the others.
+        found = {name: kept_in[key] for name in self._kept for kept_in, key in [self.members.slots[name]]}
+        written = {
+            _module_of(name)
+            for name, (tensor, version, _) in self._kept.items()
+            if found[name] is not tensor or version_of(tensor) != version
+        }
+        for name, tensor in found.items():
+            if _module_of(name) in written:
+                self._kept[name] = tensor, version_of(tensor), tensor.detach().clone()
+        now = dict(self._kept)
+
+        def in_place() -> AbstractContextManager[None]:
+            copies: dict[int, torch.Tensor] = {}
+            buffers = {}
+            for name, (tensor, version, value) in now.items():
+                constant = not tensor.is_floating_point() and version_of(tensor) == version
+                buffers[name] = tensor if constant else copies.setdefault(id(tensor), value.clone())
+            return Swap(self.members, {**self.tensors, **buffers}, buffers).in_place()
+
+        return in_place
 
 
-def own_buffer_text(which: str) -> str:
-    """What is wrong with a step that writes to a buffer of a module, and what to write."""
-    return (
-        f"{which}: the module wrote to this buffer of its own. It isn't part of any state, and each rank would have "
-        "its own values. Pass buffers in and return them: train.init(params, dict(module.named_buffers())), and in the "
-        "step (params, buffers, x) -> (loss, buffers) output, buffers = ltx.functional_call(module, (params, buffers), "
-        "x, return_buffers=True). Statistics over all ranks: ltx.nn.convert_sync_batch_norm(module). Or leave them as "
-        "they are: module.eval()."
-    )
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def set_placed_aside() -> Callable[[], None]:
+    """Give modules their own tensors back for a while, in which another rank of this process runs.
+
+    What comes back puts those of the functional calls that are under way in this thread there again.
+    """
+    held = [(swap, swap._take_out()) for swap in reversed(_placed.get())]
+
+    def undo() -> None:
+        for swap, tensors in reversed(held):
+            swap._put(tensors)
+
+    return undo
 
 
 def tensors_in_place() -> set[int]:
     """The ids of tensors that functional calls under way, ltx's and torch's, have put into modules."""
-    ids = {id(x) for swap in placed.get() for x in swap.tensors.values()}
+    ids = {id(x) for swap in _placed.get() for x in swap.tensors.values()}
     return ids.union(*({id(x) for x in call.tensors.values()} for call in _calls()[0]))
 
 
@@ -269,14 +358,13 @@ _CALL = stateless._functional_call.__code__
 
 def _run_again(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, for a second pass, with the tensors that modules hold now."""
-    if torch._C._are_functorch_transforms_active():
+    if private.in_transform():
         return fn  # there is no second pass
     calls, inside = _calls()
-    if not (calls or inside or placed.get()):
+    swaps = [swap.again() for swap in _placed.get()]
+    swaps += [Swap.of_call(call.module, call.tensors).again() for call in calls if inside or call.for_ltx]
+    if not (swaps or inside):
         return fn
-    swaps = [swap.again() for swap in placed.get()]
-    swaps += [Swap.of_call(call.module, call.tensors).again() for call in calls if call.for_ltx]
-    stale = [Swap.of_call(call.module, call.tensors) for call in calls if inside and not call.for_ltx]
 
     def again(*args: Any, **kwargs: Any) -> Any:
         token = in_step.set(inside)
@@ -284,8 +372,6 @@ def _run_again(fn: Callable[..., Any]) -> Callable[..., Any]:
             with ExitStack() as stack:
                 for swap in swaps:
                     stack.enter_context(swap())
-                for call in stale:
-                    stack.enter_context(_refused(call))
                 return fn(*args, **kwargs)
         finally:
             in_step.reset(token)
@@ -307,8 +393,8 @@ class _Hook(_checkpoint_hook):
     """What makes a checkpointed call forget its activations; not under torch.func, which has no such hooks."""
 
     def __enter__(self) -> None:
-        refused = _autograd._saved_tensors_hooks_get_disabled_error_message() is not None
-        self._off = torch._C._are_functorch_transforms_active() and (refused or bool(placed.get()))
+        refused = private.why_no_saved_hooks() is not None
+        self._off = private.in_transform() and (refused or bool(_placed.get()))
         if not self._off:
             super().__enter__()
 
@@ -328,11 +414,9 @@ class _Reentrant(CheckpointFunction):
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         calls, inside = _calls()
-        if placed.get() or inside or any(call.for_ltx for call in calls):
+        if _placed.get() or inside or any(call.for_ltx for call in calls):
             return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-        passes = iter([function])
-        again = _run_again(function)
-        return CheckpointFunction.apply(lambda *xs: next(passes, again)(*xs), preserve, *args)
+        return CheckpointFunction.apply(function, preserve, *args)
 
 
 checkpointing._CheckpointFrame = _Frame  # type: ignore[misc]
@@ -343,50 +427,12 @@ checkpointing.CheckpointFunction = _Reentrant  # type: ignore[misc]
 @contextmanager
 def checkpoints_allowed() -> Iterator[None]:
     """For plain autograd below a transform: it may have hooks of saved tensors, which torch.func turns off."""
-    message = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    message = private.why_no_saved_hooks()
     if message is None:
         yield
         return
-    _autograd._saved_tensors_hooks_enable()
+    private.enable_saved_hooks()
     try:
         yield
     finally:
-        _autograd._saved_tensors_hooks_disable(message)
-
-
-# --- torch.func.functional_call --------------------------------------------------------------------------------------
-
-
-class _Stale(torch.Tensor):
-    """In the place of a tensor that a second pass may not use."""
-
-    message: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stale = [x for x in tree.flatten((args, kwargs))[0] if isinstance(x, _Stale)]
-        raise StepError(stale[0].message)
-
-
-@contextmanager
-def _refused(call: Swap) -> Iterator[None]:
-    """Let whoever uses a tensor of the module raise, unless it is still the one that `call` was given."""
-    standing: dict[int, torch.Tensor] = {}  # one for each tensor, so that tied names stay tied
-    stale = {}
-    for name, given in call.tensors.items():
-        kept_in, key = call.members.slots[name]
-        if (own := kept_in[key]) is not given:
-            stale[name] = standing.setdefault(id(own), _stale(call.members.module, name))
-    with put(call.members, stale):
-        yield
-
-
-def _stale(module: nn.Module, name: str) -> _Stale:
-    made = torch.empty((), device="meta").as_subclass(_Stale)
-    made.message = (
-        f"{name!r} of {type(module).__name__}: activation checkpointing runs the forward pass again in the backward "
-        "pass, and torch.func.functional_call has put the module's own parameters back by then, so the gradients "
-        "would be those of other parameters. Write ltx.functional_call(module, params, inputs) in the step: it takes "
-        "the same arguments, and its parameters are in place in the second pass too."
-    )
-    return made
+        private.disable_saved_hooks(message)

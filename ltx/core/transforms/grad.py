@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ltx.core import comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked, outcome
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.base.placements import Placements
@@ -153,9 +153,9 @@ def _is_plain(
         return False
     if argnum % len(args) != step.argnums % len(args) or isinstance(args[argnum], Synced):
         return False
-    if traced.recording() or torch._C._are_functorch_transforms_active():
+    if traced.recording() or private.in_transform():
         return False
-    if torch.autograd.forward_ad._current_level >= 0 or torch.is_inference_mode_enabled():
+    if private.has_tangents() or torch.is_inference_mode_enabled():
         return False
     counted = 0 if sync_state is None else sync_state.checked_step()
     if not tree.flatten(args[argnum])[0] or not marks_on_wire(step.hook_as_chosen(sync_state), counted, training=False):
@@ -185,10 +185,9 @@ def _by_plain_autograd(
     grads, states = [torch.empty(())] * len(leaves), dict[int, LeafState]()
     try:
         schedule.send_summary()
-        with comm.span("backward"):
-            loss = output[0] if isinstance(output, tuple) else output
-            if loss.requires_grad:  # where nothing ties it to the markers it may reach no parameter
-                torch.autograd.backward(loss, inputs=run.inputs)
+        loss = output[0] if isinstance(output, tuple) else output
+        # Where nothing ties it to the markers it may reach no parameter.
+        schedule.backward(loss if loss.requires_grad else None, run.inputs)
         with torch.no_grad():
             for bucket, reduced in schedule.wait_buckets():
                 for member, grad in zip(bucket.members, schedule.unpack(bucket, reduced), strict=True):

@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._C import _functorch
 
 from ltx.core import comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import SyncStateError, UnsupportedError
 from ltx.core.base.placements import Placements, local, summed
@@ -216,7 +215,7 @@ _LOCAL = "_ltx_local"
 
 def _with_grads(given: Sequence[torch.Tensor], axis: Axis) -> dict[int, torch.Tensor]:
     """Those of the `given` leaves that a backward pass may write a ``.grad`` to, by their places."""
-    active = torch._C._are_functorch_transforms_active()
+    active = private.in_transform()
     below = () if active and not axis.ranks.levels else map(unwrapped, given) if active else given
     return {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}
 
@@ -258,18 +257,18 @@ def _unreduced(
 
 def _wrapped_as(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`value` with the dimensions that vmap's levels have in `x`."""
-    if not _functorch.is_functorch_wrapped_tensor(x):
+    if not private.is_wrapped(x):
         return value
-    inner = _wrapped_as(_functorch.get_unwrapped(x), value)
-    if not _functorch.is_batchedtensor(x):
+    inner = _wrapped_as(private.unwrapped_once(x), value)
+    if not private.is_batched(x):
         return inner
-    return _functorch._add_batch_dim(inner, _functorch.maybe_get_bdim(x), _functorch.maybe_get_level(x))
+    return private.add_batch_dim(inner, private.batch_dim_of(x), private.level_of(x))
 
 
 def _accumulates(leaf: torch.Tensor) -> bool:
     """Whether the backward pass under way adds to the ``.grad`` of `leaf`."""
     try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+        return private.will_run(torch.autograd.graph.get_gradient_edge(leaf).node)
     except RuntimeError:  # torch.autograd.grad gives it to its caller
         return False
 

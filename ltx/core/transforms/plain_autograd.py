@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C import _functorch
 
 from ltx.core import comm
-from ltx.core.base import tree
+from ltx.core.base import private, tree
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.planning import tracked
@@ -136,16 +135,16 @@ def _once_only() -> UnsupportedError:
 
 def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether a step of `params` and other arguments can run below the one transform around it."""
-    stack = _functorch.get_interpreter_stack()
-    if stack is None or len(stack) != 1 or stack[0].key() != _functorch.TransformType.Grad:
+    stack = private.interpreter_stack()
+    if stack is None or len(stack) != 1 or stack[0].key() != private.TransformType.Grad:
         return False
-    if torch.autograd.forward_ad._current_level >= 0:
+    if private.has_tangents():
         return False
     tensors = [x for x in (*params, *others) if isinstance(x, torch.Tensor)]
     return (
         any(tracked(x) for x in params)
         and not any(tracked(x) for x in others if isinstance(x, torch.Tensor))
-        and not any((_functorch.get_unwrapped(x) if is_wrapped(x) else x).requires_grad for x in tensors)
+        and not any((private.unwrapped_once(x) if is_wrapped(x) else x).requires_grad for x in tensors)
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ltx.core import collectives, comm
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, check_fields, is_number
 from ltx.core.base.errors import StepError, StrategyError, UnsupportedError, WeightError
 from ltx.core.base.placements import Placements, dtensor_class, is_dtensor, local, whole
@@ -192,7 +192,7 @@ class Marked:
             return output
         leaves, spec = tree.flatten(output)
         ties = _floating(leaves)
-        if not (traced.recording() or torch._C._are_functorch_transforms_active()):
+        if not (traced.recording() or private.in_transform()):
             # What is detached stays so. Where all is, the rank's loss reaches no parameter, and counts all the same.
             ties = [i for i in ties if leaves[i].requires_grad] or ties
         if ties:
@@ -268,7 +268,7 @@ class Run:
 
     def _is_zero(self, weight: torch.Tensor) -> bool:
         ranks = comm.resolve(self.axis).ranks
-        with torch._C._DisableFuncTorch():
+        with private.below_transforms():
             empty = (plain_values(weight) == 0).any()
             return bool(ranks.read(empty, "the sum of the weights"))
 

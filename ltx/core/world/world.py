@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from ltx.core import comm
 from ltx.core.base.errors import PeerLostError, WorldError, message_of
+from ltx.core.base.private import Store
 from ltx.core.comm.backends import default_backend
 from ltx.core.ranks import axis as axes
 from ltx.core.world.failures import note_failure

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltx.core.comm.step_summary import PendingSummary, Said, send_summary
+from ltx.core.comm.step_summary import IssuedSummary, Said, send_summary
 from ltx.errors import RankMismatchError
 
 
@@ -28,10 +28,10 @@ class Wire:
         return SimpleNamespace(wait=lambda: self.sum)
 
 
-def _send(digests: list[int], losses: list[float]) -> list[PendingSummary]:
+def _send(digests: list[int], losses: list[float]) -> list[IssuedSummary]:
     wire: Any = Wire(len(digests))
     return [
-        PendingSummary(send_summary(wire, torch.tensor(loss), torch.tensor(1), Said(digest), torch.device("cpu")), wire)
+        IssuedSummary(send_summary(wire, torch.tensor(loss), torch.tensor(1), Said(digest), torch.device("cpu")), wire)
         for digest, loss in zip(digests, losses, strict=True)
     ]
 

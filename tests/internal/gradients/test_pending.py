@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ltx.core import comm
 from ltx.core.gradients.comm_hook import program_of
-from ltx.core.gradients.pending import PendingReductions
+from ltx.core.gradients.pending import Pending
 from ltx.core.gradients.reduction import Bucket
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 
@@ -56,9 +56,9 @@ class Channel:
 
 def test_what_completes_first_waits_for_the_buckets_before_it() -> None:
     first, second = channels = [Channel(), Channel()]
-    pending = PendingReductions(
+    pending = Pending(
         cast(comm.AxisComm, SimpleNamespace(size=2, rank=0, stream_of=lambda device: None)),
-        lambda axis_comm, phase: cast(comm.Channel, channels[phase]),
+        channel_of=lambda axis_comm, phase: cast(comm.Channel, channels[phase]),
     )
     for _ in range(3):
         pending.launch(program_of(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2)), Twice())

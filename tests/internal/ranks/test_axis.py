@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ltx
 from ltx import Axis
+from ltx.core.base import private
 from ltx.core.ranks.axis import axes_in_scope, find, open_alone, set_world_axes
 from ltx.errors import AxisError, LtxError
 
@@ -120,7 +121,7 @@ def test_a_forward_pass_that_autograd_does_again_in_its_thread(at_once: Callable
     with pytest.MonkeyPatch.context() as patched:
         undo = open_alone(Axis("data", 3))
         at_once(look)
-        patched.setattr(torch._C, "_current_graph_task_id", lambda: 7)
+        patched.setattr(private, "graph_task", lambda: 7)
         at_once(look)
         undo()
         at_once(look)
