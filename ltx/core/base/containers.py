@@ -228,22 +228,10 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name in each if name not in ("__dict__", "__weakref__"))
 
 
-def check_open(leaves: Sequence[Any], paths: Callable[[], list[str]], what: str, done: str, tensors_only: bool) -> None:
-    """As :func:`ltx.core.base.tree.check_open`; `paths` is a function that gives the leaves' paths."""
-    if PLAIN.issuperset(map(type, leaves)):
-        return
-    for place, leaf in enumerate(leaves):
-        if type(leaf) in PLAIN or isinstance(leaf, torch.Tensor):
-            continue
-        if why := _closed(leaf, tensors_only):
-            raise TreeError(
-                f"{what}: leaf {paths()[place]!r} is of type {type(leaf).__name__}, {why[0]}, and ltx can't look "
-                f"inside: they would not be {done}. {why[1]}"
-            )
-
-
-def _closed(leaf: Any, tensors_only: bool) -> tuple[str, str] | None:
-    """(what is wrong with a leaf, what to do)"""
+def closed(leaf: Any, tensors_only: bool) -> tuple[str, str] | None:
+    """What is wrong with a leaf that isn't open, and what to do; None of one that is."""
+    if type(leaf) in PLAIN or isinstance(leaf, torch.Tensor):
+        return None
     if _is_array(leaf):
         return ("a NumPy array", "Pass torch.as_tensor(array).") if leaf.ndim and not tensors_only else None
     source = isinstance(leaf, torch.utils.data.DataLoader | torch.utils.data.Dataset)

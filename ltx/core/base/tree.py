@@ -22,9 +22,8 @@ import optree
 import torch
 import torch.utils._pytree as torch_pytree
 
-from ltx.core.base import containers
 from ltx.core.base.containers import NAMESPACE as NAMESPACE
-from ltx.core.base.containers import PLAIN, open_in_graph, opened, sorted_keys
+from ltx.core.base.containers import PLAIN, closed, open_in_graph, opened, sorted_keys
 from ltx.core.base.errors import LtxError, TreeError, UnsupportedError
 from ltx.core.base.placements import dtensor_class, is_dtensor
 from ltx.core.base.private import FakeTensor
@@ -273,7 +272,14 @@ def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_
     Raises:
         TreeError: a leaf is an object that holds tensors, a set of them, a NumPy array, or an iterator of batches.
     """
-    containers.check_open(leaves, lambda: leaf_paths(tree), what, done, tensors_only)
+    if PLAIN.issuperset(builtins.map(type, leaves)):
+        return
+    for place, leaf in enumerate(leaves):
+        if why := closed(leaf, tensors_only):
+            raise TreeError(
+                f"{what}: leaf {leaf_paths(tree)[place]!r} is of type {type(leaf).__name__}, {why[0]}, and ltx can't "
+                f"look inside: they would not be {done}. {why[1]}"
+            )
 
 
 def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x.to_dense().") -> None:
