@@ -16,7 +16,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -61,8 +61,8 @@ def same_but_for_rounding(printed: str, shown: str) -> None:
     assert numbers[0] == pytest.approx(numbers[1], rel=0.01, abs=2e-3), printed
 
 
-def run_in_order(page: str, blocks: list[Block], folder: str) -> None:
-    """Run the blocks, each with the names of those before it, with the page's line numbers."""
+def run_in_order(page: str, blocks: list[Block], folder: str) -> dict[str, Any]:
+    """Run the blocks, each with the names of those before it, with the page's line numbers; gives the names."""
     before, main = os.getcwd(), sys.modules["__main__"]
     script = sys.modules["__main__"] = types.ModuleType("__main__")  # where pickle, dataclasses and Dynamo look
     os.chdir(folder)
@@ -73,6 +73,7 @@ def run_in_order(page: str, blocks: list[Block], folder: str) -> None:
                 exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), vars(script))
             if block.printed is not None and int(os.environ.get("RANK", "0")) == 0:
                 same_but_for_rounding(out.getvalue(), block.printed)
+        return vars(script)
     finally:
         sys.modules["__main__"] = main
         os.chdir(before)
