@@ -7,11 +7,11 @@ what a step will issue, and not a formula beside it: :func:`ltx.profile.explain`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -374,25 +374,53 @@ def on_shapes_alone(whose: hooks.CommHook | Strategy, what: str) -> Iterator[Non
 # --- tables and units, as text ----------------------------------------------------------------------------------------
 
 
+class Table(NamedTuple):
+    """Rows of cells; columns of numbers are set `to_the_right`."""
+
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    to_the_right: Sequence[bool]
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        lines = []
+        for cells in (self.header, tuple("-" * width for width in widths), *self.rows):
+            columns = zip(cells, widths, self.to_the_right, strict=True)
+            lines.append("  ".join(x.rjust(width) if right else x.ljust(width) for x, width, right in columns).rstrip())
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from html import escape  # a dictionary of two thousand names, for notebooks alone
+
+        def row(cells: tuple[str, ...], tag: str) -> str:
+            sides = ("right" if right else "left" for right in self.to_the_right)
+            said = zip(map(escape, cells), sides, strict=True)
+            return "<tr>" + "".join(f"<{tag} style='text-align: {side}'>{x}</{tag}>" for x, side in said) + "</tr>"
+
+        body = "".join(row(cells, "td") for cells in self.rows)
+        return f"<table><thead>{row(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
 class Shown:
-    """A value that notebooks show as ``print`` does."""
+    """A value that is printed as lines and tables, and that notebooks show with real ones."""
 
     __slots__ = ()
 
+    def _parts(self) -> Iterable[str | Table]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self._parts()))
+
     def _repr_html_(self) -> str:
-        import html  # a dictionary of two thousand names, for notebooks alone
+        from html import escape
 
-        return f"<pre>{html.escape(str(self))}</pre>"
+        parts = (x._repr_html_() if isinstance(x, Table) else f"<pre>{escape(x)}</pre>" for x in self._parts() if x)
+        return f"<div>{''.join(parts)}</div>"
 
 
-def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], to_the_right: Sequence[bool]) -> list[str]:
-    """The lines of a table."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for cells in (header, tuple("-" * width for width in widths), *rows):
-        columns = zip(cells, widths, to_the_right, strict=True)
-        lines.append("  ".join(x.rjust(width) if right else x.ljust(width) for x, width, right in columns).rstrip())
-    return lines
+def many(count: int, name: str) -> str:
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def format_bytes(nbytes: int) -> str:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
 
-from ltx.estimate import aligned, format_bytes
+from ltx.estimate import Table, format_bytes
 
 
 @dataclass
@@ -95,7 +95,7 @@ def format_table(results: Sequence[Result]) -> str:
         (x.strategy, str(x.steps), f"{x.validation_loss:.3f}", *told(x.tokens_per_s, x.bytes_per_step, x.hidden))
         for x in results
     ]
-    return "\n".join(aligned(header, rows, [False, *[True] * 5]))
+    return str(Table(header, rows, [False, *[True] * 5]))
 
 
 def draw(curves: Mapping[str, Curve], unigram: float, path: Path) -> bool:

@@ -24,7 +24,19 @@ from ltx.core.gradients.pending import Exchange
 from ltx.core.training import TrainState, TrainStep
 from ltx.core.training.train_state import counted
 from ltx.errors import InputError, StrategyError
-from ltx.estimate import Collective, Issues, Shown, Started, Steps, Waited, aligned, format_bytes, format_seconds, short
+from ltx.estimate import (
+    Collective,
+    Issues,
+    Shown,
+    Started,
+    Steps,
+    Table,
+    Waited,
+    format_bytes,
+    format_seconds,
+    many,
+    short,
+)
 from ltx.optim import Optimizer
 from ltx.profile.traces import record
 from ltx.strategies import Strategy
@@ -81,16 +93,15 @@ class Cost(Shown):
         """Seconds a step that a rank waits."""
         return max(0.0, self.time_s - self.compute_s)
 
-    def __str__(self) -> str:
-        many = f"{self.world:,} rank{'' if self.world == 1 else 's'}"
+    def _parts(self) -> list[str | Table]:
         length = f"mean of {len(self.steps):,} steps" if len(self.steps) > 1 else "a step"
-        head = f"{short(self.strategy)} on {many}, {length}: {format_seconds(self.time_s)}"
+        head = f"{short(self.strategy)} on {many(self.world, 'rank')}, {length}: {format_seconds(self.time_s)}"
         header, rows = ("traffic", "sent", "collectives", "on the link"), list[tuple[str, ...]]()
         for t in self.traffic:
             rows.append((t.kind, format_bytes(round(t.nbytes)), f"{t.collectives:,.4g}", format_seconds(t.link_s)))
-        table = ["", *aligned(header, rows, (False, True, True, True)), ""] if rows else []
+        table: list[str | Table] = ["", Table(header, rows, (False, True, True, True)), ""] if rows else []
         parts = f"computing {format_seconds(self.compute_s)}, waiting {format_seconds(self.waiting_s)}"
-        return "\n".join([head, *table, parts])
+        return [head, *table, parts]
 
 
 @dataclass
@@ -285,9 +296,9 @@ class Compared(NamedTuple):
 class Comparison(Shown, tuple[Compared, ...]):
     """The candidates, fastest first; ``print`` shows them as a table."""
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[str | Table]:
         rows = [(x, format_seconds(s), f"{s / self[0].step_s:.2f}", format_bytes(round(sent))) for x, s, sent in self]
-        return "\n".join(aligned(("candidate", "a step", "to the first", "sent"), rows, (False, True, True, True)))
+        return [Table(("candidate", "a step", "to the first", "sent"), rows, (False, True, True, True))]
 
 
 def compare(candidates: dict[str, TrainStep], state: TrainState, *batch: Any, steps: int = 20) -> Comparison:

@@ -35,10 +35,11 @@ from ltx.estimate import (
     Issues,
     Shown,
     Steps,
-    aligned,
+    Table,
     collective,
     format_bytes,
     format_seconds,
+    many,
     meta,
 )
 from ltx.optim import Optimizer, chain, identity
@@ -120,25 +121,25 @@ class Explanation(Shown):
             explained.setdefault(row.label, []).extend((c.operation, c.nbytes) for c in row.collectives)
         return recorded == {label: issues * steps for label, issues in explained.items() if issues}
 
-    def __str__(self) -> str:
-        return "\n".join([self._title(), *self._table(), *self._totals(), *(f"note: {text}" for text in self.notes)])
+    def _parts(self) -> list[str | Table]:
+        return [self._title(), *self._tables(), *self._totals(), *(f"note: {text}" for text in self.notes)]
 
     def _title(self) -> str:
-        where = f"on {_many(self.world, 'rank')}, synchronised step {self.sync_step}"
+        where = f"on {many(self.world, 'rank')}, synchronised step {self.sync_step}"
         if self.buckets:
             return f"{self.hook!r} {where}: what rank {self.rank} sends"
         title = f"{type(self.strategy).__name__} {where}: no gradients sent"
         return f"{title}; what rank {self.rank} sends besides" if self.exchanges else title
 
-    def _table(self) -> list[str]:
-        lines: list[str] = []
+    def _tables(self) -> list[str | Table]:
+        parts: list[str | Table] = []
         for rows, names in (
             ([(str(b.index), b) for b in self.buckets], ("bucket", "gradients")),
             ([(x.label, x) for x in self.exchanges or ()], ("besides", "tensors")),
         ):
             if rows:
-                lines += ["", *_aligned(rows, *names)]
-        return [*lines, ""] if lines else []
+                parts += ["", _table(rows, *names)]
+        return [*parts, ""] if parts else []
 
     def _totals(self) -> list[str]:
         plain = f"plain all-reduce  {format_bytes(self.plain_bytes)}"
@@ -150,13 +151,13 @@ class Explanation(Shown):
         if not self.buckets or len(self.summaries) > 1:
             summaries = f"step summaries    {format_bytes(self.summary_bytes)} besides, {len(self.summaries)} in all"
         return [
-            f"sent a step       {format_bytes(self.bytes)} in {_many(self.collectives, 'collective')}",
+            f"sent a step       {format_bytes(self.bytes)} in {many(self.collectives, 'collective')}",
             plain,
             *([summaries] if self.summaries else []),
         ]
 
 
-def _aligned(buckets: Sequence[tuple[str, BucketExplanation]], kind: str, what: str) -> list[str]:
+def _table(buckets: Sequence[tuple[str, BucketExplanation]], kind: str, what: str) -> Table:
     """A table of buckets, each with its label."""
     header = (kind, "parameters", "elements", what, "collective", "of", "sent")
     rows: list[tuple[str, ...]] = []
@@ -166,11 +167,7 @@ def _aligned(buckets: Sequence[tuple[str, BucketExplanation]], kind: str, what: 
         issued = [(c.operation, c.buffer, format_bytes(c.nbytes)) for c in bucket.collectives]
         for place, cells in enumerate(issued or [("nothing", "", format_bytes(0))]):
             rows.append((*(first if place == 0 else ("",) * len(first)), *cells))
-    return aligned(header, rows, (kind == "bucket", False, True, True, False, False, True))
-
-
-def _many(count: int, name: str) -> str:
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"
+    return Table(header, rows, (kind == "bucket", False, True, True, False, False, True))
 
 
 def _short(paths: Sequence[str], limit: int = 40) -> str:

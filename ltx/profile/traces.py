@@ -6,6 +6,7 @@ one machine, as good as their synchronisation on several.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from ltx.core.base.arguments import checked
 from ltx.core.comm.ledger import Event, Recording, recorded
 from ltx.errors import InputError, UnsupportedError
+from ltx.estimate import format_bytes, many
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 _COMPUTE = "compute"
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace(Recording):
     """What a recording has seen so far; it can be read while it goes on, and pickled.
 
@@ -47,6 +50,9 @@ class Trace(Recording):
     rank: int = 0
     epoch_s: float = 0.0
     profile: list[dict[str, Any]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<Trace of rank {self.rank}: {many(len(self.events), 'collective')}, {format_bytes(self.bytes)} sent>"
 
     @property
     def bytes(self) -> int:
@@ -181,11 +187,27 @@ class _Bar:
     details: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
-    """What :func:`timeline` returns."""
+    """What :func:`timeline` returns; a notebook shows it drawn."""
 
     traces: tuple[Trace, ...]
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {many(len(self.traces), 'rank')}: {self._title()}>"
+
+    def _repr_png_(self) -> bytes | None:
+        if find_spec("matplotlib") is None:
+            return None
+        from matplotlib.figure import Figure
+
+        figure, drawn = Figure(figsize=self._size(), layout="constrained"), io.BytesIO()
+        self.plot(figure.subplots())
+        figure.savefig(drawn)
+        return drawn.getvalue()
+
+    def _size(self) -> tuple[float, float]:
+        return 10, 0.8 + 0.5 * sum(len(_tracks(trace)) for trace in self.traces)
 
     @property
     def start_s(self) -> float:
@@ -205,7 +227,7 @@ class Timeline:
             UnsupportedError: matplotlib isn't installed.
         """
         if ax is None:
-            ax = _new_axes(sum(len(_tracks(trace)) for trace in self.traces))
+            ax = _new_axes(self._size())
         zero, row, names = self.start_s, 0, []
         colors: dict[str, str] = {}
         for trace in self.traces:
@@ -333,7 +355,7 @@ def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": value}}
 
 
-def _new_axes(tracks: int) -> Axes:
+def _new_axes(size: tuple[float, float]) -> Axes:
     try:
         from matplotlib import pyplot
     except ImportError as error:
@@ -341,5 +363,5 @@ def _new_axes(tracks: int) -> Axes:
             "a timeline is drawn with matplotlib, which isn't installed: pip install matplotlib. Its save(path) writes "
             "a file for https://ui.perfetto.dev without it."
         ) from error
-    _, axes = pyplot.subplots(figsize=(10, 0.8 + 0.5 * tracks), layout="constrained")
+    _, axes = pyplot.subplots(figsize=size, layout="constrained")
     return axes

@@ -11,8 +11,10 @@ import torch
 
 from ltx.core.base import tree as trees
 from ltx.core.base.arguments import shown
+from ltx.core.base.readable import laid_out, text_of
 from ltx.core.base.tree import check_dense, describe
 from ltx.errors import ArgumentError, ReplicaDivergedError, TreeError
+from ltx.estimate import Table
 
 T = TypeVar("T")
 
@@ -49,8 +51,17 @@ class PerRank(Sequence[T], Generic[T]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        values = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(self._values))
-        return f"PerRank({values})"
+        values = (f"rank {rank}: {text_of(value, 16, 2)}" for rank, value in enumerate(self._values))
+        return laid_out("PerRank(", values, ")")
+
+    def _repr_html_(self) -> str:
+        """A row for each rank; where all have a dictionary of the same names, with a column for each of these."""
+        dicts: list[dict[Any, Any]] = [x for x in self._values if isinstance(x, dict)]
+        alike = len(dicts) == len(self) and len({tuple(x) for x in dicts}) == 1
+        columns = dicts if alike else [{"value": x} for x in self._values]
+        rows = [(str(rank), *(text_of(x, 16) for x in row.values())) for rank, row in enumerate(columns)]
+        header = ("rank", *map(str, columns[0] if columns else ()))
+        return Table(header, rows, [False] * len(header))._repr_html_()
 
     def rank(self, index: int) -> T:
         """The value of rank `index`. Raises IndexError, naming the ranks there are, for others."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, whole
 from ltx.core.base.errors import OptimError, StepError, StrategyError, UnsupportedError
+from ltx.core.base.readable import Readable
 from ltx.core.optim import Optimizer
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.accumulate import Accumulated
@@ -186,7 +187,7 @@ def check_kept(buffers: Tree, step: DataParallel) -> None:
 
 
 @dataclass(frozen=True)
-class TrainSettings:
+class TrainSettings(Readable):
     """The arguments of :func:`ltx.train_step`, each checked, and all of them together.
 
     Attributes:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateError
 from ltx.core.base.placements import is_dtensor, local, own_part
+from ltx.core.base.readable import Readable
 from ltx.core.optim import TorchState
 from ltx.core.transforms.strategy_update import StateLayout
 from ltx.typing import Tree
@@ -38,7 +39,7 @@ _Lease = list[int | str | None]
 
 
 @dataclass(frozen=True, eq=False)
-class TrainState:
+class TrainState(Readable):
     """Parameters, buffers, optimizer state and communication state after `step` steps.
 
     A pytree node (optree's and torch's) whose structure carries `step`; :mod:`ltx.checkpoint` saves it, and it is a
@@ -67,7 +68,7 @@ class TrainState:
     opt_state: Tree
     sync_state: Any
     step: int = 0
-    layout: StateLayout = field(default_factory=StateLayout)
+    layout: StateLayout = field(default_factory=StateLayout, repr=False)
     loss_scale: Any = ()
     pending: Any = field(default=None, repr=False)
     frozen: Tree = field(default=None, repr=False)
@@ -351,7 +352,7 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class Metrics:
+class Metrics(Readable):
     """What a step reports.
 
     Attributes:

@@ -14,6 +14,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, check_fields, is_number
 from ltx.core.base.errors import StepError, StrategyError, UnsupportedError, WeightError
 from ltx.core.base.placements import Placements, dtensor_class, is_dtensor, local, whole
+from ltx.core.base.readable import Readable
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.reduce import wide
 from ltx.core.comm import to_device
@@ -82,7 +83,7 @@ class Weighted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepSettings:
+class StepSettings(Readable):
     """The arguments of :func:`ltx.data_parallel`, each checked, and what became of them.
 
     Attributes:

@@ -334,7 +334,8 @@ def test_table() -> None:
     strategy = ltx.DDPStrategy(comm_hook=InThreePhases(), first_bucket_bytes=200_000)
     found = ltx.profile.explain(ltx.data_parallel(_loss, strategy), params, world=2)
     assert str(found) == TABLE
-    assert found._repr_html_().startswith("<pre>InThreePhases() on 2 ranks")
+    assert found._repr_html_().startswith("<div><pre>InThreePhases() on 2 ranks")
+    assert "<th style='text-align: left'>parameters</th>" in found._repr_html_()
 
 
 def test_no_gradients_on_the_wire() -> None:

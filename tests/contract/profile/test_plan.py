@@ -267,7 +267,8 @@ def calls_of_plan(strategy: ltx.Strategy, params: dict[str, torch.Tensor], ranks
 def test_table() -> None:
     cost = planned(ltx.DDPStrategy(comm_hook="fp16"))
     assert str(cost) == TABLE
-    assert cost._repr_html_().startswith("<pre>DDPStrategy(comm_hook=FP16()) on 4 ranks")
+    assert cost._repr_html_().startswith("<div><pre>DDPStrategy(comm_hook=FP16()) on 4 ranks")
+    assert cost._repr_html_().count("<tr>") == 1 + len(cost.traffic)
     assert str(planned(Local(period=5))).startswith("Local(period=5) on 4 ranks, mean of 5 steps: 1.05 s\n")
     assert str(planned(ltx.DDPStrategy(), world=1)).startswith("DDPStrategy() on 1 rank, a step: 1 s\ncomputing 1 s")
 
