@@ -321,7 +321,7 @@ def test_a_peer_that_does_not_come(on_new_axis: OnNewAxis, operation: str, known
     assert "on axis 'data'" in text
     assert operation in text or (known and operation == "data_parallel" and ("bucket 0" in text or "summary" in text))
     assert ("ranks [1] didn't come to compare it" in text) != known
-    assert 1.4 < took_s < 6.0
+    assert 1.4 < took_s < 20
 
 
 def test_a_signal_is_seen_while_a_rank_waits(on_new_axis: OnNewAxis) -> None:

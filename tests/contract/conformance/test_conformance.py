@@ -181,8 +181,8 @@ MARKS = {
     AOT: (pytest.mark.slow_compile,),
     INDUCTOR: (pytest.mark.slow_compile, pytest.mark.inductor, pytest.mark.timeout(260)),
 }
-#: The compiled rows of the fast suite: a collective, and a second derivative of a step.
-COMPILED = {("psum", "grad", AOT), ("psum", "grad", INDUCTOR), ("data_parallel", "hvp", AOT)}
+#: The compiled rows of the fast suite: a collective, and a second derivative of a step. Inductor's compiler is slow.
+COMPILED = {("psum", "grad", AOT), ("data_parallel", "hvp", AOT)}
 # A second derivative takes Inductor a minute where nothing is in its cache.
 LIMITS_S = {INDUCTOR: 250.0}
 FAST = {row for row in ROWS if row.mode is EAGER or (*row.cell, row.mode) in COMPILED}

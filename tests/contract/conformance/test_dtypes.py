@@ -7,6 +7,7 @@ by name, before anything is sent, so that what follows is right.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -102,14 +103,16 @@ def on_one_rank(tensors: dict[torch.dtype, Tensor]) -> dict[tuple[str, torch.dty
 @pytest.fixture(scope="module")
 def by_backing(
     ranks: Callable[[int], Any], on_new_axis: Callable[..., Any]
-) -> dict[str, list[dict[tuple[str, Any], Any]]]:
+) -> Callable[[str], list[dict[tuple[str, Any], Any]]]:
     tensors = {dtype: given(dtype) for dtype in PLAIN}
-    return {
-        "shared memory": list(ranks(2).run(on_one_rank, tensors)),
-        "sockets": list(on_new_axis(lambda: on_one_rank(tensors), timeout_s=30.0, sockets=True)),
-        "one process": list(ranks(1).run(on_one_rank, {dtype: x[:1] for dtype, x in tensors.items()})),
-        "alone": [on_one_rank({dtype: x[:1] for dtype, x in tensors.items()})],
+    ones = {dtype: x[:1] for dtype, x in tensors.items()}
+    run: dict[str, Callable[[], Any]] = {
+        "shared memory": lambda: ranks(2).run(on_one_rank, tensors),
+        "sockets": lambda: on_new_axis(lambda: on_one_rank(tensors), timeout_s=30.0, sockets=True),
+        "one process": lambda: ranks(1).run(on_one_rank, ones),
+        "alone": lambda: [on_one_rank(ones)],
     }
+    return cache(lambda backing: list(run[backing]()))
 
 
 def check(name: str, dtype: torch.dtype, rank: int, n: int, got: Any) -> None:
@@ -131,10 +134,12 @@ def check(name: str, dtype: torch.dtype, rank: int, n: int, got: Any) -> None:
         assert moved is None or torch.equal(got[1].flatten().long(), moved.flatten())
 
 
-@pytest.mark.parametrize("backing", ["shared memory", "sockets", "one process", "alone"])
+@pytest.mark.parametrize(
+    "backing", ["shared memory", "sockets", pytest.param("one process", marks=pytest.mark.full), "alone"]
+)
 @pytest.mark.parametrize("name", OPS)
-def test_outcome(name: str, backing: str, by_backing: dict[str, Any]) -> None:
-    by_rank = by_backing[backing]
+def test_outcome(name: str, backing: str, by_backing: Callable[[str], list[Any]]) -> None:
+    by_rank = by_backing(backing)
     for rank, found in enumerate(by_rank):
         for dtype in PLAIN:
             check(name, dtype, rank, len(by_rank), found[name, dtype])

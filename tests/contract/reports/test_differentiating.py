@@ -143,7 +143,8 @@ def all_wrong(way: str, seed: int) -> list[tuple[str, str, str]]:
     return [row for row in rows if row[-1]]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.full(but=3)
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("way", WAYS)
 def test_on_real_ranks(way: str, size: int, seed: int, ranks: Any) -> None:
     assert list(ranks(size).run(all_wrong, way, seed)) == [[]] * size
@@ -282,7 +283,7 @@ def by_training(overlap: Any, donate: bool) -> float:
 
 
 @pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_the_learning_rate_of_a_train_step(size: int, donate: bool, ranks: Any) -> None:
     assert list(ranks(size).run(by_training, "backward", donate)) == [-2 * (1 + (size - 1) / 2)] * size
     if size == 2:

@@ -162,7 +162,8 @@ def all_wrong(way: str, seed: int) -> list[str]:
     return [said for name in names if (said := wrong(name, way, seed))]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.full(but=3)
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("way", WAYS)
 def test_on_real_ranks(way: str, size: int, seed: int, ranks: Any) -> None:
     assert list(ranks(size).run(all_wrong, way, seed)) == [[]] * size

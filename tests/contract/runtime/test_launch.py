@@ -101,7 +101,7 @@ def test_a_time_limit() -> None:
     began = time.monotonic()
     with pytest.raises(CallTimeoutError, match=r"sleep didn't return on ranks 0, 1 of 2 within 1 s"):
         ltx.launch(time.sleep, 2, 100.0, start_method="fork", timeout=timedelta(seconds=1))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 @pytest.mark.full

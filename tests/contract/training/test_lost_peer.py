@@ -20,7 +20,7 @@ from tests.kinds import Started
 SIZE, LAST_WHOLE, SIDE = 3, 4, 40
 STRATEGY = ltx.DDPStrategy(bucket_bytes=4 * SIDE * SIDE, first_bucket_bytes=4 * SIDE * SIDE)  # a bucket a matrix
 #: Told within two seconds, of which the look for signs of life takes one; the rest is what a busy machine may add.
-SOON_S = 6.0
+SOON_S = 10.0
 
 
 def training(dies: str, overlap: str, by: signal.Signals = signal.SIGKILL) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from torch.func import grad_and_value
 
 import ltx
 from ltx.errors import AxisError, DataError, InputError
-from tests.kinds import Ranks
+from tests.kinds import Ranks, Started
 from tests.twins import training
 from tests.twins.training import sgd, weighted_step, whole
 
@@ -117,8 +117,9 @@ def test_what_cannot_be_pickled_raises_on_every_rank(ranks: Ranks) -> None:
     assert after == 2.0
 
 
-def test_a_process_group_of_one(ranks: Ranks) -> None:
-    assert ranks(1).run(turns, [[3, 4]], axis="data").replicated() == ([(3, 1.0), (4, 1.0)], [])
+def test_a_process_group_of_one(started: Started) -> None:
+    world = started(1, lambda tell: turns([[3, 4]], axis="data"))
+    assert world.told(0) == ([(3, 1.0), (4, 1.0)], [])
 
 
 def test_world_of_one() -> None:

@@ -84,7 +84,7 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all(how: str, failing: int
     assert re.match(f"the checkpoint of step 1 wasn't saved to {where}: rank {failing}: ", said)
     assert "File too large" in said
     assert said.endswith("Earlier ones are as they were.")
-    assert all(took < 5 for _, took, _ in results)
+    assert all(took < 20 for _, took, _ in results)
     assert [steps for _, _, steps in results] == [10, 10]
     assert list(tmp_path.glob(".*")) == []
 
@@ -424,7 +424,7 @@ with ltx.init() as world:
     try:
         ltx.checkpoint.save(sys.argv[1], state)
     except ltx.errors.PeerLostError as error:
-        print(time.monotonic() - began < 5, error, flush=True)
+        print(time.monotonic() - began < 20, error, flush=True)
         os._exit(3)
 """
 

@@ -97,7 +97,7 @@ def test_in_a_save(place: str, interrupted: int, error: BaseException, ranks: Ra
     for said, took in results:
         assert said.startswith("CheckpointError: the checkpoint ")
         assert re.search(rf"wasn't saved.*: rank {interrupted}: {kind}", said)
-        assert took < 5
+        assert took < 20
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step_00000000", "step_00000001"]
 
 
@@ -116,7 +116,7 @@ def test_too_late_to_keep_others_from_saving(place: Interrupts, interrupted: int
 
     results = list(ranks(3).run(on_a_rank))
     assert results.pop(interrupted)[0] == "KeyboardInterrupt: "
-    assert all(said == "" and took < 5 for said, took in results)
+    assert all(said == "" and took < 20 for said, took in results)
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -132,7 +132,7 @@ def test_the_loss_of_a_peer_is_one_on_all_that_are_left(ranks: Ranks, tmp_path: 
     for said, took in ranks(3).run(on_a_rank):
         assert said.startswith("PeerLostError: ")
         assert str(error) in said
-        assert took < 5
+        assert took < 20
     assert list(tmp_path.iterdir()) == []
 
 
@@ -153,7 +153,7 @@ def test_while_its_copies_are_made(ranks: Ranks, tmp_path: Path) -> None:
             else:
                 assert f"wasn't saved to {tmp_path}" in said
                 assert f"rank {interrupted}: KeyboardInterrupt" in said
-            assert took < 5
+            assert took < 20
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,7 +181,7 @@ def test_in_a_load(place: Interrupts, interrupted: int, ranks: Ranks, tmp_path: 
     assert results.pop(interrupted)[0] == "KeyboardInterrupt: "
     for said, took in results:
         assert re.match(rf"CheckpointError: checkpoint\.load.*: rank {interrupted}: KeyboardInterrupt", said)
-        assert took < 5
+        assert took < 20
 
 
 def test_a_warning_that_is_an_error_on_rank_0(ranks: Ranks, tmp_path: Path) -> None:

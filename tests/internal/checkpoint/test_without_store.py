@@ -107,7 +107,7 @@ def test_who_is_interrupted_tells_it(place: tuple[Any, str], tmp_path: Path) -> 
                 patch.setattr(*place, interrupted)
             with pytest.raises((CheckpointError, KeyboardInterrupt)) as raised:
                 ltx.checkpoint.save(tmp_path, state)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         return f"{raised.type.__name__}: {raised.value}"
 
     told = without_store(before, after)

@@ -70,7 +70,7 @@ def test_a_process_that_is_stopped(stopped: int, sockets: bool, ranks: Callable[
     others = [rank for rank in range(SIZE) if rank != stopped]
     began = time.monotonic()
     told = {rank: world.told(rank) for rank in others}
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 25
     for rank, text in told.items():
         assert text.startswith("PeerLostError after "), text
         assert f"rank {rank}: " in text
@@ -98,7 +98,7 @@ def test_a_shorter_heartbeat_than_before_has_shorter_pauses() -> None:
         while beats[0].stale_ranks([0, 1]) != [1]:
             assert time.monotonic() - began < 10
             time.sleep(0.05)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 8
     finally:
         for _ in range(2):
             release_watcher(beats[0])

@@ -210,7 +210,7 @@ def test_a_rank_that_raises_is_left_behind_at_once(started: Started) -> None:
     assert world.told(1) == "ValueError: a bad sample"
     ended = [world.told(rank) for rank in (0, 2)]
     assert all(isinstance(end, dict) for end in ended), ended
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 18  # before the timeout
     assert_every_sample_once(ended, shares(1, 3, 4))
 
 

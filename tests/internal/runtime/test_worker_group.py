@@ -121,7 +121,7 @@ def test_an_interrupt_reaches_the_driver_and_the_pool_works_after(drivers: list[
     began = time.monotonic()
     driver.process.send_signal(signal.SIGINT)
     assert driver.line() == f"interrupted <ltx.Pool of 2: pids {pids}>"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert driver.line() == f"again {pids[0]} {pids[1]}", "the same workers"
     assert driver.process.wait(timeout=30) == 0
     assert list(temp.iterdir()) == []
