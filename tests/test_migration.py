@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import socket
+import subprocess
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -307,3 +310,39 @@ def test_a_strategy_s_backend_and_timeout_reach_init(launched: Callable[[int], N
         assert (world.backend, dist.get_backend()) == ("gloo", "gloo")
         with pytest.raises(WorldError, match=r"timeout=datetime.timedelta\(seconds=7\) and now with"):
             ltx.init(timeout=timedelta(seconds=8))
+
+
+# --- whole loops, before and after ------------------------------------------------------------------------------------
+
+DIFFS = ("ddp", "fabric", "horovod", "lightning")
+
+
+def diff_of(page: str) -> tuple[str, list[str]]:
+    """A page's text and the lines of its loop, before and after."""
+    text = (PAGE.parent / f"{page}.md").read_text(encoding="utf-8")
+    return text, re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0].splitlines()
+
+
+@pytest.mark.parametrize("page", DIFFS)
+def test_so_many_lines_change(page: str) -> None:
+    text, lines = diff_of(page)
+    changed = [str(sum(line[:1] == sign and bool(line[1:].strip()) for line in lines)) for sign in "-+"]
+    assert re.findall(r"(\d+) lines go, (\d+) come", text) == [tuple(changed)]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_loops_before_and_after(tmp_path: Path) -> None:
+    """DDP's loop and ltx's save the same weights; those of the others train as well."""
+    weights = {}
+    for page, gone in (("ddp", "+"), *((page, "-") for page in DIFFS)):
+        folder = tmp_path / f"{page}{gone}"
+        folder.mkdir()
+        program = "\n".join(line[1:] for line in diff_of(page)[1] if line[:1] != gone)
+        (folder / "train.py").write_text(program, encoding="utf-8")
+        environ = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "ltx", "run", "-n", "2", "train.py"]
+        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr[-3000:]
+        weights[page + gone] = torch.load(folder / "model.pt")
+    torch.testing.assert_close(weights["ddp-"], weights["ddp+"], rtol=1e-4, atol=1e-5)
