@@ -12,7 +12,7 @@ import torch
 from ltx.core.base.arguments import ShortRepr
 from ltx.core.base.traced import recording
 
-_WIDTH = 100
+_WIDTH = 80
 
 
 class Readable(ShortRepr):

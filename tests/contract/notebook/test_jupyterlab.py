@@ -34,6 +34,20 @@ CELLS = {
     "bar": "%%ltx\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(3)):\n    ltx.barrier()",
     "display": "%%ltx\ndisplay({'rank': rank})",
     "figure": "%%ltx --rank 0\nimport matplotlib.pyplot as plt\nplt.plot([1, 2, 4])\nplt.show()",
+    "curve": "%%ltx\nimport matplotlib.pyplot as plt\nlosses = []\nif rank:\n"
+    "    figure, axes = plt.subplots(figsize=(3, 1.5))\n    curve = display(figure, display_id=True)\n"
+    "for step in (bar := ltx.progress(range(4), label='steps')):\n    losses.append(1 / (1 + step))\n"
+    "    bar.set_postfix(loss=losses[-1])\n    if rank:\n        axes.plot(losses, 'C0')\n"
+    "        curve.update(figure)\n    ltx.barrier()\nif rank:\n    plt.close(figure)",
+    "cleared": "%%ltx\nimport matplotlib.pyplot as plt\nfrom IPython.display import clear_output\n"
+    "for step in range(3):\n    clear_output(wait=True)\n    print('step', step)\n    plt.figure(figsize=(3, 1.5))\n"
+    "    plt.plot([step, 1])\n    plt.show()",
+    "bars": "%%ltx --rank 0\nfrom tqdm.auto import tqdm\nfor epoch in tqdm(range(2), desc='epochs'):\n"
+    "    for step in tqdm(range(3), desc='steps', leave=False):\n        pass",
+    "values": "%%ltx\nimport torch\ntrain = ltx.train_step(ltx.data_parallel(lambda w: (w**2).sum()), "
+    "ltx.optim.from_torch(torch.optim.Adam, lr=0.1))\nstate = train.init(torch.ones(64, 8))\n"
+    "with ltx.profile.record() as trace:\n    state, metrics = train(state)\n"
+    "display(state, metrics, ltx.profile.explain(train, state))\nltx.profile.timeline([trace])",
     "error": "%%ltx\ndef f():\n    raise ValueError('no such luck')\nf()",
 }
 
@@ -88,7 +102,7 @@ def page() -> Iterator[Any]:
         browser = tools.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
         )
-        opened = browser.new_page(viewport={"width": 1100, "height": 1900})
+        opened = browser.new_page(viewport={"width": 1100, "height": 4200})
         opened.set_default_timeout(LIMIT_MS)
         yield opened
         browser.close()
@@ -117,6 +131,13 @@ def test_cells_in_a_browser(url: str, page: Any, tmp_path: Path) -> None:
         assert f"[rank {rank}] {{'rank': {rank}}}" in texts["display"]
     assert outputs["figure"].locator("img").count() == 1, texts["figure"]
     assert outputs["figure"].locator("img").evaluate("image => image.naturalWidth") > 100
-    assert re.search(r'File "Cell In\[6\]", line 4, in <module>\s+f\(\)', texts["error"]), texts["error"]
+    for name, images in {"curve": 1, "cleared": 2, "values": 2}.items():
+        assert outputs[name].locator("img").count() == images, texts[name]
+    assert re.search(r"steps \|#+\| 4/4 .*loss=0.25", texts["curve"]), texts["curve"]
+    assert sorted(re.findall(r"step \d", texts["cleared"])) == ["step 2", "step 2"], texts["cleared"]
+    assert len(re.findall(r"epochs: 100%.* 2/2 ", texts["bars"])) == 1, texts["bars"]
+    assert "steps" not in texts["bars"]
+    assert outputs["values"].locator("table").count() == 2, texts["values"]
+    assert re.search(r'File "Cell In\[10\]", line 4, in <module>\s+f\(\)', texts["error"]), texts["error"]
     assert re.search(r"line 3, in f\s+raise ValueError\('no such luck'\)", texts["error"]), texts["error"]
     assert "ltx/" not in texts["error"]
