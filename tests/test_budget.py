@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1744, 10),
-    "all": Size(41193, 169),
+    "all": Size(41190, 169),
     "checkpoint": Size(1636, 7),
     "core": Size(1, 1),
     "core/base": Size(1852, 10),
@@ -34,12 +34,11 @@ BUDGET = {
     "core/gradients": Size(2345, 8),
     "core/optim": Size(2709, 11),
     "core/ranks": Size(1220, 5),
-    "core/training": Size(3588, 13),
+    "core/training": Size(3585, 13),
     "core/transforms": Size(3391, 12),
     "core/world": Size(1689, 7),
     "demo": Size(505, 4),
     "hooks": Size(2469, 12),
-    "nn": Size(436, 2),
     "notebook": Size(197, 2),
     "profile": Size(1129, 4),
     "runtime": Size(4346, 15),

@@ -1,14 +1,14 @@
 """The marker: identities around a step whose transpose is the reduction of its gradients.
 
-    params -> Fence -> Mark (one a bucket) -> step -> Tie -> output
+    params -> Fence -> Marker (one a bucket) -> step -> Tie -> output
 
 In the order of the backward pass:
 
 * **Tie** runs first. It takes a token from every marker, so that each marker takes part in the backward pass even if
   the loss on this rank doesn't reach its parameters; otherwise the peers would wait for this rank forever.
-* **Mark** has all parameters of one bucket as inputs, so the engine runs it exactly when all their gradients are there:
-  it starts the bucket's reduction. Its node was made before the step's, which would put it last in the engine's queue;
-  a raised sequence number puts it first.
+* **Marker** has all parameters of one bucket as inputs, so the engine runs it exactly when all their gradients are
+  there: it starts the bucket's reduction. Its node was made before the step's, which would put it last in the engine's
+  queue; a raised sequence number puts it first.
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing
   downstream sees a pending gradient. A train step has no fence: nothing is downstream, and it waits itself.
 
@@ -284,8 +284,8 @@ class Fence(Peeled):
         return _views([zero() if t is None else t for t, zero in zip(tangents[4:], ctx.zeros, strict=True)])
 
 
-class Mark(Peeled):
-    """``Mark.apply(schedule, bucket, dims, index, *parameters, *states) -> (*parameters, token)``: starts the bucket.
+class Marker(Peeled):
+    """``Marker.apply(schedule, bucket, dims, index, *parameters, *states) -> (*parameters, token)``: starts the bucket.
 
     Identity on the parameters. The cotangent of a state is its next value.
     """
@@ -371,13 +371,13 @@ class Tie(Function):
         return Tie.apply(schedule, tokens, kept, *(t for ts in lists for t in ts)), in_dims[3 + ends[2] :]
 
 
-def mark(
+def put_on(
     schedule: Schedule,
     params: Sequence[torch.Tensor],
     states: Sequence[Sequence[torch.Tensor]],
     source: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Put the marker on `params` (with each one's state tensors): (marked parameters, tokens).
+    """Put markers on `params` (with each one's state tensors): (marked parameters, tokens).
 
     `source`: a dummy input that makes autograd build the nodes where no parameter requires gradients, for a schedule
     without a fence. Its own gradient is never used.
@@ -392,7 +392,7 @@ def mark(
     marked: list[Any] = [None] * len(params)
     tokens: list[torch.Tensor] = []
     for bucket, tensors in zip(plan.buckets, per_bucket, strict=True):
-        *outs, token = Mark.apply(schedule, bucket.index, (), index, *tensors)
+        *outs, token = Marker.apply(schedule, bucket.index, (), index, *tensors)
         raise_priority(token, MARKER_PRIORITY)
         for member, out in zip(bucket.members, outs, strict=True):
             marked[member] = out

@@ -263,7 +263,7 @@ class ProcessSchedule(Schedule):
             self._batches[index] = tensors[0].shape[: len(dims)]
             program = self.program_of or self.program
             self._ready[index] = program(bucket, grads, self.plan.states_of(bucket, states))
-            if self.has_later_phases:
+            if self.fenced and self.has_later_phases:
                 self.pending.flush_others()
             if not self._held:
                 self._launch_ready()
@@ -315,8 +315,7 @@ class ProcessSchedule(Schedule):
 
     def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
         """The buckets in order, each as soon as it is complete, with what its program returned."""
-        self.launch()
-        yield from zip(self.plan.buckets, self.pending.wait_each(), strict=False)
+        return zip(self.plan.buckets, self.pending.wait_each(), strict=False)
 
     def unpack(self, bucket: Bucket, reduced: Reduced) -> list[torch.Tensor]:
         """The reduced gradients of a bucket."""
@@ -334,6 +333,7 @@ class ProcessSchedule(Schedule):
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with self._watched():
+            self.launch()
             outs = [
                 t
                 for bucket, reduced in self.wait_buckets()

@@ -17,7 +17,7 @@ import torch
 from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.errors import UnusedParameterWarning, WeightError
-from ltx.core.gradients.marker import Mark
+from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.packing import refuse_sparse, unpack
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
@@ -155,9 +155,9 @@ def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | 
     queue: list[Any] = [total.grad_fn]
     missing, seen = set(places.values()) - {places.get(id(total))}, set[Any]()
     for node in queue:  # which grows meanwhile
-        ends = node is None or isinstance(node, (MicroBatches._backward_cls, Mark._backward_cls))
+        ends = node is None or isinstance(node, (MicroBatches._backward_cls, Marker._backward_cls))
         for following, output in () if ends else node.next_functions:
-            if plan is not None and isinstance(following, Mark._backward_cls):
+            if plan is not None and isinstance(following, Marker._backward_cls):
                 bucket = plan.buckets[following.bucket]  # type: ignore[attr-defined]
                 missing.difference_update(bucket.members[output : output + 1])
             missing.discard(places.get(id(getattr(following, "variable", None)), -1))
@@ -225,11 +225,6 @@ class Scale:
 
     factor: float | torch.Tensor
     skip: torch.Tensor | None = None
-
-    @property
-    def at_most_one(self) -> bool:
-        """Whether it is known to keep finite numbers finite."""
-        return not isinstance(self.factor, torch.Tensor) and abs(self.factor) <= 1
 
     def apply(self, grads: Sequence[torch.Tensor]) -> None:
         """Multiply in place."""
@@ -315,7 +310,8 @@ class CollectGradients(Completion):
         grads = unpack(reduced[0].view(-1), bucket)
         self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
         # A multiple (of at most 1) of finite numbers is finite.
-        total = self._schedule.total(bucket) if self._probes is not None and self._scale.at_most_one else None
+        known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
+        total = self._schedule.total(bucket) if self._probes is not None and known else None
         self._scale.apply(grads)
         if total is not None:
             self._sums.append(total)
@@ -324,7 +320,8 @@ class CollectGradients(Completion):
         self._grads.update(zip(bucket.members, grads, strict=True))
 
     def result(self) -> BackwardResult:
-        after, sums = self._states_after(self._work.state.trained), self._sums if self._probes is not None else None
+        after = self._states_after(self._work.state.held("params"))
+        sums = self._sums if self._probes is not None else None
         grads = [self._grads[m] for m in range(len(self._work.trained))]
         return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
 
@@ -334,7 +331,7 @@ class UpdateBuckets(Completion):
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         super().__init__(work, schedule)
-        self._scale, self._params, self._opt_state = scale, work.state.trained, work.state.opt_state
+        self._scale, self._params, self._opt_state = scale, work.state.held("params"), work.state.held("opt_state")
         if not work.donate:
             self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
         self._leaves = tree.flatten(self._params)[0]
@@ -382,11 +379,11 @@ class UpdateThenSend(Completion):
         super().__init__(work, schedule)
         self._hook, self._axis = hook, self._plan.axis
         state, optimizer = work.state, work.optimizer
-        opt_state = hook.own(state.opt_state, self._axis)
+        opt_state = hook.own(state.held("opt_state"), self._axis)
         self._opt_state = opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
-        at = optimizer.leaf_states(opt_state, state.trained)
+        at = optimizer.leaf_states(opt_state, state.held("params"))
         self._opt_states = [at[place] for place in work.trained]
-        paths = tree.leaf_paths(state.trained) if any(self._plan.state_names) else []
+        paths = tree.leaf_paths(state.held("params")) if any(self._plan.state_names) else []
         known = [state.sync_state.leaves[paths[place]] if paths else {} for place in work.trained]
         old = Old([x.detach() for x in work.leaves], known, self._axis.size)
         self._old = with_overwriting(hook, old, work.donate, opt_state)

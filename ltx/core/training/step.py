@@ -141,7 +141,7 @@ class Step:
     @cached_property
     def _params(self) -> tuple[list[torch.Tensor], Any]:
         """The leaves of the parameters, and their structure."""
-        return tree.flatten(self.state.trained)
+        return tree.flatten(self.state.held("params"))
 
     @property
     def _versions(self) -> list[int]:
@@ -158,11 +158,12 @@ class Step:
 
     def _forward(self) -> Forward:
         """Run the user's step on the marked parameters."""
-        train, strategy, sync = self.train, self.train.step.strategy, self.state.sync_state
+        train, strategy, sync = self.train, self.train.step.strategy, self.state.held("sync_state")
+        held = self.state.held("buffers")
         leaves, spec = self._params
         if train.donate and not self.late and sync.leaves:
             # The optimizer writes into the parameters; the last step may have returned one tensor as both.
-            sync = replace(sync, leaves=unshared(sync.leaves, self.state.trained))
+            sync = replace(sync, leaves=unshared(sync.leaves, self.state.held("params")))
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
         hook = self.post_update_hook
         if hook is None and not marks_on_wire(train.step.hook_as_chosen(sync), self.info.step, training=True):
@@ -173,9 +174,9 @@ class Step:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         options = CallOptions(deferred=True, step=self.info.step, hook=hook, frozen=self.state.frozen)
         with comm.span("forward"), torch.enable_grad():
-            arguments = arguments_of(given, self.state.buffers, self.batch)
+            arguments = arguments_of(given, held, self.batch)
             run = train.step.run(arguments, self.batch.named, options)
-            loss, buffers, aux = outputs_of(run, self.state.buffers, train.has_aux)
+            loss, buffers, aux = outputs_of(run, held, train.has_aux)
         if self._in_place:  # what the step returned mustn't change when the parameters do
             buffers, aux = unshared((buffers, aux), leaves)
         if isinstance(loss, Weighted):
@@ -217,8 +218,7 @@ class Step:
         """
         total, weight, name = forward.total, forward.weight, f"step {self.state.step}"
         self._read_last_summary(schedule)
-        sums = checks_finite(self.train)
-        schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, sums)
+        schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, checks_finite(self.train))
         completion: Completion | None = None
         try:
             if self.post_update_hook is not None:
@@ -343,7 +343,7 @@ class Step:
             filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]
             del reduced
             grads, later = tree.unflatten(spec, filled), self.late and train.donate
-            of_state = state.trained, grads, state.opt_state
+            of_state = state.held("params"), grads, state.held("opt_state")
             update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting)
             updated = strategy.update(update, states, self.info, self.pending)
             return check_updated(strategy, updated, update, states)

@@ -162,7 +162,7 @@ class TrainStep(TrainSettings):
         state.check_owned()
         axis, seen = comm.resolve(self.step.axis), state.seen  # before the comparison looks at the state
         self._compare(state, axis)
-        params, sync = state.trained, state.sync_state
+        params, sync = state.held("params"), state.held("sync_state")
         strategy, info = self.step.strategy, StepInfo(sync.checked_step(), axis)
         strategy.check_axis(axis)
         check_layout(strategy, info.step)

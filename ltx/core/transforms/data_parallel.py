@@ -111,8 +111,8 @@ class DataParallel(StepSettings):
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or traced.recording()):
             return self.hook_as_chosen(sync_state).run(args, kwargs, options)
         leaves, spec = tree.flatten(params)
-        whole_leaves, step, placements = leaves, options.step, None
-        if traced.recording():
+        whole_leaves, step, placements, recorded = leaves, options.step, None, traced.recording()
+        if recorded:
             refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, sync_state, counted if step is None else step)
@@ -138,7 +138,7 @@ class DataParallel(StepSettings):
         if placements is not None:
             given = placed(placements, given)
             leaves, spec = tree.flatten(given)
-        if traced.recording():
+        if recorded:
             output = self.fn(*self._replaced(args, given), **kwargs)
         else:
             with marked.schedule.in_forward() if marked.schedule and options.step is None else nullcontext():

@@ -98,7 +98,7 @@ def _mark_node(
     count = len(arrival)
     schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, step, clock)
     states = iter(tensors[count:])
-    marked, tokens = marker.mark(schedule, tensors[:count], [[next(states) for _ in leaf] for leaf in names])
+    marked, tokens = marker.put_on(schedule, tensors[:count], [[next(states) for _ in leaf] for leaf in names])
     return (*marked, *tokens)
 
 
@@ -188,7 +188,7 @@ def mark(
         hooks = LeafHooks(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
         schedule.on_end = hooks.finish
         return Marked(at_places(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)
-    marked, tokens = marker.mark(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
+    marked, tokens = marker.put_on(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
     filled = at_places(leaves, wanted, marked)
     if source is not None:
         return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs), schedule, [source])

@@ -18,7 +18,7 @@ ELSEWHERE = {
     "core/optim/kernel.py": 1,
     "core/transforms/functional_call.py": 2,
     "hooks/ddp.py": 1,
-    "nn/sync_batch_norm.py": 2,
+    "nn.py": 2,
     "runtime/simulation.py": 3,
 }
 
