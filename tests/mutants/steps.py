@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         name="transforms: a rank without data counts",
         where="_turns",
-        old="yield source.placeholder(), _weight(0.0)",
-        new="yield source.placeholder(), _weight(share)",
+        old="else x, last), _weight(0.0)",
+        new="else x, last), _weight(share)",
         breaks="placeholders count as samples",
         tests=("tests/contract/training/test_uneven.py::test_means",),
     ),
@@ -93,8 +93,8 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a failing iterable stops one rank alone",
-        where="_Source.next",
-        old="return None, _FAILED",
+        where="_turns",
+        old="state, error = _FAILED, raised",
         new="raise",
         breaks="the peers of a rank whose data fails wait for it",
         tests=("tests/contract/training/test_uneven.py::test_an_iterable_that_raises_reaches_every_rank",),

@@ -36,8 +36,8 @@ from ltx.core.collectives.calls import (
     traced_size,
 )
 from ltx.core.collectives.futures import one_message
-from ltx.core.collectives.linear import Static, add_rule, apply, only_at
-from ltx.core.collectives.uneven import padded, told
+from ltx.core.collectives.linear import Static, add_rule, only_at
+from ltx.core.collectives.uneven import gathered, told
 from ltx.core.comm.group_collectives import as_it_is
 from ltx.typing import Tree
 
@@ -382,15 +382,11 @@ def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
         for row, more in zip(rows, said, strict=True):
             row.extend(more[1 : 1 + len(counts)])
     parts = [part for x in mine for part in (x.indices().T, x.values())]
-    sent = [padded(part, 0, max(row[place // 2] for row in rows)) for place, part in enumerate(parts)]
+    lengths = [[row[place // 2] for row in rows] for place in range(len(parts))]
     agreed = comm.Agreement(signature, signature.fingerprint, None)
-    found.ranks.agree([comm.key_of("all_gather", x, (0, 0)) for x in sent], agreed)  # which follows from what was told
-    gathered = [
-        torch.cat([part[: row[place // 2]] for part, row in zip(each, rows, strict=True)])
-        for place, each in enumerate(apply("all_gather", (0, 0), found, sent))
-    ]
+    joined = [torch.cat(each) for each in gathered(parts, [0] * len(parts), lengths, found, agreed)]
     sums = [
         torch.sparse_coo_tensor(indices.T, values, x.shape, check_invariants=False).coalesce()
-        for x, indices, values in zip(mine, gathered[::2], gathered[1::2], strict=True)
+        for x, indices, values in zip(mine, joined[::2], joined[1::2], strict=True)
     ]
     return tree.unflatten(spec, sums)

@@ -62,24 +62,23 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
         raise TreeError(f"gather_all_tensors takes one tensor, got {shown(tensor)}. Call it for each leaf of a tree.")
     tree.check_dense([tensor], tensor, "gather_all_tensors")
     found = _real(axis, "gather_all_tensors", "Use ltx.all_gather, or ltx.simulate.")
-    shapes = _shapes_of_all(tensor, found)
-    most = max(shape.numel() for shape in shapes)
+    shapes, agreed = _shapes_of_all(tensor, found)
     moved = movable("all_gather", tensor)  # bytes, where torch can't pad its dtype
     width = 1 if moved is tensor else tensor.itemsize
-    flat = torch.nn.functional.pad(moved.reshape(-1), (0, most * width - moved.numel()))
-    (gathered,) = apply("all_gather", (0, 0), found, [flat])
-    rows = [row[: shape.numel() * width] for row, shape in zip(gathered.unbind(0), shapes, strict=True)]
+    lengths = [shape.numel() * width for shape in shapes]
+    (rows,) = gathered([moved.reshape(-1)], [0], [lengths], found, agreed)
     # Cloned: elements mustn't lie across their alignment.
     parts = rows if moved is tensor else [row.clone().view(tensor.dtype) for row in rows]
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> list[torch.Size]:
-    """The ranks' shapes, which they tell each other at every call; raises if their dtypes differ."""
+def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> tuple[list[torch.Size], comm.Agreement]:
+    """The ranks' shapes, which they tell each other at every call, by agreement; raises if their dtypes differ."""
     if tensor.ndim > _MOST_DIMS:
         raise UnsupportedError(f"gather_all_tensors: {tree.describe(tensor)} can't be sent; cast or reshape it first.")
     header = [tensor.ndim, _DTYPES.index(tensor.dtype), *tensor.shape, *(0 for _ in range(_MOST_DIMS - tensor.ndim))]
-    rows = told("gather_all_tensors", header, axis)
+    signature = comm.Signature("gather_all_tensors", (), f"{len(header)} lengths")
+    rows = told("gather_all_tensors", header, axis, signature)
     shapes = [torch.Size(row[2 : 2 + row[0]]) for row in rows]
     if len({row[1] for row in rows}) > 1:
         each = "; ".join(
@@ -90,7 +89,7 @@ def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> list[torch.Size]:
             f"axis {axis.name!r}: ranks disagree on gather_all_tensors: {each}. Shapes may differ, dtypes may not: "
             "cast them to one dtype."
         )
-    return shapes
+    return shapes, comm.Agreement(signature, signature.fingerprint, None)
 
 
 def told(what: str, numbers: list[int], axis: Axis, call: comm.Signature | None = None) -> list[list[int]]:
@@ -127,18 +126,24 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
     agreed = found.ranks.confirm(key, signature)
     if not all(fit):  # and so it is on every rank, as their numbers of dimensions are the same
         dim_of("all_gather", leaves[fit.index(False)], dim)
-    rows = found.ranks.tell(_INFERRED, [x.shape[dim] for x in leaves], signature, key) if leaves else []
+    told_lengths = found.ranks.tell(_INFERRED, [x.shape[dim] for x in leaves], signature, key) if leaves else []
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
-    lengths = list(zip(*rows, strict=True))
-    sent = [padded(x, at, max(parts)) for x, at, parts in zip(moved, ats, lengths, strict=True)]
-    found.ranks.agree([comm.key_of("all_gather", x, (0, 0)) for x in sent], agreed)  # follows from what was told
-    whole = [
-        _joined(gathered, parts, at, at)
-        for gathered, at, parts in zip(apply("all_gather", (0, 0), found, sent), ats, lengths, strict=True)
-    ]
+    lengths = list(zip(*told_lengths, strict=True))
+    rows = gathered(moved, ats, lengths, found, agreed)
+    whole = [torch.cat(parts, at) for parts, at in zip(rows, ats, strict=True)]
     return tree.unflatten(
         spec, [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, moved, whole, strict=True)]
     )
+
+
+def gathered(
+    xs: Sequence[torch.Tensor], dims: Sequence[int], lengths: Sequence[Sequence[int]], axis: Axis, agreed: Any
+) -> list[list[torch.Tensor]]:
+    """By tensor, every rank's part, whose `lengths` along `dims` the ranks have told each other, by agreement."""
+    sent = [padded(x, dim, max(each)) for x, dim, each in zip(xs, dims, lengths, strict=True)]
+    axis.ranks.agree([comm.key_of("all_gather", x, (0, 0)) for x in sent], agreed)  # follows from what was told
+    stacks = zip(apply("all_gather", (0, 0), axis, sent), dims, lengths, strict=True)
+    return [[part.narrow(dim, 0, n) for part, n in zip(stack, each, strict=True)] for stack, dim, each in stacks]
 
 
 def _equal_splits(x: Any, dim: int, n: int) -> tuple[int, ...]:
