@@ -71,3 +71,17 @@ def test_it_runs_where_no_checkout_is(built: tuple[Path, Path], tmp_path: Path) 
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"{site}/ltx/__init__.py {ltx.__version__} 3.0") == 2, done.stdout + done.stderr
+
+
+def test_the_oldest_torch_is_tried_beside_what_it_takes() -> None:
+    """Else pip would rather have another torch, and say nothing."""
+    workflows = ROOT / ".github/workflows"
+    steps = (workflows / "oldest.yml").read_text()
+    (lowest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert set(re.findall(r"torch==(\d[\d.]+)", steps)) == {f"{lowest}.0"}
+    (command,) = re.findall(r"sed .* constraints.txt(?= >)", steps)
+    given = subprocess.run(command, shell=True, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    assert f"torch=={lowest}.0" in given
+    assert not [line for line in given if line.startswith("setuptools==")]  # torch 2.11 takes those below 82
+    for name in ("test.yml", "nightly.yml"):
+        assert "uses: ./.github/workflows/oldest.yml" in (workflows / name).read_text()
