@@ -140,13 +140,14 @@ def install_missing(python: str, facts: dict[str, Any]) -> list[str]:
     return missing
 
 
-#: ltx is imported, and sums on the GPU over a world of one.
+#: ltx is imported, and the backend sums on the GPU over a world of one, where ltx itself has nothing to send.
 CHECK = """
 import torch, torch.distributed as dist
 import ltx
 dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
 with ltx.init() as world:
     x = ltx.to_device(torch.arange(4.0))
+    dist.all_reduce(x)
     assert x.is_cuda and ltx.psum(x).tolist() == [0.0, 1.0, 2.0, 3.0]
     print(f"ltx {ltx.__version__} sums on {world.device} by {world.backend}")
 """
