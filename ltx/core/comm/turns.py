@@ -298,12 +298,17 @@ class ThreadRanks(Ranks):
     """The ranks of an axis that are threads here, as one of them sees them.
 
     Ranks are in one process, so nothing is sent: each brings a value, and one of them computes what all get.
-    `members`: the numbers of the threads of the axis' ranks; `rank`: this one's place among them.
+    `members`: the numbers of the threads of the axis' ranks; `rank`: this one's place among them; `device`: of what
+    they were given.
     """
 
     in_turn = True
+    device: torch.device | None = None
 
-    def __init__(self, turns: Turns, name: str, members: tuple[int, ...], rank: int):
+    def __init__(
+        self, turns: Turns, name: str, members: tuple[int, ...], rank: int, device: torch.device | None = None
+    ):
+        self.device = device
         self.name = name
         self.rank = rank
         self.size = len(members)
@@ -448,5 +453,5 @@ class ThreadRanks(Ranks):
         if part not in self._parts:
             places = part.members(self.rank)
             members = tuple(self._members[place] for place in places)
-            self._parts[part] = ThreadRanks(self._turns, name, members, places.index(self.rank))
+            self._parts[part] = ThreadRanks(self._turns, name, members, places.index(self.rank), self.device)
         return self._parts[part]

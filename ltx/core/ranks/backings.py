@@ -129,7 +129,7 @@ class Ranks:
 
     def index(self, size: int) -> torch.Tensor:
         """This rank's position among `size`, a 0-dim int64 tensor."""
-        return torch.tensor(self.rank, device=self.device)
+        return torch.full((), self.rank, device=self.device)  # which copies nothing from the host
 
     def batch_index(self, size: int) -> torch.Tensor | None:
         """:meth:`index` where it is batched: a Function that takes it has its vmap rule called at each level."""
