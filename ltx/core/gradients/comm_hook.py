@@ -154,10 +154,6 @@ class CommHook(
         """Tensors of a parameter's state that are added to its gradient as it is packed, with their factors."""
         return ()
 
-    def output_bucket(self, bucket: Bucket, axis_size: int) -> Bucket:
-        """The shapes that a strategy's exchange of `bucket` gives; a gradient's are always its parameter's."""
-        return bucket
-
     def reduce(self, inputs: BucketInput) -> Reduction:
         """Yield collective requests; return (the sum of all ranks' inputs, the next states)."""
         raise NotImplementedError(f"{type(self).__name__} must define reduce(inputs)")

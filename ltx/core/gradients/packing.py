@@ -61,19 +61,22 @@ def pack(
 def _pack_by_foreach(
     grads: Sequence[torch.Tensor], flat: torch.Tensor, bucket: Bucket, scale: float, extra_terms: Sequence[Terms]
 ) -> None:
-    """:func:`pack` in few kernels."""
+    """:func:`pack` in few kernels, and one for each gradient that lies otherwise in memory."""
     views = [part.view(grad.shape) for part, grad in zip(flat.split(bucket.sizes, -1), grads, strict=True)]
-    widens = flat.dtype.itemsize >= bucket.dtype.itemsize
-    # What gets narrower is scaled before it is rounded, or it might overflow.
-    given = list(grads) if widens or scale == 1 else torch._foreach_mul(list(grads), scale)
+    wider = flat.dtype.itemsize - bucket.dtype.itemsize
     # One gradient that lies otherwise in memory, such as a channels-last one, would have torch copy all one by one.
-    together = [place for place, grad in enumerate(given) if grad.is_contiguous()]
-    if together:
-        torch._foreach_copy_([views[place] for place in together], [given[place] for place in together])
-    for place in set(range(len(given))).difference(together):
-        views[place].copy_(given[place])
-    if widens and scale != 1:
-        flat.mul_(scale)
+    alike = [place for place, grad in enumerate(grads) if grad.is_contiguous()]
+    if alike:
+        to, given = [views[place] for place in alike], [grads[place] for place in alike]
+        # What gets narrower is scaled before it is rounded, or it might overflow.
+        torch._foreach_copy_(to, given if wider >= 0 or scale == 1 else torch._foreach_mul(given, scale))
+        if wider >= 0 and scale != 1:
+            torch._foreach_mul_(to if len(alike) < len(views) else [flat], scale)
+    for place in set(range(len(views))).difference(alike):
+        if wider > 0:
+            views[place].copy_(grads[place]).mul_(scale)
+        else:
+            torch.mul(grads[place], scale, out=views[place])
     added: dict[tuple[int, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for view, terms in zip(views, extra_terms, strict=True):
         for place, (term, times) in enumerate(terms):  # the first of every leaf that has any, the second, ...

@@ -329,8 +329,7 @@ class Exchange:
         plan, results = self._plan, [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
         for bucket, (flat, advanced) in self.wait_buckets():
-            given = plan.hook.output_bucket(bucket, plan.axis.size)
-            for member, tensor in zip(bucket.members, unpack(flat, given), strict=True):
+            for member, tensor in zip(bucket.members, unpack(flat, bucket), strict=True):
                 results[member] = tensor
             if advanced:
                 for member, state in zip(bucket.members, advanced, strict=True):
