@@ -15,7 +15,6 @@ import torch
 from ltx.core.base.arguments import Offering, ShortRepr, check_fields, follows
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.gradients.reduction import (
-    Bucket,
     BucketInput,
     CollectiveRequest,
     LeafState,
@@ -27,10 +26,6 @@ from ltx.core.gradients.reduction import (
     drive,
 )
 from ltx.core.ranks.axis import Axis
-
-
-def _stateful(hook: CommHook) -> bool:
-    return bool(hook.state_names) or hook.reads_step or hook.constant_after != 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class HookOffers:
     state_names: tuple[str, ...] = ()
     reads_step: bool = False
     constant_after: int | None = follows(lambda hook: 0 if type(hook).at is CommHook.at else None)
-    stateful: bool = follows(_stateful)
+    stateful: bool = follows(lambda hook: bool(hook.state_names) or hook.reads_step or hook.constant_after != 0)
     bucket_factor: int = 1
     phases: int = 1
     phases_on: Callable[[int], int] = follows(lambda hook: lambda axis_size: hook.phases)

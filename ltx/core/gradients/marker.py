@@ -361,13 +361,9 @@ class Tie(Function):
         dims = list(in_dims[3:])
         lists = [list(tensors[i:j]) for i, j in zip((0, *ends), (*ends, len(tensors)), strict=True)]
         for k in range(kept):
-            if (dims[ends[0] + k] is None) != (dims[ends[1] + k] is None):
-                _, (lists[1][k], lists[2][k]) = _peel(
-                    schedule.plan.axis,
-                    info.batch_size,
-                    (lists[1][k], lists[2][k]),
-                    (dims[ends[0] + k], dims[ends[1] + k]),
-                )
+            pair, own = (lists[1][k], lists[2][k]), (dims[ends[0] + k], dims[ends[1] + k])
+            if (own[0] is None) != (own[1] is None):
+                _, (lists[1][k], lists[2][k]) = _peel(schedule.plan.axis, info.batch_size, pair, own)
         return Tie.apply(schedule, tokens, kept, *(t for ts in lists for t in ts)), in_dims[3 + ends[2] :]
 
 

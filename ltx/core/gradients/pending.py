@@ -326,7 +326,7 @@ class Exchange:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it can't complete.
             RankMismatchError: ranks have issued different things before it.
         """
-        plan, results = self._plan, [torch.empty(0)] * len(self._states)
+        results = [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
         for bucket, (flat, advanced) in self.wait_buckets():
             for member, tensor in zip(bucket.members, unpack(flat, bucket), strict=True):

@@ -243,10 +243,9 @@ class AddNoise(LeafTransform):
     def _noise(self, like: Tensor, count: int, place: int) -> Tensor:
         key = key_of(self.seed, count, place, device=like.device)
         dtype = torch.float64 if like.dtype.to_real() is torch.float64 else torch.float32
-        if like.is_complex():
-            parts = normal(key, 2 * like.numel(), dtype) * (float(self.std) / math.sqrt(2.0))
-            return torch.view_as_complex(parts.view(-1, 2)).view(like.shape).to(like.dtype)
-        return (normal(key, like.numel(), dtype) * float(self.std)).view(like.shape).to(like.dtype)
+        parts = 2 if like.is_complex() else 1
+        drawn = normal(key, parts * like.numel(), dtype) * (float(self.std) / math.sqrt(parts))
+        return (drawn if parts == 1 else torch.view_as_complex(drawn.view(-1, 2))).view(like.shape).to(like.dtype)
 
     def __repr__(self) -> str:
         return f"add_noise({self.std}, {self.seed})"
