@@ -78,7 +78,7 @@ gpu:
 	@$(PYTHON) -m benchmarks.gpu $(GPU)
 
 clean:
-	rm -rf $(VENV) .gpu ltx-demo docs/_build docs/reference/names .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .gpu ltx-demo docs/_build docs/_dark docs/reference/names .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
