@@ -33,7 +33,7 @@ def test_a_state_and_what_made_it() -> None:
     said = repr(state)
     assert said.startswith("TrainState(\n  params={'kernel': f32[64,8], 'bias': f32[8]},\n")
     assert "'momentum_buffer': f32[64,8]" in said
-    assert len(said.splitlines()) < 12
+    assert len(said.splitlines()) < 24
     train(state, torch.ones(2, 64))
     with pytest.raises(DonatedStateError):
         repr(state)
