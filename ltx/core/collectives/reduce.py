@@ -149,8 +149,7 @@ def pargmax(value: Tree, axis: Any = None) -> Tree:
         tensor([[1, 0],
                 [1, 0]])
     """
-    value = tensors_of(value, axis)
-    return _first(value, pmax(tree.map(_apart, value), axis), axis)
+    return _first(pmax, value, axis)
 
 
 def pargmin(value: Tree, axis: Any = None) -> Tree:
@@ -162,15 +161,13 @@ def pargmin(value: Tree, axis: Any = None) -> Tree:
         tensor([[0, 0],
                 [0, 0]])
     """
+    return _first(pmin, value, axis)
+
+
+def _first(extremum: Callable[[Tree, Any], Tree], value: Tree, axis: Any) -> Tree:
+    """The first rank that has the `extremum`."""
     value = tensors_of(value, axis)
-    return _first(value, pmin(tree.map(_apart, value), axis), axis)
-
-
-def _apart(x: Any) -> Any:
-    return x.detach() if isinstance(x, torch.Tensor) else x
-
-
-def _first(value: Tree, best: Tree, axis: Any) -> Tree:
+    best = extremum(tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value), axis)
     index, size = axis_index(axis), axis_size(axis)
 
     def mine(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
