@@ -161,7 +161,7 @@ MUTANTS = (
     Mutant(
         name="notebook: names of the notebook aren't sent",
         where="run_cell",
-        old="namespace.update(given)",
+        old="shell.user_ns.update(given)",
         new="",
         breaks="%%ltx --in does nothing",
         tests=("tests/contract/notebook/test_magics.py",),
