@@ -119,7 +119,7 @@ class Clocks(Host):
         patch.setattr(backends.HostCopy, "__init__", copy)
         patch.setattr(torch.accelerator, "current_stream", lambda *_: self.current)
         patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self._of(x).recorded.append(stream))
-        patch.setattr(buffer_pool, "_uses", None)  # on a GPU buckets are the allocator's
+        patch.setattr(buffer_pool, "storage_uses", None)  # on a GPU buckets are the allocator's
         patch.setattr(StreamGroup, "_begin", lambda *args: self._begin(*args))
         patch.setattr(StreamWork, "wait", lambda *args: self._wait(*args))
         patch.setattr(StreamWork, "is_completed", lambda work: work.event.query())

@@ -94,6 +94,6 @@ def test_places_plans_and_sizes_are_kept_apart() -> None:
 def test_other_devices_and_other_torches_get_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = BufferPool()
     assert found.take("plan", 0, (3,), torch.float32, torch.device("meta")).device.type == "meta"
-    monkeypatch.setattr(buffer_pool, "_uses", None)
+    monkeypatch.setattr(buffer_pool, "storage_uses", None)
     assert take(found).shape == (1000,)
     assert not found._kept
