@@ -62,6 +62,7 @@ Modules, of which what is named here is stable.
   ``check_open``: trees of tensors, with dicts' keys sorted on every rank.
 * :mod:`arguments`: ``shown``, ``name_of`` for messages; ``checked``, ``check_fields``, ``check_whole``,
   ``check_number``, ``whole``, ``number``, ``is_whole``, ``is_number`` for what users give.
+* :mod:`needs`: ``TABLE``, what needs something of a hook, strategy or optimizer; ``require`` raises by a row of it.
 * :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.
 * :mod:`comm`: what stands behind an axis of processes, for what drives collectives itself, as
   :func:`ltx.hooks.to_torch` does: ``resolve``, ``AxisComm``, ``Signature``, ``Network``,
@@ -72,7 +73,7 @@ Modules, of which what is named here is stable.
 """
 
 from ltx.core import comm
-from ltx.core.base import arguments, noise, tree
+from ltx.core.base import arguments, needs, noise, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.traced import recording
 from ltx.core.collectives.adasum import Halving
@@ -153,6 +154,7 @@ __all__ = [
     "inner",
     "is_plain",
     "members_of",
+    "needs",
     "negotiate",
     "noise",
     "outer",

@@ -19,6 +19,7 @@ from ltx.extend import (
     around,
     brief,
     drive_within,
+    needs,
     tree,
 )
 from ltx.hooks.half import BF16, FP16
@@ -97,19 +98,9 @@ class Chain(LossyHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.hook.sums:
-            raise StrategyError(
-                f"chain: {self.hook!r} asks for no sum that {self.inner!r} could make: what it sends is its own. "
-                "Put a hook that asks for sums (AllReduce, RandomK, PowerSGD, ...) first."
-            )
-        # The sums of shares that are divided already; others divide themselves, or go on with what they are given.
-        if not self.inner.averages or self.inner.scale(2) != 1 / 2:
-            raise StrategyError(f"chain: {self.inner!r} makes no sums, so it can't make those of {self.hook!r}.")
-        if self.inner.state_names:
-            raise StrategyError(
-                f"chain: {self.inner!r} keeps state of parameters, which {self.hook!r} doesn't hand on. Put error "
-                "feedback around the chain: hooks.error_feedback(hooks.chain(...))."
-            )
+        needs.require("chain, outer hook", self.hook, f"chain: {self.inner!r}")
+        needs.require("chain, inner hook", self.inner, f"chain: {self.hook!r}")
+        needs.require("state in a chain, inner hook", self.inner, f"chain: {self.hook!r}")
         if self.error_feedback:
             fed = self.hook.with_error_feedback()
             if fed is not None:  # its own state is the chain's

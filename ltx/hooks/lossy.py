@@ -41,6 +41,7 @@ from ltx.extend import (
     arguments,
     as_bytes,
     is_plain,
+    needs,
     unpack,
     view_as,
 )
@@ -151,13 +152,8 @@ def error_feedback(hook: CommHook) -> CommHook:
         >>> ltx.hooks.error_feedback(ltx.hooks.ByteGrad())
         ByteGrad(error_feedback=True)
     """
-    fed = hook.with_error_feedback() if isinstance(hook, CommHook) else None
-    if fed is None:
-        raise StrategyError(
-            f"error_feedback: {hook!r} leaves no error to feed back. It is for lossy hooks such as hooks.ByteGrad() "
-            "or hooks.OneBit()."
-        )
-    return fed
+    needs.require("error feedback, hook", hook)
+    return cast(CommHook, hook.with_error_feedback())
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
+from typing import ClassVar
 
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.extend import Strategy, arguments, around, brief
+from ltx.strategies.horovod import Scaled
 from ltx.strategies.nodes import ByNode, NodeStrategy
 
 #: Where each algorithm is, as a strategy with fields of its own; they are imported when first asked for.
@@ -106,26 +108,6 @@ class BaguaStrategy(Strategy):
 # --- the algorithms that are hooks ------------------------------------------------------------------------------------
 
 
-class _Sum(hooks.CommHook):
-    """The sum of all ranks' gradients instead of their mean, in derivatives too."""
-
-    def scale(self, axis_size: int) -> float:
-        return 1.0
-
-    def derivative_scale(self, axis_size: int) -> float:
-        return 1.0
-
-
-@dataclass(frozen=True)
-class SumReduce(_Sum, hooks.AllReduce):
-    """The sum of all ranks' gradients."""
-
-
-@dataclass(frozen=True)
-class ByteGradSum(_Sum, hooks.ByteGrad):
-    """The sum of all ranks' gradients in eight bits."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class GradientAllReduce(NodeStrategy):
     """Every gradient's mean, or sum, at every step: Bagua's gradient_allreduce.
@@ -137,17 +119,15 @@ class GradientAllReduce(NodeStrategy):
 
     average: bool = True
 
+    _mean: ClassVar[hooks.CommHook] = hooks.AllReduce()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.check_fields(self, StrategyError, "average")
 
     def hook(self, step: int) -> hooks.CommHook:
-        hook = self._among_ranks
+        hook = self._mean if self.average else Scaled(self._mean, "sum")
         return hook if self.node_size is None else ByNode(self.node_size, hook)
-
-    @property
-    def _among_ranks(self) -> hooks.CommHook:
-        return hooks.AllReduce() if self.average else SumReduce()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +139,4 @@ class EightBitGradients(GradientAllReduce):
         hierarchical, node_size: sums within nodes of that many ranks, each of which exchanges a part with other nodes.
     """
 
-    @property
-    def _among_ranks(self) -> hooks.CommHook:
-        return hooks.ByteGrad() if self.average else ByteGradSum()
+    _mean: ClassVar[hooks.CommHook] = hooks.ByteGrad()

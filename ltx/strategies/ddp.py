@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 
@@ -22,7 +22,6 @@ from ltx.hooks.plain import EXACT, resolve_hook
 from ltx.strategies.auto_hook import choice_for, hook_of
 from ltx.typing import Tree
 
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -74,7 +73,7 @@ class DDPStrategy(Strategy):
     comm_wrapper: Literal["fp16", "bf16"] | Callable[[hooks.CommHook], hooks.CommHook] | None = None
     model_averaging_period: int | None = None
     start_local_sgd_step: int | None = None
-    start_method: StartMethod = "popen"
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
 
     _hook: ClassVar[hooks.CommHook]  # not a field: what the first two come to, looked up at every step
 
@@ -92,9 +91,7 @@ class DDPStrategy(Strategy):
         if self.model_averaging_period is not None:
             arguments.check_whole(self, 1, "model_averaging_period")
             arguments.check_whole(self, 0, "start_local_sgd_step")
-        methods = sorted(get_args(StartMethod))
-        if self.start_method not in methods:
-            raise StrategyError(f"DDPStrategy.start_method must be one of {methods}, got {brief(self.start_method)}.")
+        arguments.check_fields(self, StrategyError, "start_method")
 
     def _wrapped(self, hook: hooks.CommHook) -> hooks.CommHook:
         wrapper = self.comm_wrapper

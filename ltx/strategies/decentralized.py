@@ -275,6 +275,7 @@ class LowPrecisionDecentralized(GossipStrategy):
     """
 
     updates_in_buckets: ClassVar[bool] = True
+    takes_complex: ClassVar[bool] = False  # of which no codec knows
     needs_whole: ClassVar[bool] = (
         True  # a bucket's grid depends on all that lies in it, and so on who holds which parts
     )
@@ -287,15 +288,6 @@ class LowPrecisionDecentralized(GossipStrategy):
     @property
     def _ring(self) -> Ring:
         return Ring(self.together)
-
-    def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
-        for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True):
-            if leaf.is_complex():
-                raise StrategyError(
-                    f"LowPrecisionDecentralized quantizes real parameters, and leaf {path!r} is {leaf.dtype}. Keep its "
-                    "real and imaginary parts apart (torch.view_as_real)."
-                )
-        return super().init_optimizer(optimizer, params, axis)
 
     def communicates_after_update(self, step: int) -> bool:
         return self.communicates(step)

@@ -68,6 +68,7 @@ class DiLoCoStrategy(Strategy):
     """
 
     stateful: ClassVar[bool] = True
+    takes_complex: ClassVar[bool] = False  # anchors are real
 
     period: int
     outer_lr: float = 0.7
@@ -106,13 +107,7 @@ class DiLoCoStrategy(Strategy):
         )
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
-        leaves, paths = tree.flatten(params)[0], tree.leaf_paths(params)
-        for leaf, path in zip(leaves, paths, strict=True):
-            if leaf.is_complex():
-                raise StrategyError(
-                    f"DiLoCoStrategy keeps real anchors, and parameter {path!r} is {tree.describe(leaf)}. Keep its "
-                    "real and imaginary parts apart (torch.view_as_real)."
-                )
+        leaves = tree.flatten(params)[0]
         if self.fragments > max(1, len(leaves)):
             raise StrategyError(
                 f"DiLoCoStrategy.fragments must be at most the number of parameters, {len(leaves)}, got "

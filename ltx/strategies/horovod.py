@@ -43,11 +43,10 @@ from ltx.extend import (
     communicate_after_update,
     times_lr,
     tree,
-    unchanging,
     unpack,
     wide,
 )
-from ltx.hooks.plain import EXACT, NAMES, named_hook
+from ltx.hooks.plain import EXACT, resolve_hook
 from ltx.typing import Tree
 
 
@@ -101,12 +100,9 @@ class HorovodStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.compression, str):  # short for the hook, and equal to it
-            name = "allreduce" if self.compression == "none" else self.compression
-            if name in NAMES:
-                object.__setattr__(self, "compression", named_hook(name))
-        if not isinstance(self.compression, hooks.CommHook):
-            raise self._wrong("compression", 'one of "none", "fp16", "bf16" or an ltx.hooks.CommHook')
+        if isinstance(self.compression, str) and self.compression == "none":
+            object.__setattr__(self, "compression", EXACT)
+        resolve_hook(self, "compression", "none")
         arguments.check_fields(self, StrategyError, "op", "scale_lr")
         arguments.check_whole(self, 1, "backward_passes_per_step")
         self._check_factor()
@@ -176,14 +172,10 @@ class HorovodStrategy(Strategy):
             return None
         return self._reduction.at(step // self.backward_passes_per_step)
 
-    def hook_in_graph(self, step: int) -> hooks.CommHook | None:
-        for field, plain in (("backward_passes_per_step", 1), ("groups", None)):
-            if getattr(self, field) != plain:
-                raise UnsupportedError(
-                    f"a compiled graph can't hold HorovodStrategy.{field}={getattr(self, field)!r}. Compile the step "
-                    "inside: ltx.data_parallel(torch.compile(f), strategy)."
-                )
-        return None if self.op == "adasum" else unchanging(self._reduction, step)
+    @property
+    def constant_after(self) -> int | None:
+        each = self.backward_passes_per_step == 1 and self.groups is None
+        return self._reduction.constant_after if each else None
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         return self._reduction.init(param, path)

@@ -33,6 +33,7 @@ from ltx.extend import (
     arguments,
     around,
     brief,
+    needs,
     tree,
     unpack,
 )
@@ -142,18 +143,8 @@ class QAdam(NodeStrategy):
         return self.warmup_steps
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, QAdamOptimizer):
-            raise StrategyError(
-                f"QAdam averages the momenta of its own optimizer, got {brief(optimizer)}. Use "
-                f"ltx.optim.qadam(lr, warmup_steps={self.warmup_steps}), by itself: what comes before it in a chain "
-                "would take momenta for gradients."
-            )
-        for name in ("warmup_steps", "betas"):
-            mine, its = getattr(self, name), getattr(optimizer, name)
-            if mine != its:
-                raise StrategyError(
-                    f"QAdam.{name} must be the optimizer's: got {brief(mine)}, and {its!r} in {optimizer!r}."
-                )
+        wanted = QAdamOptimizer, self.warmup_steps, self.betas
+        needs.require("QAdam, optimizer", optimizer, repr(self), *wanted)
 
     def update(self, update: Update, states: States, info: StepInfo, pending: None) -> Updated:
         count = update.opt_state.count

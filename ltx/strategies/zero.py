@@ -41,6 +41,7 @@ from ltx.extend import (
     Updated,
     communicate_after_update,
     members_of,
+    needs,
     tree,
     with_members,
 )
@@ -102,12 +103,8 @@ class ZeroStrategy(Strategy):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         super().check_optimizer(optimizer)
         for member in members_of(optimizer):
-            if not (member.offers.elementwise or isinstance(member, ClipByGlobalNorm)):
-                raise StrategyError(
-                    f"ZeroStrategy gives each rank a part of every parameter, and {member!r} needs whole ones. Use an "
-                    "elementwise optimizer (SGD, Adam, AdamW, ...; from_functions(..., elementwise=True)), alone or in "
-                    "a chain with clip_by_global_norm, or ltx.DDPStrategy()."
-                )
+            if not isinstance(member, ClipByGlobalNorm):
+                needs.require("ZeRO, optimizer", member)
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Shards:
         state = optimizer.init(own_parts(params, axis))

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ltx.core.base.arguments import Offering, ShortRepr, check_fields, follows
-from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.base.errors import StrategyError
+from ltx.core.base.needs import require
 from ltx.core.gradients.reduction import (
     BucketInput,
     CollectiveRequest,
@@ -134,11 +135,7 @@ class CommHook(
 
     def derivative_scale(self, axis_size: int) -> float:
         """The factor of the sum over ranks that the result counts as in derivatives."""
-        if not self.averages:
-            raise UnsupportedError(
-                f"{self!r} isn't a mean of gradients, so derivatives of its result have no meaning. Take "
-                "second derivatives of ltx.block_backward_sync(step), or of a step with another strategy."
-            )
+        require("derivative, hook", self)
         return 1.0 / axis_size
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -248,16 +245,5 @@ def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput) -> Reduced:
 
 def unchanging(hook: CommHook, step: int) -> CommHook:
     """The hook that a graph compiled at `step` can hold, for `hook`."""
-    check_constant(hook, step)
+    require("graph, hook or strategy", hook, f"a graph that is compiled at step {step}", step)
     return hook.at(step)
-
-
-def check_constant(changing: Any, step: int) -> None:
-    """Raise unless a graph compiled at `step` can hold what a hook or strategy does at that step and later."""
-    first = changing.constant_after
-    if first is None or step < first:
-        raise UnsupportedError(
-            f"{changing!r} changes with the number of steps, which is {step} for good in a graph that is compiled now. "
-            "Take the first steps eagerly until it no longer changes, or compile the step inside: "
-            "ltx.data_parallel(torch.compile(f), strategy)."
-        )

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from ltx.core import comm
 from ltx.core.base import private, tree
-from ltx.core.base.arguments import ShortRepr, brief, check_fields, seconds, whole
+from ltx.core.base.arguments import ShortRepr, brief, check_fields, check_whole, seconds, whole
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.comm import Network
 from ltx.core.gradients.comm_hook import CommHook
@@ -255,18 +255,18 @@ class BucketSettings(ShortRepr):
 
     def __post_init__(self) -> None:
         check_fields(self, StrategyError, "process_group_backend")
-        for name in ("bucket_bytes", "first_bucket_bytes"):
-            value, auto = getattr(self, name), name == "bucket_bytes"
-            if auto and isinstance(value, str) and value == "auto":
-                continue
-            what, besides = f"{type(self).__name__}.{name}", '"auto" or ' * auto
-            object.__setattr__(self, name, whole(what, value, 1, StrategyError, besides=besides))
+        if not (isinstance(self.bucket_bytes, str) and self.bucket_bytes == "auto"):
+            what = f"{type(self).__name__}.bucket_bytes"
+            object.__setattr__(
+                self, "bucket_bytes", whole(what, self.bucket_bytes, 1, StrategyError, besides='"auto" or ')
+            )
+        check_whole(self, 1, "first_bucket_bytes")
         if not isinstance(self.network, comm.Network | None):
             raise StrategyError(
                 f"{type(self).__name__}.network must be an ltx.profile.Network or None, got {brief(self.network)}."
             )
-        timeout = seconds(f"{type(self).__name__}.timeout", self.timeout, StrategyError)
-        object.__setattr__(self, "timeout", timedelta(seconds=timeout))
+        length = seconds(f"{type(self).__name__}.timeout", self.timeout, StrategyError)
+        object.__setattr__(self, "timeout", timedelta(seconds=length))
 
     @property
     def sizes(self) -> tuple[int, int]:

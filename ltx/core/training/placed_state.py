@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ltx.core import collectives, comm
 from ltx.core.base import tree
-from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.base.errors import UnsupportedError
+from ltx.core.base.needs import require
 from ltx.core.base.placements import Placements, dtensor_class, is_dtensor
 from ltx.core.optim import Optimizer
 from ltx.core.optim.averages import Ema
@@ -78,11 +79,8 @@ class PlacedState:
     def train(self, train: Train) -> Train:
         """`train` for :meth:`local` states."""
         axis, strategy = comm.resolve(train.step.axis), train.step.strategy
-        if strategy.needs_whole and self.given.first_split is not None and axis.size > 1:
-            raise UnsupportedError(
-                f"train_step: {strategy!r} works on whole parameters, and ranks hold parts of some (DTensors), so that "
-                "its result would depend on how many these are. Use another strategy, such as ltx.DDPStrategy()."
-            )
+        if self.given.first_split is not None and axis.size > 1:
+            require("parts, strategy", strategy)
         optimizer = train.optimizer if self.trained is None else _on_parts(train.optimizer, self.trained)
         return replace(train, step=replace(train.step, placements=self.given), optimizer=optimizer)
 
@@ -239,8 +237,5 @@ def _on_parts(optimizer: Optimizer, placements: Placements) -> Optimizer:
         return replace(optimizer, members=tuple(_on_parts(member, placements) for member in optimizer.members))
     if isinstance(optimizer, Ema):
         return replace(optimizer, optimizer=_on_parts(optimizer.optimizer, placements))
-    raise StrategyError(
-        f"train_step: {optimizer!r} may need whole parameters, and ranks hold parts of some (DTensors). Use an "
-        "elementwise optimizer (SGD, Adam, AdamW, ...; from_functions(..., elementwise=True)), alone or in a chain "
-        "with clip_by_global_norm."
-    )
+    require("parts, optimizer", optimizer)
+    return optimizer

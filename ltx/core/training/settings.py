@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, whole
-from ltx.core.base.errors import OptimError, StepError, StrategyError, UnsupportedError
+from ltx.core.base.errors import OptimError, StepError, StrategyError
+from ltx.core.base.needs import require
 from ltx.core.base.readable import Readable
 from ltx.core.optim import Optimizer
 from ltx.core.ranks.axis import Axis
@@ -65,29 +66,13 @@ def check_every(steps: Any, strategy: Strategy) -> None:
     if steps is None:
         return
     whole("train_step: check_every", steps, 1, StrategyError, besides="None or ")
-    if strategy.layout.params != "replicated":
-        raise StrategyError(
-            f"check_every compares parameters that should be the same on every rank, and those of {strategy!r} are "
-            "each rank's own. Leave it out."
-        )
+    require("check_every, strategy", strategy)
 
 
 def check_weighted(strategy: Strategy, step: int) -> None:
     """Raise unless the training step after `step` others may return :class:`ltx.Weighted`."""
-    if strategy.layout.params == "per_rank" or strategy.hook_in_training(step) is None:
-        raise StrategyError(
-            f"train_step: the loss is an ltx.Weighted, which needs gradients that ranks average by weight at every "
-            f"step, and {strategy!r} leaves some to each rank, and counts every rank and call alike. Give each rank "
-            "equally many samples and return their mean, or use a strategy that averages gradients at every step, such "
-            "as ltx.DDPStrategy(); for micro-batches, ltx.accumulate(step, k)."
-        )
-    hook = strategy.hook(step)
-    if hook is not None and not hook.gives_gradients:
-        raise UnsupportedError(
-            "train_step: the loss is an ltx.Weighted, whose gradients are divided by the sum of the weights once "
-            f"they are reduced, and {hook!r} of {type(strategy).__name__} doesn't give gradients. Return the mean of "
-            "equally many samples on each rank, or use another strategy."
-        )
+    require("weighted, strategy", strategy, "", step)
+    require("weighted, hook", strategy.hook(step))
 
 
 def check_loss_scale(step: DataParallel) -> None:
@@ -95,16 +80,8 @@ def check_loss_scale(step: DataParallel) -> None:
     scale = None if step.precision is None else step.precision.loss_scale
     if scale is None or scale == 1:
         return
-    strategy = step.strategy
-    for at in steps_ahead(strategy):
-        hook = strategy.hook(at)
-        if hook is not None and not hook.gives_gradients:
-            raise UnsupportedError(
-                f"train_step: the loss is multiplied by loss_scale={scale!r} and gradients are divided by it once they "
-                f"are reduced, and {hook!r} of {type(strategy).__name__} adds them to what isn't multiplied. Compute "
-                "in bfloat16, which needs no loss scale, or use another strategy; for micro-batches, "
-                "ltx.accumulate(step, k)."
-            )
+    for at in steps_ahead(step.strategy):
+        require("loss scale, hook", step.strategy.hook(at), f"train_step: loss_scale={scale!r}")
 
 
 def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
@@ -114,21 +91,12 @@ def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard:
         raise StrategyError(f'overlap must be "backward" or "update", got {brief(overlap)}.{fix}')
     if overlap == "backward":
         return
-    strategy, said = step.strategy, 'overlap="update" applies the optimizer bucket by bucket'
-    if not strategy.updates_in_buckets:
-        raise StrategyError(
-            f'{said}, and {type(strategy).__name__} does its part on all parameters together. Use overlap="backward".'
-        )
-    if not optimizer.offers.leafwise:
-        raise StrategyError(
-            f'{said}, before other gradients are complete; {optimizer!r} needs all of them. Use overlap="backward".'
-        )
+    require("overlap, strategy", step.strategy)
+    require("overlap, optimizer", optimizer)
     asks = None if step.precision is None else step.precision.dynamic
     asked = f'guard="{guard}"' if guard != "off" else repr(asks) if asks is not None else ""
     if asked:
-        raise StrategyError(
-            f'{said}, before it is known whether all gradients are finite, which {asked} asks. Use overlap="backward".'
-        )
+        require("guard, overlap", 'overlap="update"', asked)
 
 
 @traced.at_trace_time
@@ -150,20 +118,10 @@ def check_layout(strategy: Strategy, step: int) -> None:
 def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str) -> None:
     """Run by Dynamo at trace time, where the axis isn't known. `checks_finite`: the step checks its gradients."""
     if guard == "raise":
-        raise UnsupportedError(
-            'guard="raise" looks at gradients, which a compiled graph can\'t do. Use guard="skip" and metrics.skipped, '
-            "or compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
-        )
-    if checks_finite and not strategy.shares_gradients(0):
-        raise UnsupportedError(
-            f"{strategy!r} leaves gradients local, so ranks would have to ask one another whether they are finite, "
-            "which a compiled graph can't hold. Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
-        )
-    if strategy.communicates_besides or not strategy.updates_in_buckets:
-        raise UnsupportedError(
-            f"{strategy!r} does more in a training step than to reduce gradients, which a compiled graph can't hold. "
-            "Compile the step inside: ltx.data_parallel(torch.compile(f), strategy)."
-        )
+        require("guard, graph", "a compiled graph")
+    if checks_finite:
+        require("guard in a graph, strategy", strategy)
+    require("graph, strategy", strategy)
 
 
 def check_kept(buffers: Tree, step: DataParallel) -> None:

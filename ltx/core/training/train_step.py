@@ -13,6 +13,7 @@ from ltx.core import collectives, comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StepError
+from ltx.core.base.needs import require
 from ltx.core.gradients.planning import in_step
 from ltx.core.optim import Optimizer
 from ltx.core.optim.base import differentiated, is_transforming
@@ -26,6 +27,7 @@ from ltx.core.training.replicas import check_replicas
 from ltx.core.training.settings import TrainSettings, check_devices, check_kept, check_layout
 from ltx.core.training.step import Step, step_purely
 from ltx.core.training.train_state import Metrics, TrainState
+from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, check_next
 from ltx.core.transforms.sync_state import SyncState
@@ -78,6 +80,9 @@ class TrainStep(TrainSettings):
         sync_state = self.step.init(params)
         if not private.in_transform():
             sync_state = replace(sync_state, leaves=unshared(sync_state.leaves, params))
+        for path, leaf in tensors_by_path(params):
+            if leaf.is_complex():
+                require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         dynamic = scaling(self)
         loss_scale: Any = () if dynamic is None else dynamic.start()

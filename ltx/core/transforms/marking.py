@@ -17,6 +17,7 @@ from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import SyncStateError, UnsupportedError
+from ltx.core.base.needs import require
 from ltx.core.base.placements import Placements, local, summed
 from ltx.core.collectives.calls import check_dense, check_recorded, check_sums
 from ltx.core.collectives.linear import at_places
@@ -397,11 +398,7 @@ def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis:
     """
     sparse, dense = split_sparse(grads)
     hook = strategy.hook(0 if state is None else state.checked_step())
-    if hook is not None and not hook.averages:
-        raise UnsupportedError(
-            f"sync_gradients: leaf {tree.leaf_paths(sparse)[0]!r} is sparse, and of sparse gradients the mean is "
-            f"taken, which {hook!r} doesn't give. Use x.to_dense()."
-        )
+    require("sparse, hook", hook, f"sync_gradients: leaf {tree.leaf_paths(sparse)[0]!r}, which is sparse,")
     if hook is not None:
         found = comm.resolve(axis)
         among = hook.within(found) or found

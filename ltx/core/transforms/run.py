@@ -12,7 +12,8 @@ import torch
 from ltx.core import collectives, comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, check_fields, is_number
-from ltx.core.base.errors import StepError, StrategyError, UnsupportedError, WeightError
+from ltx.core.base.errors import StepError, StrategyError, WeightError
+from ltx.core.base.needs import require
 from ltx.core.base.placements import Placements, dtensor_class, is_dtensor, local, whole
 from ltx.core.base.readable import Readable
 from ltx.core.collectives.linear import at_places
@@ -350,21 +351,17 @@ def check_placements(
     """
     placements.check(None if axis.comm is None else axis.comm.group, paths, what)
     place = None if axis.size == 1 else placements.first_split
-    found = None if place is None else next((hook for hook in _hooks_of(strategy, step) if hook.needs_whole), None)
-    if place is not None and found is not None:
-        raise UnsupportedError(
-            f"{what}: {found!r} works on whole parameters, and leaf {paths()[place]!r} is a DTensor of which ranks "
-            "hold parts, so that its result would depend on how many these are. Use a hook that works on numbers "
-            "wherever they lie: ltx.hooks.FP16()."
-        )
-    shared = None if place is None else placements.first_shared
-    lossy = (hook for hook in _hooks_of(strategy, step) if not (hook.exact or hook.elementwise))
-    if place is not None and shared is not None and (found := next(lossy, None)) is not None:
-        raise UnsupportedError(
-            f"{what}: what {found!r} makes of a gradient depends on those in the same bucket. Of leaf "
-            f"{paths()[place]!r} (a DTensor) ranks hold parts, so that leaf {paths()[shared]!r}, which they share, "
-            "would become different on them. Use a hook that works on each number by itself, such as "
-            "ltx.hooks.FP16(), or place all parameters alike."
+    if place is None:
+        return
+    shared = placements.first_shared
+    for hook in _hooks_of(strategy, step):
+        require("parts, hook", hook, lambda: f"{what}: leaf {paths()[place]!r}, a DTensor of which ranks hold parts,")
+        require(
+            "beside parts, hook",
+            None if shared is None else hook,
+            lambda: (
+                f"{what}: leaf {paths()[shared or 0]!r}, which ranks share, beside parts of leaf {paths()[place]!r},"
+            ),
         )
 
 

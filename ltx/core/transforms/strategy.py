@@ -12,8 +12,8 @@ import torch
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.arguments import Offering, follows
-from ltx.core.base.errors import StrategyError
-from ltx.core.gradients.comm_hook import CommHook, check_constant, unchanging
+from ltx.core.base.needs import require
+from ltx.core.gradients.comm_hook import CommHook, unchanging
 from ltx.core.gradients.pending import Exchange
 from ltx.core.gradients.planning import BucketSettings, Plan, make_plan
 from ltx.core.gradients.reduction import LeafState
@@ -51,6 +51,7 @@ class StrategyOffers:
         layout: how the parts of a train state relate across ranks.
         stateful: a step needs communication state, even if only for the count of steps.
         needs_whole: what ranks do after the update depends on whole parameters, as ``HookOffers.needs_whole`` says.
+        takes_complex: it trains complex parameters too.
         constant_after: the number of steps after which ``hook(step)`` is the same at every step; None if it goes on
             changing. Compiled graphs can hold it from that step on.
         cycle: (first, length): from step `first` on, what a step sends repeats every `length` steps.
@@ -71,6 +72,7 @@ class StrategyOffers:
     layout: StateLayout = StateLayout()
     stateful: bool = follows(_has_state)
     needs_whole: bool = False
+    takes_complex: bool = True
     constant_after: int | None = follows(_constant_after)
     cycle: tuple[int, int] = follows(lambda strategy: (strategy.constant_after or 0, 1))
     hook_in_graph: OfStep[CommHook | None] = follows(lambda strategy: partial(constant_hook, strategy))
@@ -122,16 +124,8 @@ class Strategy(
         return hook.init(param, path) if hook is not None else {}
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise :class:`ltx.errors.StrategyError` unless this strategy can train with `optimizer`.
-
-        This one refuses optimizers that are a part of another strategy.
-        """
-        if (only := optimizer.offers.strategy) is not None:
-            raise StrategyError(
-                f"{type(self).__name__} can't train with {optimizer!r}, which is a part of the {only} "
-                "strategy: later in training it takes for gradients what that strategy gives it. Train with that "
-                "strategy, or use another optimizer."
-            )
+        """Raise :class:`ltx.errors.StrategyError` unless it can train with `optimizer`: not with another strategy's."""
+        require("own strategy, optimizer", optimizer, type(self).__name__)
 
     def check_axis(self, axis: Axis) -> None:
         """Raise :class:`ltx.errors.StrategyError` unless this strategy works on so many ranks."""
@@ -252,7 +246,7 @@ def steps_ahead(strategy: Strategy) -> tuple[int, ...]:
 
 def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
     """The hook that a graph compiled at `step` can hold at all later steps too."""
-    check_constant(strategy, step)
+    require("graph, hook or strategy", strategy, f"a graph that is compiled at step {step}", step)
     hook = strategy.hook(step)
     return None if hook is None else unchanging(hook, step)
 
@@ -274,15 +268,10 @@ def network_on(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network | N
 
 @dataclass
 class _HandedIn:
-    """What rooms below the boundary give the kernel when ``ltx`` is imported, since it imports none of them.
+    """What rooms below the boundary give the kernel when ``ltx`` is imported, since it imports none of them."""
 
-    Attributes:
-        default: the strategy of transformations that are given none. Made once: Dynamo can't make one while it traces.
-        hooks: :mod:`ltx.hooks`.
-    """
-
-    default: Strategy
-    hooks: Any = None
+    default: Strategy  # of transformations that are given none. Made once: Dynamo can't make one while it traces
+    hooks: Any = None  # ltx.hooks
 
 
 handed_in = _HandedIn(Strategy())

@@ -160,10 +160,10 @@ WRONG = {
     "ratio must": lambda: hooks.RandomK(1.5),
     "step must": lambda: hooks.after(-1, hooks.OneBit()),
     "After.hook must be CommHook": lambda: hooks.after(1, "onebit"),
-    "asks for no sum": lambda: hooks.chain(hooks.ByteGrad(), hooks.FP16()),
-    "keeps state of parameters": lambda: hooks.chain(hooks.AllReduce(), hooks.OneBit()),
+    "needs sums that it could make": lambda: hooks.chain(hooks.ByteGrad(), hooks.FP16()),
+    "needs a hook without state of parameters": lambda: hooks.chain(hooks.AllReduce(), hooks.OneBit()),
     "dtype must be": lambda: hooks.cast(hooks.AllReduce(), torch.int8),
-    "leaves no error": lambda: hooks.error_feedback(hooks.AllReduce()),
+    "needs an error to feed back": lambda: hooks.error_feedback(hooks.AllReduce()),
 }
 
 

@@ -116,11 +116,17 @@ def test_an_exchange_takes_the_one_in_force(seed: int) -> None:
 # --- what can't work is refused when it is made, not at the step from which on it would be in force ------------------
 
 WRONG = {
-    "ByteGrad.* asks for no sum": lambda: hooks.chain(hooks.after(10, hooks.ByteGrad()), hooks.BF16()),
-    "Adasum.* makes no sums": lambda: hooks.chain(hooks.AllReduce(), hooks.after(10, hooks.Adasum())),
-    "Noop.* makes no sums": lambda: hooks.chain(hooks.AllReduce(), hooks.Noop()),
-    "FromTorch.* makes no sums": lambda: hooks.chain(hooks.AllReduce(), hooks.from_torch(lambda state, bucket: None)),
-    "leaves no error": lambda: FED(hooks.after(10, hooks.AllReduce())),
+    "needs sums that it could make, which ByteGrad": lambda: hooks.chain(
+        hooks.after(10, hooks.ByteGrad()), hooks.BF16()
+    ),
+    "needs sums of what it gives, which Adasum": lambda: hooks.chain(
+        hooks.AllReduce(), hooks.after(10, hooks.Adasum())
+    ),
+    "needs sums of what it gives, which Noop": lambda: hooks.chain(hooks.AllReduce(), hooks.Noop()),
+    "needs sums of what it gives, which FromTorch": lambda: hooks.chain(
+        hooks.AllReduce(), hooks.from_torch(lambda state, bucket: None)
+    ),
+    "needs an error to feed back": lambda: FED(hooks.after(10, hooks.AllReduce())),
 }
 
 

@@ -223,7 +223,7 @@ def test_complex_weights() -> None:
     w = start["w"] * (1 - 0.2 * x[:, None] ** 2)
     torch.testing.assert_close(state.params["w"], w.mean(0) - 0.2 * x[:, None] ** 2 * w)
     train = ltx.train_step(ltx.data_parallel(step, ltx.BaguaStrategy("low_precision_decentralized")), SGD)
-    with pytest.raises(StrategyError, match=re.escape("quantizes real parameters, and leaf 'w' is torch.complex64.")):
+    with pytest.raises(StrategyError, match=r"parameter 'w', complex64\[.*\], needs work on complex numbers"):
         train.init(start)
 
 
@@ -304,5 +304,5 @@ def test_a_rank_that_waits_in_the_next_step_is_told(on_new_axis: OnNewAxis) -> N
 
 def test_work_on_all_parameters_cant_be_done_by_bucket() -> None:
     step = ltx.data_parallel(loss, ltx.BaguaStrategy("decentralized"))
-    with pytest.raises(StrategyError, match=re.escape('overlap="update" applies the optimizer bucket by bucket')):
+    with pytest.raises(StrategyError, match='overlap="update" needs an update of each bucket'):
         ltx.train_step(step, SGD, overlap="update")

@@ -168,9 +168,9 @@ def test_several_passes_and_what_they_dont_go_with() -> None:
     fields = {"backward_passes_per_step": 2}
     weighted = ltx.data_parallel(lambda p, x: ltx.Weighted(loss(p, x), 3.0), ltx.HorovodStrategy(**fields))
     train = ltx.train_step(weighted, SGD)
-    with pytest.raises(StrategyError, match=r"ltx\.Weighted, .* ltx\.accumulate\(step, k\)"):
+    with pytest.raises(StrategyError, match=r"ltx\.Weighted .* ltx\.accumulate\(step, k\)"):
         train(train.init(params_of()), torch.ones(3))
-    with pytest.raises(StrategyError, match="does its part"):
+    with pytest.raises(StrategyError, match="needs an update of each bucket"):
         ltx.train_step(ltx.data_parallel(loss, ltx.HorovodStrategy(**fields)), SGD, overlap="update")
     assert ltx.train_step(ltx.data_parallel(loss, ltx.HorovodStrategy()), SGD, overlap="update") is not None
     complex_one = ltx.train_step(ltx.data_parallel(lambda p: p["c"].abs().sum(), ltx.HorovodStrategy(**fields)), SGD)
@@ -184,8 +184,8 @@ def test_several_passes_and_what_they_dont_go_with() -> None:
     [
         ({"backward_passes_per_step": 2}, "backward_passes_per_step=2"),
         ({"groups": 2}, "groups=2"),
-        ({"op": "adasum"}, "does more in a training step"),
-        ({"scale_lr": True}, "does more in a training step"),
+        ({"op": "adasum"}, "needs a training step that does no more"),
+        ({"scale_lr": True}, "needs a training step that does no more"),
     ],
     ids=str,
 )
@@ -275,7 +275,7 @@ def test_sparse_gradients(op: str, divisor: int, ranks: Ranks) -> None:
 
 def test_sparse_gradients_that_cant_be_reduced() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"leaf 'table' is sparse.* mean is taken, which Adasum\(\) doesn't give"
+        UnsupportedError, match=r"leaf 'table', which is sparse, needs a mean of gradients, which Adasum\(\)"
     ):
         ltx.sync_gradients({"table": sparse(0)}, ltx.DDPStrategy(comm_hook=hooks.Adasum()))
     grads = ltx.sync_gradients({"table": sparse(0)}, ltx.HorovodStrategy(op="adasum"))[0]  # stays local
@@ -354,5 +354,5 @@ def test_reduced_in_half_precision_by_its_compression() -> None:
     assert cast.needs_whole
     eight_bits = ltx.HorovodStrategy(op="sum", compression=hooks.ByteGrad()).hook(0)
     assert eight_bits is not None
-    with pytest.raises(StrategyError, match=r"ByteGrad\(\) asks for no sum that"):
+    with pytest.raises(StrategyError, match=r"needs sums that it could make, which ByteGrad\(\)"):
         hooks.cast(eight_bits, torch.bfloat16)

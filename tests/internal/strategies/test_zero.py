@@ -187,7 +187,7 @@ def moment() -> Any:
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
-NEEDS_WHOLE = "ZeroStrategy gives each rank a part of every parameter, and {} needs whole ones. Use an elementwise"
+NEEDS_WHOLE = "ZeroStrategy needs updates of each element by itself, which {} doesn't offer: use an elementwise"
 
 
 def ratio(grads: Params, state: Any, params: Params) -> Any:
@@ -215,7 +215,7 @@ def test_state_that_isnt_of_vectors_is_refused() -> None:
 
 def test_buckets_cant_be_updated_before_a_norm_of_all_is_known() -> None:
     clipped = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), SGD)
-    with pytest.raises(StrategyError, match=r"before other gradients are complete; .*clip_by_global_norm"):
+    with pytest.raises(StrategyError, match=r"each parameter by itself, .*clip_by_global_norm"):
         ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), clipped, overlap="update")
 
 

@@ -379,8 +379,8 @@ def test_what_is_refused(ranks: Ranks) -> None:
             ]
 
     wanted = [
-        "Adafactor, lr=0.1) may need whole parameters",
-        "add_noise(0.1, 0) may need whole parameters",
+        "Adafactor, lr=0.1) doesn't offer: use an elementwise",
+        "add_noise(0.1, 0) doesn't offer: use an elementwise",
         "HorovodStrategy",
         "train.init(dict(module.named_parameters()))",
         "is a DTensor",

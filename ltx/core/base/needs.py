@@ -1,0 +1,143 @@
+"""The table of combinations: what needs something of a strategy, a hook or an optimizer, and what to do without it.
+
+Whoever refuses a combination refuses by a row, in its wording; ``docs/reference/combinations.md`` is made of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from ltx.core.base.errors import LtxError, StrategyError, UnsupportedError
+
+
+class Need(NamedTuple):
+    """A row: `what` needs something of a part, and what to `do` where that isn't `offered`, or `error` is raised."""
+
+    what: str
+    needs: str
+    offered: Callable[..., bool]
+    do: str
+    error: type[LtxError] = StrategyError
+
+
+_unsupported = partial(Need, error=UnsupportedError)
+
+_WAIT = 'use overlap="backward"'
+_DDP = "use another strategy, such as ltx.DDPStrategy()"
+_INSIDE = "compile the step inside: ltx.data_parallel(torch.compile(f), strategy)"
+_ALIKE = f"return the mean of equally many samples on each rank, or {_DDP}; for micro-batches, ltx.accumulate(step, k)"
+_UNSCALED = f"compute in bfloat16, which needs none, or {_DDP}; for micro-batches, ltx.accumulate(step, k)"
+_ELEMENTWISE = (
+    "use an elementwise optimizer (SGD, Adam, AdamW, ...; from_functions(..., elementwise=True)), alone or in a chain "
+    "with clip_by_global_norm"
+)
+_ITS_OWN = "train with the strategy that it is a part of, or use another optimizer"
+_REAL = "keep its real and imaginary parts apart (torch.view_as_real)"
+_LOCAL = "take second derivatives of ltx.block_backward_sync(step), or of a step with another strategy"
+_LOSSY = "use it for lossy hooks such as hooks.ByteGrad() or hooks.OneBit()"
+_SUMS = "put a hook that asks for sums (AllReduce, RandomK, PowerSGD, ...) first"
+_MAKES_SUMS = "put a hook behind it that makes sums (FP16, BF16, ByteGrad, ...)"
+_AROUND = "put error feedback around the chain: hooks.error_feedback(hooks.chain(...))"
+_PARTS = "a parameter of which ranks hold parts (a DTensor)"
+
+#: By what it is about, and the part that something is needed of.
+TABLE = {
+    "own strategy, optimizer": Need(
+        "any other strategy", "an optimizer for gradients at every step", lambda x: x.offers.strategy is None, _ITS_OWN
+    ),
+    "QAdam, optimizer": Need(
+        "QAdam",
+        "an ltx.optim.qadam of its warmup_steps and betas, by itself, as nothing else may take momenta for gradients",
+        lambda x, kind=object, *same: isinstance(x, kind) and (x.warmup_steps, x.betas) == same,
+        "use ltx.optim.qadam(lr, warmup_steps=, betas=)",
+    ),
+    "ZeRO, optimizer": Need(
+        "ZeroStrategy",
+        "updates of each element by itself",
+        lambda x: x.offers.elementwise,
+        f"{_ELEMENTWISE}, or {_DDP}",
+    ),
+    "overlap, strategy": Need(
+        'overlap="update"', "an update of each bucket by itself", lambda x: x.updates_in_buckets, _WAIT
+    ),
+    "overlap, optimizer": Need(
+        'overlap="update"', "an update of each parameter by itself, before all", lambda x: x.offers.leafwise, _WAIT
+    ),
+    "guard, overlap": Need(
+        "a guard or dynamic loss scale", "all gradients before the optimizer runs", lambda x: "update" not in x, _WAIT
+    ),
+    "check_every, strategy": Need(
+        "check_every", "parameters alike on all ranks", lambda x: x.layout.params == "replicated", "leave it out"
+    ),
+    "weighted, strategy": Need(
+        "a loss that is an ltx.Weighted",
+        "gradients that ranks average by weight at every step",
+        lambda x, step=0: x.layout.params != "per_rank" and x.hook_in_training(step) is not None,
+        _ALIKE,
+    ),
+    "weighted, hook": _unsupported(
+        "a loss that is an ltx.Weighted", "gradients, to divide by the weights", lambda x: x.gives_gradients, _ALIKE
+    ),
+    "loss scale, hook": _unsupported(
+        "a loss scale", "gradients, to divide by it", lambda x: x.gives_gradients, _UNSCALED
+    ),
+    "graph, hook or strategy": _unsupported(
+        "a compiled graph",
+        "one reduction at this step and all later ones, in buckets of any gradients",
+        lambda x, step=0: x.constant_after is not None and step >= x.constant_after,
+        f"take the first steps eagerly until it no longer changes, or {_INSIDE}",
+    ),
+    "guard, graph": _unsupported(
+        'guard="raise"', "to look at gradients", lambda x: x != "a compiled graph", f'use guard="skip", or {_INSIDE}'
+    ),
+    "guard in a graph, strategy": _unsupported(
+        "a check of gradients in a compiled graph", "them alike on all ranks", lambda x: x.shares_gradients(0), _INSIDE
+    ),
+    "graph, strategy": _unsupported(
+        "a compiled graph",
+        "a training step that does no more than to reduce gradients",
+        lambda x: x.updates_in_buckets and not x.communicates_besides,
+        _INSIDE,
+    ),
+    "complex, strategy": Need("a complex parameter", "work on complex numbers", lambda x: x.takes_complex, _REAL),
+    "parts, strategy": _unsupported(
+        _PARTS, "work that doesn't depend on how many ranks hold it", lambda x: not x.needs_whole, _DDP
+    ),
+    "parts, hook": _unsupported(
+        _PARTS,
+        "a result that doesn't depend on how many ranks hold it",
+        lambda x: not x.needs_whole,
+        "use a hook that works on numbers wherever they lie: ltx.hooks.FP16()",
+    ),
+    "beside parts, hook": _unsupported(
+        "a parameter that ranks share, in a bucket with parts of others (DTensors),",
+        "a result for each number by itself, as ranks would get others",
+        lambda x: x.exact or x.elementwise,
+        "use such a hook, as ltx.hooks.FP16() is, or place all parameters alike",
+    ),
+    "parts, optimizer": Need(_PARTS, "updates of each element by itself", lambda x: x.offers.elementwise, _ELEMENTWISE),
+    "derivative, hook": _unsupported(
+        "a derivative of what is reduced", "a mean of gradients", lambda x: x.averages, _LOCAL
+    ),
+    "sparse, hook": _unsupported("a sparse gradient", "a mean of gradients", lambda x: x.averages, "use x.to_dense()"),
+    "chain, outer hook": Need("chain: the inner hook", "sums that it could make", lambda x: x.sums, _SUMS),
+    "chain, inner hook": Need(  # sums of shares that are divided already
+        "chain: the outer hook", "sums of what it gives", lambda x: x.averages and x.scale(2) == 1 / 2, _MAKES_SUMS
+    ),
+    "state in a chain, inner hook": Need(
+        "chain: the outer hook", "a hook without state of parameters", lambda x: not x.state_names, _AROUND
+    ),
+    "error feedback, hook": Need(
+        "error_feedback", "an error to feed back", lambda x: x.with_error_feedback() is not None, _LOSSY
+    ),
+}
+
+
+def require(row: str, part: Any, who: str | Callable[[], str] = "", *at: Any) -> None:
+    """Raise unless `part` offers what a row needs, `at` a step; `who` needs it, to be more exact. A None needn't."""
+    what, needs, offered, do, error = TABLE[row]
+    if part is not None and not offered(part, *at):
+        said, who = part if isinstance(part, str) else repr(part), who() if callable(who) else who or what
+        raise error(f"{who} needs {needs}, which {said} doesn't offer: {do}.")
