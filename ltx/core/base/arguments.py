@@ -135,9 +135,7 @@ class Offering(Generic[R]):
 
     ``offers`` is a dataclass, `kind`, whose fields have defaults. A class says what differs by an attribute, a property
     or a method of a field's name, ``elementwise = True``, or by an `offers` of its own. Whatever way, `offers` has all
-    of them, and each can be read by its name.
-
-    `moved`: members that the contract had, and what is written now. A class that still defines one raises.
+    of them, and each can be read by its name. What the contract had before is `moved`: a class that defines it raises.
     """
 
     _kind: ClassVar[Any]
