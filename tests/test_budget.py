@@ -30,8 +30,8 @@ BUDGET = {
     "core": Size(1, 1),
     "core/base": Size(1993, 11),
     "core/collectives": Size(3105, 11),
-    "core/comm": Size(6455, 25),
-    "core/gradients": Size(2320, 8),
+    "core/comm": Size(6462, 25),
+    "core/gradients": Size(2317, 8),
     "core/optim": Size(2708, 11),
     "core/ranks": Size(1220, 5),
     "core/training": Size(3543, 13),
@@ -41,7 +41,7 @@ BUDGET = {
     "hooks": Size(2456, 12),
     "notebook": Size(197, 2),
     "profile": Size(1129, 4),
-    "runtime": Size(4353, 15),
+    "runtime": Size(4349, 15),
     "strategies": Size(2757, 12),
 }
 

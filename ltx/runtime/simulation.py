@@ -88,13 +88,15 @@ def simulate(
         with _alone():
             inputs = _Inputs.of(axis_name, ranks, in_dims, args, named)
             turns = comm.Turns(inputs.size, _set_aside)
+            mapped = (x for x, dim in zip(inputs.leaves, inputs.dims, strict=True) if dim is not None)
+            device = next((x.device for x in mapped if isinstance(x, torch.Tensor)), None)
             modes, shared = _modes(), _written_from(f)
             seed = int(torch.randint(2**62, (), device="cpu"))
             states, reopen = torch_states(), set_opened_aside()
 
             def axis_of(rank: int) -> Axis:
                 members = tuple(range(inputs.size))
-                return Axis(axis_name, inputs.size, comm.ThreadRanks(turns, axis_name, members, rank, inputs.device))
+                return Axis(axis_name, inputs.size, comm.ThreadRanks(turns, axis_name, members, rank, device))
 
             # Other threads, which may be a rank's, get no world of one: this axis refuses their collectives.
             close_for_others = open_alone(axis_of(0), OTHERS)
@@ -230,12 +232,6 @@ class _Inputs:
             )
         size = Axis(axis_name, mapped_size(axis_name, ranks, leaves, dims, "ranks")).size  # which checks it
         return _Inputs(size, leaves, spec, dims)
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the first tensor is of which each rank gets its part; None where there is none."""
-        mapped = (x for x, dim in zip(self.leaves, self.dims, strict=True) if dim is not None)
-        return next((x.device for x in mapped if isinstance(x, torch.Tensor)), None)
 
     def of_rank(self, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Rank `rank`'s own: copies, in which what was one object in two places still is."""

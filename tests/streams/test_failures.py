@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +167,24 @@ def test_errors_of_the_network_are_those_of_lost_peers(at: str, ranks: Callable[
         failed = "could not be issued" if at == "allreduce" else "failed while waiting for its peers"
         assert said.startswith(f"rank {rank}: psum on axis 'data' {failed}: ")
         assert said.endswith("(NCCL error: remote process exited or there was a network error)")
+
+
+def test_what_completes_because_nccl_failed_is_garbage(ranks: Callable[[int], Pool]) -> None:
+    def run() -> str:
+        channel: Any = axes_in_scope()[0].comm.user  # type: ignore[union-attr]
+        ltx.psum(torch.ones(2))
+        pending = channel.issue("psum", torch.ones(2), "psum").read()
+        with pytest.MonkeyPatch.context() as patch:
+            found = SimpleNamespace(name="COMM_ERROR")
+            patch.setattr(StreamGroup, "get_error", lambda _: found, raising=False)
+            patch.setattr(StreamWork, "is_completed", lambda _: True)
+            with pytest.raises(PeerLostError) as told:
+                channel.wait_for_host(pending, "psum")
+        return str(told.value)
+
+    for rank, said in enumerate(StreamedPool(ranks(2)).run(run)):
+        assert said.startswith(f"rank {rank}: psum on axis 'data' failed while waiting for its peers: ")
+        assert said.endswith("(its communicator was aborted)")
 
 
 @pytest.mark.parametrize("whose", ["ltx", "torch"])

@@ -325,7 +325,7 @@ class AxisComm(Ranks):
             in_vain = 0 in self.global_ranks and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         else:
             in_vain = self.negotiation.diagnosed(in_pass=True, issue=group.issue) is not None
-        if in_vain and group.outstanding:  # not asked before: another thread may be in the capture of a CUDA graph
+        if (in_vain or group.failed) and group.outstanding:  # not before: another thread may capture a CUDA graph
             group.abort()
 
     def status(self) -> Status:

@@ -243,7 +243,14 @@ class StreamGroup:
     @property
     def outstanding(self) -> bool:
         """Whether the device has something of it left to do. It is asked, which the capture of a CUDA graph forbids."""
-        return self.last is not None and not self.aborted and not self.last.is_completed()
+        return self.last is not None and not self.aborted and (self.failed or not self.last.is_completed())
+
+    @property
+    def failed(self) -> bool:
+        """Whether torch's watchdog has found an error: a work counts as completed then, and its kernel may go on."""
+        bound = self.group.bound_device_id
+        get_error = getattr(self.group if bound is None else self.group._get_backend(bound), "get_error", None)
+        return get_error is not None and get_error().name != "SUCCESS"
 
     def abort(self) -> None:
         """Give up what is under way: kernels that wait for a peer end, and the stream goes on, with garbage.

@@ -297,7 +297,9 @@ class Channel:
         ) from error
 
     def check_device(self, group: StreamGroup | None, number: int, label: str) -> None:
-        """Raise if `group` was aborted: the device has gone on with garbage."""
+        """Raise if `group` was aborted, which it is after an error: the device has gone on with garbage."""
+        if group is not None and group.failed and not group.aborted:
+            group.abort()
         if group is not None and group.cut_off:
             self.explain(dist.DistBackendError("its communicator was aborted"), number, label)
 

@@ -185,9 +185,7 @@ def read_last_summary(among: AxisComm) -> None:
 
 
 def confirm(among: AxisComm) -> None:
-    """Where the host runs ahead of the device: wait until all ranks' devices have completed what is enqueued now.
-
-    It is complete when a sum behind it is.
+    """Where the host runs ahead: wait until all ranks' devices have done what is enqueued now, by a sum behind it.
 
     Raises:
         PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: a peer won't come so far.
