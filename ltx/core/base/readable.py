@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ltx.core.base.arguments import ShortRepr
+from ltx.core.base.private import is_wrapped
 from ltx.core.base.traced import recording
 
 _WIDTH = 80
@@ -77,7 +78,7 @@ def _is_default(f: Field[Any], value: Any) -> bool:
 
 def _tensor(x: torch.Tensor, most: int) -> str:
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x) or recording()
+    wrapped = is_wrapped(x) or recording()
     if x.numel() <= most and x.device.type == "cpu" and plain and not wrapped:
         return repr(x.detach())
     name = str(x.dtype).removeprefix("torch.")

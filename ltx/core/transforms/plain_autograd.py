@@ -135,10 +135,8 @@ def _once_only() -> UnsupportedError:
 
 def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether a step of `params` and other arguments can run below the one transform around it."""
-    stack = private.interpreter_stack()
-    if stack is None or len(stack) != 1 or stack[0].key() != private.TransformType.Grad:
-        return False
-    if private.has_tangents():
+    levels = [level.key() for level in private.interpreter_stack() or ()]
+    if levels != [private.TransformType.Grad] or private.has_tangents():
         return False
     tensors = [x for x in (*params, *others) if isinstance(x, torch.Tensor)]
     return (
