@@ -110,7 +110,8 @@ def returned(name: str) -> str:
         or hint.__name__ in dir(import_module(module))
     ):
         return ""
-    return "" if hint.__name__ in dir(ltx) else f"{hint.__module__}.{hint.__qualname__}"
+    named = {*dir(ltx), *dir(import_module("ltx.extend"))}
+    return "" if hint.__name__ in named else f"{hint.__module__}.{hint.__qualname__}"
 
 
 autosummary_context = {"returned": returned}
