@@ -47,10 +47,10 @@ def run_cell(source: str, name: str, given: Mapping[str, Any], wants_value: bool
     shell = started()
     setattr(shell.compile, "get_code_name", lambda *_: name)  # noqa: B010
     shell.user_ns.update(given)
-    shell.last = _Last(source, wants_value)
+    shell.source, shell.wants_value, shell.look = source, wants_value, None
     result = shell.run_cell(source, store_history=False)  # type: ignore[no-untyped-call]
     shell.raise_what_was_raised()
-    return result.result if wants_value else shell.last.look
+    return result.result if wants_value else shell.look
 
 
 @cache
@@ -98,14 +98,6 @@ def finish() -> None:
         shell.raise_what_was_raised()
 
 
-class _Last:
-    """The last expression of the cell that runs."""
-
-    def __init__(self, source: str, wants_value: bool):
-        self.source, self.wants_value = source, wants_value
-        self.look: show.Display | None = None
-
-
 class _Publisher(DisplayPublisher):
     """What is displayed here is sent to the driver."""
 
@@ -130,14 +122,13 @@ class _Hook(DisplayHook):
     shell: RankShell
 
     def quiet(self) -> bool:
-        last = self.shell.last
-        return not last.wants_value and bool(DisplayHook.semicolon_at_end_of_expression(last.source))
+        return not self.shell.wants_value and bool(DisplayHook.semicolon_at_end_of_expression(self.shell.source))
 
     def write_output_prompt(self) -> None:
         pass
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        self.shell.last.look = show.Display(format_dict, md_dict or {})
+        self.shell.look = show.Display(format_dict, md_dict or {})
 
     def log_output(self, format_dict: dict[str, Any]) -> None:
         pass
@@ -148,7 +139,8 @@ class RankShell(InteractiveShell):
 
     display_pub_class = Type(_Publisher)
     displayhook_class = Type(_Hook)
-    last = _Last("", False)
+    source, wants_value = "", False  # of the cell that runs
+    look: show.Display | None = None  # what its last expression looks like
     raised: BaseException | None = None
     system = InteractiveShell.system_raw  # without a terminal in between
 
