@@ -55,7 +55,7 @@ TABLE = {
     ),
     "ZeRO, optimizer": Need(
         "ZeroStrategy",
-        "updates of each element by itself",
+        "updates of each element by itself, as a rank updates some elements of a parameter",
         lambda x: x.offers.elementwise,
         f"{_ELEMENTWISE}, or {_DDP}",
     ),

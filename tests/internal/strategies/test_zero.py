@@ -187,7 +187,10 @@ def moment() -> Any:
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
-NEEDS_WHOLE = "ZeroStrategy needs updates of each element by itself, which {} doesn't offer: use an elementwise"
+NEEDS_WHOLE = (
+    "ZeroStrategy needs updates of each element by itself, as a rank updates some elements of a parameter, which {} "
+    "doesn't offer: use an elementwise"
+)
 
 
 def ratio(grads: Params, state: Any, params: Params) -> Any:
