@@ -111,6 +111,14 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
             f"train_step: the loss must be a 0-dim floating tensor or ltx.Weighted, got {outcome(loss)}. Take its "
             "mean or sum; a step that returns (loss, aux) wants has_aux=True. A mapping holds it as `loss`."
         )
+    if buffers is not None and tree.flatten(parts[1])[1] != tree.flatten(buffers)[1]:
+        paths = tree.plain_paths if traced.recording() else tree.leaf_paths
+        returned = paths(parts[1])
+        if lost := [path for path in paths(buffers) if path not in returned]:
+            raise StepError(
+                f"train_step: the step was given a buffer {lost[0]!r} and returned none, so the state would lose it. "
+                "Return all buffers, such as {**buffers, **new}."
+            )
     rest = run.averaged(tree.detached(parts[1:]) if detached else parts[1:])
     return Outputs(loss, None if buffers is None else rest[0], rest[-1] if has_aux else None)
 

@@ -132,6 +132,24 @@ def test_detached_outputs_stay_detached(ranks: Ranks) -> None:
     assert [run(), *ranks(2).run(run)] == [[True, False]] * 3
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_step_that_returns_fewer_buffers(compiled: bool, ranks: Ranks) -> None:
+    def step(w: Tensor, buffers: dict[str, Tensor], x: Tensor) -> Any:
+        return (w * x).sum(), {"seen": buffers["seen"] + 1, "new": x}
+
+    def run(x: Tensor) -> Tensor:
+        train = ltx.train_step(ltx.data_parallel(step), SGD)
+        state = train.init(torch.tensor(1.0), {"seen": torch.tensor(0.0), "target": torch.tensor(2.0)})
+        call = torch.compile(train, backend="eager") if compiled else train
+        with pytest.raises(StepError, match=r"was given a buffer .*target.* and returned none"):
+            call(state, x)
+        state = train.init(torch.tensor(1.0), {"seen": torch.tensor(0.0)})
+        return train(state, x)[0].buffers["seen"]  # with one more than it had
+
+    for found in in_all_worlds(run, ranks, torch.tensor([[1.0, 2.0], [3.0, 4.0]])):
+        assert found == [1.0, 1.0]
+
+
 def test_a_step_that_takes_buffers_and_a_state_that_has_none(ranks: Ranks) -> None:
     def with_buffers(w: Tensor, buffer: Tensor, x: Tensor) -> Any:
         return (w * x).sum(), buffer + 1
