@@ -30,6 +30,7 @@ import torch
 from ltx.core.world.failures import is_installed
 from ltx.errors import WorkerError
 from ltx.runtime.messages import Call, Message, Pickler
+from ltx.runtime.show import ipython
 
 #: A function that carries more than this along, in its closure or in globals, is warned about.
 LARGE_BYTES = 16 << 20
@@ -146,9 +147,7 @@ def _new_globals(number: int, said: dict[str, Any]) -> dict[str, Any]:
 
 def _cell_of(name: str) -> str:
     """What a notebook calls the cell whose code is named `name`."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    count = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(name)
+    count = getattr(getattr(ipython(), "compile", None), "_filename_map", {}).get(name)
     return name if count is None else f"<cell In[{count}]>"
 
 

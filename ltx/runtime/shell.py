@@ -21,7 +21,6 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.inputtransformer2 import leading_empty_lines
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.display import DisplayHandle, display
 from traitlets import Type
 from traitlets.config import Config
 
@@ -191,13 +190,11 @@ def _bar() -> Any:
 
         @staticmethod
         def status_printer(file: Any) -> Callable[[str], None]:
-            drawn: list[DisplayHandle] = []
+            place = None
 
             def draw(text: str) -> None:
-                if drawn:
-                    drawn[0].update({"text/plain": text}, raw=True)
-                else:
-                    drawn.append(display({"text/plain": text}, raw=True, display_id=True))
+                nonlocal place
+                place = show.put(place, {"text/plain": text})
 
             return draw
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Generic, TextIO, TypeVar
 
@@ -26,10 +26,10 @@ T = TypeVar("T")
 outbox: Callable[[Any], None] | None = None
 
 
-def deliver(seen: Any) -> None:
-    """Have `seen` shown: by the driver, or here."""
+def deliver(seen: Any, drawn: dict[Any, Any] | None = None) -> None:
+    """Have `seen` shown: by the driver, or here, where `drawn` is on the screen and may be drawn anew."""
     if outbox is None:
-        seen.shown(None, 1, {})
+        seen.shown(None, 1, {} if drawn is None else drawn)
     else:
         print(end="", flush=True)  # what was printed before is shown before; there may be no stdout
         outbox(seen)
@@ -91,7 +91,7 @@ class Area:
             self._next({"text/plain": self._label.strip()}, {})
         if seen.update:
             if seen.name in self._named:
-                self._named[seen.name].update(bundle, raw=True, metadata=seen.metadata)
+                put(self._named[seen.name], bundle, seen.metadata)
             return
         place = self._next(bundle, seen.metadata)
         if seen.name is not None:
@@ -115,15 +115,14 @@ class Area:
 
     def _next(self, bundle: dict[str, Any], metadata: dict[str, Any]) -> Any:
         if self._at == len(self._places):
-            self._places.append(_ipython_display()(bundle, raw=True, metadata=metadata, display_id=True))
-        else:
-            self._places[self._at].update(bundle, raw=True, metadata=metadata)
+            self._places.append(None)
+        place = self._places[self._at] = put(self._places[self._at], bundle, metadata)
         self._at += 1
-        return self._places[self._at - 1]
+        return place
 
     def _blank(self, start: int) -> None:
         for place in self._places[start:]:
-            place.update({"text/plain": ""}, raw=True)
+            put(place, {"text/plain": ""})
 
 
 def _area(rank: int | None, drawn: dict[Any, Any]) -> Area:
@@ -151,28 +150,31 @@ def show(*values: Any, rank: int | None = None) -> None:
         return
     for value in values:
         bundle, metadata = {"text/plain": value if isinstance(value, str) else repr(value)}, {}
-        if (shell := _shell()) is not None and not isinstance(value, str):
+        if (shell := ipython()) is not None and not isinstance(value, str):
             bundle, metadata = shell.display_formatter.format(value)
         if bundle:  # else it has displayed itself
             deliver(Display(bundle, metadata))
 
 
-def _shell() -> Any:
+def ipython() -> Any:
     """IPython's shell in this process, if there is one."""
-    ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
+    module = sys.modules.get("IPython")
+    return None if module is None else module.get_ipython()
 
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
-    return getattr(_shell(), "kernel", None) is not None
+    return getattr(ipython(), "kernel", None) is not None
 
 
-def _ipython_display() -> Callable[..., Any]:
-    from IPython.display import display
+def put(place: Any, bundle: dict[str, Any], metadata: dict[str, Any] | None = None) -> Any:
+    """Show `bundle` in `place`, which an earlier call has returned, or in a new one if that is None."""
+    if place is None:
+        from IPython.display import display
 
-    shows: Callable[..., Any] = display
-    return shows
+        return display(bundle, raw=True, metadata=metadata, display_id=True)
+    place.update(bundle, raw=True, metadata=metadata)
+    return place
 
 
 @dataclass(frozen=True)
@@ -188,9 +190,10 @@ class Reached:
 
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
         """Draw its bar among those `drawn`: as far as the slowest of `size` ranks is."""
-        bar = drawn.setdefault((self.label, self.depth), Bar(self.label, self.depth))
-        bar.at(rank or 0, size, self)
-        if bar.finished(size) and not self.depth:  # the next inner one is drawn in the place of this one
+        begin = replace(self, done=0, finished=False, besides="")  # a rank that hasn't begun
+        bar = drawn.setdefault((self.label, self.depth), Bar([begin] * size))
+        bar.at(rank or 0, self)
+        if bar.finished and not self.depth:  # the next inner one is drawn in the place of this one
             del drawn[self.label, self.depth]
 
 
@@ -215,11 +218,7 @@ class Progress(Generic[T]):
 
         def tell(finished: bool) -> None:
             besides = ", ".join(f"{name}={_brief(value)}" for name, value in self._besides.items())
-            reached = Reached(self._label, done, self._total, finished, depth, besides)
-            if outbox is None:
-                reached.shown(None, 1, around)
-            else:
-                outbox(reached)
+            deliver(Reached(self._label, done, self._total, finished, depth, besides), around)
 
         try:
             tell(False)  # above what is inside
@@ -284,17 +283,13 @@ class LiveLine:
 
     def __init__(self, stream: str = "stderr") -> None:
         self._stream = stream
-        self._handle: Any = None
+        self._place: Any = None
 
     def draw(self, line: str, finished: bool, depth: int = 0) -> None:
         """Put `line` in place of what it was, `depth` lines below the cursor's; nothing comes after `finished`."""
         target = getattr(sys, self._stream)
         if in_notebook():
-            display, bundle = _ipython_display(), {"text/plain": line}
-            if self._handle is None:
-                self._handle = display(bundle, raw=True, display_id=True)
-            else:
-                self._handle.update(bundle, raw=True)
+            self._place = put(self._place, {"text/plain": line})
         elif target is not None and target.isatty():
             below, back = "\n" * depth, "\x1b[A" * depth if depth else "\n" * finished
             write(self._stream, f"{below}\r\x1b[K{line}{back}")
@@ -302,44 +297,41 @@ class LiveLine:
             write(self._stream, f"{line}\n")
 
 
-class Bar:
+class Bar(LiveLine):
     """One bar for all ranks, where the driver draws it."""
 
     _WIDTH = 30
 
-    def __init__(self, label: str, depth: int = 0):
-        self._label, self._depth = label, depth
+    def __init__(self, ranks: list[Reached]) -> None:
+        super().__init__()
         self._began_s = time.monotonic()
-        self._ranks: dict[int, Reached] = {}
-        self._line = LiveLine()
+        self._ranks = ranks
 
-    def at(self, rank: int, size: int, reached: Reached) -> None:
+    @property
+    def finished(self) -> bool:
+        return all(reached.finished for reached in self._ranks)
+
+    def at(self, rank: int, reached: Reached) -> None:
         if not reached.done:
             self._began_s = time.monotonic()
         self._ranks[rank] = reached
-        gone = self._depth > 0 and self.finished(size)
-        self._line.draw("" if gone else self.line(size), self.finished(size), self._depth)
+        gone = reached.depth > 0 and self.finished
+        self.draw("" if gone else self._text(), self.finished, reached.depth)
 
-    def finished(self, size: int) -> bool:
-        return len(self._ranks) == size and all(reached.finished for reached in self._ranks.values())
-
-    def line(self, size: int) -> str:
-        """What is drawn; a rank that hasn't begun is at 0."""
-        by_rank = [self._ranks[rank].done if rank in self._ranks else 0 for rank in range(size)]
-        done = min(by_rank)
-        total = max((p.total or 0 for p in self._ranks.values()), default=0)
+    def _text(self) -> str:
+        done, furthest = (pick(reached.done for reached in self._ranks) for pick in (min, max))
+        total = max(reached.total or 0 for reached in self._ranks)
         seconds = time.monotonic() - self._began_s
         filled = self._WIDTH * min(done, total) // total if total else 0
         bar = f" |{'#' * filled}{'.' * (self._WIDTH - filled)}| {done}/{total}" if total else f" {done}"
-        last = by_rank.index(done)
-        behind = f", rank {last} last" if max(by_rank) > done else ""
-        besides = f", {self._ranks[last].besides}" if last in self._ranks and self._ranks[last].besides else ""
-        return f"{self._label}{bar} {done / seconds if seconds else 0.0:.1f}/s{behind}{besides}".strip()
+        last, slowest = next((rank, reached) for rank, reached in enumerate(self._ranks) if reached.done == done)
+        behind = f", rank {last} last" if furthest > done else ""
+        besides = f", {slowest.besides}" if slowest.besides else ""
+        return f"{slowest.label}{bar} {done / seconds if seconds else 0.0:.1f}/s{behind}{besides}".strip()
 
 
 # As much as the system lends: a worker that writes between calls, when nobody reads, mustn't wait.
 _PIPE_BYTES = 1 << 20
-_CHUNK = 1 << 16
 # A line that is written over is shown anew after so long at least; a bar after twice that.
 _PAUSE_S = 0.05
 
@@ -372,28 +364,22 @@ class Output:
         """Print all whole lines that have come; with `finish` also those that haven't ended."""
         for fd, (rank, stream) in list(self._sources.items()):
             written = self._begun.pop(fd, b"") + self._read(fd)
-            *lines, rest = written.split(b"\n")
-            if rest and (finish or fd not in self._sources):  # nothing follows: its process is gone
-                lines, rest = [*lines, rest], b""
-            if rest:
-                self._begun[fd] = rest.rpartition(b"\r")[2]  # what a carriage return has overwritten is gone
-            if lines:
-                write(stream, labelled([line.decode(errors="replace") for line in lines], rank))
+            gone = fd not in self._sources  # its process: nothing follows
+            end = len(written) if finish or gone else written.rfind(b"\n") + 1
+            self._begun[fd] = written[end:].rpartition(b"\r")[2]  # what a carriage return has overwritten is gone
+            if end:
+                write(stream, labelled(written[:end].decode(errors="replace"), rank))
 
     def _read(self, fd: int) -> bytes:
-        chunks = []
         try:
-            for _ in range(_PIPE_BYTES // _CHUNK):  # not for as long as more comes: others are waited for too
-                chunk = os.read(fd, _CHUNK)
-                if not chunk:
-                    self._close(fd)  # its end: the process is gone
-                    break
-                chunks.append(chunk)
+            chunk = os.read(fd, _PIPE_BYTES)
         except BlockingIOError:
-            pass
+            return b""
         except OSError:
+            chunk = b""
+        if not chunk:  # its end: the process is gone
             self._close(fd)
-        return b"".join(chunks)
+        return chunk
 
     def _close(self, fd: int) -> None:
         with suppress(OSError):
@@ -414,27 +400,31 @@ class Printed:
     text: str
 
     def shown(self, rank: int, size: int, drawn: dict[Any, Any]) -> None:
-        lines = labelled(self.text.removesuffix("\n").split("\n"), rank)
-        if rank in drawn and drawn[rank].prints:
-            drawn[rank].print(lines)
-        else:
-            write(self.stream, lines)
+        text, key = self.text, _key(self.stream, rank)
+        if key in drawn:  # it begins with the end of a line that is on the screen
+            line, _, text = text.partition("\n")
+            drawn.pop(key).draw(labelled(line, rank).rstrip("\n"), True)
+        if text and rank in drawn and drawn[rank].prints:
+            drawn[rank].print(labelled(text, rank))
+        elif text:
+            write(self.stream, labelled(text, rank))
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is being written over, as tqdm does: the newest state of it."""
+    """A line that is being written over, as tqdm does: the newest state of it. What is printed next ends it."""
 
     stream: str
     text: str
-    ended: bool
 
     def shown(self, rank: int, size: int, drawn: dict[Any, Any]) -> None:
         """Write it over what it was; in a log, once it has ended."""
-        key = f"{self.stream} of rank {rank}"
-        drawn.setdefault(key, LiveLine(self.stream)).draw(f"[rank {rank}] {self.text}", self.ended)
-        if self.ended:
-            del drawn[key]
+        line = drawn.setdefault(_key(self.stream, rank), LiveLine(self.stream))
+        line.draw(f"[rank {rank}] {self.text}", False)
+
+
+def _key(stream: str, rank: int) -> str:
+    return f"{stream} of rank {rank}"
 
 
 def together(messages: Iterable[Printed]) -> Iterator[Printed]:
@@ -457,8 +447,7 @@ class Writer(io.TextIOBase):
         self._stream, self._fd, self._deliver = stream, fd, deliver
         self._lock = threading.RLock()  # a finaliser that prints may come in the middle of a write
         self._begun = ""
-        self._live = False  # whether the driver shows the line that has begun
-        self._told_s = 0.0  # when it was last told of it
+        self._told_s = 0.0  # when the driver was last told of a line that is written over
         self._pipe: TextIO | None = None  # in a fork
 
     def writable(self) -> bool:
@@ -468,7 +457,7 @@ class Writer(io.TextIOBase):
         return self._fd
 
     def in_fork(self) -> None:
-        self._begun, self._live = "", False  # the worker delivers what it has begun
+        self._begun = ""  # the worker delivers what it has begun
         raw = io.FileIO(self._fd, "w", closefd=False)
         self._pipe = io.TextIOWrapper(
             io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
@@ -488,29 +477,22 @@ class Writer(io.TextIOBase):
     def _write(self, text: str) -> None:
         lines, newline, rest = (self._begun + text).rpartition("\n")
         self._begun = _last(rest) + "\r" * rest.endswith("\r")
-        ended = (lines + newline).split("\n")[:-1]
-        if ended and self._live:
-            self._deliver(Line(self._stream, _last(ended.pop(0)), True))
-            self._live = False
-        if ended:
-            self._deliver(Printed(self._stream, "\n".join(ended) + "\n"))
+        if newline:
+            self._deliver(Printed(self._stream, lines + newline))
         if "\r" in rest and time.monotonic() - self._told_s > _PAUSE_S:
-            self._live, self._told_s = True, time.monotonic()
-            self._deliver(Line(self._stream, _last(rest), False))
+            self._told_s = time.monotonic()
+            self._deliver(Line(self._stream, _last(rest)))
 
     def finish(self) -> None:
         """The call is over: deliver also a line that hasn't ended."""
         with self._lock:
             begun, self._begun = self._begun, ""
-            if self._live:
-                self._deliver(Line(self._stream, _last(begun), True))
-                self._live = False
-            elif begun:
+            if begun:
                 self._deliver(Printed(self._stream, begun))
 
 
-def labelled(lines: list[str], rank: int) -> str:
-    return "".join(f"[rank {rank}] {_last(line)}\n" for line in lines)
+def labelled(text: str, rank: int) -> str:
+    return "".join(f"[rank {rank}] {_last(line)}\n" for line in text.removesuffix("\n").split("\n"))
 
 
 def _last(line: str) -> str:

@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ltx
-from ltx.runtime.show import Bar, Reached
+from ltx.runtime.show import Reached
 
 
 def screen(written: str) -> list[str]:
@@ -51,10 +52,10 @@ def terminal() -> Iterator[Callable[[], str]]:
 
 
 def test_a_line_that_is_written_over() -> None:
-    bar, drawn = Bar("steps"), []
+    bars, drawn = dict[Any, Any](), []
     with terminal() as read:
         for rank, done, finished in [(0, 2, False), (1, 1, False), (0, 4, True), (1, 4, True)]:
-            bar.at(rank, 2, Reached("steps", done, 4, finished))
+            Reached("steps", done, 4, finished).shown(rank, 2, bars)
             drawn.append(read())
     shown = screen("".join(drawn))
     assert re.fullmatch(r"steps \|#{30}\| 4/4 [\d.]+/s", shown[0]), shown
