@@ -25,8 +25,8 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1746, 10),
-    "all": Size(41164, 170),
-    "checkpoint": Size(1636, 7),
+    "all": Size(41153, 170),
+    "checkpoint": Size(1634, 7),
     "core": Size(1, 1),
     "core/base": Size(1994, 11),
     "core/collectives": Size(3105, 11),
@@ -41,7 +41,7 @@ BUDGET = {
     "hooks": Size(2456, 12),
     "notebook": Size(197, 2),
     "profile": Size(1129, 4),
-    "runtime": Size(4319, 15),
+    "runtime": Size(4310, 15),
     "strategies": Size(2757, 12),
 }
 

@@ -276,13 +276,11 @@ class Hold:
 
     Args:
         base: the directory, which is made if it isn't there.
-        token: what tells the run from all others, which its processes tell one another.
         first: this process begins the run, and raises CheckpointError if another holds the directory, or it can't be
             written to; those that come after it share its hold as far as they can.
     """
 
-    def __init__(self, base: Path, token: str, first: bool):
-        self.token = token
+    def __init__(self, base: Path, first: bool):
         self._path = base / _LOCK
         self._file: int | None = None
         try:

@@ -6,15 +6,15 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ltx import checkpoint
 from ltx.checkpoint import directory
 from ltx.checkpoint.directory import Hold
+from ltx.checkpoint.together import Together
 from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.arguments import seconds, whole
@@ -27,7 +27,6 @@ from ltx.core.world.placement import Placement
 from ltx.core.world.world import World, abandon, process, settings_of_world, world
 from ltx.data import DataPosition
 from ltx.errors import (
-    CheckpointError,
     CollectiveTimeoutError,
     DeadlockDetectedError,
     InputError,
@@ -38,7 +37,7 @@ from ltx.errors import (
     UnsupportedError,
     WorldError,
 )
-from ltx.runtime.membership import Member, Membership, begin_run
+from ltx.runtime.membership import Membership, begin_run
 
 #: ``data(indices)`` gives a rank's batch.
 Batch = Callable[[Any], Any]
@@ -48,11 +47,6 @@ LOSSES = (PeerLostError, DeadlockDetectedError, CollectiveTimeoutError, ReplicaD
 
 # After so many new worlds in a row without a whole step in between, a loss isn't the reason.
 _PATIENCE = 3
-
-# What ranks tell in a new world: steps done, of which saved, fingerprint of the state, position, whether it has looked
-# for a snapshot; and the token of the hold on the snapshots' directory, with the run of which those are. A newcomer has
-# done -1 steps.
-_Told = tuple[int, int, str, DataPosition, bool, tuple[str, str | None]]
 
 
 def elastic(
@@ -146,76 +140,43 @@ def elastic(
         >>> state.step, position.epoch, position.done
         (6, 3, 0)
     """
-    limit_s = seconds("elastic: meeting_timeout", meeting_timeout)
     run = ElasticRun(
-        train, data, epochs, on_step, tuple(on_reset), min_ranks, max_ranks, limit_s, snapshots, every, keep
+        replace(train, confirms=True),
+        data,
+        epochs,
+        on_step,
+        tuple(on_reset),
+        min_ranks,
+        max_ranks,
+        seconds("elastic: meeting_timeout", meeting_timeout),
+        snapshots,
+        every,
+        keep,
+        state,
+        position,
     )
-    _check(run, state, position)
-    return replace(run, train=replace(train, confirms=True)).to_the_end(state, position)
-
-
-def _check(run: ElasticRun, state: TrainState, position: DataPosition) -> None:
-    """Raise where a loss of ranks would find that training can't go on."""
-    here, joins = world(), settings_of_world().get("placement", Placement("none")).joins
-    for name in ("epochs", "min_ranks", "max_ranks", "every", "keep"):
-        if name != "max_ranks" or run.max_ranks is not None:
-            whole(f"elastic: {name}", getattr(run, name), 1)
-    if not run.min_ranks <= here.size <= (run.max_ranks or here.size) and not joins:
-        limits = f"min_ranks={run.min_ranks}" + f", max_ranks={run.max_ranks}" * (run.max_ranks is not None)
-        raise InputError(f"elastic: {limits}, and there are {here.size} ranks.")
-    if run.train.overlap == "update":
-        raise UnsupportedError(
-            "elastic: the train step has overlap='update', which doesn't commit a step whole: a "
-            'loss in the middle would leave an invalid state. Make it with overlap="backward".'
-        )
-    if run.axis is not None and not isinstance(run.axis, str):
-        raise UnsupportedError(
-            f"elastic: the step is on {run.axis!r}, which a new world doesn't have. Leave axis= out, or give its name."
-        )
-    mesh = settings_of_world().get("mesh", ())
-    if len(mesh) > 1:
-        raise UnsupportedError(
-            f"elastic: the world has the axes {dict(mesh)}, and those that are left after a loss don't fill such a "
-            "mesh. Use ltx.init() without mesh=."
-        )
-    if here.size > 1 and here.launcher == "user":
-        raise UnsupportedError(
-            "elastic: the process group was initialised before ltx, so ltx can't make another in its place. Leave "
-            "that to ltx.init()."
-        )
-    if not joins:
-        position.check_sizes(run.min_ranks, here.size)
-    if (own := ones_own(state)) and run.snapshots is None and here.size > 1:
-        raise StrategyError(
-            f"elastic: with {state.layout.strategy} the {' and '.join(own)} of a lost rank "
-            f"{'are' if len(own) > 1 else 'is'} lost with it, so the others can't go on. Give a directory for "
-            "snapshots=, from which a new start of all ranks goes on."
-        )
+    run.check()
+    return run.to_the_end()
 
 
 class _NewcomersError(LtxError):
     """There are some, and they are to be taken in before the next step."""
 
 
+class _Told(NamedTuple):
+    """What a rank tells in a new world. A newcomer has done -1 steps."""
+
+    position: DataPosition
+    begun: bool
+    step: int = -1
+    saved: int = -1
+    digest: str = ""  # fingerprint of the state
+    run: str | None = None  # that the snapshots belong to
+
+
 @dataclass
-class _Way:
-    """How far this process is, and where among its peers."""
-
-    state: TrainState
-    position: DataPosition  # that belongs to the state
-    settings: dict[str, Any]
-    place: Placement
-    membership: Membership | None = None
-    hold: Hold | None = None  # on the directory of the snapshots
-    has_state: bool = True  # false for a newcomer until its peers have given it theirs
-    begun: bool = False  # has looked for a snapshot to start from
-    saved: int = -1  # the step of the last snapshot
-    futile: int = 0  # new worlds since the last whole step
-
-
-@dataclass(frozen=True)
 class ElasticRun:
-    """One call of :func:`elastic`: its arguments, and training in one world after the other."""
+    """One call of :func:`elastic`: its arguments, and how far it has come, in one world after the other."""
 
     train: TrainStep
     data: Batch
@@ -228,237 +189,267 @@ class ElasticRun:
     snapshots: str | os.PathLike[str] | None
     every: int
     keep: int
+    state: TrainState
+    position: DataPosition  # that belongs to the state
+    settings: dict[str, Any] = field(default_factory=settings_of_world)
+    membership: Membership | None = None
+    hold: Hold | None = None  # on the directory of the snapshots
+    begun: bool = False  # has looked for a snapshot to start from
+    saved: int = -1  # the step of the last snapshot
+    futile: int = 0  # new worlds since the last whole step
 
-    @property
-    def axis(self) -> Any:
-        return self.train.step.axis
+    def __post_init__(self) -> None:
+        self.axis = self.train.step.axis
+        self.place = self.settings.get("placement", Placement("none"))
+        # False for a newcomer until its peers have given it theirs.
+        self.has_state = self.place.joins is None
 
-    def to_the_end(self, state: TrainState, position: DataPosition) -> tuple[TrainState, DataPosition]:
+    def check(self) -> None:
+        """Raise where a loss of ranks would find that training can't go on."""
+        here, mesh = world(), self.settings.get("mesh", ())
+        for name in ("epochs", "min_ranks", "max_ranks", "every", "keep"):
+            if name != "max_ranks" or self.max_ranks is not None:
+                whole(f"elastic: {name}", getattr(self, name), 1)
+        if not self.min_ranks <= here.size <= (self.max_ranks or here.size) and self.has_state:
+            limits = f"min_ranks={self.min_ranks}" + f", max_ranks={self.max_ranks}" * (self.max_ranks is not None)
+            raise InputError(f"elastic: {limits}, and there are {here.size} ranks.")
+        if self.train.overlap == "update":
+            raise UnsupportedError(
+                "elastic: the train step has overlap='update', which doesn't commit a step whole: a "
+                'loss in the middle would leave an invalid state. Make it with overlap="backward".'
+            )
+        if self.axis is not None and not isinstance(self.axis, str):
+            raise UnsupportedError(
+                f"elastic: the step is on {self.axis!r}, which a new world doesn't have. Leave axis= out, or give its "
+                "name."
+            )
+        if len(mesh) > 1:
+            raise UnsupportedError(
+                f"elastic: the world has the axes {dict(mesh)}, and those that are left after a loss don't fill such a "
+                "mesh. Use ltx.init() without mesh=."
+            )
+        if here.size > 1 and here.launcher == "user":
+            raise UnsupportedError(
+                "elastic: the process group was initialised before ltx, so ltx can't make another in its place. Leave "
+                "that to ltx.init()."
+            )
+        if self.has_state:
+            self.position.check_sizes(self.min_ranks, here.size)
+        if (own := ones_own(self.state)) and self.snapshots is None and here.size > 1:
+            raise StrategyError(
+                f"elastic: with {self.state.layout.strategy} the {' and '.join(own)} of a lost rank "
+                f"{'are' if len(own) > 1 else 'is'} lost with it, so the others can't go on. Give a directory for "
+                "snapshots=, from which a new start of all ranks goes on."
+            )
+
+    def to_the_end(self) -> tuple[TrainState, DataPosition]:
         """Train, and make a new world after each loss."""
-        settings, over = settings_of_world(), False
-        place = settings.get("placement", Placement("none"))
-        way = _Way(state, position, settings, place, has_state=place.joins is None)
+        over = False
         try:
-            if way.place.joins:
-                self._join(way)
+            if self.has_state:
+                self._open()
             else:
-                self._hold(way)
-                self._open(way)
+                self._join()
             while True:
                 try:
-                    if not way.begun:
-                        self._restore(way)
-                    way.begun = True
-                    self._train(way)
+                    if not self.begun:
+                        self._restore()
+                    self.begun = True
+                    self._train()
                     over = True
-                    return way.state, way.position
+                    return self.state, self.position
                 except (*LOSSES, _NewcomersError) as loss:
-                    self._go_on(way, self._new_place(way, loss))
+                    self._go_on(self._new_place(loss))
         except BaseException as error:  # the others shall not wait for this rank
             abandon(error)
             raise
         finally:
-            if way.membership is not None:
-                way.membership.close(over)
-            if way.hold is not None:
-                way.hold.release()
-
-    def _hold(self, way: _Way) -> None:
-        """Keep other runs out of the directory of the snapshots, on all ranks or on none."""
-        if self.snapshots is None:
-            return
-        _, rank = comm.size_and_rank(self.axis)
-        token, failure = os.urandom(8).hex(), None
-        try:
-            if rank == 0:
-                way.hold = Hold(self._base, token, first=True)
-        except CheckpointError as error:
-            failure = error
-        token, said = collectives.broadcast_object((token, failure and str(failure)), 0, self.axis)
-        if said:
-            raise failure or CheckpointError(said)
-        if rank > 0:
-            way.hold = Hold(self._base, token, first=False)
+            if self.membership is not None:
+                self.membership.close(over)
+            if self.hold is not None:
+                self.hold.release()
 
     @property
     def _base(self) -> Path:
         assert self.snapshots is not None
         return Path(os.path.abspath(self.snapshots))
 
-    def _open(self, way: _Way) -> None:
-        """Begin a run with all ranks, so that they can regroup after a loss."""
-        store = process.stores.get(way.place)
-        if store is None:
-            return
-        size, rank = comm.size_and_rank(self.axis)
-        own = ones_own(way.state)
-        refusal = f"the {' and '.join(own)} of each rank is its own." if own else ""
-        entrance = self._entrance(way.state, way.position)
-        begun = begin_run(store, size, process.worlds, entrance, refusal) if rank == 0 else (0, "")
-        run = collectives.broadcast_object(begun, 0, self.axis)
-        heartbeat_s = way.settings["heartbeat_timeout"].total_seconds()
-        way.membership = Membership.of_member(store, run, rank, size, process.worlds, heartbeat_s)
-        collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
+    @property
+    def _heartbeat_s(self) -> float:
+        return float(self.settings["heartbeat_timeout"].total_seconds())
 
-    def _entrance(self, state: TrainState, position: DataPosition) -> Signature:
+    def _open(self) -> None:
+        """Begin a run with all ranks, so that they can regroup after a loss, and keep others out of the snapshots."""
+        together, store = Together("elastic", self.axis), process.stores.get(self.place)
+        size, rank = together.size, together.rank
+
+        def begin() -> tuple[None, str]:
+            """On rank 0, for all ranks or none."""
+            if self.snapshots is not None and rank == 0:
+                self.hold = Hold(self._base, first=True)
+            if store is None or rank > 0:
+                return None, ""
+            own = ones_own(self.state)
+            refusal = f"the {' and '.join(own)} of each rank is its own." if own else ""
+            return None, begin_run(store, size, process.worlds, self._entrance(), refusal)
+
+        _, (token, *_) = together.exchange(begin, "elastic: the training can't begin")
+        if self.snapshots is not None and rank > 0:
+            self.hold = Hold(self._base, first=False)
+        if store is not None:
+            members = range(size)
+            self.membership = Membership.of_member(store, token, rank, members, process.worlds, self._heartbeat_s)
+            collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
+
+    def _entrance(self) -> Signature:
         """What newcomers have to agree on with those that are there, besides the program."""
-        settings = settings_of_world()
         parts = ("params", "frozen", "buffers", "opt_state")
-        leaves = zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True)
+        leaves = zip(tree.leaf_paths(self.state), tree.flatten(self.state)[0], strict=True)
         found = {path: leaf for path, leaf in leaves if path.partition(".")[0] in parts}
         said = {
-            "strategy": state.layout.strategy,
-            "data": replace(position, epoch=0, done=0),
+            "strategy": self.state.layout.strategy,
+            "data": replace(self.position, epoch=0, done=0),
             "epochs": self.epochs,
             "snapshots": self.every if self.snapshots is not None else None,
-            "axis": settings["mesh"][0][0],
-            "backend": settings["backend"],
+            "axis": self.settings["mesh"][0][0],
+            "backend": self.settings["backend"],
         }
         static = ", ".join(f"{name}={value}" for name, value in said.items())
         return Signature.of("elastic", list(found), list(found.values()), static)
 
-    def _join(self, way: _Way) -> None:
+    def _join(self) -> None:
         """Be taken into a run that has begun, and given its state."""
-        entrance = self._entrance(way.state, way.position)
-        limit_s, heartbeat_s = self.meeting_timeout_s, way.settings["heartbeat_timeout"].total_seconds()
-        way.membership = Membership.of_newcomer(way.place, entrance, limit_s, heartbeat_s)
-        place = way.membership.be_taken(way.place)
-        if place.local_rank != way.place.local_rank and world().device.type == "cuda":
+        limit_s = self.meeting_timeout_s
+        self.membership = Membership.of_newcomer(self.place, self._entrance(), limit_s, self._heartbeat_s)
+        place = self.membership.be_taken(self.place)
+        if place.local_rank != self.place.local_rank and world().device.type == "cuda":
             raise WorldError(
                 f"rank {place.rank}: this newcomer computes on {world().device}, as another rank of its node "
                 f"does. Set LOCAL_RANK to one that is free, such as {place.local_rank}."
             )
-        way.begun = True
-        self._go_on(way, place)
+        self.begun = True
+        self._go_on(place)
 
-    def _train(self, way: _Way) -> None:
+    def _train(self) -> None:
         size, rank = comm.size_and_rank(self.axis)
-        while way.position.epoch < self.epochs:
-            if way.membership is not None and way.membership.waiting and self._room(way, size, way.membership.waiting):
+        while self.position.epoch < self.epochs:
+            if self.membership is not None and self.membership.waiting and self._room(size, self.membership.waiting):
                 raise _NewcomersError(f"rank {rank}: newcomers are to be taken in.")
-            batch = self.data(way.position.indices(rank, size))
-            state, metrics = self.train(way.state, *(batch if isinstance(batch, tuple) else (batch,)))
-            way.state, way.position, way.futile = state, way.position.after_step(), 0
+            batch = self.data(self.position.indices(rank, size))
+            state, metrics = self.train(self.state, *(batch if isinstance(batch, tuple) else (batch,)))
+            self.state, self.position, self.futile = state, self.position.after_step(), 0
             if self.on_step is not None:
-                self.on_step(state, metrics, way.position)
+                self.on_step(state, metrics, self.position)
             if state.step % self.every == 0:
-                self._save(way)
-        if way.saved != way.state.step:  # a loss may have come in between
-            self._save(way)
+                self._save()
+        if self.saved != self.state.step:  # a loss may have come in between
+            self._save()
         # A rank that ended now would be lost to one that hasn't done the last step.
         collectives.barrier("the end of elastic", self.axis)
 
-    def _room(self, way: _Way, here: int, asking: int) -> int:
+    def _room(self, here: int, asking: int) -> int:
         """How many of the newcomers that ask can be taken in where so many ranks are."""
         most = here + asking if self.max_ranks is None else min(here + asking, self.max_ranks)
         # A loss of any of them has to leave a number that can go on.
         sizes = range(self.min_ranks, most + 1)
-        return max(0, next((size - 1 for size in sizes if not way.position.fits(size)), most) - here)
+        return max(0, next((size - 1 for size in sizes if not self.position.fits(size)), most) - here)
 
-    def _go_on(self, way: _Way, place: Placement) -> None:
+    def _go_on(self, place: Placement) -> None:
         """Make a world at `place`, or the next one if that fails, and take over the state of the last whole step."""
         while True:
             try:
-                done = self._taken_over(way, self._in_new_world(way, place))
+                done = self._taken_over(self._in_new_world(place))
                 break
             except (*LOSSES, WorldError) as error:  # while the new world was made
                 loss = error
-            place = self._new_place(way, loss)
+            place = self._new_place(loss)
         if not done:
             raise ReplicaDivergedError(
                 f"elastic: rank {place.rank}: ranks have done as many steps and have different values, none of them "
                 "most ranks', and there is no snapshot to go on from. Give a directory for snapshots=."
             )
 
-    def _member(self, way: _Way) -> Member:
-        assert way.membership is not None
-        return Member.of(way.membership.number, way.place, way.has_state)
-
-    def _new_place(self, way: _Way, loss: Exception) -> Placement:
+    def _new_place(self, loss: Exception) -> Placement:
         """This rank's place among those that are left; raises if it can't go on."""
-        if own := ones_own(way.state):
+        if own := ones_own(self.state):
             loss.add_note(f"elastic: the {' and '.join(own)} of each rank is its own. Start all ranks again.")
             raise loss
-        membership, lost = way.membership, _lost_on(self.axis)
-        way.futile += 1
-        if membership is None or way.futile > _PATIENCE:
+        membership, lost = self.membership, _lost_on(self.axis)
+        self.futile += 1
+        if membership is None or self.futile > _PATIENCE:
             raise loss
         before = set(membership.members)
         abandon(loss)
         _let_go_of_frames(loss)
-        place = membership.regroup(self._member(way), way.place, lost, self.meeting_timeout_s, partial(self._room, way))
+        place = membership.regroup(self.has_state, self.place, lost, self.meeting_timeout_s, self._room)
         if place is None:
             raise PeerLostError(
-                f"rank {way.place.rank}: the others have gone on without this rank, which they took for lost. Start it "
-                "again with all of them, from the last snapshot."
+                f"rank {self.place.rank}: the others have gone on without this rank, which they took for lost. Start "
+                "it again with all of them, from the last snapshot."
             ) from loss
         if not before.issuperset(membership.members):
-            way.futile = 0
+            self.futile = 0
         if place.size < self.min_ranks:
             raise PeerLostError(
-                f"rank {way.place.rank}: {place.size} of {way.place.size} ranks are left, fewer than "
+                f"rank {self.place.rank}: {place.size} of {self.place.size} ranks are left, fewer than "
                 f"min_ranks={self.min_ranks}."
             ) from loss
         return place
 
-    def _in_new_world(self, way: _Way, place: Placement) -> list[_Told]:
+    def _in_new_world(self, place: Placement) -> list[_Told]:
         """How far each rank of a new world is."""
-        assert way.membership is not None
-        process.stores[place] = way.membership.world_store()
-        way.place = place
-        making = way.membership.making_world(self._member(way))
-        new_world = reform(way.settings, way.membership.worlds, place, making)
+        assert self.membership is not None
+        process.stores[place] = self.membership.world_store()
+        self.place = place
+        making = self.membership.making_world(self.has_state, place)
+        new_world = reform(self.settings, self.membership.worlds, place, making)
         for callback in self.on_reset:
             callback(new_world)
-        hold: tuple[str, str | None] = ("", None)
-        if way.hold is not None:
-            hold = (way.hold.token, directory.run_in(self._base))
-        mine: _Told = (-1, -1, "", way.position, True, hold)
-        if way.has_state:
-            mine = (way.state.step, way.saved, fingerprint(way.state), way.position, way.begun, hold)
+        mine = _Told(self.position, begun=True)
+        if self.has_state:
+            run = None if self.hold is None else directory.run_in(self._base)
+            mine = _Told(self.position, self.begun, self.state.step, self.saved, fingerprint(self.state), run)
         told = list(collectives.all_gather_object(mine, self.axis))
-        if way.hold is None and (theirs := [other[-1] for other in told if other[-1][0]]):
-            (token, run), *_ = theirs
-            way.hold = Hold(self._base, token, first=False)
-            directory.continue_run(self._base, run)
+        if self.snapshots is not None and self.hold is None:
+            self.hold = Hold(self._base, first=False)
+            directory.continue_run(self._base, next((rank.run for rank in told if rank.run is not None), None))
         return told
 
-    def _taken_over(self, way: _Way, told: list[_Told]) -> bool:
+    def _taken_over(self, told: list[_Told]) -> bool:
         """Whether all ranks, which are as far as they `told`, have the state of the last whole step now."""
-        last = max(step for step, *_ in told)
-        there = [rank for rank, (step, *_) in enumerate(told) if step == last]
-        most, count = Counter(told[rank][2] for rank in there).most_common(1)[0]
-        way.begun = all(begun for *_, begun, _ in told)
+        there = [rank for rank in told if rank.step == max(other.step for other in told)]
+        digest, count = Counter(rank.digest for rank in there).most_common(1)[0]
+        self.begun = all(rank.begun for rank in told)
         if 2 * count <= len(there):  # nobody knows which is right
-            way.has_state = self._restore(way)
-            return way.has_state
-        if len({(step, digest) for step, _, digest, *_ in told}) > 1:
-            src = next(rank for rank in there if told[rank][2] == most)
-            way.state, way.position = self.train.broadcast(way.state, src), told[src][3]
-        way.saved, way.has_state = min(told[rank][1] for rank in there), True
+            self.has_state = self._restore()
+            return self.has_state
+        source = next(rank for rank in there if rank.digest == digest)
+        if len({(rank.step, rank.digest) for rank in told}) > 1:
+            self.state, self.position = self.train.broadcast(self.state, told.index(source)), source.position
+        self.saved, self.has_state = min(rank.saved for rank in there), True
         return True
 
-    def _save(self, way: _Way) -> None:
+    def _save(self) -> None:
         if self.snapshots is not None:
-            data = asdict(way.position)
-            checkpoint.save(self.snapshots, way.state, data=data, keep=self.keep, axis=self.axis)
-        way.saved = way.state.step
+            data = asdict(self.position)
+            checkpoint.save(self.snapshots, self.state, data=data, keep=self.keep, axis=self.axis)
+        self.saved = self.state.step
 
-    def _restore(self, way: _Way) -> bool:
+    def _restore(self) -> bool:
         """Go on from the last snapshot. Whether there is one."""
         if self.snapshots is None:
             return False
         # Rank 0's answer: another rank may look when it has been saved just now, by a peer that is further.
         if not collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self.axis):
             return False
-        restored = checkpoint.load(self.snapshots, way.state, rng="same ranks", axis=self.axis)
+        restored = checkpoint.load(self.snapshots, self.state, rng="same ranks", axis=self.axis)
         saved = DataPosition(**restored.data)
-        if replace(saved, epoch=0, done=0) != replace(way.position, epoch=0, done=0):
+        if replace(saved, epoch=0, done=0) != replace(self.position, epoch=0, done=0):
             raise InputError(
                 f"elastic: the snapshot is of a run over other data or in another order: {saved}, and now "
-                f"{way.position}. Give the position that the run began with, or another directory for snapshots."
+                f"{self.position}. Give the position that the run began with, or another directory for snapshots."
             )
-        way.state, way.position, way.saved = restored.state, saved, restored.step
+        self.state, self.position, self.saved = restored.state, saved, restored.step
         return True
 
 

@@ -31,7 +31,7 @@ from ltx.core.comm.watcher import Watcher, last_records
 from ltx.core.world.placement import Placement
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
 
-_RUNS, _NOW = "ltx/elastic/runs", "ltx/elastic/now"
+_NOW = "ltx/elastic/now"
 
 
 class Member(NamedTuple):
@@ -188,29 +188,26 @@ class Regroup:
         return came, declined
 
 
-#: (number, token) of a run: which one of its store, and random text that tells it from every other run.
-Run = tuple[int, str]
-
-
-def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal: str) -> Run:
+def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal: str) -> str:
     """Open a new run of `size` processes, in their `worlds`-th world, in the `store` of the first; rank 0 does.
 
     `entrance`: what newcomers have to agree on. `refusal`: why none can be taken in; "" if they can.
+
+    Returns its token: random text that tells it from every other run.
     """
-    root = _root(store)
-    number, token = int(root.add(_RUNS, 1)), os.urandom(8).hex()
-    run = _of_run(root, number)
+    root, token = _root(store), os.urandom(8).hex()
+    run = _of_run(root, token)
     run.set("regroup", str(worlds))
     run.set("members", json.dumps(list(range(size))))
-    root.set(_NOW, json.dumps([number, size, entrance.to_json(), refusal, token, proof(f"run {token}")]))
-    return number, token
+    root.set(_NOW, json.dumps([size, entrance.to_json(), refusal, token, proof(f"run {token}")]))
+    return token
 
 
 class Membership:
     """This process' part in a run, whose store is `store`.
 
     Attributes:
-        token: see :data:`Run`.
+        token: the run's, see :func:`begin_run`.
         number: this process' number.
         members: the numbers of those in the present world, by rank.
         worlds: how many worlds they have had.
@@ -230,9 +227,11 @@ class Membership:
         self._asked = TimeoutStore(store, self._watcher.store_caller)
 
     @staticmethod
-    def of_member(store: Store, run: Run, rank: int, size: int, worlds: int, heartbeat_s: float) -> Membership:
-        """Of a process that is there from the beginning, in `run` in the `store` of the first world."""
-        return Membership(_of_run(_root(store), run[0]), run[1], rank, range(size), worlds, heartbeat_s)
+    def of_member(
+        store: Store, token: str, rank: int, members: Sequence[int], worlds: int, heartbeat_s: float
+    ) -> Membership:
+        """Of a process that is there from the beginning, in a run in the `store` of the first world."""
+        return Membership(_of_run(_root(store), token), token, rank, members, worlds, heartbeat_s)
 
     def close(self, over: bool) -> None:
         """This process leaves the run; `over`: the run has ended for all."""
@@ -253,18 +252,19 @@ class Membership:
 
     def regroup(
         self,
-        mine: Member,
+        has_state: bool,
         place: Placement,
         lost: Callable[[], Sequence[int]],
         limit_s: float,
         room: Callable[[int, int], int],
     ) -> Placement | None:
-        """The place of this process, which is `mine` and was at `place`, among those that go on; None without it.
+        """The place of this process, which was at `place`, among those that go on; None without it.
 
-        `lost`: the ranks of the present world that have left it. `limit_s`, `room`: see :meth:`Regroup.decide`.
+        `has_state`: see :class:`Member`. `lost`: the ranks of the present world that have left it. `limit_s`, `room`:
+        see :meth:`Regroup.decide`.
         Raises PeerLostError if the process that holds the store is gone, or doesn't answer; or those with the state.
         """
-        regroup = self.next_regroup
+        regroup, mine = self.next_regroup, Member.of(self.number, place, has_state)
 
         def left() -> list[int]:
             return [self.members[rank] for rank in lost()]
@@ -297,8 +297,8 @@ class Membership:
         return PrefixStore("worlds", self._store)
 
     @contextmanager
-    def making_world(self, mine: Member) -> Iterator[None]:
-        """Surrounds what the process of `mine` does to make a world with the present members: it looks out for them.
+    def making_world(self, has_state: bool, place: Placement) -> Iterator[None]:
+        """Surrounds what makes a world of the present members: this process, which is at `place`, looks out for them.
 
         If that fails, it tells the others that it comes to the next regroup, before its connections with them end.
         """
@@ -316,7 +316,7 @@ class Membership:
                 yield
         except Exception:
             with suppress(PeerLostError):  # the store is gone
-                self.next_regroup.come(mine)
+                self.next_regroup.come(Member.of(self.number, place, has_state))
             raise
 
     def _look(self, store: Store) -> None:
@@ -351,8 +351,8 @@ class Membership:
                     f"elastic: no training that can be joined has begun at {where} within {limit_s:g} s. LTX_JOIN "
                     "is the MASTER_ADDR:MASTER_PORT of the ranks that run ltx.elastic there."
                 )
-            number, size, theirs, refusal, token, proven = json.loads(root.get(_NOW))
-            store = _of_run(root, number)
+            size, theirs, refusal, token, proven = json.loads(root.get(_NOW))
+            store = _of_run(root, token)
             if store.check(["over"]):
                 raise _over(where)
             if not hmac.compare_digest(proven, proof(f"run {token}")):
@@ -447,5 +447,5 @@ def _root(store: Store) -> Store:
     return store
 
 
-def _of_run(root: Store, number: int) -> Store:
-    return PrefixStore(f"ltx/elastic/{number}", root)
+def _of_run(root: Store, token: str) -> Store:
+    return PrefixStore(f"ltx/elastic/{token}", root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -171,10 +172,10 @@ def test_a_newcomer_whose_peers_fall_before_it_has_their_state_doesnt_train_alon
     def falls(tell: Callable[[Any], None]) -> Any:
         in_new_world = Run._in_new_world
 
-        def fall(self: Run, way: Any, place: Any) -> Any:
-            if way.has_state:
+        def fall(self: Run, place: Any) -> Any:
+            if self.has_state:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return in_new_world(self, way, place)
+            return in_new_world(self, place)
 
         Run._in_new_world = fall  # type: ignore[method-assign]
         return training(trouble, wait_for=2, snapshots=tmp_path, every=2)(tell)
@@ -223,12 +224,13 @@ def test_who_hasnt_the_key_is_refused_and_the_training_goes_on(newcomer: str, st
     def forger(tell: Callable[[Any], None]) -> Any:
         host, port = os.environ["LTX_JOIN"].split(":")
         store = torch.distributed.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
+        *_, token, _ = json.loads(store.get("ltx/elastic/now"))
         for axis_comm in ("2", f"2 {'0' * 64}", "x", "2 é"):
-            store.append("ltx/elastic/1/asked", f"{axis_comm}\n")
+            store.append(f"ltx/elastic/{token}/asked", f"{axis_comm}\n")
         deadline = time.monotonic() + 10
         for rank in (0, 1):  # each beats twice more, and so has looked
             for _ in range(2):
-                key = f"ltx/elastic/1/ltx/records//{rank}"
+                key = f"ltx/elastic/{token}/ltx/records//{rank}"
                 before = store.get(key)
                 while store.get(key) == before:
                     assert time.monotonic() < deadline, f"rank {rank} beats no more"
