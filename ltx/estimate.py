@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from ltx.core.ranks.batched import ShapeRanks
 from ltx.core.transforms.strategy import Strategy, in_dtype
 from ltx.core.transforms.strategy_update import PostUpdateHook, States, StepInfo, Updated, check_updated
 from ltx.errors import LtxError, StrategyError, UnsupportedError
-from ltx.hooks.plain import NAMES, named_hook
 from ltx.optim import Optimizer, identity
 from ltx.typing import Tree
 
@@ -168,7 +167,7 @@ class Counted(Exchange):
         self.found: list[tuple[Collective, ...]] = []
         super().__init__(plan, *args)
 
-    def _at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
+    def at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
         plan, hook, bucket = self._plan, self._plan.hook, self._plan.buckets[place]
         assert isinstance(hook, hooks.CommHook)
         mine, given = self._of(bucket, tensors)
@@ -447,13 +446,3 @@ def format_seconds(seconds: float) -> str:
     unit, size = next((u for u in (("us", 1e6), ("ms", 1e3)) if seconds * u[1] < 999.5), ("s", 1.0))
     value = seconds * size
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
-
-
-def short(strategy: Strategy) -> str:
-    """A strategy with those of its fields that aren't at their defaults."""
-    said = []
-    for x in fields(strategy):
-        value, default = getattr(strategy, x.name), x.default
-        if value != (named_hook(default) if default in NAMES else default):
-            said.append(f"{x.name}={value!r}")
-    return f"{type(strategy).__name__}({', '.join(said)})"

@@ -35,7 +35,6 @@ from ltx.estimate import (
     format_bytes,
     format_seconds,
     many,
-    short,
 )
 from ltx.optim import Optimizer
 from ltx.profile.traces import record
@@ -95,7 +94,7 @@ class Cost(Shown):
 
     def _parts(self) -> list[str | Table]:
         length = f"mean of {len(self.steps):,} steps" if len(self.steps) > 1 else "a step"
-        head = f"{short(self.strategy)} on {many(self.world, 'rank')}, {length}: {format_seconds(self.time_s)}"
+        head = f"{self.strategy!r} on {many(self.world, 'rank')}, {length}: {format_seconds(self.time_s)}"
         header, rows = ("traffic", "sent", "collectives", "on the link"), list[tuple[str, ...]]()
         for t in self.traffic:
             rows.append((t.kind, format_bytes(round(t.nbytes)), f"{t.collectives:,.4g}", format_seconds(t.link_s)))

@@ -286,14 +286,18 @@ class Exchange:
         else:
             if plan.agreement is not None:
                 plan.axis.ranks.announce(plan.agreement)
-            for bucket in plan.buckets:
-                mine, own = self._of(bucket, tensors)
-                flat = pack_pure(mine, bucket, plan.hook, plan.axis.size, own)
-                self._completed.append(reduce_at_once(plan.hook, plan.axis, plan.bucket_input(bucket, flat, own)))
+            self._completed = [self.at_once(place, tensors) for place in range(len(plan.buckets))]
 
     def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:
         """The tensors and states of the leaves of `bucket`."""
         return [tensors[m] for m in bucket.members], [self._states[m] for m in bucket.members]
+
+    def at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
+        """What bucket `place` of `tensors` is reduced to; :mod:`ltx.estimate` counts here."""
+        plan, bucket = self._plan, self._plan.buckets[place]
+        mine, own = self._of(bucket, tensors)
+        flat = pack_pure(mine, bucket, plan.hook, plan.axis.size, own)
+        return reduce_at_once(plan.hook, plan.axis, plan.bucket_input(bucket, flat, own))
 
     def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, name = self._plan, "an exchange of the strategy"
