@@ -192,7 +192,7 @@ class BatchedPowerSGD(PowerHook):
 
     bucket_factor: ClassVar[int] = 1  # a bucket is a matrix, and a larger one is approximated worse
 
-    warm_start: bool = field(default=False, init=False)
+    warm_start: bool = field(default=False, init=False, repr=False)
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
         numel, n = inputs.flat.numel(), inputs.axis_size

@@ -110,21 +110,6 @@ def check_fields(value: Any, error: type[LtxError], *names: str) -> None:
             raise error(f"{cls.__name__}.{_says(name, annotation, found)}")
 
 
-class ShortRepr:
-    """Dataclasses that derive from it print without the fields that have their default values."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # in the class itself, where dataclass leaves it alone
-            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
-
-    def __repr__(self) -> str:
-        # In the order of the arguments: what has a place comes first.
-        own = sorted((f for f in fields(cast(Any, self)) if f.repr and f.init), key=lambda f: f.kw_only is True)
-        said = (f"{f.name}={value!r}" for f in own if (value := getattr(self, f.name)) != f.default)
-        return f"{type(self).__name__}({', '.join(said)})"
-
-
 def follows(of: Callable[[Any], Any]) -> Any:
     """A field of what :class:`Offering` offers, whose default is what `of` gives of the value that offers."""
     return field(default=None, metadata={"follows": of})

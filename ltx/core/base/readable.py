@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from ltx.core.base.arguments import ShortRepr
 from ltx.core.base.private import is_wrapped
 from ltx.core.base.traced import recording
 
 _WIDTH = 80
 
 
-class Readable(ShortRepr):
+class Readable:
     """Dataclasses that derive from it are printed so."""
 
+    _one_line = False  # however long that is
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # in the class itself, where dataclass leaves it alone
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
     def __repr__(self) -> str:
-        return text_of(self)
+        return _by_fields(self, 1, -sys.maxsize if self._one_line else 0)
 
 
 def text_of(value: Any, most: int = 1, indent: int = 0) -> str:
@@ -45,12 +52,18 @@ def text_of(value: Any, most: int = 1, indent: int = 0) -> str:
         begin, end = ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
         parts = [("", x) for x in value]
     elif _is_by_fields(value):
-        begin, end = f"{type(value).__name__}(", ")"
-        shown = ((f, getattr(value, f.name)) for f in fields(value) if f.repr)
-        parts = [(f"{f.name}=", x) for f, x in shown if not _is_default(f, x)]
+        return _by_fields(value, most, indent)
     else:
         return repr(value)
     return laid_out(begin, [lead + text_of(x, most, indent + 2) for lead, x in parts], end, indent)
+
+
+def _by_fields(value: Any, most: int, indent: int) -> str:
+    # In the order of the arguments: what has a place comes first.
+    own = sorted((f for f in fields(value) if f.repr), key=lambda f: f.kw_only is True)
+    shown = ((f.name, x) for f in own if not _is_default(f, x := getattr(value, f.name)))
+    parts = [f"{name}={text_of(x, most, indent + 2)}" for name, x in shown]
+    return laid_out(f"{type(value).__name__}(", parts, ")", indent)
 
 
 def laid_out(begin: str, parts: Iterable[str], end: str, indent: int = 0) -> str:
@@ -64,16 +77,17 @@ def laid_out(begin: str, parts: Iterable[str], end: str, indent: int = 0) -> str
 
 
 def _is_by_fields(value: Any) -> bool:
-    """Whether it is one of these, or a dataclass without a text of its own."""
+    """Whether it is one of these, or a dataclass, without a text of its own."""
     made_by_dataclass = is_dataclass(value) and hasattr(type(value).__repr__, "__wrapped__")
-    return made_by_dataclass or isinstance(value, Readable)
+    return made_by_dataclass or (vars(type(value)).get("__repr__") is Readable.__repr__ and not value._one_line)
 
 
 def _is_default(f: Field[Any], value: Any) -> bool:
-    default = f.default_factory() if f.default_factory is not MISSING else f.default
-    return value is default or (
-        not isinstance(value, torch.Tensor) and type(value) is type(default) and value == default
-    )
+    made = f.default_factory  # not compared with MISSING, of which a class that travels by value brings a copy
+    default = made() if callable(made) else f.default
+    if isinstance(value, torch.Tensor) or not isinstance(value, int | float | type(default)):
+        return value is default
+    return bool(value == default)
 
 
 def _tensor(x: torch.Tensor, most: int) -> str:

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from ltx.core.base.arguments import Offering, ShortRepr, check_fields, follows
+from ltx.core.base.arguments import Offering, check_fields, follows
 from ltx.core.base.errors import StrategyError
 from ltx.core.base.needs import require
+from ltx.core.base.readable import Readable
 from ltx.core.gradients.reduction import (
     BucketInput,
     CollectiveRequest,
@@ -81,7 +82,7 @@ class HookOffers:
 @dataclass(frozen=True)
 class CommHook(
     Offering[HookOffers],
-    ShortRepr,
+    Readable,
     kind=HookOffers,
     moved={"states_of": "write ltx.extend.states_of(hook, entries), which reads what state_names say."},
 ):
@@ -95,6 +96,8 @@ class CommHook(
         offers: an :class:`ltx.extend.HookOffers`. A class says what differs from its defaults by attributes of the
             fields' names, such as ``exact = False``, and each can be read so.
     """
+
+    _one_line = True
 
     def __post_init__(self) -> None:
         check_fields(self, StrategyError)

@@ -22,8 +22,9 @@ from torch.autograd import forward_ad
 
 from ltx.core import comm
 from ltx.core.base import private, tree
-from ltx.core.base.arguments import ShortRepr, brief, check_fields, check_whole, seconds, whole
+from ltx.core.base.arguments import brief, check_fields, check_whole, seconds, whole
 from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.base.readable import Readable
 from ltx.core.comm import Network
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.packing import pack_pure
@@ -227,7 +228,7 @@ def plan_buckets(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketSettings(ShortRepr):
+class BucketSettings(Readable):
     """How gradients are put into buckets, and how ranks are connected: the fields that every strategy has.
 
     Attributes:
@@ -246,6 +247,8 @@ class BucketSettings(ShortRepr):
         timeout: how long ``ltx.init``'s collectives wait for a peer: a timedelta, or a number of seconds, of which it
             makes one.
     """
+
+    _one_line = True
 
     bucket_bytes: int | Literal["auto"] = DEFAULT_BYTES
     first_bucket_bytes: int = MIB

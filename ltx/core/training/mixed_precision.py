@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ltx.core.base import traced, tree
-from ltx.core.base.arguments import ShortRepr, brief, check_whole, is_whole, number
+from ltx.core.base.arguments import brief, check_whole, is_whole, number
 from ltx.core.base.errors import StepError, StrategyError
+from ltx.core.base.readable import Readable
 from ltx.core.training.accumulate import Accumulated
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.strategy import steps_ahead
@@ -91,7 +92,7 @@ class DynamicLossScale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision(ShortRepr):
+class Precision(Readable):
     """Dtypes of a step, for :func:`ltx.mixed_precision`.
 
     Args:
@@ -115,9 +116,10 @@ class Precision(ShortRepr):
     Example:
         >>> import torch, ltx
         >>> ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=1024.0))
-        Precision(compute=torch.float16, loss_scale=DynamicLossScale(init=1024.0, growth=2.0, backoff=0.5, \
-growth_interval=2000))
+        Precision(compute=torch.float16, loss_scale=DynamicLossScale(init=1024.0))
     """
+
+    _one_line = True
 
     compute: torch.dtype = torch.bfloat16
     reduce: torch.dtype | None = None
