@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -38,19 +39,9 @@ class Job:
     def run(self) -> Path:
         """Write, on all ranks; raises CheckpointError on all of them if one fails."""
         failed = f"the checkpoint of step {self.manifest['step']} wasn't saved to {self.final}"
-        try:
+        with _on_all_or_none(self.together, [self.temporary]):
             self.together.conclude(self._write, self._decide, failed, " Earlier ones are as they were.")
-        except BaseException as error:
-            self.give_up(error)
-            raise
         return self.final
-
-    def give_up(self, error: BaseException) -> None:
-        """Tell the peers that this rank does no more."""
-        self.together.leave(error)
-        self.together.let_go()
-        if self.together.rank == 0:
-            directory.discard(self.temporary)
 
     def _write(self) -> dict[str, Any]:
         if self.failure is not None:
@@ -92,6 +83,19 @@ class Job:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+@contextmanager
+def _on_all_or_none(together: Together, temporary: list[Path]) -> Iterator[None]:
+    """Surrounds a rank's part of a save: if it raises, the peers are told, and nothing that is half written stays."""
+    try:
+        with together.leaving():
+            yield
+    except BaseException:
+        together.let_go()
+        for path in temporary if together.rank == 0 else ():
+            directory.discard(path)
+        raise
 
 
 def _contents(state: TrainState, rank: int, data: Any, rng: bool) -> tuple[list[Piece], list[Piece], list[Piece]]:
@@ -141,49 +145,43 @@ def begin_saving(
             "temporary": temporary[0].name if temporary else "",
         }
 
-    try:
-        with together.leaving():
-            failed, after = "the checkpoint wasn't saved", " Earlier ones are as they were."
-            (own, common, position), by_rank = together.exchange(offer, failed, after)
-            for what, key, fix in (
-                ("where and at which step to save", "to", "save the same step to the same path on every rank"),
-                ("what is replicated in the state", "common", "give every rank the state of the same train step"),
-            ):
-                values = {rank: str(said[key]) for rank, said in enumerate(by_rank)}
-                if len(set(values.values())) > 1:
-                    raise comm.mismatch("of the checkpoint", what, values, fix)
-            # Of the first that knows it: a newcomer to a run doesn't.
-            run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
-            directory.continue_run(base, run)
-            same_data = len({said["data"] for said in by_rank}) == 1
-            if same_data:
-                common += position
-            else:
-                own += owned(together.rank, position)
-            written = [0] * together.size  # bytes, about as many by each rank; the same on all of them
-            for piece in sorted(common, key=lambda piece: (-piece.tensor.nbytes, piece.name)):
-                writer = written.index(min(written))
-                written[writer] += piece.tensor.nbytes
-                if writer == together.rank:
-                    own.append(piece)
-            manifest = {
-                "format": directory.FORMAT,
-                "step": state.step,
-                "updates": updates_of(state),
-                "ranks": together.size,
-                "strategy": state.layout.strategy,
-                "torch": torch.__version__,
-                "rng": rng,
-                "run": run,
-                "data": "common" if same_data else "per_rank",
-            }
-            final = directory.step_path(base, state.step)
-            return Job(together, base / by_rank[0]["temporary"], final, own, manifest, keep)
-    except BaseException:
-        together.let_go()
-        for directory_of_it in temporary:
-            directory.discard(directory_of_it)
-        raise
+    with _on_all_or_none(together, temporary):
+        failed, after = "the checkpoint wasn't saved", " Earlier ones are as they were."
+        (own, common, position), by_rank = together.exchange(offer, failed, after)
+        for what, key, fix in (
+            ("where and at which step to save", "to", "save the same step to the same path on every rank"),
+            ("what is replicated in the state", "common", "give every rank the state of the same train step"),
+        ):
+            values = {rank: str(said[key]) for rank, said in enumerate(by_rank)}
+            if len(set(values.values())) > 1:
+                raise comm.mismatch("of the checkpoint", what, values, fix)
+        # Of the first that knows it: a newcomer to a run doesn't.
+        run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
+        directory.continue_run(base, run)
+        same_data = len({said["data"] for said in by_rank}) == 1
+        if same_data:
+            common += position
+        else:
+            own += owned(together.rank, position)
+        written = [0] * together.size  # bytes, about as many by each rank; the same on all of them
+        for piece in sorted(common, key=lambda piece: (-piece.tensor.nbytes, piece.name)):
+            writer = written.index(min(written))
+            written[writer] += piece.tensor.nbytes
+            if writer == together.rank:
+                own.append(piece)
+        manifest = {
+            "format": directory.FORMAT,
+            "step": state.step,
+            "updates": updates_of(state),
+            "ranks": together.size,
+            "strategy": state.layout.strategy,
+            "torch": torch.__version__,
+            "rng": rng,
+            "run": run,
+            "data": "common" if same_data else "per_rank",
+        }
+        final = directory.step_path(base, state.step)
+        return Job(together, base / by_rank[0]["temporary"], final, own, manifest, keep)
 
 
 @checked("path", "rng")
@@ -310,13 +308,11 @@ def save_async(
         a RuntimeWarning besides, lest nobody asks. ``ltx.shutdown()`` and the end of the process wait for it.
     """
     job = begin_saving("checkpoint.save_async", path, state, data, rng, keep, axis)
-    try:
-        tensors = [piece.tensor.detach() for piece in job.pieces]
-        # From an accelerator a copy is on its way, behind what computes the tensor.
-        copies = [HostCopy(x.clone() if x.device.type == "cpu" else x) for x in tensors]
-    except Exception as error:  # which :meth:`Saving.result` raises, on all ranks alike
-        return Saving(replace(job, failure=error))
-    except BaseException as error:
-        job.give_up(error)
-        raise
+    with _on_all_or_none(job.together, [job.temporary]):
+        try:
+            tensors = [piece.tensor.detach() for piece in job.pieces]
+            # From an accelerator a copy is on its way, behind what computes the tensor.
+            copies = [HostCopy(x.clone() if x.device.type == "cpu" else x) for x in tensors]
+        except Exception as error:  # which :meth:`Saving.result` raises, on all ranks alike
+            return Saving(replace(job, failure=error))
     return Saving(job, copies)

@@ -374,11 +374,14 @@ class ElasticRun:
         if own := ones_own(self.state):
             loss.add_note(f"elastic: the {' and '.join(own)} of each rank is its own. Start all ranks again.")
             raise loss
-        membership, lost = self.membership, _lost_on(self.axis)
+        membership = self.membership
         self.futile += 1
         if membership is None or self.futile > _PATIENCE:
             raise loss
         before = set(membership.members)
+        # Asked before the world ends, which knows which peers are gone; where none is up, nothing is known.
+        axis_comm = comm.resolve(self.axis).comm if settings_of_world() else None
+        lost = list if axis_comm is None else axis_comm.gone
         abandon(loss)
         _let_go_of_frames(loss)
         place = membership.regroup(self.has_state, self.place, lost, self.meeting_timeout_s, self._room)
@@ -465,9 +468,3 @@ def _let_go_of_frames(loss: BaseException | None) -> None:
     while loss is not None:
         traceback.clear_frames(loss.__traceback__)
         loss = loss.__cause__ or loss.__context__
-
-
-def _lost_on(axis: Any) -> Callable[[], list[int]]:
-    """Asks which peers of the world that is up are known to be gone; of none that is, nothing is known."""
-    axis_comm = comm.resolve(axis).comm if settings_of_world() else None
-    return list if axis_comm is None else axis_comm.gone

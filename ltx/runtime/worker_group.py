@@ -62,7 +62,7 @@ class WorkerGroup:
         try:
             for rank in range(size):
                 self._spawn(rank, start, threads, shows_output)
-            self._await_start(time.monotonic() + start_timeout_s)
+            self._await_worlds("start")
         except BaseException:
             self.kill()
             raise
@@ -126,13 +126,7 @@ class WorkerGroup:
         for rank in range(self.size):
             # Far above what a user's own calls of ltx.init may have counted up to.
             self.send(rank, pack(messages.Renew(self._worlds * 1_000_000)))
-        deadline, waiting = time.monotonic() + self._start_timeout_s, set(range(self.size))
-        while waiting:
-            answers = self.receive(waiting, max(0.0, deadline - time.monotonic()))
-            bad = {rank: answer for rank, answer in answers.items() if not isinstance(answer, messages.Ready)}
-            if bad or not answers:
-                raise WorkerError(f"ranks {sorted(bad or waiting)} couldn't make a new world: {bad or 'no answer'}.")
-            waiting -= answers.keys()
+        self._await_worlds("make a new world")
         self.failed = False
 
     def exit_text(self, rank: int) -> str:
@@ -208,13 +202,14 @@ class WorkerGroup:
             elif now - self._stopped_since.setdefault(rank, now) >= _STOPPED_S:
                 answers[rank] = "has been stopped (SIGSTOP, or Ctrl-Z)"
 
-    def _await_start(self, deadline: float) -> None:
-        waiting = set(range(self.size))
+    def _await_worlds(self, to: str) -> None:
+        """Wait until the world of every worker is up. `to`: what the workers are told to do."""
+        deadline, waiting = time.monotonic() + self._start_timeout_s, set(range(self.size))
         while waiting:
             answers = self.receive(waiting, max(0.0, deadline - time.monotonic()))
             if not answers:
                 raise WorkerError(
-                    f"the workers of ranks {sorted(waiting)} of {self.size} weren't up after "
+                    f"the workers of ranks {sorted(waiting)} of {self.size} didn't {to} within "
                     f"{self._start_timeout_s:g} s. Starting takes a few seconds on an idle machine: give a larger "
                     "start_timeout_s, or look for what loads this one."
                 )
@@ -226,13 +221,13 @@ class WorkerGroup:
                     waiting.discard(rank)
                 elif isinstance(message, Failure):
                     raise WorkerError(
-                        f"the worker of rank {rank} of {self.size} failed to start: {message.type_name}: "
+                        f"the worker of rank {rank} of {self.size} failed to {to}: {message.type_name}: "
                         f"{message.message}\n\n{message.traceback_text}"
                     )
                 else:
                     raise WorkerError(
-                        f"the worker of rank {rank} of {self.size} {message} while it started. What it wrote to stderr "
-                        f"says more; `{sys.executable} -c 'import ltx'` should work."
+                        f"the worker of rank {rank} of {self.size} {message} when it was to {to}. What it wrote to "
+                        f"stderr says more; `{sys.executable} -c 'import ltx'` should work."
                     )
 
 

@@ -166,7 +166,7 @@ def test_a_fork_of_the_driver_leaves_the_workers_alone() -> None:
 
 
 def test_workers_that_are_not_up_in_time() -> None:
-    with pytest.raises(WorkerError, match=r"the workers of ranks \[0, 1\] of 2 weren't up after 0.05 s"):
+    with pytest.raises(WorkerError, match=r"the workers of ranks \[0, 1\] of 2 didn't start within 0.05 s"):
         _workers(2, start_timeout_s=0.05)
 
 
@@ -179,5 +179,5 @@ def test_a_worker_that_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_that_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(WorkerError, match=r"the worker of rank 0 of 1 exited with status 1 while it started"):
+    with pytest.raises(WorkerError, match=r"the worker of rank 0 of 1 exited with status 1 when it was to start"):
         _workers(1, start_timeout_s=50.0)
