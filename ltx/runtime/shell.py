@@ -21,6 +21,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.inputtransformer2 import leading_empty_lines
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.pylabtools import print_figure
 from traitlets import Type
 from traitlets.config import Config
 
@@ -69,17 +70,10 @@ def started() -> RankShell:
     shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)
     assert shell.display_formatter is not None
     png = shell.display_formatter.formatters["image/png"]
-    png.for_type_by_name("matplotlib.figure", "Figure", _drawn)  # whatever matplotlib's backend is
+    png.for_type_by_name("matplotlib.figure", "Figure", print_figure)  # whatever matplotlib's backend is
     for name in _INSTALLS:
         shell.magics_manager.magics["line"][name] = _refuse
     return shell
-
-
-def _drawn(figure: Any) -> bytes | str | None:
-    from IPython.core.pylabtools import print_figure
-
-    drawn: bytes | str | None = print_figure(figure)
-    return drawn
 
 
 def _refuse(line: str) -> None:

@@ -458,10 +458,7 @@ class Writer(io.TextIOBase):
 
     def in_fork(self) -> None:
         self._begun = ""  # the worker delivers what it has begun
-        raw = io.FileIO(self._fd, "w", closefd=False)
-        self._pipe = io.TextIOWrapper(
-            io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
-        )
+        self._pipe = os.fdopen(self._fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
     def flush(self) -> None:
         if self._pipe is not None:
