@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1735, 10),
-    "all": Size(41140, 170),
+    "all": Size(41131, 170),
     "checkpoint": Size(1630, 7),
     "core": Size(1, 1),
     "core/base": Size(1993, 11),
@@ -41,7 +41,7 @@ BUDGET = {
     "hooks": Size(2456, 12),
     "notebook": Size(197, 2),
     "profile": Size(1128, 4),
-    "runtime": Size(4302, 15),
+    "runtime": Size(4293, 15),
     "strategies": Size(2757, 12),
 }
 
