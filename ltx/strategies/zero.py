@@ -139,7 +139,7 @@ class ZeroStrategy(Strategy):
         for bucket, (rows, _) in self.exchange(AllParts(), mine, [*split.values()], info).wait_buckets():
             for member, block in zip(bucket.members, rows.split(bucket.sizes, 1), strict=True):
                 i = places[member]
-                leaves[i] = block.reshape(-1)[: like[i].numel()]
+                leaves[i] = _whole(block, like[i])
         return Shards(tree.unflatten(spec, leaves), 1, 0)
 
     def _together(self, optimizer: Optimizer, info: StepInfo) -> Optimizer:
@@ -308,8 +308,8 @@ class AllParts(PartUpdated):
 
 
 def _whole(parts: Tensor, like: Tensor) -> Tensor:
-    """A parameter of the shape of `like` from the parts of all ranks; a view."""
-    return parts.reshape(-1)[: like.numel()].view(like.shape)
+    """A tensor of the shape of `like` from the parts of all ranks, whose rows may be those of a bucket."""
+    return parts.contiguous().view(-1)[: like.numel()].view(like.shape)  # a column isn't to stay one
 
 
 def _joined(blocks: Sequence[Tensor], params: Sequence[Tensor]) -> None:
