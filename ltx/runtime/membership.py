@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ltx.core.base.private import PrefixStore, Store
 from ltx.core.comm.connecting import looking_out
+from ltx.core.comm.diagnosis import Status
 from ltx.core.comm.pickling import KEY, proof
 from ltx.core.comm.signature import Signature, explain_mismatch
 from ltx.core.comm.store_exchange import TimeoutStore, poll_until
@@ -204,7 +205,7 @@ def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal
 
 
 class Membership:
-    """This process' part in a run, whose store is `store`.
+    """This process' part in a run, whose store is `store`. Its watcher looks after the run as after an axis.
 
     Attributes:
         token: the run's, see :func:`begin_run`.
@@ -215,15 +216,19 @@ class Membership:
         waiting: how many newcomers are there, as far as this process knows. It asks in the background.
     """
 
+    label = "elastic"
+
     def __init__(self, store: Store, token: str, number: int, members: Sequence[int], worlds: int, heartbeat_s: float):
         self.token, self.number, self.members, self.worlds = token, number, list(members), worlds
         self.known = frozenset(members)
         self.waiting = 0
         self._store, self._heartbeat_s = store, heartbeat_s
         self._last: dict[int, tuple[bytes, float]] = {}
+        self._asking = list[int]()  # newcomers that aren't known yet
         self._watcher = Watcher(store, number, heartbeat_s)
         self._watcher.hold()
         self._watcher.on_beat = self._look
+        self._watcher.axes[self.label] = self
         self._asked = TimeoutStore(store, self._watcher.store_caller)
 
     @staticmethod
@@ -247,8 +252,20 @@ class Membership:
         return Regroup(self._asked, self.worlds + 1)
 
     def gone(self, some: Sequence[int]) -> list[int]:
-        """Those of `some` whose heartbeats have stopped. Raises PeerLostError if the store is gone."""
-        return self._watcher.stale_ranks(some)
+        """Those of `some` that have ended, or whose beats have stopped. Raises PeerLostError if the store is silent."""
+        return sorted(self._watcher.gone().intersection(some))
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The numbers of all that this process' watcher looks after, and its own."""
+        return list(dict.fromkeys([*self.members, *self._asking, self.number]))
+
+    def status(self) -> Status:
+        """Nothing: it beats."""
+        return Status()
+
+    def look_after_device(self) -> None:
+        """That is for the axes of a world."""
 
     def regroup(
         self,
@@ -321,7 +338,7 @@ class Membership:
 
     def _look(self, store: Store) -> None:
         """Count the newcomers that are alive: those whose beats go on. In the thread of the beats."""
-        new = [number for number in _asked(store, self.token) if number not in self.known]
+        new = self._asking = [number for number in _asked(store, self.token) if number not in self.known]
         now, beats = time.monotonic(), last_records(store, new)
         for number, beat in beats.items():
             before, _ = self._last.get(number, (None, 0.0))
@@ -405,8 +422,8 @@ class Membership:
         def look() -> None:
             if self._asked.check(["over"]):
                 raise _over(where)
-            members = json.loads(self._asked.get("members"))
-            if members and set(self.gone(members)) >= set(members):
+            self.members = json.loads(self._asked.get("members"))
+            if self.members and set(self.gone(self.members)) >= set(self.members):
                 raise PeerLostError(f"elastic: the ranks at {where} have shown no sign of life for too long.")
 
         poll_until(is_decided, math.inf, look)

@@ -149,9 +149,9 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a silent peer isn't seen",
-        where="Watcher._stale",
-        old="return [rank for rank, beat in beats.items() if beat and now - self._beats[rank][1] > limit_s]",
-        new="return []",
+        where="Watcher._look_after_peers",
+        old="record.beat and now - self._beats[rank][1] > late_s",
+        new="False",
         breaks="a peer whose machine is gone is waited for until the timeout",
         tests=("tests/internal/comm/test_watcher.py",),
     ),

@@ -60,14 +60,14 @@ class AxisComm(Ranks):
         self.size = len(self.global_ranks)
         self.timeout = timeout
         self.timeout_s = timeout.total_seconds()
-        self._world_store: Any = c10d._get_default_store()
+        self.watcher = hold_watcher(c10d._get_default_store(), dist.get_rank(), heartbeat_s)
+        self._world_store = TimeoutStore(self.watcher.store, self.watcher.store_caller)
         of_ranks = f"ltx/{name or 'ranks'}/{hashlib.sha1(repr(self.global_ranks).encode()).hexdigest()}"
         self._count = f"{of_ranks}/opened by {self.rank}"
         number = self._world_store.add(self._count, 1)
         #: Has a number, so that what is opened again after a shutdown doesn't find what was left in the store before.
         self.label = f"{of_ranks}/{number}"
         self.name = f"ranks {self.global_ranks}, {number}" if name is None else name
-        self.watcher = hold_watcher(self._world_store, dist.get_rank(), heartbeat_s)
         self._store = TimeoutStore(PrefixStore(f"{self.label}/", self.watcher.store), self.watcher.store_caller)
         self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
         self._transport: SharedMemoryTransport | None = None  # of the user's channel
@@ -312,6 +312,7 @@ class AxisComm(Ranks):
         self.watcher.deadlocks.counts.pop(self.label, None)
         release_watcher(self.watcher)
         self._store.close()
+        self._world_store.close()
 
     def look_after_device(self) -> None:
         """Abort what the device waits for in vain, and the host with it: called by the watcher, with each tick.

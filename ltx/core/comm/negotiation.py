@@ -242,7 +242,9 @@ class Negotiation:
 
     def end(self) -> None:
         """Tell the peers that this rank has ended its part of the world in good order, unless it has told why not."""
-        if self._recovery.abandoned is None:
+        if self._gone and self._recovery.abandoned is None:
+            self._recovery.abandon(self._gone, lost=True)
+        elif self._recovery.abandoned is None:
             self._ended = True
             self._watcher.tell(wait=True)
 
@@ -275,13 +277,13 @@ class Negotiation:
         if self._gone:
             return self._gone
         peers = [rank for rank in range(self._size) if rank != self._rank]
-        gone, place = peers, f"missing/{self._recovery.generation}"
+        gone = peers
         if len(peers) > 1:
-            with suppress(PeerLostError):
-                self._store.announce(place, None)
-                silent = self._watcher.silent_ranks([self._comm.global_ranks[rank] for rank in peers])
-                # A peer that announced it too and continued before this rank looked is alive.
-                gone = self._store.absent(place, [rank for rank in peers if self._comm.global_ranks[rank] in silent])
+            silent = self._watcher.without_beat([self._comm.global_ranks[rank] for rank in peers])
+            # One that has ended because it missed a peer too was there.
+            told = {rank: self._status(record).abandoned for rank, record in self.records().items()}
+            left = [rank for rank, abandoned in told.items() if abandoned is not None and abandoned[1]]
+            gone = [rank for rank in peers if self._comm.global_ranks[rank] in silent and rank not in left]
         if not gone:
             return "a connection broke, though all of them show signs of life"
         which = "one of rank" if len(gone) == len(peers) > 1 else "rank"

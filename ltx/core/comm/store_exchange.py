@@ -149,6 +149,9 @@ class TimeoutStore:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return self._caller.ask(lambda: self.store.compare_set(key, expected, desired))
 
+    def add(self, key: str, number: int) -> int:
+        return self._caller.ask(lambda: self.store.add(key, number))
+
     def delete_key(self, key: str) -> bool:
         return self._caller.ask(lambda: bool(self.store.delete_key(key)))
 
@@ -277,14 +280,6 @@ class StoreExchange:
                 f"rank {self.rank}: {what} failed: the process of rank {', '.join(map(str, lost))} is gone, or shows "
                 "no sign of life."
             )
-
-    def append(self, place: str, value: Any) -> None:
-        """Append `value` to the list at `place`, which the ranks share."""
-        self._store.append(place, f"{json.dumps(value)}\n")
-
-    def entries(self, place: str) -> list[Any]:
-        """The list at `place`, in the order in which ranks appended to it."""
-        return [json.loads(line) for line in self._store.get(place).splitlines()] if self._store.check([place]) else []
 
     def hold(self, thread: threading.Thread) -> None:
         """`thread` uses this exchange: the axis waits for its end before it closes."""

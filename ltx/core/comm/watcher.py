@@ -54,7 +54,11 @@ class Watched(Protocol):
     """An axis of this process, as far as its watcher looks after it."""
 
     label: str
-    global_ranks: list[int]
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """Those that are on it, this one among them, in an order that says who looks after whom."""
+        ...
 
     def status(self) -> Status:
         """What this rank says of itself there."""
@@ -66,18 +70,19 @@ class Watched(Protocol):
 
 
 class Watcher:
-    """The watcher of this process, which is `rank` of the world. A peer without a beat for `heartbeat_s` is lost."""
+    """The watcher of this process, which is `rank` of the world. A peer without a beat for `heartbeat_s` is lost.
 
-    def __init__(self, store: Store, rank: int, heartbeat_s: float):
+    Calls on one connection wait for each other. So it has one for its own thread, and threads of ltx ask on that of
+    `store`. On neither may torch have groups connect.
+    """
+
+    def __init__(self, store: Store, rank: int, heartbeat_s: float, answer_s: float = 0.0):
         self._rank = rank
         self._users = 0
-        #: Without a beat for so long a peer counts as lost, and without an answer the store.
+        #: Without a beat for so long a peer counts as lost; the store without an answer, unless `answer_s` is longer.
         self.heartbeat_s = heartbeat_s
-        # Calls on one connection wait for each other. So there is one for the watcher itself, one for what threads of
-        # ltx ask, and `store`'s own, on which torch has groups connect.
+        self.store = store
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
-        self.store: Store = store.clone()  # type: ignore[attr-defined]
-        self._asked = PrefixStore("ltx/records/", self.store)
         self._own = PrefixStore("ltx/records/", self._connection)
         #: Called with each beat, in the watcher's thread and with its connection to `store`.
         self.on_beat: Callable[[Store], None] = lambda store: None
@@ -95,15 +100,15 @@ class Watcher:
         self._round = threading.Condition()
         self._under_way_s: float | None = None  # since when a call to the store has been
         self._with_record: set[int] = set()
-        self._beats: dict[int, tuple[float, float]] = {}  # of those it looks after: (beat, since when)
+        self._beats: dict[int, tuple[float, float]] = {}  # of all whose record it has read: (beat, since when)
         self._silent: dict[int, float] = {}
         self._looked_s = 0.0
         self._ended, self._gone, self._woken = False, False, threading.Event()
         # After all of the above, which its thread looks at.
-        #: Through which this process calls the store, giving up after one heartbeat timeout.
-        self.store_caller = StoreCaller(rank, heartbeat_s, self._why_gone, self._when_idle)
+        #: Through which this process calls the store, and gives up after a while.
+        self.store_caller = StoreCaller(rank, max(heartbeat_s, answer_s), self._why_gone, self._when_idle)
         #: Tells this world from all others; the same on all ranks.
-        self.world = self._asked.compare_set("world", "", os.urandom(8).hex()).decode()
+        self.world = self._own.compare_set("world", "", os.urandom(8).hex()).decode()
         self._write()
         self._thread = threading.Thread(target=self._watch, name="ltx-watcher", daemon=True)
         self._thread.start()
@@ -114,7 +119,7 @@ class Watcher:
     def without_store(self) -> bool:
         """Whether the store is gone, or doesn't answer."""
         began = self._under_way_s
-        return self._gone or (began is not None and time.monotonic() - began > self.heartbeat_s)
+        return self._gone or (began is not None and time.monotonic() - began > self.store_caller.limit_s)
 
     def _when_idle(self) -> None:
         """Called now and then by the thread that asks the store, while this one's own is stuck there, or has ended."""
@@ -133,8 +138,13 @@ class Watcher:
     def shorten(self, heartbeat_s: float) -> None:
         """Let it be `heartbeat_s` from now on, if it was longer. The beats follow at once: peers won't wait longer."""
         if heartbeat_s < self.heartbeat_s:
-            self.heartbeat_s = self.store_caller.limit_s = heartbeat_s
+            self.heartbeat_s = heartbeat_s
+            self.expect_answers()
             self._woken.set()
+
+    def expect_answers(self) -> None:
+        """From now on a store that doesn't answer for as long as a peer may be silent counts as lost too."""
+        self.store_caller.limit_s = self.heartbeat_s
 
     def tell(self, wait: bool = False) -> None:
         """This process' record has something new: let the peers know. `wait`: until they can."""
@@ -193,40 +203,23 @@ class Watcher:
         why = {rank: why for rank, why in self._abandoned().items() if rank != self._rank}
         return "".join(f" Rank {rank} had left because of an exception ({said})." for rank, said in sorted(why.items()))
 
-    def stale_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` that have ended, or whose beats have stopped. Called repeatedly; it reads all their beats.
+    def gone(self) -> set[int]:
+        """Who has ended, or shows no beats any more, as far as the ranks that have a record say. As :meth:`look`."""
+        said = self.look()
+        return silent_of(said) | {rank for rank, record in said.items() if not record.beat}
 
-        For ranks that share no axis yet: nobody looks after those.
-        """
-        now = time.monotonic()
-        with self._round:
-            if now - self._looked_s < self._pause_s / 2 and self._beats.keys() >= {*ranks}:
-                return []
-        texts = self.last(ranks)
-        beats = {rank: Record.of(text).beat for rank, text in zip(ranks, texts, strict=False)}
-        stale = self._stale(beats, now)
-        return [rank for rank, beat in beats.items() if rank in stale or not beat]
-
-    def last(self, ranks: Sequence[int]) -> list[bytes]:
-        """The records of `ranks`; an empty list if one of them hasn't had any."""
-        keys = [str(rank) for rank in ranks]
-        return self.store_caller.ask(lambda: self._asked.multi_get(keys) if self._asked.check(keys) else [])
-
-    def silent_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` that show no beat from now on, for a little longer than one interval.
-
-        Raises:
-            PeerLostError: the store is gone or doesn't answer.
-        """
-        before, silent = self.last(ranks), set(ranks)
+    def without_beat(self, ranks: Sequence[int]) -> set[int]:
+        """Those of `ranks` that show no beat from now on, for a little longer than one interval."""
+        before, silent = self.look_now(), {*ranks}
 
         def all_have_beaten() -> bool:
-            beats = zip(ranks, before, self.last(ranks), strict=False)
-            silent.difference_update(rank for rank, old, new in beats if old != new)
+            silent.difference_update(
+                r for r, said in self.look_now().items() if r in before and said.beat != before[r].beat
+            )
             return not silent
 
         poll_until(all_have_beaten, max(1.3 * self._pause_s, 0.25))
-        return sorted(silent)
+        return silent
 
     def leave(self, axis: Watched) -> None:
         """`axis` has ended. What this rank said last of it stays in its record, as long as few have ended since."""
@@ -249,7 +242,7 @@ class Watcher:
         self.store_caller.close()
         if self._thread is not threading.current_thread():
             self._thread.join(ENDING_S)
-        del self.store, self._asked  # its connection is closed, even if something still holds this watcher
+        del self.store  # its connection may be closed, even if something still holds this watcher
         return True
 
     # --- the watcher's own thread ---
@@ -320,14 +313,21 @@ class Watcher:
             self._with_record.update(rank for rank in new if self._own.check([str(rank)]))
         there = sorted(ranks & self._with_record)
         texts = self._own.multi_get([str(rank) for rank in there]) if there else []
-        return {rank: Record.of(text) for rank, text in zip(there, texts, strict=True)}
+        records, now = {rank: Record.of(text) for rank, text in zip(there, texts, strict=True)}, time.monotonic()
+        for rank, record in records.items():
+            if self._beats.get(rank, (-1.0, 0.0))[0] != record.beat:
+                self._beats[rank] = record.beat, now
+        return records
 
     def _look_after_peers(self, now: float) -> None:
         """Find out who is silent among those that this rank looks after."""
-        ranks = {rank for axis in list(self.axes.values()) for rank in self._after(axis)}
-        records = self._records_of(ranks)
-        stale = self._stale({rank: record.beat for rank, record in records.items()}, now)
-        silent = {rank: records[rank].beat for rank in stale}
+        if now - self._looked_s > self.heartbeat_s / 2:  # it was held up itself: old beats tell nothing
+            self._beats.clear()
+        self._looked_s = now
+        records = self._records_of({rank for axis in list(self.axes.values()) for rank in self._after(axis)})
+        late_s = self.heartbeat_s + self._pause_s  # a beat may be one interval late
+        late = [rank for rank, record in records.items() if record.beat and now - self._beats[rank][1] > late_s]
+        silent = {rank: records[rank].beat for rank in late}
         if silent != self._silent:
             self._silent, self._news = silent, True
             self._write()
@@ -335,25 +335,15 @@ class Watcher:
 
     def _after(self, axis: Watched) -> list[int]:
         """Those that follow this rank on `axis`, up to the first one that is alive: all of them, if one is silent."""
-        place = axis.global_ranks.index(self._rank)
-        order = axis.global_ranks[place + 1 :] + axis.global_ranks[:place]
+        ranks = axis.global_ranks
+        place = ranks.index(self._rank)
+        order = ranks[place + 1 :] + ranks[:place]
         if not {*order}.isdisjoint(silent_of(self.records) | self._silent.keys()):
             return order
         for number, rank in enumerate(order):
             if rank in self._with_record and (rank not in self.records or self.records[rank].beat):
                 return order[: number + 1]
         return order
-
-    def _stale(self, beats: Mapping[int, float], now: float) -> list[int]:
-        with self._round:
-            if now - self._looked_s > self.heartbeat_s / 2:  # it was held up itself: old beats tell nothing
-                self._beats.clear()
-            self._looked_s = now
-            for rank, beat in beats.items():
-                if self._beats.get(rank, (-1.0, 0.0))[0] != beat:
-                    self._beats[rank] = (beat, now)
-            limit_s = self.heartbeat_s + self._pause_s  # a beat may be one interval late
-            return [rank for rank, beat in beats.items() if beat and now - self._beats[rank][1] > limit_s]
 
 
 class Deadlocks:
@@ -473,15 +463,20 @@ def last_records(store: Store, ranks: Sequence[int]) -> dict[int, bytes]:
     return {rank: held.get(str(rank)) for rank in ranks if held.check([str(rank)])}
 
 
+# By the store of a world's process group.
 _watchers: dict[int, tuple[Store, Watcher]] = {}
+
+
+def watch_by(watcher: Watcher, store: Store) -> None:
+    """`watcher` is the one in the world of `store`, from now on."""
+    _watchers[id(store)] = store, watcher
 
 
 def hold_watcher(store: Store, rank: int, heartbeat_s: float) -> Watcher:
     """The one watcher of this process in the world of `store`. Call :func:`release_watcher` when done."""
-    known = _watchers.get(id(store))
-    if known is None:
-        known = _watchers[id(store)] = (store, Watcher(store, rank, heartbeat_s))
-    watcher = known[1]
+    if id(store) not in _watchers:
+        watch_by(Watcher(store.clone(), rank, heartbeat_s), store)  # type: ignore[attr-defined]
+    _, watcher = _watchers[id(store)]
     watcher.shorten(heartbeat_s)
     watcher.hold()
     return watcher

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import json
 import math
 import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -28,8 +29,9 @@ from ltx.core.base.errors import PeerLostError, WorldError
 from ltx.core.comm import close_axis, open_axis
 from ltx.core.comm.backends import HOST_BLOCKING, backends_of, set_up_watchdog
 from ltx.core.comm.connecting import LATER, connecting, look_out, looking_out
+from ltx.core.comm.diagnosis import Status
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
-from ltx.core.comm.watcher import hold_watcher, release_watcher
+from ltx.core.comm.watcher import Watcher, release_watcher, watch_by
 from ltx.core.ranks.axis import Axis
 from ltx.core.world.launchers import UNSURE
 from ltx.core.world.placement import LOOPBACK, Placement
@@ -40,7 +42,8 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
 
-# How long the store may take to answer while ranks connect to it: it looks for each one's name, one after the other.
+# How long the store may take to answer while ranks connect to it: it looks for the name of each connection's other end,
+# one after the other.
 _ANSWER_S = 30.0
 
 
@@ -65,8 +68,8 @@ def adopted_world(placement: Placement, backend: str | None) -> World:
 
 def make_group(
     placement: Placement, world: World, timeout: timedelta, heartbeat_s: float, undo: ExitStack, meanwhile: ExitStack
-) -> StoreExchange:
-    """Initialise torch.distributed. Returns the ranks' exchange. `meanwhile`: closed when their world is made."""
+) -> Meeting:
+    """Initialise torch.distributed. Returns the ranks' meeting. `meanwhile`: closed when their world is made."""
     assert placement.master is not None
     address, port = placement.master
     process.worlds, process.abandoned = process.worlds + 1, False
@@ -80,8 +83,14 @@ def make_group(
             process.stores[placement] = store
         store.set_timeout(timeout)
         world_store = PrefixStore(f"ltx/{process.worlds}", store)
-        exchange = _exchange(world_store, world, timeout, heartbeat_s, meanwhile)
-        addresses = _gather(exchange, world, own_address_towards(address, port))
+        # All connections of a rank to the store are made before its peers hear of it: three. This one is torch's, and
+        # this world's alone: where gloo still waits on it, it is left behind.
+        apart = world_store.clone()  # type: ignore[attr-defined]
+        meeting = Meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
+        meanwhile.callback(meeting.close)
+        meanwhile.enter_context(looking_out(meeting.look))
+        addresses = meeting.gather(own_address_towards(address, port))
+        meeting.watcher.expect_answers()
         # A node may know itself by a loopback address, where its peers don't find it.
         outside = [other for other in addresses if other and not is_loopback(other)]
         mine = addresses[world.rank]
@@ -89,14 +98,12 @@ def make_group(
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
-        _refuse_shared_devices(exchange, world)
+        _refuse_shared_devices(meeting.exchange, world)
         set_up_watchdog()
         torchs: Any = c10d
         torchs._world.group_count = 0  # it names the group; torch leaves it at 1 where an earlier attempt has failed
         with connecting():
             limit, size = timeout + LATER, world.size
-            # A connection of this world alone: where gloo still waits on it, it is left behind.
-            apart = world_store.clone()  # type: ignore[attr-defined]
             dist.init_process_group(world.backend, store=apart, rank=world.rank, world_size=size, timeout=limit)
     except WorldError:
         raise
@@ -108,7 +115,8 @@ def make_group(
             "call ltx.init equally often, and that no other program uses that port."
         ) from error
     undo.callback(_destroy, dist.group.WORLD, dist.group.WORLD)
-    return exchange
+    watch_by(meeting.watcher, c10d._get_default_store())
+    return meeting
 
 
 def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
@@ -185,31 +193,6 @@ def loopback_store(port: int) -> Any:
     )
 
 
-def _exchange(store: Any, world: World, timeout: timedelta, heartbeat_s: float, meanwhile: ExitStack) -> StoreExchange:
-    """Of all ranks, before there is an axis. Until `meanwhile` is closed, who waits for them looks at their beats."""
-    watcher = hold_watcher(store, world.rank, heartbeat_s)
-    watcher.store_caller.limit_s = max(heartbeat_s, _ANSWER_S)
-    meanwhile.callback(release_watcher, watcher)
-
-    def unready(ranks: Iterable[int]) -> list[int]:
-        return [rank for rank in ranks if not exchange.has("ready", [rank])]
-
-    def look() -> None:
-        lost = unready(watcher.stale_ranks(range(world.size)))
-        if lost and (lost := unready(watcher.silent_ranks(lost))):  # looked at twice: one may have ended that is ready
-            who = ", ".join(map(str, lost))
-            raise PeerLostError(f"rank {world.rank}: rank {who} has come, and shows no sign of life any more.")
-
-    def lost() -> list[int]:
-        look_out()
-        return []
-
-    asked = TimeoutStore(watcher.store, watcher.store_caller)
-    exchange = StoreExchange(asked, world.rank, world.size, timeout.total_seconds(), lost)
-    meanwhile.enter_context(looking_out(look))
-    return exchange
-
-
 def own_address_towards(host: str, port: int) -> str:
     """The address of this machine from which it reaches `host`; "" if it doesn't."""
     with suppress(OSError):
@@ -238,45 +221,86 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def _gather(exchange: StoreExchange, world: World, address: str) -> list[str]:
-    """The addresses of all ranks, once they are here; this one's is `address`.
+class Meeting:
+    """The ranks of a world that is being made: how they exchange values, and look after one another meanwhile.
 
-    Raises WorldError if they don't agree on their number, TimeoutError if they don't come.
+    Its watcher is that of the world, which the axes go on with.
     """
-    here = dict[int, tuple[int, str]]()
-    exchange.append("here", [world.rank, world.size, address])
 
-    def all_are_here() -> bool:
-        here.update((rank, (size, its)) for rank, size, its in exchange.entries("here"))
-        if len({size for size, _ in here.values()}) > 1:
-            told = "; ".join(f"rank {rank} says {size}" for rank, (size, _) in sorted(here.items()))
-            raise WorldError(
-                f"rank {world.rank}: the ranks disagree about how many they are: {told}. Start all of them with the "
-                "same WORLD_SIZE, or size= of ltx.init."
-            )
-        return len(here) >= world.size
+    label = "ltx.init"
 
-    if not poll_until(all_are_here, exchange.timeout_s, look_out):
-        absent = ", ".join(str(rank) for rank in range(world.size) if rank not in here)
-        raise TimeoutError(f"rank {absent} hasn't come")
-    return [here[rank][1] for rank in range(world.size)]
+    def __init__(self, store: Store, world: World, timeout_s: float, heartbeat_s: float):
+        self.world, self.global_ranks, self._made = world, list(range(world.size)), False
+        self.watcher = Watcher(store, world.rank, heartbeat_s, _ANSWER_S)
+        self.watcher.hold()
+        self.watcher.axes[self.label] = self
+        self._store = TimeoutStore(store, self.watcher.store_caller)
+        self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, self._lost)
 
+    def close(self) -> None:
+        """The world is made, or has failed."""
+        self.watcher.leave(self)
+        release_watcher(self.watcher)
 
-def finish_setup(exchange: StoreExchange, world: World, placement: Placement) -> None:
-    """Rank 0 hosts the store, so it waits here for all ranks: its process may end next, and they still need the store.
+    def status(self) -> Status:
+        """Whether this rank has made its part."""
+        return Status(ended=self._made)
 
-    Where ranks can't be sure of their nodes they compare them first.
-    """
-    wrong = ""
-    if placement.launcher in UNSURE and not placement.agreed:
-        own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
-        wrong = _misfit(exchange.exchange("place", own, "ltx.init, comparing nodes"))
-    exchange.announce("ready", True)
-    exchange.has("ready", [world.rank])  # the store knows that before it hears of the end of this rank's watcher
-    if world.rank == 0:
-        exchange.collect("ready", "ltx.init")
-    if wrong:
-        raise WorldError(f"rank {world.rank} of {world.size} (launcher {world.launcher}): {wrong}")
+    def look_after_device(self) -> None:
+        """There is nothing on it yet."""
+
+    def look(self) -> None:
+        """Raise PeerLostError if a rank has come, and is gone without having made its part."""
+        said = self.watcher.look()
+        made = [rank for rank, record in said.items() if record.axes.get(self.label, Status()).ended]
+        if lost := self.watcher.gone().difference(made, [self.world.rank]):
+            who = ", ".join(map(str, sorted(lost)))
+            raise PeerLostError(f"rank {self.world.rank}: rank {who} has come, and shows no sign of life any more.")
+
+    def _lost(self) -> list[int]:
+        look_out()
+        return []
+
+    def gather(self, address: str) -> list[str]:
+        """The addresses of all ranks, once they are here; this one's is `address`.
+
+        Raises WorldError if they don't agree on their number, TimeoutError if they don't come.
+        """
+        world, here = self.world, dict[int, tuple[int, str]]()
+        self._store.append("here", f"{json.dumps([world.rank, world.size, address])}\n")
+
+        def all_are_here() -> bool:
+            lines = self._store.get("here").splitlines() if self._store.check(["here"]) else []
+            here.update((rank, (size, its)) for rank, size, its in map(json.loads, lines))
+            if len({size for size, _ in here.values()}) > 1:
+                told = "; ".join(f"rank {rank} says {size}" for rank, (size, _) in sorted(here.items()))
+                raise WorldError(
+                    f"rank {world.rank}: the ranks disagree about how many they are: {told}. Start all of them with "
+                    "the same WORLD_SIZE, or size= of ltx.init."
+                )
+            return len(here) >= world.size
+
+        if not poll_until(all_are_here, self.exchange.timeout_s, look_out):
+            absent = ", ".join(str(rank) for rank in range(world.size) if rank not in here)
+            raise TimeoutError(f"rank {absent} hasn't come")
+        return [here[rank][1] for rank in range(world.size)]
+
+    def finish(self, placement: Placement) -> None:
+        """Rank 0 hosts the store, so it waits here for all ranks: its process may end next, and they still need it.
+
+        Where ranks can't be sure of their nodes they compare them first.
+        """
+        world, wrong = self.world, ""
+        if placement.launcher in UNSURE and not placement.agreed:
+            own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
+            wrong = _misfit(self.exchange.exchange("place", own, "ltx.init, comparing nodes"))
+        self._made = True
+        self.watcher.tell(wait=True)  # before peers hear of the end of this rank's watcher
+        self.exchange.announce("made", True)
+        if world.rank == 0:
+            self.exchange.collect("made", "ltx.init")
+        if wrong:
+            raise WorldError(f"rank {world.rank} of {world.size} (launcher {world.launcher}): {wrong}")
 
 
 def _misfit(places: Sequence[Sequence[int]]) -> str:

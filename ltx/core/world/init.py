@@ -29,7 +29,6 @@ from ltx.core.world.groups import (
     adopted_world,
     check_mesh,
     close_ended,
-    finish_setup,
     make_group,
     open_axes,
 )
@@ -229,9 +228,9 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
             torch.accelerator.set_device_index(world.device.index)
         held: list[Any] = []
         undo.callback(comm.let_go, held)  # what is pushed first is undone last
-        exchange = None
+        meeting = None
         if not dist.is_initialized() and placement.master is not None:
-            exchange = make_group(placement, world, timeout, heartbeat.total_seconds(), undo, meanwhile)
+            meeting = make_group(placement, world, timeout, heartbeat.total_seconds(), undo, meanwhile)
         if dist.is_initialized():
             axes, whole = open_axes(mesh, world, timeout, heartbeat, undo)
         else:
@@ -242,8 +241,8 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
         undo.callback(set_world_axes, ())
         set_world_axes(axes, whole)
         undo.callback(_close_others, axes if whole is None else (*axes, whole), held)
-        if exchange is not None:
-            finish_setup(exchange, world, placement)
+        if meeting is not None:
+            meeting.finish(placement)
             if len(process.stores) > 1:  # all ranks have left the worlds before
                 process.stores = {placement: process.stores[placement]}
                 gc.collect()  # what is left of those worlds holds their stores, with their threads and connections

@@ -62,14 +62,6 @@ def test_what_is_announced_is_there_until_it_is_forgotten() -> None:
     assert third.absent("here") == [1]
 
 
-def test_a_list_that_all_append_to() -> None:
-    ranks = exchanges()
-    assert ranks[0].entries("gone") == []
-    for exchange in reversed(ranks):
-        exchange.append("gone", [exchange.rank, "why\nnot"])
-    assert ranks[0].entries("gone") == [[rank, "why\nnot"] for rank in (2, 1, 0)]
-
-
 def test_who_doesnt_come_is_named_with_the_fix() -> None:
     first, _, third = exchanges(timeout_s=0.1)
     third.announce("here", None)
@@ -199,5 +191,3 @@ def test_a_store_that_is_shared_by_processes() -> None:
     ranks = [StoreExchange(store.clone(), rank, SIZE, 20.0, list) for rank in range(SIZE)]
     for place in ("a", "b"):
         assert on_all(lambda ranks: ranks.exchange(place, ranks.rank, "psum"), ranks) == [[0, 1, 2]] * SIZE  # noqa: B023
-    ranks[0].append("ended", 0)
-    assert ranks[1].entries("ended") == [0]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,9 +22,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 import ltx
+from ltx.core.comm.diagnosis import Status
 from ltx.core.comm.watcher import hold_watcher, release_watcher
 from ltx.errors import LtxError
-from tests.forks import Ranks, free_port
+from tests.forks import Ranks, free_port, hold_store
 
 ROOT = Path(__file__).parents[3]
 SIZE = 3
@@ -82,20 +87,29 @@ def test_a_process_that_is_stopped(stopped: int, sockets: bool, ranks: Callable[
         assert "It waited for psum (issue 2)." in text
 
 
+class Both:
+    """An axis of two ranks, as far as a watcher looks after it."""
+
+    label, global_ranks, look_after_device = "both", [0, 1], staticmethod(lambda: None)
+    status = staticmethod(Status)
+
+
 def test_a_shorter_heartbeat_than_before_has_shorter_pauses() -> None:
     """As where a process group was an axis before ``ltx.init(heartbeat_timeout=)``."""
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     stores = [store, dist.TCPStore("127.0.0.1", store.port)]  # type: ignore[attr-defined]
     beats = [hold_watcher(each, rank, heartbeat_s) for heartbeat_s in (10.0, 1.5) for rank, each in enumerate(stores)]
+    for watcher in beats[:2]:
+        watcher.axes["both"] = Both()
     try:
         end = time.monotonic() + 2.5
         while time.monotonic() < end:
-            assert beats[0].stale_ranks([0, 1]) == []
+            assert beats[0].gone() == set()
             time.sleep(0.05)
         for _ in range(2):
             release_watcher(beats[1])
         began = time.monotonic()
-        while beats[0].stale_ranks([0, 1]) != [1]:
+        while beats[0].gone() != {1}:
             assert time.monotonic() - began < 10
             time.sleep(0.05)
         assert time.monotonic() - began < 8
@@ -239,3 +253,59 @@ def test_waiting_costs_the_store_as_much_however_many_ranks_there_are(started: C
     # 3 N + 1 each tenth of a second would be 210, 390 and 570. A round more or less, where the machine is slow, is six.
     assert all(abs(number - requests[2]) <= 12 for number in requests.values()), requests
     assert max(requests.values()) < 60, requests
+
+
+class Door:
+    """Before the store at `port`: it counts connections, and serves nobody else for `slow_s` while it lets one in."""
+
+    def __init__(self, port: int, slow_s: float):
+        self.port, self.count, self._behind, self._slow_s = 0, 0, port, slow_s
+        opened = threading.Event()
+        threading.Thread(target=lambda: asyncio.run(self._open(opened)), daemon=True).start()
+        opened.wait()
+
+    async def _open(self, opened: threading.Event) -> None:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        opened.set()
+        await server.serve_forever()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.count += 1
+        time.sleep(self._slow_s)
+        behind = await asyncio.open_connection("127.0.0.1", self._behind)
+        await asyncio.gather(self._relay(reader, behind[1]), self._relay(behind[0], writer))
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("slow_s", [0.0, 1.2])
+def test_a_world_opens_three_connections_a_rank_before_it_expects_answers(slow_s: float) -> None:
+    """torch's store looks for the name of each one's other end in its only thread, which may take a second."""
+    late, clone, heartbeat_s = random.Random(3), PrefixStore.clone, 0.5 if slow_s else 5.0
+
+    def clones(store: Any) -> Any:
+        time.sleep(slow_s * late.random() * (1 + os.getpid() % 3))
+        return clone(store)
+
+    def body(tell: Callable[[Any], None]) -> float:
+        return float(ltx.psum(torch.ones(())))
+
+    holder, port = hold_store()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefixStore, "clone", clones)
+        door = Door(port, slow_s)
+        through = {"MASTER_PORT": str(door.port)}
+        world = Ranks(SIZE, body, timeout_s=60.0, heartbeat_s=heartbeat_s, environment=through)
+    try:
+        assert [world.told(rank, 60.0) for rank in range(SIZE)] == [SIZE] * SIZE
+        assert door.count == 3 * SIZE
+    finally:
+        world.close()
+        holder.kill()
+        holder.join()
