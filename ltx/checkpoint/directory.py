@@ -33,6 +33,8 @@ MANIFEST = "manifest.json"
 FORMAT = "ltx checkpoint, version 1"
 #: What is raised for a file that isn't there. Other errors of the system's may have nothing to do with the file.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+#: How the names of files begin through which ranks save whose store is gone; and how old one is that nobody uses.
+EXCHANGE, _EXCHANGE_S = ".ltx-exchange-", 3600.0
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,}|old)\.(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]+")
 _REPLACED = re.compile(r"\.replaced_(step_\d{8,})\..+")
@@ -159,6 +161,10 @@ def _remove(directory: Path) -> None:
 
 def sweep(path: Path) -> None:
     """Remove what processes that are no more have left unfinished."""
+    for file in path.glob(f"{EXCHANGE}*"):
+        with suppress(OSError):  # another has removed it
+            if time.time() - file.stat().st_mtime > _EXCHANGE_S:
+                file.unlink()
     for name in os.listdir(path):
         made_by = _HIDDEN.fullmatch(name)
         if made_by and made_by["host"] == socket.gethostname() and not _is_alive(int(made_by["pid"])):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ltx import errors
+from ltx.checkpoint.directory import EXCHANGE
 from ltx.core import comm
 from ltx.core.base.errors import message_of
 from ltx.core.comm.signature import Post
@@ -138,7 +139,7 @@ class Together:
                 f"{said_of(error)[1]}"
             ) from error
         name = hashlib.sha1(f"{self.comm.label} of {self.comm.watcher.world}".encode()).hexdigest()[:12]
-        self._exchange = self.comm.store_exchange.in_file(self._folder / f".ltx-exchange-{name}", self.comm.lost)
+        self._exchange = self.comm.store_exchange.in_file(self._folder / f"{EXCHANGE}{name}", self.comm.lost)
 
     @contextmanager
     def leaving(self) -> Iterator[None]:

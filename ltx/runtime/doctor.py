@@ -19,17 +19,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from ipaddress import ip_address
 from itertools import groupby, product
 
 import torch
 import torch.distributed as dist
 
 from ltx.core import collectives
-from ltx.core.world.groups import interfaces
+from ltx.core.world.groups import interface_of, interfaces, is_loopback, own_address_towards
 from ltx.core.world.init import init
 from ltx.core.world.launchers import LAUNCHERS, launcher_of, placement_from_env
-from ltx.core.world.placement import Placement, why_no_slurm_task
+from ltx.core.world.placement import LOOPBACK, Placement, why_no_slurm_task
 from ltx.core.world.world import cores, world, world_of
 from ltx.errors import LtxError
 from ltx.runtime.pool import Pool
@@ -128,7 +127,7 @@ def _machine(environ: Mapping[str, str], placement: Placement) -> list[Finding]:
     return [
         Finding("machine", "devices", ", ".join(devices)),
         Finding("machine", "backends", ", ".join(name for name, there in available.items() if there)),
-        *_interface(environ, several_nodes=placement.num_nodes > 1),
+        *_interface(environ, placement.master, several_nodes=placement.num_nodes > 1),
         _shared_memory(),
         Finding("machine", "threads", of_rank, warning=crowded),
     ]
@@ -144,51 +143,32 @@ def _shared_memory() -> Finding:
     return Finding("machine", "/dev/shm", text, warning=small if usage.free < _SMALL_SHM else "")
 
 
-def _interface(environ: Mapping[str, str], several_nodes: bool) -> list[Finding]:
-    """The interface that gloo will use, and its address: GLOO_SOCKET_IFNAME's, else what the hostname resolves to."""
-    host, addresses = socket.gethostname(), interfaces()
-    chosen = environ.get("GLOO_SOCKET_IFNAME")
-    warning = problem = ""
-    if chosen:
+def _interface(environ: Mapping[str, str], master: tuple[str, int] | None, several_nodes: bool) -> list[Finding]:
+    """The interface that gloo will use, and its address: GLOO_SOCKET_IFNAME's, or that from which `master` is reached.
+
+    Where that is a loopback address, ltx.init takes the one from which other nodes are reached that have come.
+    """
+    addresses, problem = interfaces(), ""
+    if chosen := environ.get("GLOO_SOCKET_IFNAME"):
         names = chosen.split(",")
         if not addresses.keys() >= set(names):
             problem = f"GLOO_SOCKET_IFNAME={chosen!r}: expected one of {', '.join(addresses)}"
         text = ", ".join(f"{name} {addresses.get(name) or 'without an IPv4 address'}" for name in names)
         text += ", by GLOO_SOCKET_IFNAME"
         usable = next((addresses[name] for name in names if addresses.get(name)), "")
+        if several_nodes and usable and is_loopback(usable):
+            others = ", ".join(name for name in addresses if name != "lo")
+            problem = (
+                f"{usable} can't be reached from the other nodes: unset GLOO_SOCKET_IFNAME, or set it to the interface "
+                f"between them, one of {others}"
+            )
     else:
-        usable, text, warning = _resolved(host, addresses)
-    if several_nodes and usable and ip_address(usable).is_loopback:
-        others = ", ".join(name for name in addresses if name != "lo")
-        warning = ""
-        problem = (
-            f"{usable} can't be reached from the other nodes: set GLOO_SOCKET_IFNAME to the interface between "
-            f"them, one of {others}"
-        )
-    return [Finding("machine", "hostname", host), Finding("machine", "gloo uses", text, warning, problem)]
-
-
-def _resolved(host: str, interfaces: Mapping[str, str]) -> tuple[str, str, str]:
-    """(address, text, warning) for what `host` resolves to, of which gloo takes the first that it can bind."""
-    fallback = "gloo takes 127.0.0.1, so all ranks have to be on this machine; else set GLOO_SOCKET_IFNAME"
-    try:
-        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return "127.0.0.1", "lo 127.0.0.1", f"the hostname {host!r} doesn't resolve ({error}): {fallback}"
-    for family, kind, protocol, _, address in resolved:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-        except OSError:
-            continue
-        found = str(address[0]).partition("%")[0]
-        name = next((name for name, other in interfaces.items() if other == found), "")
-        if not name and ip_address(found).is_loopback:
-            name = "lo"
-        return found, f"{name} {found}, to which the hostname resolves".strip(), ""
-    others = ", ".join(sorted({str(address[0]) for *_, address in resolved}))
-    warning = f"the hostname {host!r} resolves to {others}, which isn't of this machine: {fallback}"
-    return "127.0.0.1", "lo 127.0.0.1", warning
+        host, port = master or (LOOPBACK, 0)
+        address = own_address_towards(host, port)
+        text = f"{interface_of(address)} {address}, from which {host} is reached".strip()
+        if not address:
+            text, problem = "none", f"MASTER_ADDR={host!r} isn't reached from this machine"
+    return [Finding("machine", "hostname", socket.gethostname()), Finding("machine", "gloo uses", text, "", problem)]
 
 
 def measure() -> list[Finding]:

@@ -24,11 +24,10 @@ import torch.distributed as dist
 
 from ltx.core.base.private import PrefixStore, Store
 from ltx.core.comm.connecting import looking_out
-from ltx.core.comm.diagnosis import Status
 from ltx.core.comm.pickling import KEY, proof
 from ltx.core.comm.signature import Signature, explain_mismatch
 from ltx.core.comm.store_exchange import TimeoutStore, poll_until
-from ltx.core.comm.watcher import Watcher, last_records
+from ltx.core.comm.watcher import Watched, Watcher, last_records
 from ltx.core.world.placement import Placement
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
 
@@ -204,7 +203,7 @@ def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal
     return token
 
 
-class Membership:
+class Membership(Watched):
     """This process' part in a run, whose store is `store`. Its watcher looks after the run as after an axis.
 
     Attributes:
@@ -259,13 +258,6 @@ class Membership:
     def global_ranks(self) -> list[int]:
         """The numbers of all that this process' watcher looks after, and its own."""
         return list(dict.fromkeys([*self.members, *self._asking, self.number]))
-
-    def status(self) -> Status:
-        """Nothing: it beats."""
-        return Status()
-
-    def look_after_device(self) -> None:
-        """That is for the axes of a world."""
 
     def regroup(
         self,

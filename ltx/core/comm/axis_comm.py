@@ -30,7 +30,7 @@ from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import Channel
 from ltx.core.comm.connecting import look_out
 from ltx.core.comm.debug import BUCKETS, caller, under_way
-from ltx.core.comm.diagnosis import OPENED, Status
+from ltx.core.comm.diagnosis import AGAIN, OPENED, Status
 from ltx.core.comm.negotiation import Negotiation
 from ltx.core.comm.recovery import Recovery, Unread
 from ltx.core.comm.shared_memory import SharedMemoryTransport, open_transport
@@ -69,13 +69,14 @@ class AxisComm(Ranks):
         self.label = f"{of_ranks}/{number}"
         self.name = f"ranks {self.global_ranks}, {number}" if name is None else name
         self._store = TimeoutStore(PrefixStore(f"{self.label}/", self.watcher.store), self.watcher.store_caller)
-        self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self.gone)
+        self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self._look_out)
         self._transport: SharedMemoryTransport | None = None  # of the user's channel
         self._opened = False
         self.recovery = Recovery(
             self.store_exchange,
             self.name,
             self._fail_channels,
+            lambda number, what: self._come(f"{AGAIN}/{number}", AGAIN, number, what, "begin the next one"),
             self._renew,
             self._issued_by_user,
             self.watcher.tell,
@@ -119,34 +120,38 @@ class AxisComm(Ranks):
         torch makes groups in C++. A rank whose peers don't come waits there for as long as the axis' timeout, and
         neither Ctrl-C nor the end of a peer gets through to it.
         """
-        what, began, exchange = f"opening axis {self.name!r}", time.monotonic(), self.store_exchange
-        key, deadlocks = f"{self.label}/{OPENED}", self.watcher.deadlocks
-
-        def check() -> None:
-            look_out()
-            exchange.refuse_lost(OPENED, what, range(self.size))
-            if time.monotonic() - began > PATIENCE_S:
-                text = f"{what} ({os.path.basename(caller())})"
-                deadlocks.check(key, 1, self.global_ranks, lambda: text)
-
-        deadlocks.counts[self.label] = lambda: {key: (1, ())}
+        counts = self.watcher.deadlocks.counts
+        counts[self.label] = lambda: {f"{self.label}/{OPENED}": (1, ())}
+        fix = (
+            f" All of its ranks, {self.global_ranks} of the world, open it together: by the first collective on a "
+            "process group or DeviceMesh, or by ltx.axis_from_group."
+        )
         try:
-            exchange.announce(OPENED, None)
-            exchange.collect(
-                OPENED,
-                what,
-                while_waiting=check,
-                to="open it too",
-                fix=f" All of its ranks, {self.global_ranks} of the world, open it together: by the first collective "
-                "on a process group or DeviceMesh, or by ltx.axis_from_group.",
-            )
+            self._come(OPENED, OPENED, 1, f"opening axis {self.name!r}", "open it too", fix)
         except BaseException:
-            # The next attempt is this one again. A peer that comes meanwhile mustn't take this rank for one that waits.
-            del deadlocks.counts[self.label], self.watcher.axes[self.label]
+            # The next attempt is this one again.
+            del counts[self.label], self.watcher.axes[self.label]
             with suppress(PeerLostError):
-                exchange.forget(OPENED, [self.rank])
                 self._world_store.add(self._count, -1)
             release_watcher(self.watcher)
+            raise
+
+    def _come(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> None:
+        """Return once all ranks have come to `place`, to which they come for the `number`-th time of `key`."""
+        began, exchange, deadlocks = time.monotonic(), self.store_exchange, self.watcher.deadlocks
+
+        def check() -> None:
+            exchange.refuse_lost(place, what, range(self.size))
+            if time.monotonic() - began > PATIENCE_S:
+                text = f"{what} ({os.path.basename(caller())})"
+                deadlocks.check(f"{self.label}/{key}", number, self.global_ranks, lambda: text)
+
+        try:
+            exchange.announce(place, None)
+            exchange.collect(place, what, while_waiting=check, to=to, fix=fix)
+        except BaseException:
+            with suppress(PeerLostError):  # a peer that comes meanwhile mustn't take this rank for one that waits
+                exchange.forget(place, [self.rank])
             raise
         finally:
             deadlocks.done()
@@ -161,7 +166,10 @@ class AxisComm(Ranks):
         transport = None
         # Not if the backend orders tensors on the host by streams, as that of tests/streams does.
         if not background and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
-            transport = open_transport(self.rank, self.size, PrefixStore(f"{address}/", self._store.store))
+            transport = open_transport(
+                self.rank,
+                lambda at, mine: self.store_exchange.exchange(f"{address}/{at}", mine, f"opening axis {self.name!r}"),
+            )
         stream_group = None if background else self._stream_group
         channel = Channel(
             name, address, self.name, group, self.timeout_s, self.negotiation, transport, stream_group, self.backends
@@ -233,12 +241,17 @@ class AxisComm(Ranks):
         for channel in self._phases:
             if channel.transport is not None:
                 channel.transport.close()
-        count, self._phases = len(self._phases), []
-        if self._stream_group is not None:
-            self._streams = {}
-            self._stream_group = self.user.stream_group = self._open_stream_group()
-        self.background = self._open_channel("background")
-        self.open_phases(count)
+        try:
+            if self._stream_group is not None:
+                self._streams = {}
+                self._stream_group = self.user.stream_group = self._open_stream_group()
+            background = self._open_channel("background")
+            phases = [self._open_channel(f"{BUCKETS}{number}") for number in range(len(self._phases))]
+        except LtxError as error:
+            for channel in left:
+                channel.failed = error
+            raise
+        self.background, self._phases = background, phases
         for part in self.parts:
             part.recovery.recover(within=True)
 
@@ -420,8 +433,13 @@ class AxisComm(Ranks):
         self.watcher.store_caller.refuse(str(self._fork_error))  # or peers would take what it says for the rank's
 
     def lost(self) -> list[int]:
-        """The peers whose processes have died, where all ranks share a machine."""
-        return self._transport.lost_peers() if self._transport is not None else []
+        """The peers whose processes have died, as far as is known without the store: if all ranks share a machine.
+
+        With rank 0 the store ends that it holds.
+        """
+        held = self.global_ranks.index(0) if 0 in self.global_ranks and self.watcher.host_gone() else self.rank
+        dead = self._transport.lost_peers() if self._transport is not None else []
+        return sorted({*dead, held} - {self.rank})
 
     def _refuse_gone(self) -> None:
         """Raise if a peer that is to connect is gone."""
@@ -432,13 +450,17 @@ class AxisComm(Ranks):
                 "is gone, or shows no sign of life."
             )
 
+    def _look_out(self) -> list[int]:
+        look_out()
+        return self.gone()
+
     def gone(self) -> list[int]:
         """The peers whose processes have ended, as far as is known, or whose heartbeats have stopped.
 
         Raises:
             PeerLostError: the store is gone or doesn't answer.
         """
-        return sorted({*self.lost(), *self.negotiation.silent()})
+        return sorted({*self.lost(), *self.negotiation.silent(), *self.negotiation.ended_peers()})
 
 
 def _in_turn(steps: list[Callable[[], object]]) -> None:

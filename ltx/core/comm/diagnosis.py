@@ -27,6 +27,8 @@ from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError,
 
 #: How keys end for which a rank that hasn't heard of them has made no issue: it hasn't opened that axis.
 OPENED = "opened"
+#: And for those of which this tells how often it has made an axis' groups anew.
+AGAIN = "again"
 
 #: A thread: the rank of its process in the world, and its number there.
 Node = tuple[int, int]

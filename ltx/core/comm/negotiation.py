@@ -18,7 +18,7 @@ from typing import Any
 
 from ltx.core.base.errors import LtxError, PeerLostError, RankMismatchError, StoreGoneError
 from ltx.core.comm.debug import BUCKETS, CHECKS, Communicator, ComparedChannel, called, caller, under_way
-from ltx.core.comm.diagnosis import OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
+from ltx.core.comm.diagnosis import AGAIN, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
 from ltx.core.comm.signature import Post, Signature, explain_posts
 from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.core.comm.watcher import PATIENCE_S
@@ -154,7 +154,13 @@ class Negotiation:
         """
         at = self._recovery
         generation = at.generation if in_pass and at.left is None else -1
-        of_axis = self._rank, self._name, self._comm.label, self._comm.global_ranks, self._watcher.heartbeat_s
+        ranks, heartbeat_s = self._comm.global_ranks, self._watcher.heartbeat_s
+        if 0 in ranks and self._watcher.host_gone(for_s=heartbeat_s):  # what it has sent before has come
+            return PeerLostError(
+                f"rank {self._rank}: rank {ranks.index(0)} on axis {self._name!r} is gone, and with it the store "
+                "through which the ranks meet."
+            )
+        of_axis = self._rank, self._name, self._comm.label, ranks, heartbeat_s
         return diagnose(self._watcher.records, Waiter(*of_axis, generation, at.completed, issue))
 
     def check_peers(self, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False) -> None:
@@ -185,7 +191,7 @@ class Negotiation:
         """How much this rank has issued and compared, and in which threads (see :mod:`ltx.core.comm.deadlock`)."""
         session, call = self.next_check
         counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (session * _CALLS + call, ()), OPENED: (1, ())}
-        counts[EXCHANGES] = (self._store.begun, ())
+        counts[EXCHANGES], counts[AGAIN] = (self._store.begun, ()), (self._recovery.come, ())
         for channel in self._comm.channels:
             threads = set(channel.threads)
             counts[channel.address] = (channel.begun, threads)
@@ -242,15 +248,13 @@ class Negotiation:
 
     def end(self) -> None:
         """Tell the peers that this rank has ended its part of the world in good order, unless it has told why not."""
-        if self._gone and self._recovery.abandoned is None:
-            self._recovery.abandon(self._gone, lost=True)
-        elif self._recovery.abandoned is None:
+        if self._recovery.abandoned is None and not self._gone:
             self._ended = True
             self._watcher.tell(wait=True)
 
     def _refuse_lost(self, place: str, post: Post) -> None:
         """Raise if a peer has died or ended, unless it had come to `place` before that."""
-        lost = sorted({*self._comm.lost(), *self._ended_peers()})
+        lost = sorted({*self._comm.lost(), *self.ended_peers()})
         if lost and not self._store.has(place, lost):
             raise PeerLostError(
                 f"rank {self._rank}: {post.signature.operation} on axis {self._name!r} failed while waiting for "
@@ -259,9 +263,9 @@ class Negotiation:
 
     def describe_lost(self, lost: list[int]) -> str:
         """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
-        return describe_lost(lost, self._ended_peers(now=True))
+        return describe_lost(lost, self.ended_peers(now=True))
 
-    def _ended_peers(self, now: bool = False) -> list[int]:
+    def ended_peers(self, now: bool = False) -> list[int]:
         """The ranks that have ended in good order."""
         return [rank for rank, record in self.records(now).items() if self._status(record).ended]
 
@@ -281,14 +285,14 @@ class Negotiation:
         if len(peers) > 1:
             silent = self._watcher.without_beat([self._comm.global_ranks[rank] for rank in peers])
             # One that has ended because it missed a peer too was there.
-            told = {rank: self._status(record).abandoned for rank, record in self.records().items()}
-            left = [rank for rank, abandoned in told.items() if abandoned is not None and abandoned[1]]
+            ended = {rank: self._status(record) for rank, record in self.records().items() if not record.beat}
+            left = [rank for rank, at in ended.items() if not at.ended and (at.abandoned is None or at.abandoned[1])]
             gone = [rank for rank in peers if self._comm.global_ranks[rank] in silent and rank not in left]
         if not gone:
             return "a connection broke, though all of them show signs of life"
         which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
         self._gone = f"{which} {', '.join(map(str, gone))} is gone"
-        if {*gone} & {*self._ended_peers(now=True)}:
+        if {*gone} & {*self.ended_peers(now=True)}:
             self._gone = self.describe_lost(gone)
         return self._gone
 

@@ -100,9 +100,10 @@ class BackwardPass:
 class Recovery:
     """The backward passes on one axis.
 
-    `fail_channels` marks the bucket channels as failed, and `renew` replaces them, on all ranks together. `issued`: how
-    many collectives the user has called so far. `tell` has the peers look at :attr:`left` and :attr:`abandoned`,
-    and returns once they can, if it is told to; `check` raises if a peer won't come to what this rank waits for.
+    `fail_channels` marks the bucket channels as failed, and `renew` replaces them, on all ranks together, once all have
+    come to it, for which `meet` waits. `issued`: how many collectives the user has called so far. `tell` has the peers
+    look at :attr:`left` and :attr:`abandoned`, and returns once they can, if it is told to; `check` raises if a peer
+    won't come to what this rank waits for.
     """
 
     def __init__(
@@ -110,20 +111,21 @@ class Recovery:
         exchange: StoreExchange,
         axis_name: str,
         fail_channels: Callable[[LtxError], None],
+        meet: Callable[[int, str], None],
         renew: Callable[[], None],
         issued: Callable[[], int],
         tell: Callable[[bool], None],
         check: Callable[[], None],
     ):
         self._exchange, self._rank, self._axis_name = exchange, exchange.rank, axis_name
-        self._fail_channels, self._renew, self._issued = fail_channels, renew, issued
+        self._fail_channels, self._meet, self._renew, self._issued = fail_channels, meet, renew, issued
         self._tell, self._check = tell, check
         self._under_way: list[BackwardPass] = []
         self.completed = 0
         self.left: Left | None = None  # the pass that this rank has left, until all have
         self.abandoned: tuple[str, bool] | None = None  # this rank's world ends: (why, because a peer is lost)
         self._told, self._calls = False, 0  # calls of training steps, and of plain ones' passes
-        self.generation = 0  # how many times the ranks have recovered
+        self.generation = self.come = 0  # how many times the ranks have recovered; to how many of these this one came
         self.external_runs = 0  # how many times collectives of other libraries have begun
         self.external_error = ""  # why these no longer pair; "" as long as they do
         self.step: int | None = None  # the number of the training step that is under way
@@ -296,6 +298,12 @@ class Recovery:
                 self._told = True
                 self._exchange.announce(told, True)
                 raise self._diverged(left, behind[0])
+        self.come = self.generation + 1
+        try:
+            self._meet(self.come, what)
+        except BaseException:
+            self.come = self.generation
+            raise
         runs = {begun for *_, begun, _ in left}
         begun = f"ranks had begun {sorted(runs)} of them" if len(runs) > 1 else ""
         self.external_error = next((error for *_, error in left if error), begun)

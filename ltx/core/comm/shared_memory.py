@@ -30,7 +30,6 @@ others see them after the writes before them. Other processors use sockets.
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import mmap
 import os
@@ -38,13 +37,14 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import message_of
-from ltx.core.base.private import Store
 from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, Job, part, sum_of
 from ltx.core.comm.operations import OPERATIONS
 
@@ -334,46 +334,45 @@ class SharedMemoryTransport:
 _transports: list[SharedMemoryTransport] = []
 
 
-def open_transport(rank: int, size: int, store: Store) -> SharedMemoryTransport | None:
-    """A transport between the ranks that share `store`.
+def open_transport(rank: int, exchange: Callable[[str, Any], list[Any]]) -> SharedMemoryTransport | None:
+    """A transport between ranks; `exchange` gives the values of all of them, each of which is at the same place.
 
     None if not all of them share this machine's memory. Ranks in different network namespaces
     count as different machines, because such namespaces exist to try a network. The environment variable
     LTX_SHARED_MEMORY=0, on any rank, turns shared memory off.
     """
-    # These wait in the store itself, as making a process group does: an axis that is being opened has no exchange yet.
     mine: dict[str, object] = {"machine": None}
     files: list[int] = []
-    machine = _machine()
-    if machine is not None:
-        files = [os.memfd_create("ltx segment"), os.memfd_create("ltx lock")]
-        os.ftruncate(files[0], COUNTERS_BYTES + SLOTS * CHUNK_BYTES)
-        fcntl.flock(files[1], fcntl.LOCK_EX)
-        _locked.add(files[1])
-        mine = {"machine": machine, "pid": os.getpid(), "files": files}
-    store.set(f"shared memory/{rank}", json.dumps(mine))
-    entries = [json.loads(store.get(f"shared memory/{other}")) for other in range(size)]
-    segments: list[mmap.mmap] = []
     locks: list[int] = []
-    if machine is not None and all(entry["machine"] == machine for entry in entries):
-        try:
-            for entry in entries:
-                segment, lock = (
-                    os.open(f"/proc/{entry['pid']}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-                    for descriptor in entry["files"]
-                )
-                locks.append(lock)
-                segments.append(mmap.mmap(segment, COUNTERS_BYTES + SLOTS * CHUNK_BYTES))
-                os.close(segment)
-        except OSError:
-            segments = []
-    store.set(f"shared memory/{rank}/open", str(len(segments)))
-    if all(int(store.get(f"shared memory/{other}/open")) == size for other in range(size)):
-        transport = SharedMemoryTransport(rank, segments, locks, files)
-        _transports.append(transport)
-        return transport
-    close_files(locks, files)
-    return None
+    segments: list[mmap.mmap] = []
+    machine, transport = _machine(), None
+    try:
+        if machine is not None:
+            files = [os.memfd_create("ltx segment"), os.memfd_create("ltx lock")]
+            os.ftruncate(files[0], COUNTERS_BYTES + SLOTS * CHUNK_BYTES)
+            fcntl.flock(files[1], fcntl.LOCK_EX)
+            _locked.add(files[1])
+            mine = {"machine": machine, "pid": os.getpid(), "files": files}
+        entries = exchange("shared memory", mine)
+        if machine is not None and all(entry["machine"] == machine for entry in entries):
+            try:
+                for entry in entries:
+                    segment, lock = (
+                        os.open(f"/proc/{entry['pid']}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+                        for descriptor in entry["files"]
+                    )
+                    locks.append(lock)
+                    segments.append(mmap.mmap(segment, COUNTERS_BYTES + SLOTS * CHUNK_BYTES))
+                    os.close(segment)
+            except OSError:
+                segments = []
+        if all(opened == len(entries) for opened in exchange("shared memory/open", len(segments))):
+            transport = SharedMemoryTransport(rank, segments, locks, files)
+            _transports.append(transport)
+    finally:
+        if transport is None:
+            close_files(locks, files)
+    return transport
 
 
 def progress_everywhere() -> bool:

@@ -205,8 +205,8 @@ class StoreExchange:
         self._threads: list[threading.Thread] = []
 
     def in_file(self, file: Path, lost: Callable[[], list[int]]) -> StoreExchange:
-        """An exchange of the same ranks in a file that all of them see. The last rank to drop it removes the file."""
-        store = cast(TimeoutStore, FileStore(str(file), self.size))  # which has the same methods
+        """An exchange of the same ranks in a file that all of them see. The last one alive to drop it removes it."""
+        store = cast(TimeoutStore, FileStore(str(file), self.size - len(lost())))  # which has the same methods
         return StoreExchange(store, self.rank, self.size, self.timeout_s, lost)
 
     def new_place(self) -> str:

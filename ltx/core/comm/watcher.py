@@ -62,11 +62,11 @@ class Watched(Protocol):
 
     def status(self) -> Status:
         """What this rank says of itself there."""
-        ...
+        return Status()
 
     def look_after_device(self) -> None:
         """Called with each tick, in the watcher's thread: abort what the device waits for in vain."""
-        ...
+        return
 
 
 class Watcher:
@@ -103,7 +103,7 @@ class Watcher:
         self._beats: dict[int, tuple[float, float]] = {}  # of all whose record it has read: (beat, since when)
         self._silent: dict[int, float] = {}
         self._looked_s = 0.0
-        self._ended, self._gone, self._woken = False, False, threading.Event()
+        self._ended, self._gone, self._gone_s, self._woken = False, False, 0.0, threading.Event()
         # After all of the above, which its thread looks at.
         #: Through which this process calls the store, and gives up after a while.
         self.store_caller = StoreCaller(rank, max(heartbeat_s, answer_s), self._why_gone, self._when_idle)
@@ -120,6 +120,11 @@ class Watcher:
         """Whether the store is gone, or doesn't answer."""
         began = self._under_way_s
         return self._gone or (began is not None and time.monotonic() - began > self.store_caller.limit_s)
+
+    def host_gone(self, for_s: float = 0.0) -> bool:
+        """Whether the process of rank 0 has been gone `for_s`, as the store tells: of no other that holds it."""
+        of_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return of_rank_0 and self._gone_s > 0 and time.monotonic() - self._gone_s >= for_s
 
     def _when_idle(self) -> None:
         """Called now and then by the thread that asks the store, while this one's own is stuck there, or has ended."""
@@ -200,6 +205,8 @@ class Watcher:
         return {rank: status.abandoned[0] for rank, status in said if status.abandoned is not None}
 
     def _why_gone(self) -> str:
+        """What the peers have said, for one that finds the store gone."""
+        self._gone_s = self._gone_s or time.monotonic()
         why = {rank: why for rank, why in self._abandoned().items() if rank != self._rank}
         return "".join(f" Rank {rank} had left because of an exception ({said})." for rank, said in sorted(why.items()))
 
@@ -275,7 +282,7 @@ class Watcher:
             self._under_way_s = time.monotonic()
             if not self._gone:
                 self._write()
-        self._gone, self._under_way_s = True, None
+        self._gone, self._gone_s, self._under_way_s = True, self._gone_s or time.monotonic(), None
         with self._round:
             self._round.notify_all()
         del self._own, self._connection  # closed now, even if something still holds this watcher

@@ -31,7 +31,7 @@ from ltx.core.comm.backends import HOST_BLOCKING, backends_of, set_up_watchdog
 from ltx.core.comm.connecting import LATER, connecting, look_out, looking_out
 from ltx.core.comm.diagnosis import Status
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
-from ltx.core.comm.watcher import Watcher, release_watcher, watch_by
+from ltx.core.comm.watcher import Watched, Watcher, release_watcher, watch_by
 from ltx.core.ranks.axis import Axis
 from ltx.core.world.launchers import UNSURE
 from ltx.core.world.placement import LOOPBACK, Placement
@@ -221,7 +221,7 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-class Meeting:
+class Meeting(Watched):
     """The ranks of a world that is being made: how they exchange values, and look after one another meanwhile.
 
     Its watcher is that of the world, which the axes go on with.
@@ -230,7 +230,7 @@ class Meeting:
     label = "ltx.init"
 
     def __init__(self, store: Store, world: World, timeout_s: float, heartbeat_s: float):
-        self.world, self.global_ranks, self._made = world, list(range(world.size)), False
+        self.world, self._made = world, False
         self.watcher = Watcher(store, world.rank, heartbeat_s, _ANSWER_S)
         self.watcher.hold()
         self.watcher.axes[self.label] = self
@@ -242,12 +242,14 @@ class Meeting:
         self.watcher.leave(self)
         release_watcher(self.watcher)
 
+    @property
+    def global_ranks(self) -> list[int]:
+        """As in :class:`Watched`."""
+        return list(range(self.world.size))
+
     def status(self) -> Status:
         """Whether this rank has made its part."""
         return Status(ended=self._made)
-
-    def look_after_device(self) -> None:
-        """There is nothing on it yet."""
 
     def look(self) -> None:
         """Raise PeerLostError if a rank has come, and is gone without having made its part."""

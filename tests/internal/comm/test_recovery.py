@@ -12,14 +12,22 @@ import torch.distributed as dist
 
 import ltx
 from ltx.core import comm
-from ltx.errors import CollectiveTimeoutError, DeadlockDetectedError, LtxError, ReplicaDivergedError
+from ltx.core.comm import axis_comm
+from ltx.errors import (
+    CollectiveTimeoutError,
+    DeadlockDetectedError,
+    LtxError,
+    PeerLostError,
+    RankMismatchError,
+    ReplicaDivergedError,
+)
 from tests.forks import Ranks
 from tests.kinds import OnNewAxis
 
 
 def _axis_comm() -> comm.AxisComm:
-    axis_comm: comm.AxisComm = comm.resolve("data").comm
-    return axis_comm
+    found: comm.AxisComm = comm.resolve("data").comm
+    return found
 
 
 def _scaled(w: torch.Tensor) -> torch.Tensor:
@@ -86,6 +94,37 @@ def test_a_peer_that_is_gone_before_it_leaves_it(how: str, started: Callable[...
             "PeerLostError: rank 0: recovery on axis 'data' from a backward pass that was left halfway failed" in text
         )
         assert "the process of rank 1 is gone" in text
+
+
+def test_a_peer_that_calls_something_else_than_the_next_pass(on_new_axis: OnNewAxis) -> None:
+    """Neither waits for the other until the timeout, as where a state of overlap="update" has become invalid."""
+
+    def run() -> str:
+        _gradient()
+        _axis_comm().recovery.leave("an interrupt")
+        with pytest.raises(RankMismatchError) as caught:
+            _gradient() if _axis_comm().rank else ltx.psum(torch.ones(3))
+        return str(caught.value)
+
+    for text in on_new_axis(run, timeout_s=60.0):
+        assert "wait for each other: rank 0: psum on axis" in text
+        assert "rank 1: recovery on axis" in text
+
+
+def test_groups_that_cant_be_made_anew_are_made_at_the_next_call(on_new_axis: OnNewAxis) -> None:
+    def run() -> float:
+        _gradient()
+        _axis_comm().recovery.leave("an interrupt")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(axis_comm, "open_group", cant)
+            with pytest.raises(PeerLostError, match="no connection"):
+                _gradient()
+        return _gradient()
+
+    def cant(*_: object, **__: object) -> None:
+        raise PeerLostError("no connection")
+
+    assert list(on_new_axis(run)) == [1.5, 1.5]
 
 
 @pytest.mark.full

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 import ltx
+from ltx.checkpoint.together import Together
+from ltx.core.comm.channel import Work
 from ltx.core.comm.diagnosis import Status
 from ltx.core.comm.watcher import hold_watcher, release_watcher
 from ltx.errors import LtxError
@@ -309,3 +311,58 @@ def test_a_world_opens_three_connections_a_rank_before_it_expects_answers(slow_s
         world.close()
         holder.kill()
         holder.join()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", ["before", "exchange"])
+def test_rank_0_dies_with_the_store_while_ranks_save(at: str, tmp_path: Path, started: Callable[..., Ranks]) -> None:
+    """The others exchange values by a file then, which the last of them removes."""
+
+    def body(tell: Callable[[Any], None]) -> str:
+        state = ltx.train_step(ltx.data_parallel(torch.sum), ltx.optim.from_torch(torch.optim.SGD, lr=0.1)).init(
+            torch.ones(3)
+        )
+        ltx.checkpoint.save(tmp_path, state)
+        tell("saved")
+        if ltx.world().rank == 0:
+            if at == "exchange":
+                Together.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        ltx.checkpoint.save(tmp_path, state)
+        return "saved"
+
+    world = started(SIZE, body, held_by="rank 0", sockets=True, timeout_s=60.0)
+    assert [world.told(rank) for rank in range(SIZE)] == ["saved"] * SIZE
+    died = time.monotonic()
+    for rank in (1, 2):
+        said = world.told(rank)
+        assert said.startswith(f"PeerLostError: rank {rank}: checkpoint.save failed: the process of rank 0 is gone"), (
+            said
+        )
+    assert time.monotonic() - died < 20  # of 60
+    assert not list(tmp_path.glob(".ltx-exchange-*"))
+
+
+def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Callable[..., Ranks]) -> None:
+    """gloo may not tell it of a connection that has ended while the process was stopped."""
+
+    def body(tell: Callable[[Any], None]) -> None:
+        ltx.psum(torch.ones(3))
+        tell("up")
+        if ltx.world().rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        Work._block = lambda work, _, began: waits(work, began)  # type: ignore[method-assign]
+        ltx.psum(torch.ones(3))
+
+    def waits(work: Any, began: float) -> None:
+        while True:
+            time.sleep(0.05)
+            work._channel.look_around(began, work._number, work._label)
+
+    world = started(2, body, held_by="rank 0", sockets=True, timeout_s=60.0, heartbeat_s=1.0)
+    assert [world.told(rank) for rank in range(2)] == ["up"] * 2
+    began = time.monotonic()
+    said = world.told(1)
+    assert said.startswith("PeerLostError: rank 1: rank 0 on axis 'data' is gone, and with it the store"), said
+    assert time.monotonic() - began < 20
