@@ -20,7 +20,6 @@ from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.comm_hook import reduce_at_once, states_of
-from ltx.core.gradients.packing import pack_pure
 from ltx.core.gradients.pending import Exchange
 from ltx.core.gradients.planning import Plan, arrival_order, differentiable, make_plan
 from ltx.core.gradients.reduction import REQUESTS, Bucket, LeafState, Reduced
@@ -170,14 +169,14 @@ class Counted(Exchange):
     def at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
         plan, hook, bucket = self._plan, self._plan.hook, self._plan.buckets[place]
         assert isinstance(hook, hooks.CommHook)
-        mine, given = self._of(bucket, tensors)
+        _, given = self._of(bucket, tensors)
         states = [{name: meta(x.shape, x.dtype) for name, x in state.items()} for state in given]
         shapes = tuple((name, x.shape, x.dtype) for state in states for name, x in state.items())
         kind = bucket.leaves, shapes, place == len(plan.buckets) - 1
         if kind not in self._alike:
             there = replace(bucket, leaves=tuple(replace(leaf, device=torch.device("meta")) for leaf in bucket.leaves))
             with self._steps.asking(hook, f"bucket {place}{self._what}") as asked:
-                flat = pack_pure(mine, there, hook, plan.axis.size, states)
+                flat = meta((bucket.numel,), hook.wire_dtype(bucket.dtype))
                 reduced = reduce_at_once(hook, plan.axis, plan.bucket_input(there, flat, states, list))
             self._alike[kind] = tuple(asked), reduced
         self.found.append(self._alike[kind][0])

@@ -12,7 +12,7 @@ import ltx
 PUBLIC = ("ltx", "ltx.checkpoint", "ltx.errors", "ltx.extend", "ltx.hooks", "ltx.nn", "ltx.optim", "ltx.profile")
 MODULES = {
     "ltx": {"checkpoint", "errors", "hooks", "nn", "optim", "profile"},
-    "ltx.extend": {"arguments", "comm", "noise", "tree"},
+    "ltx.extend": {"arguments", "comm", "needs", "noise", "tree"},
 }
 
 

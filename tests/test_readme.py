@@ -79,6 +79,13 @@ def run_in_order(page: str, blocks: list[Block], folder: str) -> dict[str, Any]:
         os.chdir(before)
 
 
+def run_on_ranks(page: str, blocks: list[Block], folder: str, ranks: Ranks) -> None:
+    def run() -> None:  # the names stay there: some can't be sent
+        run_in_order(page, blocks, folder)
+
+    ranks(2).run(run)
+
+
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts and blocks_of(page)]
 
 
@@ -93,7 +100,7 @@ def test_each_block_of_the_readme_runs_by_itself(block: Block, ranks: Ranks, tmp
     if block.runs == "driver":
         run_in_order("README.md", [block], str(tmp_path))
     else:
-        ranks(2).run(lambda: run_in_order("README.md", [block], str(tmp_path)))
+        run_on_ranks("README.md", [block], str(tmp_path), ranks)
 
 
 @pytest.mark.full(but=3)
@@ -101,7 +108,7 @@ def test_each_block_of_the_readme_runs_by_itself(block: Block, ranks: Ranks, tmp
 def test_a_page_runs_from_top_to_bottom(page: Path, ranks: Ranks, tmp_path: Path) -> None:
     blocks = [block for block in blocks_of(page) if block.runs == "ranks"]
     if blocks:
-        ranks(2).run(lambda: run_in_order(str(page), blocks, str(tmp_path)))
+        run_on_ranks(str(page), blocks, str(tmp_path), ranks)
     for block in blocks_of(page):
         if block.runs == "driver":
             run_in_order(str(page), [block], str(tmp_path))

@@ -40,7 +40,6 @@ from torch import Tensor
 import ltx
 from benchmarks.studies.tasks import SETTINGS, Params, Settings, Task, drift, parser_of, read, task_of, where
 from ltx import hooks
-from ltx.estimate import short
 
 SEEDS = (0, 1)
 RANKS = (8, 64)
@@ -208,7 +207,7 @@ def run(case: Case) -> dict[str, Any]:
 def _settings(case: Case) -> dict[str, Any]:
     settings, row = SETTINGS[case.task], ROWS[case.strategy]
     more = {"adam_lr": ADAM_LR[case.task], "adam_eps": ADAM_EPS} if row.optimizer in (_plain_adam, _qadam) else {}
-    return {**asdict(case), "made": short(row.make(settings, case.ranks)), "settings": asdict(settings), **more}
+    return {**asdict(case), "made": repr(row.make(settings, case.ranks)), "settings": asdict(settings), **more}
 
 
 def load(path: Path = RESULTS) -> dict[str, Any]:

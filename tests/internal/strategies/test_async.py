@@ -384,7 +384,7 @@ def test_simulated_ranks_keep_the_round_in_their_state(seed: int) -> None:
 @pytest.mark.full
 def test_a_compiled_graph_doesnt_leave_the_warm_up() -> None:
     strategy = AsyncAveraging(warmup_steps=2)
-    with pytest.raises(UnsupportedError, match=re.escape("averages gradients at steps before 2 alone")):
+    with pytest.raises(UnsupportedError, match="at step 1 needs one reduction at this step and all later"):
         strategy.hook_in_graph(1)
     assert strategy.hook_in_graph(2) is None
     assert strategy.stateful
