@@ -165,10 +165,14 @@ class Together:
                     self.comm.negotiation.announce(f"{self._places}/1", Post(self._signature, post))
                 else:
                     self._exchange.announce(f"{self._places}/{at}", post)
+        if self._exchange is not self.comm.store_exchange:  # a file needs nobody to stay until it has been read
+            self.let_go()
 
     def let_go(self) -> None:
         """Nobody will be told anything more. The last rank that lets go of a file in place of the store removes it."""
-        self._exchange = None
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None and self.comm is not None and exchange is not self.comm.store_exchange:
+            exchange.close()  # now, though frames of what was raised may still hold it
 
     def conclude(self, make: Callable[[], T], decide: Callable[[list[T]], None], failed: str, after: str = "") -> None:
         """Have rank 0 `decide` on what `make` gives on every rank, which is JSON. For any thread, after an exchange.

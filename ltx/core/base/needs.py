@@ -22,6 +22,11 @@ class Need(NamedTuple):
     error: type[LtxError] = StrategyError
 
 
+def _never(part: str) -> bool:
+    """It is asked of what doesn't offer it."""
+    return False
+
+
 _unsupported = partial(Need, error=UnsupportedError)
 
 _WAIT = 'use overlap="backward"'
@@ -50,7 +55,7 @@ TABLE = {
     "QAdam, optimizer": Need(
         "QAdam",
         "an ltx.optim.qadam of its warmup_steps and betas, by itself, as nothing else may take momenta for gradients",
-        lambda x, kind=object, *same: isinstance(x, kind) and (x.warmup_steps, x.betas) == same,
+        lambda x, kind, *same: isinstance(x, kind) and (x.warmup_steps, x.betas) == same,
         "use ltx.optim.qadam(lr, warmup_steps=, betas=)",
     ),
     "ZeRO, optimizer": Need(
@@ -65,9 +70,7 @@ TABLE = {
     "overlap, optimizer": Need(
         'overlap="update"', "an update of each parameter by itself, before all", lambda x: x.offers.leafwise, _WAIT
     ),
-    "guard, overlap": Need(
-        "a guard or dynamic loss scale", "all gradients before the optimizer runs", lambda x: "update" not in x, _WAIT
-    ),
+    "guard, overlap": Need("a guard or dynamic loss scale", "all gradients before the optimizer runs", _never, _WAIT),
     "check_every, strategy": Need(
         "check_every", "parameters alike on all ranks", lambda x: x.layout.params == "replicated", "leave it out"
     ),
@@ -89,9 +92,7 @@ TABLE = {
         lambda x, step=0: x.constant_after is not None and step >= x.constant_after,
         f"take the first steps eagerly until it no longer changes, or {_INSIDE}",
     ),
-    "guard, graph": _unsupported(
-        'guard="raise"', "to look at gradients", lambda x: x != "a compiled graph", f'use guard="skip", or {_INSIDE}'
-    ),
+    "guard, graph": _unsupported('guard="raise"', "to look at gradients", _never, f'use guard="skip", or {_INSIDE}'),
     "guard in a graph, strategy": _unsupported(
         "a check of gradients in a compiled graph", "them alike on all ranks", lambda x: x.shares_gradients(0), _INSIDE
     ),

@@ -188,7 +188,7 @@ class Negotiation:
             self._refuse_deadlock(place, post)
 
     def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
-        """How much this rank has issued and compared, and in which threads (see :mod:`ltx.core.comm.deadlock`)."""
+        """How much this rank has issued and compared, and in which threads; see :class:`Deadlocks`."""
         session, call = self.next_check
         counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (session * _CALLS + call, ()), OPENED: (1, ())}
         counts[EXCHANGES], counts[AGAIN] = (self._store.begun, ()), (self._recovery.come, ())

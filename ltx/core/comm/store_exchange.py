@@ -205,9 +205,13 @@ class StoreExchange:
         self._threads: list[threading.Thread] = []
 
     def in_file(self, file: Path, lost: Callable[[], list[int]]) -> StoreExchange:
-        """An exchange of the same ranks in a file that all of them see. The last one alive to drop it removes it."""
+        """An exchange of the same ranks in a file that all of them see. The last one alive to close it removes it."""
         store = cast(TimeoutStore, FileStore(str(file), self.size - len(lost())))  # which has the same methods
         return StoreExchange(store, self.rank, self.size, self.timeout_s, lost)
+
+    def close(self) -> None:
+        """Let go of the file: nothing is exchanged any more."""
+        del self._store
 
     def new_place(self) -> str:
         """A place that wasn't used before; the same one on all ranks that call this equally often."""

@@ -98,8 +98,10 @@ def test_a_file_in_place_of_a_store(tmp_path: Path) -> None:
     first, second, third = (ranks.in_file(path, list) for ranks in exchanges())
     assert on_all(lambda ranks: ranks.exchange("here", ranks.rank, "saving"), [first, second, third]) == [[0, 1, 2]] * 3
     assert path.exists()
-    del first, second, third
-    assert not path.exists(), "the last to drop it removes it"
+    for ranks in (first, second, third):
+        assert path.exists()
+        ranks.close()
+    assert not path.exists(), "the last to close it removes it"
 
 
 def test_threads_that_use_it_are_waited_for() -> None:

@@ -76,7 +76,7 @@ HANGS = """
 import os, time, torch, ltx
 from ltx.runtime.pool import Pool
 from ltx.core.world.world import world
-pool = Pool(2)
+pool = Pool(2, grace_s=60)
 print(*pool.run(os.getpid), flush=True)
 def hang():
     if world().rank == 1:
