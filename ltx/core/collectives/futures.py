@@ -84,7 +84,7 @@ class Future:
     def __init__(
         self,
         name: str,
-        works: Sequence[comm.Work | comm.Arrived] = (),
+        works: Sequence[comm.Work] = (),
         finish: Callable[[list[torch.Tensor]], Tree] = lambda results: None,
         others: list[Any] | None = None,
     ):
@@ -106,12 +106,8 @@ class Future:
 
     @property
     def over(self) -> bool:
-        """Whether it doesn't need :meth:`poll`: nothing goes through shared memory now."""
+        """Whether nothing of it goes through shared memory, where peers may wait for this rank's part."""
         return self._others is None or not comm.any_transport_busy()
-
-    def poll(self) -> None:
-        """Do this rank's part in shared memory: peers may wait for it while this process is in no wait of ltx."""
-        comm.progress_everywhere()
 
     def wait(self) -> Tree:
         """Wait for the result and return it: what the collective itself would have. Again: the same, at once.

@@ -76,6 +76,11 @@ class Work:
     def __post_init__(self) -> None:
         self._number, self._begun_s = self._channel.begun, time.perf_counter()
 
+    @staticmethod
+    def arrived(channel: Channel, value: torch.Tensor) -> Work:
+        """The work of a result that is there already."""
+        return Work(channel, None, value, "", None)
+
     def give_up(self) -> None:
         """Drop this work because its channel is closed. A later :meth:`wait` raises."""
         if self._work is not None:

@@ -22,19 +22,6 @@ from ltx.core.comm.signature import Agreement, Signature
 from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, OfTensors, Rule, Static, Tensors, fresh
 
 
-class Arrived:
-    """A result that is there already."""
-
-    done = True
-
-    def __init__(self, value: torch.Tensor):
-        self._value = value
-
-    def wait(self) -> torch.Tensor:
-        """The result."""
-        return self._value
-
-
 class ProcessRanks(AxisComm):
     """The ranks of an axis as one of these processes sees them: what they do with the channels of its communicator."""
 
@@ -48,21 +35,21 @@ class ProcessRanks(AxisComm):
         works = [self._issue(rule, static, x) for x in xs]
         return tuple(self._finished(rule, static, x, work.wait()) for x, work in zip(xs, works, strict=True))
 
-    def begin(self, rule: Rule, static: Static, x: torch.Tensor, label: str) -> tuple[Work | Arrived, OfTensor]:
+    def begin(self, rule: Rule, static: Static, x: torch.Tensor, label: str) -> tuple[Work, OfTensor]:
         return self._issue(rule, static, x, label), lambda result: self._finished(rule, static, x, result)
 
-    def _issue(self, rule: Rule, static: Static, x: torch.Tensor, label: str = "") -> Work | Arrived:
+    def _issue(self, rule: Rule, static: Static, x: torch.Tensor, label: str = "") -> Work:
         """Start a rule's operation. With a `label`, which the ledger and errors show, x may change meanwhile."""
         operation = rule.operation
         if operation is None:
-            return Arrived(rule.before(x, self.size, static))
+            return Work.arrived(self.user, rule.before(x, self.size, static))
         key = key_of(rule.name, x, static)
         self.negotiate_issue(self.user, key, lambda: Signature.of_tensors(rule.name, [x], static))
         buffer = rule.before(x, self.size, static)
         if rule.coded is not None and not self.user.uses_transport(buffer):
             buffer = rule.coded(buffer)
         if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so none waits
-            return Arrived(OPERATIONS[operation].new_result(buffer, self.size))
+            return Work.arrived(self.user, OPERATIONS[operation].new_result(buffer, self.size))
         if label and buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             buffer = buffer.clone()
         return self.user.issue(operation, buffer, label or rule.name, rule.arguments(static))

@@ -10,40 +10,29 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-import weakref
 from contextlib import suppress
-from typing import Protocol
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ltx.core.comm.shared_memory import progress_everywhere
 
 _PATIENCE_S = 0.1
 _PAUSE_S = 0.01
 
 
-class Unfinished(Protocol):
-    """What the thread continues."""
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing is left to do. It takes no time."""
-        ...
-
-    def poll(self) -> None:
-        """Go on as far as possible without waiting; nothing, while another thread is in it."""
-        ...
-
-
 class _Mover:
-    """The thread, and what it continues."""
+    """The thread, and since when it has looked after each future."""
 
     def __init__(self) -> None:
-        self._watched: list[tuple[float, weakref.ref[Unfinished]]] = []
+        self._watched = WeakKeyDictionary[Any, float]()
         self._ends = False
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def watch(self, pending: Unfinished) -> None:
-        """Call ``pending.poll()`` now and then, once it has been pending for a while, until it is ``over`` or gone."""
+    def watch(self, future: Any) -> None:
+        """Do this rank's part now and then, once `future` has been pending for long, until it is ``over`` or gone."""
         with self._more:
-            self._watched.append((time.monotonic(), weakref.ref(pending)))
+            self._watched[future] = time.monotonic()
             if self._thread is None or not self._thread.is_alive():  # a fork has no threads
                 self._ends = False
                 self._thread = threading.Thread(target=self._run, name="ltx: progress", daemon=True)
@@ -53,9 +42,12 @@ class _Mover:
             if len(self._watched) == 1:  # else the thread wakes in time for the oldest
                 self._more.notify()
 
-    def _forget(self) -> None:
-        alive = ((since, ref, ref()) for since, ref in self._watched)
-        self._watched = [(since, ref) for since, ref, pending in alive if pending is not None and not pending.over]
+    def _forget(self) -> bool:
+        """Forget what is over; returns whether something isn't. It takes no time."""
+        for future in list(self._watched):
+            if future.over:
+                del self._watched[future]
+        return bool(self._watched)
 
     def _end(self) -> None:
         """Python must not exit while the thread frees tensors: torch releases the interpreter there, and aborts."""
@@ -68,21 +60,13 @@ class _Mover:
     def _run(self) -> None:
         while True:
             with self._more:
-                self._forget()
-                self._more.wait_for(lambda: self._watched or self._ends)
-                oldest, watched = self._watched[0][0] if self._watched else 0.0, list(self._watched)
-                due = max(_PAUSE_S, oldest + _PATIENCE_S - time.monotonic())
-                if self._more.wait_for(lambda: self._ends, due):
+                self._more.wait_for(lambda: self._ends or self._forget())
+                due_s = min(self._watched.values(), default=0.0) + _PATIENCE_S
+                if self._more.wait_for(lambda: self._ends, max(_PAUSE_S, due_s - time.monotonic())):
                     return
-            for since, ref in watched:
-                if time.monotonic() - since >= _PATIENCE_S:
-                    _poll(ref)
-
-
-def _poll(ref: weakref.ref[Unfinished]) -> None:
-    if (pending := ref()) is not None:
-        with suppress(BaseException):  # a wait raises
-            pending.poll()
+            if time.monotonic() >= due_s:
+                with suppress(BaseException):  # a wait raises
+                    progress_everywhere()
 
 
 _mover = _Mover()

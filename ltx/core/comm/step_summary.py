@@ -269,19 +269,6 @@ def number_in_graph(step: int, clock: torch.Tensor) -> torch.Tensor:
     return (step + clock) % (1 << _LIMB_BITS)
 
 
-@dataclass(frozen=True)
-class _Summed:
-    """The work of a sum that a graph has waited for."""
-
-    sums: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.sums
-
-    def read(self) -> HostCopy:
-        return HostCopy(self.sums)
-
-
 def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor, step: int, key: str) -> torch.Tensor:
     axis_comm: AxisComm = traced.kept(key).comm
     number, stream = step + int(clock.max()), axis_comm.stream_of(total.device)
@@ -289,13 +276,14 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
     if stream is None and axis_comm.size * int(limbs[1]) == int(limbs[0]) ** 2:
         return one
     exchange, said = axis_comm.store_exchange, astuple(Said(0, number, axis_comm.recovery.last_left))
-    work: Any = _Summed(torch.cat([total.new_zeros(2), *limbs]))
+    channel = axis_comm.bucket_channel(0)
+    work = Work.arrived(channel, torch.cat([total.new_zeros(2), *limbs]))  # the graph has waited for it
 
     def compare() -> list[Any]:
         return exchange.exchange(exchange.new_place(), said, "a comparison of steps", _EXPLAINING_S)
 
     read_last_summary(axis_comm)
-    end_pass(axis_comm, IssuedSummary(work, axis_comm.bucket_channel(0), stream, compare=compare))
+    end_pass(axis_comm, IssuedSummary(work, channel, stream, compare=compare))
     return one
 
 

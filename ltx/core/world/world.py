@@ -1,7 +1,6 @@
 """Which process this is among how many, and what it computes on; the world that is up in it, and how that ends.
 
-What :func:`world_from_env` gives is a function of the environment variables alone, plus the number of accelerators. Who
-may have set them is in :mod:`ltx.core.world.launchers`.
+Where it is, its placement, is a function of environment variables alone: :mod:`ltx.core.world.launchers`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 import multiprocessing
 import os
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -24,7 +22,7 @@ from ltx.core.base.private import Store
 from ltx.core.comm.backends import default_backend
 from ltx.core.ranks import axis as axes
 from ltx.core.world.failures import note_failure
-from ltx.core.world.launchers import check_alone, placement_from_env
+from ltx.core.world.launchers import check_alone
 from ltx.core.world.placement import Placement
 
 
@@ -46,17 +44,14 @@ class World:
         launcher: who started the processes: ``"pool"``, ``"torchrun"``, ``"slurm"`` (srun), ``"openmpi"``, ``"pmi"``
             (MPICH, Intel MPI), ``"mvapich2"``; ``"join"`` for one that :func:`ltx.elastic` takes into a run of others;
             ``"arguments"`` if :func:`ltx.init` was told by its caller, ``"user"`` for a process group that was
-            initialised before ltx, ``"none"`` for a process that nobody started as a
-            rank.
+            initialised before ltx, ``"none"`` for a process that nobody started as a rank.
         local_size: the number of processes on this node.
 
     Example:
-        >>> from ltx.core.world.world import world_from_env
-        >>> env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
-        ...        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-        >>> world = world_from_env(env, cuda_devices=0)
-        >>> world.rank, world.size, world.node_rank, world.num_nodes, world.backend
-        (3, 4, 1, 2, 'gloo')
+        >>> import ltx
+        >>> with ltx.init() as world:
+        ...     world.rank, world.size, world.backend
+        (0, 1, 'gloo')
     """
 
     rank: int
@@ -249,42 +244,6 @@ def _release(left: World, error: BaseException | None) -> None:
     shutdown()
 
 
-def world_from_env(environ: Mapping[str, str], *, backend: str | None = None, cuda_devices: int | None = None) -> World:
-    """The world that the environment variables `environ` describe; a world of one if they describe none.
-
-    Launchers that it knows, the first of which that fits is believed: a worker of an ``ltx.Pool``; torchrun, or its
-    variables set by hand; mpirun of Open MPI, MVAPICH2, MPICH and Intel MPI; srun. A job script of SLURM, the shell of
-    ``salloc`` and ``srun --pty`` are one process each, whatever the size of the allocation.
-
-    The ranks meet at MASTER_ADDR and MASTER_PORT. Where these aren't set: with srun at the step's first node, at a port
-    from 15000 to 24999 that follows from the ids of job and step; with mpirun on a single node at 127.0.0.1, at such a
-    port too, of Open MPI's job, or at 29500. mpirun on several nodes needs MASTER_ADDR.
-
-    The device is the accelerator (a CUDA device, or another one that torch knows) numbered like the local rank where
-    there are any, else the CPU; the first one where each rank sees devices of its own (srun's tasks, or one entry in
-    CUDA_VISIBLE_DEVICES). The backends are torch's for that device, NCCL on CUDA, and gloo on the CPU. Local ranks
-    beyond the number of devices are an error, except over gloo, where they compute on the CPU.
-
-    Args:
-        environ: the environment, ``os.environ`` for example.
-        backend: use this backend of torch.distributed.
-        cuda_devices: the number of CUDA devices to reckon with; None asks torch which accelerators there are.
-
-    Raises:
-        WorldError: variables that are malformed or contradict each other; the message names variable, value and
-            what is allowed.
-
-    Example:
-        >>> world_from_env({}, cuda_devices=0).size
-        1
-        >>> world_from_env({"RANK": "x", "WORLD_SIZE": "2"})
-        Traceback (most recent call last):
-        ltx.errors.WorldError: environment variable RANK='x' (launcher torchrun): expected an integer from 0 to 1, \
-below WORLD_SIZE=2. Launchers set it; unset it and the launcher's other variables to run as a world of one.
-    """
-    return world_of(placement_from_env(environ), backend=backend, cuda_devices=cuda_devices)
-
-
 def cores() -> int:
     """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -302,7 +261,17 @@ def accelerators() -> tuple[str, int]:
 
 
 def world_of(placement: Placement, *, backend: str | None = None, cuda_devices: int | None = None) -> World:
-    """The world of a process at `placement`; arguments and errors as for :func:`world_from_env`."""
+    """The world of a process at `placement`.
+
+    The device is the accelerator (a CUDA device, or another one that torch knows) numbered like the local rank where
+    there are any, else the CPU; the first one where each rank sees devices of its own (srun's tasks, or one entry in
+    CUDA_VISIBLE_DEVICES). The backends are torch's for that device, NCCL on CUDA, and gloo on the CPU. Local ranks
+    beyond the number of devices are an error, except over gloo, where they compute on the CPU.
+
+    Args:
+        backend: use this backend of torch.distributed.
+        cuda_devices: the number of CUDA devices to reckon with; None asks torch which accelerators there are.
+    """
     local_rank = placement.local_rank
     kind, count = accelerators() if cuda_devices is None else ("cuda", cuda_devices)
     index = 0 if count == placement.own_devices else local_rank

@@ -16,9 +16,9 @@ from ltx import World
 from ltx.core.world.groups import _misfit
 from ltx.core.world.launchers import LAUNCHERS, placement_from_arguments, placement_from_env
 from ltx.core.world.placement import DERIVED_PORTS, Placement, first_host
-from ltx.core.world.world import world_from_env
 from ltx.errors import WorldError
 from tests.contract.runtime.environments import TORCHRUN
+from tests.internal.world.test_world import world_from_env
 
 Environ = dict[str, str]
 

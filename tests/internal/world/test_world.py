@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
 from ltx import World
-from ltx.core.world.world import placement_from_env, world_from_env
+from ltx.core.world.launchers import placement_from_env
+from ltx.core.world.world import world_of
 from ltx.errors import LtxError, WorldError
 from tests.contract.runtime.environments import TORCHRUN
+
+
+def world_from_env(environ: dict[str, str], **given: Any) -> World:
+    return world_of(placement_from_env(environ), **given)
 
 
 def _without(*names: str) -> dict[str, str]:
