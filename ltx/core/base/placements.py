@@ -91,17 +91,11 @@ def summed(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a tensor lies on a mesh.
+    """How a tensor lies on a mesh."""
 
-    Attributes:
-        mesh: torch's DeviceMesh.
-        placements: one for each dimension of the mesh: Shard, Replicate, Partial.
-        shape, stride: of the whole tensor.
-    """
-
-    mesh: Any
-    placements: tuple[Any, ...]
-    shape: torch.Size
+    mesh: Any  # torch's DeviceMesh
+    placements: tuple[Any, ...]  # one for each dimension of the mesh: Shard, Replicate, Partial
+    shape: torch.Size  # of the whole tensor
     stride: tuple[int, ...]
 
     @property

@@ -95,11 +95,7 @@ def collective(
 ) -> Tree:
     """The collective `name` of every leaf of `value`, or on an axis "in the background" the future of that.
 
-    Args:
-        name: the rule's.
-        value, axis: the caller's.
-        static: gives the rule's arguments for a leaf and the axis' size.
-        then: what is done to each result.
+    `static` gives the rule's arguments for a leaf and the axis' size; `then` is done to each result.
     """
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)

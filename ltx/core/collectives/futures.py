@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -97,7 +101,7 @@ class Future:
         else:  # the axis completes what nobody waits for
             others[:] = [*(other for other in others if not other.done), self]
             if not self.over:
-                comm.look_after(self)
+                _mover.watch(self)
 
     @property
     def done(self) -> bool:
@@ -146,6 +150,67 @@ class Future:
 
     def __repr__(self) -> str:
         return f"<ltx.Future of {self.name}, {'done' if self.done else 'under way'}>"
+
+
+# How old a future is that a thread looks after, and how often that does.
+_PATIENCE_S, _PAUSE_S = 0.1, 0.01
+
+
+class _Mover:
+    """A thread that does this rank's part in shared memory while its process does something else.
+
+    A collective there goes on when its ranks do its phases, so something has to check: peers that wait for theirs
+    depend on it. A running step checks, and so does a wait; but a process may also be in another library's barrier, or
+    at the prompt of a notebook. So once a future is older than a step should take, the thread checks.
+    """
+
+    def __init__(self) -> None:
+        self._watched = WeakKeyDictionary[Future, float]()
+        self._ends = False
+        self._more = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, future: Future) -> None:
+        """Do this rank's part now and then, once `future` has been pending for long, until it is ``over`` or gone."""
+        with self._more:
+            self._watched[future] = time.monotonic()
+            if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+                self._ends = False
+                self._thread = threading.Thread(target=self._run, name="ltx: progress", daemon=True)
+                self._thread.start()
+                atexit.unregister(self._end)
+                atexit.register(self._end)
+            if len(self._watched) == 1:  # else the thread wakes in time for the oldest
+                self._more.notify()
+
+    def _forget(self) -> bool:
+        """Forget what is over; returns whether something isn't. It takes no time."""
+        for future in list(self._watched):
+            if future.over:
+                del self._watched[future]
+        return bool(self._watched)
+
+    def _end(self) -> None:
+        """Python must not exit while the thread frees tensors: torch releases the interpreter there, and aborts."""
+        with self._more:
+            self._ends = True
+            self._more.notify()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._more:
+                self._more.wait_for(lambda: self._ends or self._forget())
+                due_s = min(self._watched.values(), default=0.0) + _PATIENCE_S
+                if self._more.wait_for(lambda: self._ends, max(_PAUSE_S, due_s - time.monotonic())):
+                    return
+            if time.monotonic() >= due_s:
+                with suppress(BaseException):  # a wait raises
+                    comm.progress_everywhere()
+
+
+_mover = _Mover()
 
 
 #: The collectives that send one message for each tensor; :func:`one_message` enters them.

@@ -15,7 +15,6 @@ from ltx.core.comm.pickling import opened as opened
 from ltx.core.comm.pickling import sealed as sealed
 from ltx.core.comm.processes import ProcessRanks as ProcessRanks
 from ltx.core.comm.processes import key_of as key_of
-from ltx.core.comm.progress_thread import look_after as look_after
 from ltx.core.comm.recovery import BackwardPass as BackwardPass
 from ltx.core.comm.recovery import nested_run as nested_run
 from ltx.core.comm.registry import InBackground as InBackground

@@ -373,16 +373,10 @@ class AxisComm(Ranks):
         describe: Callable[[], Signature],
         offer: Callable[[], Any] = lambda: None,
     ) -> Agreement:
-        """Make sure that all ranks are about to issue the same thing on `channel`.
+        """Make sure that all ranks are about to issue the same thing on `channel`; raises on every rank if they aren't.
 
-        Args:
-            key: hashable; equal keys mean equal signatures. A known key costs a dictionary look-up.
-            describe: called for a new key.
-            offer: returns a JSON value that may differ between ranks; called for a new key. All ranks take rank 0's.
-
-        Raises:
-            RankMismatchError: on every rank, before any data has moved.
-            UnsupportedError: a CUDA graph is captured, or ``torch.jit.trace`` records the call.
+        Equal keys mean equal signatures: a known key costs a dictionary look-up. For a new one `describe` is called,
+        and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank 0's.
         """
         self.check_not_forked()
         self.negotiation.go_on()
@@ -455,11 +449,7 @@ class AxisComm(Ranks):
         return self.gone()
 
     def gone(self) -> list[int]:
-        """The peers whose processes have ended, as far as is known, or whose heartbeats have stopped.
-
-        Raises:
-            PeerLostError: the store is gone or doesn't answer.
-        """
+        """The peers whose processes have ended, as far as is known, or whose heartbeats have stopped."""
         return sorted({*self.lost(), *self.negotiation.silent(), *self.negotiation.ended_peers()})
 
 

@@ -57,11 +57,7 @@ _SHORT_TICK = timedelta(milliseconds=1)
 
 @dataclass(eq=False, repr=False)
 class Work:
-    """A started collective. :meth:`wait` returns its result; until then nothing may read the buffer.
-
-    Attributes:
-        total: once it is complete: the sum of the result's elements, or NaN, where it was asked for and is known.
-    """
+    """A started collective. :meth:`wait` returns its result; until then nothing may read the buffer."""
 
     _channel: Channel
     _work: dist.Work | SharedMemoryWork | None
@@ -71,7 +67,7 @@ class Work:
     _finish: Callable[[torch.Tensor], torch.Tensor] = as_it_is
     _ordered: StreamGroup | None = None  # where its waits order streams
     _given_up: LtxError | None = None
-    total: float | None = None
+    total: float | None = None  # once complete: of the result's elements, or NaN, where asked for and known
 
     def __post_init__(self) -> None:
         self._number, self._begun_s = self._channel.begun, time.perf_counter()
@@ -413,12 +409,9 @@ class Channel:
     ) -> Work:
         """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on.
 
-        A host-blocking backend gets a copy on the host of a tensor that is elsewhere.
-
-        Args:
-            label: what errors and the ledger call it.
-            summed: the work of a reduction records the sum of all elements, where that costs almost nothing.
-            on_host: `buffer` is on the host, and the result is waited for there, whatever backends there are.
+        A host-blocking backend gets a copy on the host of a tensor that is elsewhere. `label`: what errors and the
+        ledger call it. `summed`: the work of a reduction records the sum of all elements, where that costs almost
+        nothing. `on_host`: `buffer` is on the host, and so the result is waited for there, whatever backends there are.
         """
         self.check_in_step(label)
         if recording():

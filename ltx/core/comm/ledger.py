@@ -17,27 +17,16 @@ import torch
 
 @dataclass
 class Event:
-    """One collective.
+    """One collective. Its times (time.perf_counter; seconds) are an accelerator's own once the recording has ended."""
 
-    Attributes:
-        channel: the channel's name: "user", "background", or "buckets 0", "buckets 1", .. by phases of buckets.
-        operation: the collective, as "psum" or "all_gather".
-        label: its purpose, as "psum" or "bucket 3".
-        nbytes: bytes that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum.
-        issued_s, completed_s: when it was issued and when it was complete (time.perf_counter; seconds).
-        waited_s: for how long this rank was blocked in its wait.
-        marks: on an accelerator, while it is recorded: where the device began and completed it.
-
-    Times of collectives on an accelerator are those of the device, once the recording has ended.
-    """
-
-    channel: str
-    operation: str
-    label: str
-    nbytes: int
+    channel: str  # its name: "user", "background", or "buckets 0", "buckets 1", .. by phases of buckets
+    operation: str  # the collective, as "psum" or "all_gather"
+    label: str  # its purpose, as "psum" or "bucket 3"
+    nbytes: int  # that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum
     issued_s: float
     completed_s: float | None = None
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # for how long this rank was blocked in its wait
+    #: On an accelerator, while it is recorded: where the device began and completed it.
     marks: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -53,15 +42,10 @@ class Event:
 
 @dataclass
 class Span:
-    """A stretch of computing. Spans nest: those of a :class:`ltx.train_step` are in its "step".
+    """A stretch of computing. Spans nest: those of a :class:`ltx.train_step` are in its "step"."""
 
-    Attributes:
-        name: "step", "forward", "backward" or "update".
-        began_s, ended_s: when (time.perf_counter; seconds). On a GPU, when this process queued the work.
-    """
-
-    name: str
-    began_s: float
+    name: str  # "step", "forward", "backward" or "update"
+    began_s: float  # time.perf_counter; on a GPU, when this process queued the work
     ended_s: float | None = None
 
 

@@ -185,11 +185,7 @@ def read_last_summary(among: AxisComm) -> None:
 
 
 def confirm(among: AxisComm) -> None:
-    """Where the host runs ahead: wait until all ranks' devices have done what is enqueued now, by a sum behind it.
-
-    Raises:
-        PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: a peer won't come so far.
-    """
+    """Where the host runs ahead: wait until all ranks' devices have done what is enqueued now, by a sum behind it."""
     stream, channel = among.stream_of(among.device), among.bucket_channel(0)
     if stream is None:
         return
@@ -213,13 +209,9 @@ def begin_pass(
 ) -> IssuedSummary:
     """Begin a pass over buckets: wait until the last one is out of the way, then issue this rank's step summary.
 
-    Args:
-        axis_comm: on whose bucket channels the pass goes out.
-        among: the ranks that are in the pass: `axis_comm`, or a part of it.
-        name: what errors call the pass.
-        agreement: what the ranks have compared of it.
-        total, weight: the loss and its weight on this rank, 0-dim tensors; 0 where nobody asks for them.
-        unreduced: as :attr:`Said.unreduced`.
+    It goes out on bucket channels of `axis_comm`, among whose ranks, or a part of them, it is; errors call it `name`.
+    `agreement`: what the ranks have compared of it. `total`, `weight`: this rank's loss and its weight, 0-dim tensors;
+    0 where nobody asks for them. `unreduced`: as :attr:`Said.unreduced`.
     """
     read_last_summary(among)
     among.recovery.begin()

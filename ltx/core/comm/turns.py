@@ -55,18 +55,13 @@ class Call:
 
 @dataclass(eq=False)
 class Left:
-    """A training step or backward pass that rank `rank` has left, and why.
-
-    Attributes:
-        completed: how many it had completed before.
-        told: it has been told that others have completed this one.
-    """
+    """A training step or backward pass that rank `rank` has left, and why."""
 
     rank: int
     what: str
     why: str
-    completed: int
-    told: bool = False
+    completed: int  # how many it had completed before
+    told: bool = False  # that others have completed this one
 
 
 @dataclass(frozen=True)

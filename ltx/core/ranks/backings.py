@@ -39,8 +39,6 @@ class Rule:
     """One collective. `x` is one rank's tensor, `n` the axis' size.
 
     Attributes:
-        name: the collective's name; also its key among the rules.
-        operation: the operation that a channel issues (:mod:`ltx.core.comm.operations`); None if nothing moves.
         stacked: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With
             `per_rank` the result is a stack again, else it is the one value that all ranks get.
         transpose: ``(shape of x, static)`` -> name and static arguments of the transpose, of a linear collective.
@@ -48,15 +46,12 @@ class Rule:
         before: ``(x, n, static)`` -> a contiguous buffer; the channel overwrites it where the operation does.
         coded: what is sent instead of that buffer where the backend, and not ltx, computes with it; None: the buffer.
         after: ``(result, x, rank, n, static)`` -> the value; `result` belongs to the caller, of `x` the dtype is asked.
-        alone: ``(x, static)`` -> the value on an axis of size 1.
-        batched: `static` for an x with one more dimension in front.
-        arguments: the operation's arguments, from `static`.
         keeps_strides: the value, of x's shape, has x's memory layout on that rank (channels last, for example). What is
             sent is contiguous, because ranks' tensors may have different layouts.
     """
 
-    name: str
-    operation: str | None
+    name: str  # the collective's; also its key among the rules
+    operation: str | None  # that a channel issues (ltx.core.comm.operations); None if nothing moves
     stacked: Callable[[torch.Tensor, int, Static], tuple[torch.Tensor, bool]]
     transpose: Callable[[torch.Size, Static], tuple[str, Static]] = lambda shape, static: ("psum", ())
     weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
@@ -65,38 +60,25 @@ class Rule:
     after: Callable[[torch.Tensor, torch.Tensor, int, int, Static], torch.Tensor] = lambda result, x, rank, n, static: (
         result
     )
-    alone: Callable[[torch.Tensor, Static], torch.Tensor] = lambda x, static: x
-    batched: Callable[[Static], Static] = lambda static: static
-    arguments: Callable[[Static], Static] = lambda static: ()
+    alone: Callable[[torch.Tensor, Static], torch.Tensor] = lambda x, static: x  # the value on an axis of size 1
+    batched: Callable[[Static], Static] = lambda static: static  # for an x with one more dimension in front
+    arguments: Callable[[Static], Static] = lambda static: ()  # the operation's
     keeps_strides: bool = False
 
 
 class Ranks:
-    """The ranks of an axis. The defaults are those of a rank that is alone: what all have is what it has.
+    """The ranks of an axis. The defaults are those of a rank that is alone: what all have is what it has."""
 
-    Attributes:
-        rank: this one's index on the axis, where the process knows it.
-        overlaps: whether what is begun on their channels goes on while this rank computes.
-        lags: whether what is begun in one step may be waited for in another.
-        in_turn: whether they are threads of this process, of which one runs at a time.
-        lasting: whether what is made for them once is worth keeping.
-        answer: gives a collective's result as it goes out, if given: ``(operation, buffer, arguments, ranks)``.
-        exchanges: makes a strategy's exchanges in place of :class:`ltx.core.gradients.pending.Exchange`, if given.
-        compared: what they have compared once (:class:`ltx.core.comm.signature.ComparedFunctions`), if that is kept.
-        futures: where they overlap: what was begun and not waited for yet, oldest first.
-        level: the innermost vmap level whose entries they are that isn't off yet; 0 where there is none.
-    """
-
-    rank: int = 0
-    overlaps: bool = False
-    lags: bool = False
-    in_turn: bool = False
-    lasting: bool = True
-    answer: Callable[..., Any] | None = None
-    exchanges: Callable[..., Any] | None = None
-    compared: Any = None
-    futures: list[Any]
-    level: int = 0
+    rank: int = 0  # this one's index on the axis, where the process knows it
+    overlaps: bool = False  # what is begun on their channels goes on while this rank computes
+    lags: bool = False  # what is begun in one step may be waited for in another
+    in_turn: bool = False  # they are threads of this process, of which one runs at a time
+    lasting: bool = True  # what is made for them once is worth keeping
+    answer: Callable[..., Any] | None = None  # gives a collective's result: (operation, buffer, arguments, ranks)
+    exchanges: Callable[..., Any] | None = None  # makes a strategy's exchanges, in place of gradients.pending.Exchange
+    compared: Any = None  # what they have compared once (ltx.core.comm.signature.ComparedFunctions), if that is kept
+    futures: list[Any]  # where they overlap: what was begun and not waited for yet, oldest first
+    level: int = 0  # the innermost vmap level whose entries they are that isn't off yet; 0 where there is none
 
     @property
     def device(self) -> torch.device | None:
@@ -281,13 +263,9 @@ ALONE = Alone()
 
 @dataclass(frozen=True)
 class Part:
-    """Which ranks of an axis belong together: each group of them is an axis of its own.
+    """Which ranks of an axis belong together: each group of them is an axis of its own."""
 
-    Attributes:
-        groups: the ranks of each group, in the order of its axis. Every rank is in one of them.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # the ranks of each, in the order of its axis; every rank is in one of them
 
     @property
     def world(self) -> int:
@@ -326,12 +304,7 @@ class Part:
 
 @lru_cache(maxsize=64)
 def mesh_part(sizes: tuple[int, ...], dims: tuple[int, ...]) -> Part:
-    """The ranks of a mesh whose places differ only along `dims`, the first the outermost.
-
-    Args:
-        sizes: of the mesh's axes, outermost first.
-        dims: the places in `sizes` of the axes that are joined.
-    """
+    """The ranks of a mesh (its axes' `sizes`, outermost first) whose places differ only along `dims`, in that order."""
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
 
     def ranks(along: Iterable[int]) -> list[int]:

@@ -130,9 +130,9 @@ class VmapRanks(Ranks):
     def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """`x` below all wrappers, and which dimension of that is the ranks'; None if they share one value."""
         if not self.dims:
-            return _with_level(x, self.level)
-        dims = [_with_level(x, level)[1] for level, _ in self.dims]
-        value = _with_level(x, self.level)[0]
+            return below_wrappers(x, self.level)
+        dims = [below_wrappers(x, level)[1] for level, _ in self.dims]
+        value = below_wrappers(x, self.level)[0]
         here = [dim for dim in dims if dim is not None]
         if not here:
             return value, None
@@ -168,7 +168,7 @@ class VmapRanks(Ranks):
         return by_group[part.order.to(xs.device)], True
 
 
-def _with_level(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
+def below_wrappers(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
     """`x` below all wrappers, and which dimension of that is vmap's at `level`."""
     dim: int | None = None
     while private.is_wrapped(x):
@@ -190,21 +190,13 @@ def in_front(size: int, xs: Tensors, dims: Sequence[int | None]) -> list[torch.T
 
 @dataclass(frozen=True, eq=False)
 class ShapeRanks(Ranks):
-    """There are no ranks, and tensors have no values (the meta device): what would be sent is asked of `answer`.
+    """There are no ranks, and tensors have no values (the meta device): what would be sent is asked of `answer`."""
 
-    Attributes:
-        rank: the one that is looked at.
-        answer: ``(operation, buffer, arguments, ranks)`` -> what that collective would give.
-        size: their number.
-        exchanges: ``(plan, tensors, states, background, paths)`` -> an exchange.
-        members: for a part of an axis, the ranks of the whole that it has.
-    """
-
-    rank: int = field()
+    rank: int = field()  # the one that is looked at
     size: int = field()
     answer: Callable[..., torch.Tensor] = field(repr=False)
-    exchanges: Callable[..., Any] | None = field(default=None, repr=False)
-    members: tuple[int, ...] = ()
+    exchanges: Callable[..., Any] | None = field(default=None, repr=False)  # (plan, tensors, states, background, paths)
+    members: tuple[int, ...] = ()  # for a part of an axis, the ranks of the whole that it has
     lasting = False
     lags = True
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import optree
 import torch
 
-from ltx.core.base import private, traced, tree
+from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
 from ltx.core.ranks.axis import DEFAULT_NAME, close_simulated, open_simulated
-from ltx.core.ranks.batched import unwrapped
+from ltx.core.ranks.batched import below_wrappers, unwrapped
 from ltx.typing import Tree
 
 
@@ -194,18 +194,9 @@ def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[
         if dim is not None and not is_whole(dim):
             raise AxisError(f"out_dims must be an int, None or a tree of them, got {shown(dim)}.")
     return [  # with out_dims a number nobody asks, and Dynamo couldn't
-        (dim, dim is None and isinstance(leaf, torch.Tensor) and _of_ranks(leaf, level))
+        (dim, dim is None and isinstance(leaf, torch.Tensor) and below_wrappers(leaf, level)[1] is not None)
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
-
-
-def _of_ranks(tensor: torch.Tensor, level: int) -> bool:
-    """Whether a tensor has a value for each rank of the axis at `level`."""
-    while private.is_wrapped(tensor):
-        if private.is_batched(tensor) and private.level_of(tensor) == level:
-            return True
-        tensor = private.unwrapped_once(tensor)
-    return False
 
 
 def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:

@@ -148,9 +148,8 @@ def init(
 def renew(count: int) -> None:
     """Make a new world with the same settings, in place of one in which an exception was raised.
 
-    Args:
-        count: which world of this process it is, a number above all before, equal on all ranks. They may have counted
-            differently.
+    `count`: which world of this process it is, a number above all before, equal on all ranks. They may have counted
+    differently.
     """
     settings = settings_of_world()
     settings.pop("placement", None)  # as the environment says
@@ -164,11 +163,8 @@ def renew(count: int) -> None:
 def reform(asked: Mapping[str, Any], count: int, placement: Placement, meanwhile: AbstractContextManager[Any]) -> World:
     """A world of other ranks in place of the one that is up, or of one that couldn't be set up.
 
-    Args:
-        asked: the :func:`settings` of the world before.
-        count: as in :func:`renew`.
-        placement: where this process is in the new one.
-        meanwhile: entered while it is set up, and left before what was set up is undone if that fails.
+    `asked`: the settings of the world before. `count`: as in :func:`renew`. `meanwhile`: entered while the new one is
+    set up, and left before what was set up is undone if that fails.
     """
     old = process.replaced = process.session or process.replaced
     shutdown()

@@ -24,21 +24,13 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 @dataclass(frozen=True)
 class Launcher:
-    """One row of :data:`LAUNCHERS`: how to see that a launcher started this process, and what it says.
+    """One row of :data:`LAUNCHERS`: how to see that a launcher started this process, and what it says."""
 
-    Attributes:
-        name: as in :attr:`ltx.World.launcher`.
-        marks: the variables by which it is recognised.
-        started_this: whether it started the process with this environment.
-        placement: what it says.
-        start: how one starts processes with it, for error messages.
-    """
-
-    name: str
-    marks: tuple[str, ...]
-    started_this: Callable[[Mapping[str, str]], bool]
-    placement: Callable[[Variables], Placement]
-    start: str
+    name: str  # as in ltx.World.launcher
+    marks: tuple[str, ...]  # the variables by which it is recognised
+    started_this: Callable[[Mapping[str, str]], bool]  # with this environment
+    placement: Callable[[Variables], Placement]  # what it says
+    start: str  # how one starts processes with it, for error messages
 
 
 def placement_from_env(environ: Mapping[str, str]) -> Placement:

@@ -34,19 +34,7 @@ _MAX_DIGITS = 20
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a launcher put this process, and where its processes meet.
-
-    Attributes:
-        launcher: see :class:`ltx.World`.
-        rank, size, local_rank, node_rank, num_nodes: see :class:`ltx.World`.
-        local_size: the number of processes on this node.
-        master: the address and port of the store through which they find each other; None for a process that is alone.
-        own_devices: how many CUDA devices the launcher shows to this process alone; None if it shows the same ones to
-            all processes of a node.
-        joins: the address and port of the store of a run that this process, which is alone until then, is to be taken
-            into by :func:`ltx.elastic`.
-        agreed: whether all ranks know this placement from the same source, so that they needn't compare it.
-    """
+    """Where a launcher put this process, and where its processes meet; what isn't explained is as in a World."""
 
     launcher: str
     rank: int = 0
@@ -55,22 +43,15 @@ class Placement:
     local_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
-    master: tuple[str, int] | None = None
-    own_devices: int | None = None
-    joins: tuple[str, int] | None = None
-    agreed: bool = field(default=False, compare=False)
+    master: tuple[str, int] | None = None  # the address and port of the store where they meet; None: it is alone
+    own_devices: int | None = None  # how many the launcher shows to it alone; None: the same ones to all of a node
+    joins: tuple[str, int] | None = None  # the store of a run that ltx.elastic takes it into; until then it is alone
+    agreed: bool = field(default=False, compare=False)  # all ranks know it from one source, and needn't compare it
 
 
 @dataclass(frozen=True)
 class Variables:
-    """The environment, read for one launcher.
-
-    Attributes:
-        environ: the environment.
-        launcher: its name.
-        marks: the variables by which it is recognised.
-        start: how one starts processes with it, for error messages.
-    """
+    """The environment, read for one launcher; fields are as in :class:`ltx.core.world.launchers.Launcher`."""
 
     environ: Mapping[str, str]
     launcher: str

@@ -112,23 +112,17 @@ class Session:
 
 @dataclass
 class _Process:
-    """What is up in this process: process-wide, because process groups and axes are.
+    """What is up in this process: process-wide, because process groups and axes are."""
 
-    Attributes:
-        session: of the world that is up.
-        replaced: one whose successor couldn't be set up.
-        worlds: how many worlds this process has been in: equal on all ranks of one. It names the keys of a world in
-            the store, so that one made after ``shutdown()`` doesn't read its predecessor's addresses, and ranks with
-            different numbers don't find one another.
-        abandoned: whether this rank leaves its world because of an exception.
-        stores: that through which the ranks of the last world met, and of one that is being made. It is kept: were
-            rank 0's dropped and bound again, a peer could still reach the old one.
-    """
-
-    session: Session | None = None
-    replaced: Session | None = None
+    session: Session | None = None  # of the world that is up
+    replaced: Session | None = None  # one whose successor couldn't be set up
+    #: How many worlds this process has been in: equal on all ranks of one. It names the keys of a world in the store,
+    #: so that one made after ``shutdown()`` doesn't read its predecessor's addresses, and ranks with different numbers
+    #: don't find one another.
     worlds: int = 0
-    abandoned: bool = False
+    abandoned: bool = False  # whether this rank leaves its world because of an exception
+    #: That through which the ranks of the last world met, and of one that is being made. It is kept: were rank 0's
+    #: dropped and bound again, a peer could still reach the old one.
     stores: dict[Placement, Store] = field(default_factory=dict)
     inherited: list[dict[Placement, Store]] = field(default_factory=list)  # a parent's: they can't end in its fork
 
@@ -266,11 +260,8 @@ def world_of(placement: Placement, *, backend: str | None = None, cuda_devices: 
     The device is the accelerator (a CUDA device, or another one that torch knows) numbered like the local rank where
     there are any, else the CPU; the first one where each rank sees devices of its own (srun's tasks, or one entry in
     CUDA_VISIBLE_DEVICES). The backends are torch's for that device, NCCL on CUDA, and gloo on the CPU. Local ranks
-    beyond the number of devices are an error, except over gloo, where they compute on the CPU.
-
-    Args:
-        backend: use this backend of torch.distributed.
-        cuda_devices: the number of CUDA devices to reckon with; None asks torch which accelerators there are.
+    beyond the number of devices are an error, except over gloo, where they compute on the CPU. `cuda_devices`: how many
+    to reckon with; None asks torch which accelerators there are.
     """
     local_rank = placement.local_rank
     kind, count = accelerators() if cuda_devices is None else ("cuda", cuda_devices)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ltx
 from ltx.core import comm
-from ltx.core.comm.progress_thread import _mover
+from ltx.core.collectives.futures import _mover
 from ltx.errors import AxisError, LtxError, RankMismatchError, UnsupportedError
 from tests.forks import Ranks as Forks
 from tests.kinds import Ranks
