@@ -29,7 +29,7 @@ BUDGET = {
     "checkpoint": Size(1641, 7),
     "core": Size(1, 1),
     "core/base": Size(1988, 11),
-    "core/collectives": Size(3105, 11),
+    "core/collectives": Size(3162, 11),
     "core/comm": Size(6344, 24),
     "core/gradients": Size(2327, 8),
     "core/optim": Size(2708, 11),
