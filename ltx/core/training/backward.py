@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -34,24 +34,17 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True)
 class Forward:
-    """What the forward pass gave.
+    """What the forward pass gave."""
 
-    Attributes:
-        run: the call of the user's step.
-        leaves, sync_leaves, sync_spec: the parameters and the communication state that the step was given.
-        total, weight: the loss, or a Weighted's sums; None for the weight of a plain loss.
-        buffers, aux, mean: what the step returned besides; the mean loss, if that is asked for and has to be taken.
-    """
-
-    run: Run
-    leaves: list[torch.Tensor]
-    sync_leaves: list[torch.Tensor]
-    sync_spec: Any
-    total: torch.Tensor
-    weight: torch.Tensor | None
-    buffers: Tree
-    aux: Any
-    mean: torch.Tensor | None
+    run: Run  # the call of the user's step
+    leaves: list[torch.Tensor]  # the parameters that the step was given
+    sync_leaves: list[torch.Tensor]  # the communication state that the step was given
+    sync_spec: Any  # its structure
+    total: torch.Tensor  # the loss, or a Weighted's sum of losses
+    weight: torch.Tensor | None  # a Weighted's sum of weights; None for a plain loss
+    buffers: Tree  # the next ones, which the step returned; None if there are none
+    aux: Any  # what the step returned besides
+    mean: torch.Tensor | None  # the mean loss, if that is asked for and has to be taken
 
     @property
     def schedule(self) -> ProcessSchedule | None:
@@ -61,30 +54,21 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """The second half of an eager step.
-
-    Attributes:
-        optimizer, state: the step's.
-        leaves, trained: the parameters that are trained, and their places among the leaves of the parameters.
-        sync_leaves, sync_spec: the communication state.
-        inputs: what the loss is differentiated with respect to: the leaves, or one source for all.
-        donate: parameters and optimizer state are updated in place.
-        loss_scale: the factor of the loss; a tensor where the host doesn't wait for it.
-        probes: gives sums of complete gradients, where the guard wants them.
-        unused: the paths of parameters that the loss doesn't depend on on this rank, at a training's first step, by
-            their places among `trained`; those are taken out whose gradients other ranks have.
-    """
+    """The second half of an eager step."""
 
     optimizer: Optimizer
     state: TrainState
-    leaves: list[torch.Tensor]
-    trained: list[int]
-    sync_leaves: list[torch.Tensor]
-    sync_spec: Any
-    inputs: list[torch.Tensor]
-    donate: bool
-    loss_scale: float | torch.Tensor = 1.0
+    leaves: list[torch.Tensor]  # the parameters that are trained
+    trained: list[int]  # their places among the leaves of all parameters
+    sync_leaves: list[torch.Tensor]  # the communication state
+    sync_spec: Any  # its structure
+    inputs: list[torch.Tensor]  # what the loss is differentiated with respect to: the leaves, or one source for all
+    donate: bool  # parameters and optimizer state are updated in place
+    loss_scale: float | torch.Tensor = 1.0  # the factor of the loss; a tensor where the host doesn't wait for it
+    #: Gives sums of complete gradients, where the guard wants them.
     probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+    #: At a training's first step, the paths of parameters that the loss doesn't depend on on this rank, by their places
+    #: among `trained`. Those are taken out whose gradients other ranks have.
     unused: dict[int, str] = field(default_factory=dict)
 
     def objective(self, total: torch.Tensor) -> torch.Tensor | None:
@@ -196,35 +180,22 @@ def mean_at_once(
 
 @dataclass(frozen=True)
 class BackwardResult:
-    """What the backward pass gave.
+    """What the backward pass gave."""
 
-    Attributes:
-        grads: reduced gradients; None if the optimizer has run bucket by bucket.
-        states: the next communication state, by path.
-        params, opt_state: what that optimizer made.
-        sums: those of the gradients, if the guard wants them.
-        skip: on the device, whether nothing may be updated; None if that isn't in question.
-    """
-
-    grads: list[torch.Tensor] | None
-    states: dict[str, LeafState]
-    params: Tree = None
-    opt_state: Tree = None
-    sums: list[torch.Tensor | float] | None = None
-    skip: torch.Tensor | None = None
+    grads: list[torch.Tensor] | None  # reduced gradients; None if the optimizer has run bucket by bucket
+    states: dict[str, LeafState]  # the next communication state, by path
+    params: Tree = None  # made by an optimizer that has run bucket by bucket
+    opt_state: Tree = None  # made by it too
+    sums: list[torch.Tensor | float] | None = None  # those of the gradients, if the guard wants them
+    skip: torch.Tensor | None = None  # on the device: nothing may be updated; None if that isn't in question
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What reduced gradients are multiplied by.
+    """What reduced gradients are multiplied by."""
 
-    Attributes:
-        factor: a tensor where the host doesn't wait for it.
-        skip: on the device, whether nothing may be updated; None if that isn't in question.
-    """
-
-    factor: float | torch.Tensor
-    skip: torch.Tensor | None = None
+    factor: float | torch.Tensor  # a tensor where the host doesn't wait for it
+    skip: torch.Tensor | None = None  # on the device: nothing may be updated; None if that isn't in question
 
     def apply(self, grads: Sequence[torch.Tensor]) -> None:
         """Multiply in place."""
@@ -264,15 +235,12 @@ def _weighted_scale(schedule: ProcessSchedule, weight: float) -> float:
 
 
 class Completion:
-    """What is done with the buckets of a pass, as each is complete.
-
-    Attributes:
-        updated: how many buckets the optimizer has updated.
-        mean: the mean loss, if ranks don't share gradients and so have no step summary of it.
-    """
+    """What is done with the buckets of a pass, as each is complete."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule):
-        self.updated, self.mean = 0, cast(torch.Tensor | None, None)
+        self.updated = 0  # how many buckets the optimizer has updated
+        #: The mean loss, if ranks don't share gradients and so have no step summary of it.
+        self.mean: torch.Tensor | None = None
         self._work, self._schedule, self._plan = work, schedule, schedule.plan
         self._states: dict[int, LeafState] = {}
 
@@ -357,13 +325,7 @@ class UpdateThenSend(Completion):
     """Updates and sends a bucket as soon as its gradients are there (:mod:`ltx.core.transforms.strategy_update`).
 
     The backward pass may still need the old parameters, so they keep their values until it is over; the optimizer's
-    state doesn't.
-
-    Args:
-        hook: what ranks do with the new parameters.
-        work: the step's second half.
-        schedule: that of its backward pass.
-        total, weight: the loss, or a Weighted's sums.
+    state doesn't. `total`, `weight`: as in :class:`Forward`.
     """
 
     def __init__(

@@ -33,15 +33,10 @@ _REDUCE = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class LossScale:
-    """The state of dynamic loss scaling, the same on every rank.
+    """The state of dynamic loss scaling, the same on every rank."""
 
-    Attributes:
-        scale: 0-dim float32: what the next loss is multiplied by.
-        good_steps: 0-dim int32: steps with finite gradients since the scale changed last.
-    """
-
-    scale: torch.Tensor
-    good_steps: torch.Tensor
+    scale: torch.Tensor  # 0-dim float32: what the next loss is multiplied by
+    good_steps: torch.Tensor  # 0-dim int32: steps with finite gradients since the scale changed last
 
 
 tree.register_node(

@@ -31,17 +31,11 @@ class Batch(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The parts of what a step returned.
+    """The parts of what a step returned."""
 
-    Attributes:
-        loss: part of the graph.
-        buffers: the next ones, or None if there are none.
-        aux: everything else; None without `has_aux`.
-    """
-
-    loss: torch.Tensor | Weighted
-    buffers: Tree
-    aux: Any
+    loss: torch.Tensor | Weighted  # part of the graph
+    buffers: Tree  # the next ones, or None if there are none
+    aux: Any  # everything else; None without `has_aux`
 
 
 def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:

@@ -40,17 +40,11 @@ _PARTS = ("params", "buffers", "opt_state", "frozen")
 
 @dataclass(frozen=True)
 class PlacedState:
-    """How the parts of a train state lie on meshes; None for a part without DTensors.
+    """How the parts of a train state lie on meshes; None for a part without DTensors."""
 
-    Attributes:
-        given: the parameters as the step is given them, trained and frozen ones together.
-        trained: those that are trained.
-        parts: by the names of the state's parts.
-    """
-
-    given: Placements
-    trained: Placements | None
-    parts: tuple[Placements | None, ...]
+    given: Placements  # the parameters as the step is given them, trained and frozen ones together
+    trained: Placements | None  # the parameters that are trained
+    parts: tuple[Placements | None, ...]  # in the order of :data:`_PARTS`
 
     @staticmethod
     def of(state: Any) -> PlacedState | None:
@@ -166,11 +160,7 @@ _SHARED = (
 
 
 def _check_shared(given: Placements, parts: Tree) -> None:
-    """Raise unless ranks of the meshes have the same values of what isn't split between them.
-
-    Raises:
-        ReplicaDivergedError: on all ranks; names the leaves.
-    """
+    """Raise ReplicaDivergedError, on all ranks, unless those of a mesh have one value of what isn't split on it."""
     leaves = list(zip(given.leaves, tree.leaf_paths(parts), tree.flatten(parts)[0], strict=True))
     for group in given.groups:
         shared = [(path, x) for placement, path, x in leaves if placement is None or placement.is_whole_on(group)]

@@ -146,13 +146,7 @@ def check_kept(buffers: Tree, step: DataParallel) -> None:
 
 @dataclass(frozen=True)
 class TrainSettings(Readable):
-    """The arguments of :func:`ltx.train_step`, each checked, and all of them together.
-
-    Attributes:
-        confirms: before the state before is written to, the host waits until all ranks have all that they are sent.
-            Else it runs ahead of an accelerator, and hears of a lost peer when the memory of the state before is that
-            of the next one. Set by :func:`ltx.elastic`, which goes on from the state before.
-    """
+    """The arguments of :func:`ltx.train_step`, each checked, and all of them together."""
 
     step: DataParallel
     optimizer: Optimizer
@@ -162,6 +156,9 @@ class TrainSettings(Readable):
     has_aux: bool = False
     check_every: int | None = None
     trainable: Trainable = None
+    #: Before the state before is written to, the host waits until all ranks have all that they are sent. Else it runs
+    #: ahead of an accelerator, and hears of a lost peer when the memory of the state before is that of the next one.
+    #: Set by :func:`ltx.elastic`, which goes on from the state before.
     confirms: bool = False
 
     def __post_init__(self) -> None:

@@ -97,28 +97,17 @@ _SIGNALS = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGS
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a train step, after the strategy's `begin`.
-
-    Attributes:
-        train: the train step.
-        state, batch: its arguments.
-        seen: the parts of `state` whose tensors the user may hold.
-        info: when and where.
-        pending: what the strategy's `begin` gave.
-        late: ranks communicate after the optimizer.
-        post_update_hook: what they do with each bucket then, if buckets don't wait for each other.
-        commit: called when the step commits.
-    """
+    """One call of a train step, after the strategy's `begin`."""
 
     train: TrainSettings
     state: TrainState
     batch: Batch
-    seen: tuple[str, ...]
+    seen: tuple[str, ...]  # the parts of `state` whose tensors the user may hold
     info: StepInfo
-    pending: Any
-    late: bool
-    post_update_hook: PostUpdateHook | None
-    commit: Callable[[], None]
+    pending: Any  # what the strategy's `begin` gave
+    late: bool  # ranks communicate after the optimizer
+    post_update_hook: PostUpdateHook | None  # what they do with each bucket then, if buckets don't wait for each other
+    commit: Callable[[], None]  # called when the step commits
 
     def run(self) -> tuple[TrainState, Metrics]:
         """The next state, and the metrics."""

@@ -281,7 +281,7 @@ tree.register_node(
     lambda c, static: TrainState(
         c[0], c[1], c[2], c[3], static[0], static[1], c[4], frozen=c[5] if len(c) > len(_PARTS) else None
     ),
-    names=lambda s: _children(s),
+    names=_children,
 )
 
 
