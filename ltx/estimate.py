@@ -1,4 +1,4 @@
-"""What a training step sends, as values, found from shapes alone before anything runs; and the tables that show it.
+"""What a training step sends, as values, found from shapes alone before anything runs.
 
 A strategy's own methods are driven on the meta device, and what they ask for is written down. So what is counted is
 what a step will issue, and not a formula beside it: :func:`ltx.profile.explain` shows it for one step,
@@ -7,17 +7,18 @@ what a step will issue, and not a formula beside it: :func:`ltx.profile.explain`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ltx import hooks
 from ltx.core import comm
 from ltx.core.base import tree
+from ltx.core.base.readable import format_bytes as format_bytes  # what strategies may import
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.comm_hook import reduce_at_once, states_of
 from ltx.core.gradients.pending import Exchange
@@ -367,81 +368,3 @@ def on_shapes_alone(whose: hooks.CommHook | Strategy, what: str) -> Iterator[Non
             "read values, and the tensors that it makes belong on the device of those that it is given. What a step "
             "sends can still be counted while it runs: with ltx.profile.record() as trace."
         ) from error
-
-
-# --- tables and units, as text ----------------------------------------------------------------------------------------
-
-
-class Table(NamedTuple):
-    """Rows of cells; columns of numbers are set `to_the_right`."""
-
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    to_the_right: Sequence[bool]
-
-    def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
-        lines = []
-        for cells in (self.header, tuple("-" * width for width in widths), *self.rows):
-            columns = zip(cells, widths, self.to_the_right, strict=True)
-            lines.append("  ".join(x.rjust(width) if right else x.ljust(width) for x, width, right in columns).rstrip())
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        from html import escape  # a dictionary of two thousand names, for notebooks alone
-
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            sides = ("right" if right else "left" for right in self.to_the_right)
-            said = zip(map(escape, cells), sides, strict=True)
-            return "<tr>" + "".join(f"<{tag} style='text-align: {side}'>{x}</{tag}>" for x, side in said) + "</tr>"
-
-        body = "".join(row(cells, "td") for cells in self.rows)
-        return f"<table><thead>{row(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
-
-
-class Shown:
-    """A value that is printed as lines and tables, and that notebooks show with real ones."""
-
-    __slots__ = ()
-
-    def _parts(self) -> Iterable[str | Table]:
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self._parts()))
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        parts = (x._repr_html_() if isinstance(x, Table) else f"<pre>{escape(x)}</pre>" for x in self._parts() if x)
-        return f"<div>{''.join(parts)}</div>"
-
-
-def many(count: int, name: str) -> str:
-    return f"{count:,} {name}{'' if count == 1 else 's'}"
-
-
-def format_bytes(nbytes: int) -> str:
-    """Bytes in decimal units, as links are sold; small numbers exactly.
-
-    >>> format_bytes(1200), format_bytes(48_640), format_bytes(3_303_424)
-    ('1,200 B', '48.6 kB', '3.30 MB')
-    """
-    if nbytes < 10_000:
-        return f"{nbytes:,} B"
-    for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)):
-        if nbytes < 999.5 * size or unit == "GB":
-            break
-    value = nbytes / size
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Three digits, with a unit.
-
-    >>> format_seconds(0.0123), format_seconds(42.0), format_seconds(1e-5), format_seconds(3600)
-    ('12.3 ms', '42 s', '10 us', '3,600 s')
-    """
-    unit, size = next((u for u in (("us", 1e6), ("ms", 1e3)) if seconds * u[1] < 999.5), ("s", 1.0))
-    value = seconds * size
-    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"

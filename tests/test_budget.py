@@ -24,25 +24,25 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1734, 10),
-    "all": Size(40901, 169),
-    "checkpoint": Size(1641, 7),
+    ".": Size(1657, 10),
+    "all": Size(40856, 169),
+    "checkpoint": Size(1631, 7),
     "core": Size(1, 1),
-    "core/base": Size(1988, 11),
-    "core/collectives": Size(3162, 11),
+    "core/base": Size(2090, 11),
+    "core/collectives": Size(3154, 11),
     "core/comm": Size(6344, 24),
     "core/gradients": Size(2327, 8),
-    "core/optim": Size(2708, 11),
+    "core/optim": Size(2694, 11),
     "core/ranks": Size(1176, 5),
     "core/training": Size(3480, 13),
-    "core/transforms": Size(3372, 12),
-    "core/world": Size(1643, 7),
+    "core/transforms": Size(3367, 12),
+    "core/world": Size(1632, 7),
     "demo": Size(505, 4),
     "hooks": Size(2456, 12),
     "notebook": Size(197, 2),
-    "profile": Size(1128, 4),
-    "runtime": Size(4282, 15),
-    "strategies": Size(2757, 12),
+    "profile": Size(1107, 4),
+    "runtime": Size(4288, 15),
+    "strategies": Size(2750, 12),
 }
 
 

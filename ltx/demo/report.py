@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
 
-from ltx.estimate import Table, format_bytes
+from ltx.core.base.readable import Table, format_bytes
 
 
 @dataclass

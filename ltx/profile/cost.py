@@ -19,23 +19,13 @@ import torch
 from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked, number, whole
+from ltx.core.base.readable import Shown, Table, format_bytes, format_seconds, many
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.pending import Exchange
 from ltx.core.training import TrainState, TrainStep
 from ltx.core.training.train_state import counted
 from ltx.errors import InputError, StrategyError
-from ltx.estimate import (
-    Collective,
-    Issues,
-    Shown,
-    Started,
-    Steps,
-    Table,
-    Waited,
-    format_bytes,
-    format_seconds,
-    many,
-)
+from ltx.estimate import Collective, Issues, Started, Steps, Waited
 from ltx.optim import Optimizer
 from ltx.profile.traces import record
 from ltx.strategies import Strategy

@@ -19,6 +19,7 @@ from ltx import hooks
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.arguments import whole
+from ltx.core.base.readable import Shown, Table, format_bytes, format_seconds, many
 from ltx.core.gradients.planning import MIB, chosen_sizes
 from ltx.core.optim.combine import members_of
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
@@ -29,19 +30,7 @@ from ltx.core.training.train_step import TrainStep
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.sync_state import SyncState
 from ltx.errors import LtxError, StepError
-from ltx.estimate import (
-    BucketExplanation,
-    Collective,
-    Issues,
-    Shown,
-    Steps,
-    Table,
-    collective,
-    format_bytes,
-    format_seconds,
-    many,
-    meta,
-)
+from ltx.estimate import BucketExplanation, Collective, Issues, Steps, collective, meta
 from ltx.optim import Optimizer, chain, identity
 from ltx.profile.traces import Trace
 from ltx.strategies import StepInfo, Strategy

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from ltx.core.base.arguments import checked
+from ltx.core.base.readable import format_bytes, many
 from ltx.core.comm.ledger import Event, Recording, recorded
 from ltx.errors import InputError, UnsupportedError
-from ltx.estimate import format_bytes, many
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

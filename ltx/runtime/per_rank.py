@@ -11,12 +11,13 @@ import torch
 
 from ltx.core.base import tree as trees
 from ltx.core.base.arguments import shown
-from ltx.core.base.readable import laid_out, text_of
+from ltx.core.base.readable import Table, laid_out, text_of
 from ltx.core.base.tree import check_dense, describe
 from ltx.errors import ArgumentError, ReplicaDivergedError, TreeError
-from ltx.estimate import Table
 
 T = TypeVar("T")
+
+_COLUMNS = 8  # of a table in a notebook, at most
 
 
 class PerRank(Sequence[T], Generic[T]):
@@ -55,8 +56,8 @@ class PerRank(Sequence[T], Generic[T]):
         return laid_out("PerRank(", values, ")")
 
     def _repr_html_(self) -> str:
-        """A row for each rank; where all have a dictionary of the same names, with a column for each of these."""
-        dicts: list[dict[Any, Any]] = [x for x in self._values if isinstance(x, dict)]
+        """A row for each rank; where all have a dictionary of the same few names, with a column for each of these."""
+        dicts: list[dict[Any, Any]] = [x for x in self._values if isinstance(x, dict) and len(x) <= _COLUMNS]
         alike = len(dicts) == len(self) and len({tuple(x) for x in dicts}) == 1
         columns = dicts if alike else [{"value": x} for x in self._values]
         rows = [(str(rank), *(text_of(x, 16) for x in row.values())) for rank, row in enumerate(columns)]

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from ltx.core.base.arguments import brief, checked, is_whole, seconds, whole
+from ltx.core.base.readable import Table
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.world import cores
 from ltx.errors import ArgumentError, CallInterruptedError, WorkerError
@@ -95,6 +96,10 @@ class Pool:
         elif self._workers is not None:
             state = f"pids {self._workers.pids}"
         return f"<ltx.Pool of {self._size}: {state}>"
+
+    def _repr_html_(self) -> str | None:
+        rows = [(f"rank {rank}", str(pid)) for rank, pid in enumerate(self.pids)]
+        return Table((f"Pool of {self._size}", "process"), rows, (False, True))._repr_html_() if rows else None
 
     def __enter__(self) -> Pool:
         return self

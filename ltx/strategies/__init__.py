@@ -3,11 +3,4 @@
 from ltx.extend import StateLayout, States, StepInfo, Strategy, Updated
 from ltx.strategies.ddp import DDPStrategy
 
-__all__ = [
-    "DDPStrategy",
-    "StateLayout",
-    "States",
-    "StepInfo",
-    "Strategy",
-    "Updated",
-]
+__all__ = ["DDPStrategy", "StateLayout", "States", "StepInfo", "Strategy", "Updated"]

@@ -1,19 +1,24 @@
-"""Values as text, in Equinox' manner: tensors by dtype and shape, fields left out that have their default values."""
+"""Values as text, in Equinox' manner: tensors by dtype and shape, fields left out that have their default values.
+
+Notebooks show them as tables.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ltx.core.base.errors import LtxError
 from ltx.core.base.private import is_wrapped
 from ltx.core.base.traced import recording
 
 _WIDTH = 80
+_TALL = 6  # lines of a table's cell
 
 
 class Readable:
@@ -28,6 +33,13 @@ class Readable:
 
     def __repr__(self) -> str:
         return _by_fields(self, 1, -sys.maxsize if self._one_line else 0)
+
+    def _repr_html_(self) -> str | None:
+        try:
+            rows = [(name, text_of(x)) for name, x in _shown_fields(self)]
+        except LtxError:  # its text says so
+            return None
+        return Table((type(self).__name__, ""), rows, (False, False))._repr_html_() if rows else None
 
 
 def text_of(value: Any, most: int = 1, indent: int = 0) -> str:
@@ -59,11 +71,14 @@ def text_of(value: Any, most: int = 1, indent: int = 0) -> str:
 
 
 def _by_fields(value: Any, most: int, indent: int) -> str:
+    parts = [f"{name}={text_of(x, most, indent + 2)}" for name, x in _shown_fields(value)]
+    return laid_out(f"{type(value).__name__}(", parts, ")", indent)
+
+
+def _shown_fields(value: Any) -> Iterator[tuple[str, Any]]:
     # In the order of the arguments: what has a place comes first.
     own = sorted((f for f in fields(value) if f.repr), key=lambda f: f.kw_only is True)
-    shown = ((f.name, x) for f in own if not _is_default(f, x := getattr(value, f.name)))
-    parts = [f"{name}={text_of(x, most, indent + 2)}" for name, x in shown]
-    return laid_out(f"{type(value).__name__}(", parts, ")", indent)
+    return ((f.name, x) for f in own if not _is_default(f, x := getattr(value, f.name)))
 
 
 def laid_out(begin: str, parts: Iterable[str], end: str, indent: int = 0) -> str:
@@ -100,3 +115,90 @@ def _tensor(x: torch.Tensor, most: int) -> str:
         name = name.replace(long, short)
     kind = "" if plain else f"({type(x).__name__})"
     return f"{name}[{','.join(map(str, x.shape))}]{kind}"
+
+
+class Table(NamedTuple):
+    """Rows of cells; columns of numbers are set `to_the_right`."""
+
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    to_the_right: Sequence[bool]
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        lines = []
+        for cells in (self.header, tuple("-" * width for width in widths), *self.rows):
+            columns = zip(cells, widths, self.to_the_right, strict=True)
+            lines.append("  ".join(x.rjust(width) if right else x.ljust(width) for x, width, right in columns).rstrip())
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        def row(cells: tuple[str, ...], tag: str) -> str:
+            sides = (f"text-align: {'right' if right else 'left'}" for right in self.to_the_right)
+            said = zip(map(_cell, cells), sides, strict=True)
+            return "<tr>" + "".join(f"<{tag} style='{side}'>{x}</{tag}>" for x, side in said) + "</tr>"
+
+        body = "".join(row(cells, "td") for cells in self.rows)
+        return f"<table><thead>{row(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
+def _cell(text: str) -> str:
+    """`text` with its lines, folded if these are many: a model has hundreds of tensors."""
+    from html import escape  # a dictionary of two thousand names, for notebooks alone
+
+    if "\n" not in text:
+        return escape(text)
+    lines = f"<pre style='margin: 0; background: none; white-space: pre-wrap'>{escape(text)}</pre>"
+    begin = escape(" ".join(text.split())[:_WIDTH])
+    return lines if text.count("\n") < _TALL else f"<details><summary>{begin} ...</summary>{lines}</details>"
+
+
+class Shown:
+    """A value that is printed as lines and tables, and that notebooks show with real ones."""
+
+    __slots__ = ()
+
+    def _parts(self) -> Iterable[str | Table]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self._parts()))
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        parts = (x._repr_html_() if isinstance(x, Table) else f"<pre>{escape(x)}</pre>" for x in self._parts() if x)
+        return f"<div>{''.join(parts)}</div>"
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+def many(count: int, name: str) -> str:
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
+
+
+def format_bytes(nbytes: int) -> str:
+    """Bytes in decimal units, as links are sold; small numbers exactly.
+
+    >>> format_bytes(1200), format_bytes(48_640), format_bytes(3_303_424)
+    ('1,200 B', '48.6 kB', '3.30 MB')
+    """
+    if nbytes < 10_000:
+        return f"{nbytes:,} B"
+    for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)):
+        if nbytes < 999.5 * size or unit == "GB":
+            break
+    value = nbytes / size
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits, with a unit.
+
+    >>> format_seconds(0.0123), format_seconds(42.0), format_seconds(1e-5), format_seconds(3600)
+    ('12.3 ms', '42 s', '10 us', '3,600 s')
+    """
+    unit, size = next((u for u in (("us", 1e6), ("ms", 1e3)) if seconds * u[1] < 999.5), ("s", 1.0))
+    value = seconds * size
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"

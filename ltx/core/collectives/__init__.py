@@ -6,15 +6,7 @@ from ltx.core.collectives.gather import AllGatherGrad, all_gather, gather, psum_
 from ltx.core.collectives.permute import all_to_all, ppermute
 from ltx.core.collectives.psum import axis_size, broadcast, pmean, psum, psum_to, pvary
 from ltx.core.collectives.ranks import axis_index, rank_seed, shard
-from ltx.core.collectives.reduce import (
-    pargmax,
-    pargmin,
-    pmax,
-    pmin,
-    reduce,
-    reduce_boolean_decision,
-    weighted_mean,
-)
+from ltx.core.collectives.reduce import pargmax, pargmin, pmax, pmin, reduce, reduce_boolean_decision, weighted_mean
 from ltx.core.collectives.uneven import all_gather_object, barrier, broadcast_object, gather_all_tensors
 
 __all__ = [

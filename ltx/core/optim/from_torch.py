@@ -32,13 +32,7 @@ from ltx.core.optim.base import (
     leaves_like,
 )
 from ltx.core.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned, run_pure
-from ltx.core.optim.torch_class import (
-    ClassOptimizer,
-    OpaqueOptimizer,
-    check_grad_layouts,
-    check_params,
-    scheduled_lr,
-)
+from ltx.core.optim.torch_class import ClassOptimizer, OpaqueOptimizer, check_grad_layouts, check_params, scheduled_lr
 from ltx.typing import Tree
 
 _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(

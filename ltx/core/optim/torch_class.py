@@ -26,15 +26,7 @@ from ltx.core.base import traced
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import check_tensors, describe, flatten
-from ltx.core.optim.base import (
-    Optimizer,
-    TorchState,
-    check_grads,
-    differentiated,
-    donated,
-    leaf_name,
-    leaves_like,
-)
+from ltx.core.optim.base import Optimizer, TorchState, check_grads, differentiated, donated, leaf_name, leaves_like
 from ltx.typing import Tree
 
 _REAL_ONLY = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)

@@ -100,12 +100,7 @@ class DataParallel(StepSettings):
             return self
         return replace(self, strategy=self.strategy.with_choice(state.choice))
 
-    def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: CallOptions = PLAIN_CALL,
-    ) -> Run:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions = PLAIN_CALL) -> Run:
         """Call the step on marked parameters and tie its output."""
         params, sync_state = self._params_of(args)
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or traced.recording()):

@@ -25,19 +25,8 @@ from ltx.core.base.errors import TreeError, WorldError
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.core.transforms.strategy import Strategy
 from ltx.core.world.failures import note_uncaught
-from ltx.core.world.groups import (
-    adopted_world,
-    check_mesh,
-    close_ended,
-    make_group,
-    open_axes,
-)
-from ltx.core.world.launchers import (
-    JOIN_VARIABLE,
-    placement_beside_group,
-    placement_from_arguments,
-    placement_from_env,
-)
+from ltx.core.world.groups import adopted_world, check_mesh, close_ended, make_group, open_axes
+from ltx.core.world.launchers import JOIN_VARIABLE, placement_beside_group, placement_from_arguments, placement_from_env
 from ltx.core.world.placement import Placement
 from ltx.core.world.world import (
     RANK_VARIABLE,

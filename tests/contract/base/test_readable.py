@@ -40,6 +40,42 @@ def test_a_state_and_what_made_it() -> None:
     assert "axis='replicas'" in repr(trained(axis=None)[2].step.__class__(loss, axis="replicas"))
 
 
+def rows_of(html: str | None) -> list[list[str]]:
+    """The cells of a table's rows, as they are written in HTML."""
+    return [re.findall("<t[hd] [^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in (html or "").split("</tr>")[:-1]]
+
+
+def test_tables_of_what_has_fields() -> None:
+    state, metrics, train = trained(strategy=ltx.DDPStrategy(comm_hook="fp16"))
+    step = "DataParallel(fn=&lt;function loss&gt;, strategy=DDPStrategy(comm_hook=FP16()))"
+    assert rows_of(train._repr_html_()) == [["TrainStep", ""], ["step", step], ["optimizer", repr(SGD)]]
+    assert rows_of(metrics._repr_html_()) == [["Metrics", ""], ["loss", "tensor(0.)"]]
+    assert rows_of(train.step.strategy._repr_html_()) == [["DDPStrategy", ""], ["comm_hook", "FP16()"]]
+    assert ltx.DDPStrategy()._repr_html_() is None, "no field, no table"
+    rows = dict(rows_of(state._repr_html_()))
+    assert list(rows) == ["TrainState", "params", "buffers", "opt_state", "sync_state", "step"]
+    assert (rows["params"], rows["step"]) == ("{&#x27;kernel&#x27;: f32[64,8], &#x27;bias&#x27;: f32[8]}", "1")
+    train(state, torch.ones(2, 64))
+    assert state._repr_html_() is None, "its text says that it was donated, once"
+
+
+def test_what_would_be_tall_is_folded() -> None:
+    many = {f"<{n}>": torch.zeros(5, 8) for n in range(300)}
+    for html in (ltx.Metrics(loss=many)._repr_html_(), ltx.PerRank([many])._repr_html_()):
+        _, (_, cell) = rows_of(html)
+        assert cell.startswith("<details><summary>{ &#x27;&lt;0&gt;&#x27;: f32[5,8], ")
+        assert "&lt;299&gt;&#x27;: f32[5,8]\n}</pre></details>" in cell
+        assert "<0>" not in cell
+        assert len(cell.split("</summary>")[0]) < 300
+
+
+def test_a_table_of_workers() -> None:
+    with ltx.Pool(2) as pool:
+        shown = rows_of(pool._repr_html_())
+        assert shown == [["Pool of 2", "process"], *([f"rank {r}", str(pid)] for r, pid in enumerate(pool.pids))]
+    assert pool._repr_html_() is None
+
+
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64", torch.bool: "bool", torch.complex64: "c64"}
 
 
