@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,14 +55,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class BucketExplanation:
-    """What one bucket of gradients will send.
+    """What one bucket will send: of gradients, or of an exchange, by which a strategy sends something else.
 
     Attributes:
-        index: its place in the order of launches.
+        index: its place in the order of launches, or in its exchange.
         paths: of its parameters, in the order in which they lie in it.
-        elements, dtype, nbytes: of its gradients.
+        elements, dtype, nbytes: of its gradients, or of the tensors that are exchanged.
         hook: the hook in force.
         collectives: in the order in which they are issued.
+        exchange: the exchange's number among those of the step; None for gradients.
+        background: whether the exchange is under way while the rank computes.
     """
 
     index: int
@@ -72,30 +74,14 @@ class BucketExplanation:
     nbytes: int
     hook: hooks.CommHook
     collectives: tuple[Collective, ...]
+    exchange: int | None = None
+    background: bool = False
 
     @property
     def label(self) -> str:
         """What the ledger calls its collectives."""
-        return f"bucket {self.index}"
-
-
-@dataclass(frozen=True)
-class ExchangeExplanation(BucketExplanation):
-    """What one bucket of an exchange will send: what a strategy sends besides gradients.
-
-    Attributes:
-        index: its place in its exchange.
-        paths, elements, dtype, nbytes: of the tensors that are exchanged.
-        exchange: the exchange's number among those of the step.
-        background: whether it is under way while the rank computes.
-    """
-
-    exchange: int
-    background: bool
-
-    @property
-    def label(self) -> str:
-        return f"{'background' if self.background else 'exchange'} {self.index}"
+        kind = "bucket" if self.exchange is None else "background" if self.background else "exchange"
+        return f"{kind} {self.index}"
 
 
 @dataclass(frozen=True)
@@ -187,12 +173,15 @@ class Counted(Exchange):
         self._steps.events.append(Waited(self))
         return super().wait_buckets()
 
-    def rows(self, paths: Sequence[str], made: Callable[..., BucketExplanation]) -> tuple[BucketExplanation, ...]:
-        """What `made` makes of each bucket, whose leaves lie at `paths`."""
+    def rows(
+        self, paths: Sequence[str], exchange: int | None = None, background: bool = False
+    ) -> tuple[BucketExplanation, ...]:
+        """Of each bucket, whose leaves lie at `paths`."""
         rows = []
         for bucket, found in zip(self._plan.buckets, self.found, strict=True):
-            mine, nbytes = tuple(paths[member] for member in bucket.members), bucket.numel * bucket.dtype.itemsize
-            rows.append(made(bucket.index, mine, bucket.numel, bucket.dtype, nbytes, self._plan.hook, found))
+            of = tuple(paths[member] for member in bucket.members), bucket.numel, bucket.dtype
+            nbytes, hook = bucket.numel * bucket.dtype.itemsize, self._plan.hook
+            rows.append(BucketExplanation(bucket.index, *of, nbytes, hook, found, exchange, background))
         return tuple(rows)
 
 
@@ -260,7 +249,7 @@ class Steps:
         if hook not in self._sent:
             states = [states_of(hook, entries.get(self._paths[i], {})) for i in self._wanted]
             counted = Counted(self, "", self.plan(hook, states, step), [self._leaves[i] for i in self._wanted], states)
-            rows = counted.rows([self._paths[i] for i in self._wanted], BucketExplanation)
+            rows = counted.rows([self._paths[i] for i in self._wanted])
             self._sent[hook] = Started(rows, summary((hook.within(self.axis) or self.axis).ranks) if rows else None)
         return self._sent[hook]
 
@@ -349,7 +338,7 @@ class Steps:
         self, plan: Plan, tensors: Sequence[torch.Tensor], states: Any, background: bool, paths: Sequence[str]
     ) -> Exchange:
         counted = Counted(self, " of an exchange", plan, tensors, states, background)
-        rows = counted.rows(paths, partial(ExchangeExplanation, exchange=self._exchanges, background=background))
+        rows = counted.rows(paths, self._exchanges, background)
         self._exchanges += 1
         self.events.append(Started(rows, None if background else summary(plan.axis.ranks), counted))
         return counted

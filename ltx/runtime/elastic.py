@@ -140,21 +140,9 @@ def elastic(
         >>> state.step, position.epoch, position.done
         (6, 3, 0)
     """
-    run = ElasticRun(
-        replace(train, confirms=True),
-        data,
-        epochs,
-        on_step,
-        tuple(on_reset),
-        min_ranks,
-        max_ranks,
-        seconds("elastic: meeting_timeout", meeting_timeout),
-        snapshots,
-        every,
-        keep,
-        state,
-        position,
-    )
+    limit_s = seconds("elastic: meeting_timeout", meeting_timeout)
+    others: Any = (on_step, tuple(on_reset), min_ranks, max_ranks, limit_s, snapshots, every, keep, state, position)
+    run = ElasticRun(replace(train, confirms=True), data, epochs, *others)
     run.check()
     return run.to_the_end()
 

@@ -131,12 +131,6 @@ class Message:
         through_memory = _MAY_SHARE and sum(view.nbytes for view in self._views) > INLINE_BYTES
         self._shared = _written(self._views) if through_memory else None
 
-    def __enter__(self) -> Message:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def send(self, connection: Connection) -> None:
         """Write it to `connection`. Raises OSError if the other end is closed."""
         sizes = struct.pack(f"<{len(self._views)}q", *(view.nbytes for view in self._views))

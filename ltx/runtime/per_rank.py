@@ -13,6 +13,7 @@ from ltx.core.base import tree as trees
 from ltx.core.base.arguments import shown
 from ltx.core.base.readable import Table, laid_out, text_of
 from ltx.core.base.tree import check_dense, describe
+from ltx.core.comm.group_collectives import as_bytes
 from ltx.errors import ArgumentError, ReplicaDivergedError, TreeError
 
 T = TypeVar("T")
@@ -186,7 +187,4 @@ def _same(first: Any, other: Any) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each element: bit for bit means that 0.0 isn't -0.0, and that NaN may equal NaN."""
-    if tensor.numel() == 0:
-        return torch.empty(0, 1, dtype=torch.uint8)
-    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return plain.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).view(tensor.numel(), -1)
+    return as_bytes(tensor.clone(memory_format=torch.contiguous_format)).view(-1, tensor.itemsize)

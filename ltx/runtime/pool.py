@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -184,7 +185,7 @@ class Pool:
                 )
             self._calls += 1
             limit_s = self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
-            with pack_call(self._calls, fn, args, kwargs) as call:
+            with closing(pack_call(self._calls, fn, args, kwargs)) as call:
                 answers = self._do(call, ranks, name_of(fn), limit_s)
             return [answers[rank].value for rank in ranks]
 
@@ -297,7 +298,7 @@ def launch(
     # A fork has the function already, and all that it refers to.
     call = pack_call(1, fn, args, {}) if method != "fork" else pack(Call(1, inherited=True))
     handed = (fn, args) if method == "fork" else None
-    with call:
+    with closing(call):
         workers = WorkerGroup(nprocs, starter(method, nprocs, threads, handed), threads, _START_TIMEOUT_S)
         try:
             answers = collect(workers, 1, call, range(nprocs), name_of(fn), limit_s)

@@ -79,11 +79,10 @@ class WorkerGroup:
 
     def send(self, rank: int, message: Message) -> bool:
         """Send `message` to a worker; False if it is gone."""
-        try:
+        with suppress(OSError):
             message.send(self._connections[rank])
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def cancel(self, ranks: Collection[int], number: int) -> None:
         for rank in ranks:

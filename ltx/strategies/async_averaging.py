@@ -34,17 +34,11 @@ _FINISHING = "the number of ranks that finish"
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """The last round that this rank has begun.
+    """The last round that this rank has begun."""
 
-    Attributes:
-        began_s: when, on the clock of :func:`time.monotonic`.
-        snapshot: the parameters that it sent.
-        mean: the mean under way; None once it was waited for.
-    """
-
-    began_s: float
-    snapshot: Sequence[torch.Tensor] = ()
-    mean: Exchange | None = None
+    began_s: float  # on the clock of time.monotonic
+    snapshot: Sequence[torch.Tensor] = ()  # the parameters that it sent
+    mean: Exchange | None = None  # under way; None once it was waited for
 
 
 @dataclass(frozen=True, kw_only=True)

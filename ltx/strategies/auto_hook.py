@@ -6,9 +6,9 @@ What a hook sends is what it asks for when it is driven on shapes (:mod:`ltx.est
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,21 +17,6 @@ from ltx.errors import LtxError, SyncStateError
 from ltx.estimate import Steps, format_bytes
 from ltx.extend import Strategy, comm
 from ltx.typing import Tree
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A hook that may be chosen.
-
-    Attributes:
-        name: what a state says.
-        hook: as it is used.
-        up_to: at which bandwidth between ranks, in bits per second.
-    """
-
-    name: str
-    hook: hooks.CommHook
-    up_to: float = math.inf
 
 
 # What changes gradients least comes first. Measured on two cores, a step of 5 M parameters to DDP's in turns:
@@ -47,43 +32,35 @@ class Candidate:
 # 15 and 1.5 Gbit/s. Losses with half and eight bits were those of the exact mean; PowerSGD's, of rank 4, were half a
 # percent higher on one of two tasks, so it has to save more. An accelerator encodes faster, which only moves these up.
 @cache
-def candidates() -> tuple[Candidate, ...]:
-    """All of them. Made when first asked for, as most programs use none."""
-    return (
-        Candidate("none", hooks.AllReduce()),
-        Candidate("bf16", hooks.BF16(), 15e9),
-        Candidate("bytegrad", hooks.ByteGrad(), 1.5e9),
-        Candidate("powersgd", hooks.PowerSGD(rank=2), 0.5e9),
-    )
+def candidates() -> dict[str, tuple[hooks.CommHook, float]]:
+    """The hooks that may be chosen, by what a state calls them, each with the bandwidth up to which it may be.
+
+    Made when first asked for, as most programs use none.
+    """
+    return {
+        "none": (hooks.AllReduce(), math.inf),
+        "bf16": (hooks.BF16(), 15e9),
+        "bytegrad": (hooks.ByteGrad(), 1.5e9),
+        "powersgd": (hooks.PowerSGD(rank=2), 0.5e9),
+    }
 
 
 def hook_of(choice: str) -> hooks.CommHook:
-    """The hook that a communication state says was chosen.
-
-    Raises:
-        SyncStateError: there is none of that name.
-    """
-    found = next((candidate for candidate in candidates() if candidate.name == choice), None)
-    if found is None:
-        names = ", ".join(repr(candidate.name) for candidate in candidates())
+    """The hook that a communication state says was chosen. Raises SyncStateError if there is none of that name."""
+    if choice not in candidates():
         raise SyncStateError(
-            f'comm_hook="auto": this communication state says that {choice!r} was chosen, and there are {names}. A '
-            "state that another strategy has made says nothing of it: take that of step.init(params), on every rank."
+            f'comm_hook="auto": this communication state says that {choice!r} was chosen, and there are '
+            f"{', '.join(map(repr, candidates()))}. A state that another strategy has made says nothing of it: take "
+            "that of step.init(params), on every rank."
         )
-    return found.hook
+    return candidates()[choice][0]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen, and what it was compared with.
-
-    Attributes:
-        name: of the candidate.
-        sent: bytes a step, by the name of each candidate that the bandwidth calls for; empty if there is no network.
-    """
+class Choice(NamedTuple):
+    """What was chosen, and what it was compared with."""
 
     name: str
-    sent: dict[str, int]
+    sent: dict[str, int]  # bytes a step of each candidate that the bandwidth calls for; empty if there is no network
 
     @property
     def reason(self) -> str:
@@ -102,12 +79,12 @@ def choice_for(
         return Choice("none", {})
     strategy = replace(strategy, network=network)
     sent: dict[str, int] = {}
-    for candidate in candidates():
-        if network.bandwidth > candidate.up_to:
+    for name, (candidate, up_to) in candidates().items():
+        if network.bandwidth > up_to:
             break
         try:
-            made = strategy.with_choice(candidate.name)
-            step = candidate.hook.constant_after or 0
+            made = strategy.with_choice(name)
+            step = candidate.constant_after or 0
             hook = made.hook(step)
             if hook is None:
                 continue  # gradients stay local before it begins
@@ -117,7 +94,7 @@ def choice_for(
             if not sent:  # the all-reduce itself
                 raise
             continue  # it can't be cast, or wrapped
-        sent[candidate.name] = sum(collective.nbytes for bucket in buckets for collective in bucket.collectives)
+        sent[name] = sum(collective.nbytes for bucket in buckets for collective in bucket.collectives)
     late = bool(sent) and 8 * sent["none"] <= network.bandwidth * network.start_s(ranks)
     return Choice("none" if late or not sent else min(sent, key=sent.__getitem__), sent)
 

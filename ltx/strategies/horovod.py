@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import torch
 
@@ -105,38 +105,30 @@ class HorovodStrategy(Strategy):
         resolve_hook(self, "compression", "none")
         arguments.check_fields(self, StrategyError, "op", "scale_lr")
         arguments.check_whole(self, 1, "backward_passes_per_step")
-        self._check_factor()
-        self._check_groups()
+        if self.gradient_predivide_factor is not None:
+            self._check_factor(self.gradient_predivide_factor)
+        if self.groups is not None:
+            self._check_groups(self.groups)
         if self.op == "adasum":
             self._check_adasum()
 
     def _wrong(self, field: str, allowed: str) -> StrategyError:
         return StrategyError(f"HorovodStrategy.{field} must be {allowed}, got {brief(getattr(self, field))}.")
 
-    def _check_factor(self) -> None:
-        factor = self.gradient_predivide_factor
-        if factor is None:
-            return
+    def _check_factor(self, factor: float) -> None:
         what = "HorovodStrategy.gradient_predivide_factor"
         factor = arguments.number(what, factor, 0, StrategyError, more=True, besides="None or ")
         object.__setattr__(self, "gradient_predivide_factor", factor)
         if self.op != "average":
             raise self._wrong("gradient_predivide_factor", f'None with op="{self.op}", which has nothing to divide')
 
-    def _check_groups(self) -> None:
-        groups = self.groups
-        if groups is None:
-            return
+    def _check_groups(self, groups: int | Sequence[Sequence[str]]) -> None:
         if arguments.is_whole(groups) and groups > 0:
             object.__setattr__(self, "groups", int(groups))
-            return
-        allowed = "a positive number of groups, or a list of lists of parameters' paths"
-        if isinstance(groups, (int, str)) or not isinstance(groups, Sequence):
-            raise self._wrong("groups", allowed)
-        for group in groups:
-            if isinstance(group, str) or not isinstance(group, Sequence) or not all(isinstance(p, str) for p in group):
-                raise self._wrong("groups", allowed)
-        object.__setattr__(self, "groups", tuple(tuple(group) for group in groups))  # hashable
+        elif _is_list(groups) and all(_is_list(group) and all(isinstance(p, str) for p in group) for group in groups):
+            object.__setattr__(self, "groups", tuple(tuple(group) for group in groups))  # hashable
+        else:
+            raise self._wrong("groups", "a positive number of groups, or a list of lists of parameters' paths")
 
     def _check_adasum(self) -> None:
         if not isinstance(self._compression, (hooks.AllReduce, hooks.FP16, hooks.BF16)) or self._compression.stateful:
@@ -268,6 +260,10 @@ class HorovodStrategy(Strategy):
         return {**states, **added}, tree.unflatten(spec, [x.to(g.dtype) for x, g in zip(totals, grads, strict=True)])
 
 
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 @lru_cache(maxsize=64)
 def _consecutive(count: int, arrival: tuple[int, ...]) -> tuple[int, ...]:
     """Horovod's split of the parameters into `count` groups: the first ones have one more if it doesn't divide."""
@@ -307,19 +303,12 @@ PASSES = "passes"
 @around("hook")
 @dataclass(frozen=True)
 class Scaled(hooks.CommHook):
-    """`hook`, by Horovod's scales and for the gradients of several passes.
-
-    Attributes:
-        hook: what is done to the shares.
-        op: "sum" doesn't divide by n.
-        predivide: the mean is divided by this before the sum, and by n / predivide after it; None: by n before it.
-        passes: whether the gradients of earlier passes, which the communication state holds, are added.
-    """
+    """`hook`, by Horovod's scales and for the gradients of several passes."""
 
     hook: hooks.CommHook
-    op: Literal["average", "sum"] = "average"
-    predivide: float | None = None
-    passes: bool = False
+    op: Literal["average", "sum"] = "average"  # "sum" doesn't divide by n
+    predivide: float | None = None  # what divides before the sum, where n / predivide does after it; None: n before it
+    passes: bool = False  # whether the gradients of earlier passes, which the communication state holds, are added
 
     @property
     def gives_gradients(self) -> bool:
@@ -370,11 +359,7 @@ class Scaled(hooks.CommHook):
 
 @lru_cache(maxsize=64)
 def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
-    """`optimizer` with `factor` times its learning rate.
-
-    Raises:
-        StrategyError: it isn't one of torch's, whose learning rates are known.
-    """
+    """`optimizer` with `factor` times its learning rate. Raises StrategyError unless it is one of torch's."""
     scaled = times_lr(optimizer, factor)
     if scaled is None:
         raise StrategyError(

@@ -47,12 +47,7 @@ _EIGHT_BITS = hooks.ByteGrad()
 @around("among")
 @dataclass(frozen=True)
 class MeanMomentum(hooks.CommHook):
-    """The mean over ranks of b1 m + (1 - b1) g_r in eight bits, which is the next m too: state of each parameter.
-
-    Attributes:
-        beta1: b1.
-        among: what takes the mean: in eight bits among all ranks, or among nodes.
-    """
+    """The mean over ranks of b1 m + (1 - b1) g_r in eight bits, which is the next m too: state of each parameter."""
 
     state_names: ClassVar[tuple[str, ...]] = (MOMENTUM,)
 
@@ -62,7 +57,7 @@ class MeanMomentum(hooks.CommHook):
     gives_gradients: ClassVar[bool] = False
 
     beta1: float
-    among: hooks.CommHook = _EIGHT_BITS
+    among: hooks.CommHook = _EIGHT_BITS  # what takes the mean: among all ranks, or among nodes
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         return {MOMENTUM: torch.zeros_like(param, dtype=self.wire_dtype(param.dtype)).contiguous()}
@@ -119,10 +114,8 @@ class QAdam(NodeStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.check_whole(self, 1, "warmup_steps")
-        rates = isinstance(self.betas, tuple) and all(
-            arguments.is_number(beta) and 0 <= beta < 1 for beta in self.betas
-        )
-        if not rates or len(self.betas) != 2:
+        pair = self.betas if isinstance(self.betas, tuple) else ()
+        if len(pair) != 2 or not all(arguments.is_number(beta) and 0 <= beta < 1 for beta in pair):
             raise StrategyError(f"QAdam.betas must be a pair of numbers in [0, 1), got {brief(self.betas)}.")
 
     def hook(self, step: int) -> hooks.CommHook:

@@ -32,7 +32,7 @@ NEAR = ltx.profile.Network(bandwidth=1e9, latency=2e-5)
 SLOW = ltx.profile.Network(bandwidth=1e8, latency=1e-4)
 AUTO = ltx.DDPStrategy(comm_hook="auto", bucket_bytes="auto")
 #: What the candidates are, by name.
-HOOKS = {candidate.name: candidate.hook for candidate in candidates()}
+HOOKS = {name: hook for name, (hook, _) in candidates().items()}
 
 
 def wide(numel: int = 2_000_000) -> Params:
