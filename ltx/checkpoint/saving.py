@@ -140,7 +140,7 @@ def begin_saving(
         return (own, common, position), {
             "run": directory.run_in(base),
             "to": [str(base), state.step],
-            "common": digest(common, values=False),
+            "common": digest(common, data=False),
             "data": digest(position),
             "temporary": temporary[0].name if temporary else "",
         }

@@ -12,7 +12,6 @@ that is read can run code.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import io
 import json
@@ -34,6 +33,7 @@ from ltx.checkpoint.directory import MISSING
 from ltx.core.base import private, tree
 from ltx.core.base.placements import is_dtensor
 from ltx.core.training.train_state import TrainState
+from ltx.core.transforms.compare import bytes_of, values
 from ltx.core.transforms.strategy_update import LeafLayout
 from ltx.errors import CheckpointError, InputError, StepError, UnsupportedError
 from ltx.strategies.zero import Shards
@@ -189,26 +189,17 @@ def decode(described: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
                 return tuple(walk(child) for child in node["items"])
         return {key: walk(child) for key, child in node.items()}
 
-    return walk(json.loads(_bytes(described)))
+    return walk(json.loads(bytes_of(values(described))))
 
 
-def digest(pieces: Iterable[Piece], values: bool = True) -> str:
-    """Equal for pieces of equal names, dtypes and sizes, and `values`."""
+def digest(pieces: Iterable[Piece], data: bool = True) -> str:
+    """Equal for pieces of equal names, dtypes and sizes, and with `data` of equal values."""
     found = hashlib.sha256()
     for piece in pieces:
         found.update(f"{piece.name} {piece.tensor.dtype} {list(piece.size)} ".encode())
-        if values:
-            found.update(_bytes(piece.tensor))
+        if data:
+            found.update(bytes_of(values(piece.tensor)))
     return found.hexdigest()
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    x = _values(tensor)
-    return ctypes.string_at(x.data_ptr(), x.numel() * x.itemsize)  # without NumPy
 
 
 #: What a rank has written, for rank 0: JSON of (name, dtype, size, offsets, sizes, file, position, length) for a piece.
@@ -222,7 +213,7 @@ def write(directory: Path, rank: int, pieces: Sequence[Piece]) -> Written:
     written, name = list[list[Any]](), f"__{rank}_0.distcp"
     with open(directory / name, "wb") as file:
         for piece in pieces:
-            tensor, begin = _values(piece.tensor), file.tell()
+            tensor, begin = values(piece.tensor).cpu(), file.tell()
             if tensor.untyped_storage().nbytes() != tensor.nbytes:  # all of the memory would be written
                 tensor = tensor.clone()
             torch.save(tensor, file)

@@ -45,11 +45,6 @@ class Noop(CommHook):
         yield  # a generator that asks for nothing
 
 
-def named_hook(name: str) -> CommHook:
-    """The hook of one of :data:`NAMES`."""
-    return EXACT if name == "allreduce" else hooks.FP16() if name == "fp16" else hooks.BF16()
-
-
 def resolve_hook(strategy: Strategy, field: str, *besides: str) -> CommHook:
     """The hook in a strategy's `field`. Where that holds the name of a hook, it comes to hold the hook: they are equal.
 
@@ -57,7 +52,7 @@ def resolve_hook(strategy: Strategy, field: str, *besides: str) -> CommHook:
     """
     value = getattr(strategy, field)
     if isinstance(value, str) and value in NAMES:
-        value = named_hook(value)
+        value = EXACT if value == "allreduce" else getattr(hooks, value.upper())()
         object.__setattr__(strategy, field, value)
     if not isinstance(value, CommHook):
         raise StrategyError(
@@ -65,3 +60,9 @@ def resolve_hook(strategy: Strategy, field: str, *besides: str) -> CommHook:
             f"ltx.hooks.CommHook, got {brief(value)}."
         )
     return value
+
+
+def resolved(hook: str | CommHook) -> CommHook:
+    """The hook in a field in which :func:`resolve_hook` has put it."""
+    assert isinstance(hook, CommHook)
+    return hook

@@ -162,7 +162,7 @@ def _difference(first: Any, other: Any, rank: int) -> str:
         if first.dtype != other.dtype or first.shape != other.shape:
             return f"rank 0 has {describe(first)}, rank {rank} has {describe(other)}"
         a, b = first.detach().cpu(), other.detach().cpu()
-        unequal = (_bytes(a) != _bytes(b)).any(dim=-1)
+        unequal = (as_bytes(a) != as_bytes(b)).any(dim=-1).reshape(-1)  # 0.0 isn't -0.0, and NaN may be the same NaN
         if not unequal.any():
             return ""
         wide = torch.complex128 if a.is_complex() else torch.float64
@@ -183,8 +183,3 @@ def _same(first: Any, other: Any) -> bool:
         return bool(first == other)
     except Exception:  # an array, whose == is an array
         return pickle.dumps(first) == pickle.dumps(other)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element: bit for bit means that 0.0 isn't -0.0, and that NaN may equal NaN."""
-    return as_bytes(tensor.clone(memory_format=torch.contiguous_format)).view(-1, tensor.itemsize)

@@ -21,7 +21,7 @@ import torch
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.extend import Axis, LeafState, Optimizer, StateLayout, States, StepInfo, Strategy, arguments, states_of, tree
-from ltx.hooks.plain import EXACT, resolve_hook
+from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.typing import Tree
 
 #: A parameter's communication state: where all ranks began, and the outer optimizer's velocity; the hook's is beside.
@@ -94,7 +94,7 @@ class DiLoCoStrategy(Strategy):
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         wide = torch.float32 if param.dtype.itemsize < 4 else param.dtype
         anchor = param.detach().to(wide, copy=True)
-        return {**self._outer_hook.init(anchor, path), ANCHOR: anchor, VELOCITY: torch.zeros_like(anchor)}
+        return {**resolved(self.outer_hook).init(anchor, path), ANCHOR: anchor, VELOCITY: torch.zeros_like(anchor)}
 
     @property
     def cycle(self) -> tuple[int, int]:
@@ -102,9 +102,8 @@ class DiLoCoStrategy(Strategy):
 
     @property
     def layout(self) -> StateLayout:
-        return StateLayout(
-            "per_rank", opt_state="per_rank", sync_state="per_rank" if self._outer_hook.stateful else "replicated"
-        )
+        stateful = resolved(self.outer_hook).stateful
+        return StateLayout("per_rank", "per_rank", "per_rank", "per_rank" if stateful else "replicated")
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         leaves = tree.flatten(params)[0]
@@ -141,7 +140,7 @@ class DiLoCoStrategy(Strategy):
             for i, state in zip(members, before, strict=True)
         ]
         outer_step = self._since(info.step, fragment) // self.period - 1
-        hook = self._outer_hook.at(outer_step)
+        hook = resolved(self.outer_hook).at(outer_step)
         held = [states_of(hook, state) for state in before]
         grads, advanced = self.exchange(hook, moved, paths, StepInfo(outer_step, info.axis), held).wait()
         leaves, states = list(leaves), dict(states)
@@ -151,11 +150,6 @@ class DiLoCoStrategy(Strategy):
             leaves[i] = anchor.to(leaves[i].dtype)
             states[path] = {**states[path], **after, ANCHOR: anchor, VELOCITY: v}
         return tree.unflatten(spec, leaves), states
-
-    @property
-    def _outer_hook(self) -> hooks.CommHook:
-        assert isinstance(self.outer_hook, hooks.CommHook)
-        return self.outer_hook
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[range]:

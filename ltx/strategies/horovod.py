@@ -46,7 +46,7 @@ from ltx.extend import (
     unpack,
     wide,
 )
-from ltx.hooks.plain import EXACT, resolve_hook
+from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.typing import Tree
 
 
@@ -131,20 +131,16 @@ class HorovodStrategy(Strategy):
             raise self._wrong("groups", "a positive number of groups, or a list of lists of parameters' paths")
 
     def _check_adasum(self) -> None:
-        if not isinstance(self._compression, (hooks.AllReduce, hooks.FP16, hooks.BF16)) or self._compression.stateful:
+        hook = resolved(self.compression)
+        if not isinstance(hook, (hooks.AllReduce, hooks.FP16, hooks.BF16)) or hook.stateful:
             raise self._wrong("compression", 'one of "none", "fp16", "bf16" with op="adasum"')
         if self.scale_lr:
             raise self._wrong("scale_lr", 'False with op="adasum", which keeps one rank\'s learning rate')
 
     @property
-    def _compression(self) -> hooks.CommHook:
-        assert isinstance(self.compression, hooks.CommHook)
-        return self.compression
-
-    @property
     def _short(self) -> torch.dtype | None:
         """The half precision that things travel in, if any."""
-        return getattr(self._compression, "short", None)
+        return getattr(self.compression, "short", None)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -154,10 +150,11 @@ class HorovodStrategy(Strategy):
     @property
     def _reduction(self) -> hooks.CommHook:
         """What is done to gradients at steps that synchronise; with "adasum" its state alone counts."""
-        factor, passes = self.gradient_predivide_factor, self.backward_passes_per_step > 1
+        hook, factor = resolved(self.compression), self.gradient_predivide_factor
+        passes = self.backward_passes_per_step > 1
         if self.op == "average" and factor is None and not passes:
-            return self._compression
-        return Scaled(self._compression, "sum" if self.op == "sum" else "average", factor, passes)
+            return hook
+        return Scaled(hook, "sum" if self.op == "sum" else "average", factor, passes)
 
     def hook(self, step: int) -> hooks.CommHook | None:
         if self.op == "adasum" or not self._synchronises(step):
@@ -179,7 +176,7 @@ class HorovodStrategy(Strategy):
     @property
     def cycle(self) -> tuple[int, int]:
         passes = self.backward_passes_per_step
-        return passes * (self._compression.constant_after or 0), passes
+        return passes * (resolved(self.compression).constant_after or 0), passes
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
         if self.groups is None:

@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
-from typing import ClassVar
+from typing import ClassVar, TypeGuard, cast
 
 import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.extend import Axis, LeafState, StateLayout, States, StepInfo, Strategy, arguments, brief, inner, tree
-from ltx.hooks.plain import EXACT, resolve_hook
+from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.strategies.nodes import WithinNode
 from ltx.typing import Tree
 
@@ -89,18 +89,16 @@ class LocalSGDStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.period, Mapping):
-            object.__setattr__(self, "period", tuple(self.period.items()))
-        if _is_whole(self.period, 1):
+        levels = tuple(self.period.items()) if isinstance(self.period, Mapping) else self.period
+        if _are_levels(levels):
+            object.__setattr__(self, "period", tuple((int(period), int(ranks)) for period, ranks in levels))
+        elif _is_whole(levels, 1):
             arguments.check_whole(self, 1, "period")
-        elif not _are_levels(self.period):
+        else:
             raise StrategyError(
                 "LocalSGDStrategy.period must be a whole number of at least 1, or {period: number of ranks} with "
-                "periods ascending from 1 and numbers from 2, each of which divides the next one, got "
-                f"{brief(self.period)}."
+                f"periods ascending from 1 and numbers from 2, each of which divides the next one, got {brief(levels)}."
             )
-        if isinstance(self.period, tuple):
-            object.__setattr__(self, "period", tuple((int(period), int(ranks)) for period, ranks in self.period))
         arguments.check_whole(self, 0, "warmup_steps")
         if self.subgroup is not None:
             arguments.check_whole(self, 2, "subgroup")
@@ -108,7 +106,7 @@ class LocalSGDStrategy(Strategy):
 
     def hook(self, step: int) -> hooks.CommHook | None:
         if step < self.warmup_steps:
-            return self._comm_hook.at(step)
+            return resolved(self.comm_hook).at(step)
         return None if self.subgroup is None else WithinNode(self.subgroup)
 
     @property
@@ -116,14 +114,14 @@ class LocalSGDStrategy(Strategy):
         return self.warmup_steps
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        return self._comm_hook.init(param, path) if self.warmup_steps else {}
+        return resolved(self.comm_hook).init(param, path) if self.warmup_steps else {}
 
     def shares_gradients(self, step: int) -> bool:
         return step < self.warmup_steps
 
     @property
     def cycle(self) -> tuple[int, int]:
-        periods = [self.period] if isinstance(self.period, int) else [period for period, _ in _levels(self.period)]
+        periods = [self.period] if isinstance(self.period, int) else [period for period, _ in cast(Levels, self.period)]
         return self.warmup_steps, lcm(*periods)
 
     def check_axis(self, axis: Axis) -> None:
@@ -134,7 +132,7 @@ class LocalSGDStrategy(Strategy):
                 f"LocalSGDStrategy.subgroup={self.subgroup}: axis {axis.name!r} has {axis.size} ranks, which don't "
                 "divide into nodes of that size. Give a divisor."
             )
-        if not isinstance(self.period, int) and _levels(self.period)[-1][1] != axis.size:
+        if not isinstance(self.period, int) and cast(Levels, self.period)[-1][1] != axis.size:
             raise StrategyError(
                 f"LocalSGDStrategy.period={self.period}: the last number of ranks must be all of axis {axis.name!r}, "
                 f"{axis.size}."
@@ -146,7 +144,7 @@ class LocalSGDStrategy(Strategy):
             return ranks if averages_at(step, self.warmup_steps, self.period) else 1
         if step < self.warmup_steps or ranks == 1:
             return 1
-        return next((size for period, size in reversed(_levels(self.period)) if step % period == 0), 1)
+        return next((size for period, size in reversed(cast(Levels, self.period)) if step % period == 0), 1)
 
     def communicates_after_update(self, step: int) -> bool:
         return self.group(step, 2) > 1
@@ -155,17 +153,12 @@ class LocalSGDStrategy(Strategy):
         size = self.group(info.step, info.axis.size)
         return (params if size == 1 else mean_over(self, params, StepInfo(info.step, inner(info.axis, size)))), states
 
-    @property
-    def _comm_hook(self) -> hooks.CommHook:
-        assert isinstance(self.comm_hook, hooks.CommHook)
-        return self.comm_hook
-
 
 def _is_whole(value: object, least: int) -> bool:
     return arguments.is_whole(value) and value >= least
 
 
-def _are_levels(value: object) -> bool:
+def _are_levels(value: object) -> TypeGuard[Levels]:
     """Whether `value` is pairs of ascending periods and numbers of ranks, each of which divides the next."""
     if not (isinstance(value, tuple) and value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)):
         return False
@@ -174,11 +167,6 @@ def _are_levels(value: object) -> bool:
     return all(
         before < period and held < size and size % held == 0 for (before, held), (period, size) in pairwise(value)
     )
-
-
-def _levels(period: int | Mapping[int, int] | Levels) -> Levels:
-    assert isinstance(period, tuple)
-    return period
 
 
 def averages_at(step: int, start: int, period: int) -> bool:

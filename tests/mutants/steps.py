@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         name="transforms: a digest takes no note of the order",
         where="digest",
-        old="found.update(_bytes(table.sum(1)))\nfound.update(_bytes(table.sum(0)))",
-        new="found.update(_bytes(table.sum()))",
+        old="found.update(bytes_of(table.sum(1)))\nfound.update(bytes_of(table.sum(0)))",
+        new="found.update(bytes_of(table.sum()))",
         breaks="large parameters whose elements were exchanged count as equal",
         tests=("tests/internal/training/test_replicas.py::test_order_counts",),
     ),

@@ -133,15 +133,16 @@ def digest(x: torch.Tensor) -> str:
     if words >= _SMALL:
         head = data[: 8 * words]
         table = (head if head.storage_offset() % 8 == 0 else head.clone()).view(torch.int64).view(-1, _COLUMNS)
-        found.update(_bytes(table.sum(1)))
-        found.update(_bytes(table.sum(0)))
+        found.update(bytes_of(table.sum(1)))
+        found.update(bytes_of(table.sum(0)))
         data = data[8 * words :]
     if data.numel():
-        found.update(_bytes(data))
+        found.update(bytes_of(data))
     return found.hexdigest()
 
 
-def _bytes(x: torch.Tensor) -> bytes:
+def bytes_of(x: torch.Tensor) -> bytes:
+    """Those of a tensor that :func:`values` gave, without NumPy."""
     x = x.cpu()
     return ctypes.string_at(x.data_ptr(), x.numel() * x.itemsize)
 
