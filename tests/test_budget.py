@@ -24,9 +24,9 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1657, 10),
-    "all": Size(40856, 169),
-    "checkpoint": Size(1631, 7),
+    ".": Size(1646, 10),
+    "all": Size(40741, 169),
+    "checkpoint": Size(1622, 7),
     "core": Size(1, 1),
     "core/base": Size(2090, 11),
     "core/collectives": Size(3154, 11),
@@ -35,14 +35,14 @@ BUDGET = {
     "core/optim": Size(2694, 11),
     "core/ranks": Size(1176, 5),
     "core/training": Size(3480, 13),
-    "core/transforms": Size(3367, 12),
+    "core/transforms": Size(3368, 12),
     "core/world": Size(1632, 7),
     "demo": Size(505, 4),
-    "hooks": Size(2456, 12),
+    "hooks": Size(2457, 12),
     "notebook": Size(197, 2),
     "profile": Size(1107, 4),
-    "runtime": Size(4288, 15),
-    "strategies": Size(2750, 12),
+    "runtime": Size(4263, 15),
+    "strategies": Size(2678, 12),
 }
 
 
