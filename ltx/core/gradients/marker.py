@@ -36,6 +36,7 @@ from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Ranks
+from ltx.core.ranks.batched import in_front
 
 # Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
 MARKER_PRIORITY = 1 << 62
@@ -126,12 +127,7 @@ def _peel(
 ) -> tuple[bool, list[torch.Tensor]]:
     """The tensors with the current vmap level's dimension in front, and whether that level is the axis."""
     level = (private.maybe_current_level() or 0) + 1
-    here = level in axis.ranks.levels
-    stacked = [
-        t.expand(batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-        for t, dim in zip(tensors, dims, strict=True)
-    ]
-    return here, stacked
+    return level in axis.ranks.levels, in_front(batch_size, tensors, dims)
 
 
 def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -363,7 +359,7 @@ class Tie(Function):
         for k in range(kept):
             pair, own = (lists[1][k], lists[2][k]), (dims[ends[0] + k], dims[ends[1] + k])
             if (own[0] is None) != (own[1] is None):
-                _, (lists[1][k], lists[2][k]) = _peel(schedule.plan.axis, info.batch_size, pair, own)
+                lists[1][k], lists[2][k] = in_front(info.batch_size, pair, own)
         return Tie.apply(schedule, tokens, kept, *(t for ts in lists for t in ts)), in_dims[3 + ends[2] :]
 
 

@@ -147,12 +147,9 @@ _called = Seen()
 
 @contextmanager
 def look_at_modules(fn: Any, in_place: Callable[[], set[int]]) -> Iterator[None]:
-    """While `fn` is called for the first time: what modules it uses, and whether it writes to their buffers.
+    """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses.
 
-    `in_place` as in :func:`own_written`.
-
-    Raises:
-        StepError: it wrote to one, or uses an embedding that renormalises its rows in place.
+    Or if it uses an embedding that renormalises its rows in place. `in_place`: as in :func:`own_written`.
     """
     modules = [] if _called.has(fn) else modules_of(fn)
     for module in modules:
@@ -186,12 +183,9 @@ def refuse_max_norm(module: nn.Module) -> None:
 
 
 def own_written(buffers: Sequence[Buffer], where: str, in_place: Callable[[], set[int]]) -> None:
-    """Raise if one of `buffers`, which `where` says whose they are, isn't any more what it was.
+    """Raise if one of `buffers`, of the module that errors call `where`, isn't any more what it was.
 
     `in_place`: gives the ids of tensors that calls around this one have put into modules, and look after.
-
-    Raises:
-        StepError: with its path, and what to write.
     """
     written = [buffer for buffer in buffers if buffer.written()]
     if not written:

@@ -203,10 +203,7 @@ _placed: ContextVar[tuple[Swap, ...]] = ContextVar("_placed", default=())
 class Swap:
     """Tensors in the places of a module's own.
 
-    Args:
-        members: the module's.
-        tensors: by name, tied names included.
-        before: those of them that are copies of given buffers, as they were given.
+    `tensors`: by name, tied names included. `before`: those that are copies of given buffers, as they were given.
     """
 
     def __init__(self, members: Members, tensors: dict[str, torch.Tensor], before: Mapping[str, torch.Tensor]):

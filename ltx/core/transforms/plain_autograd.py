@@ -21,6 +21,7 @@ from ltx.core.base import private, tree
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.planning import tracked
+from ltx.core.ranks.batched import in_front
 from ltx.core.transforms.closure_check import is_wrapped, watch_for_traced_values
 from ltx.core.transforms.functional_call import checkpoints_allowed
 
@@ -114,10 +115,7 @@ class Pull(Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], call: Call, batched: bool, *cotangents: torch.Tensor
     ) -> tuple[Any, Any]:
-        stacked = [
-            ct.expand(info.batch_size, *ct.shape) if dim is None else ct.movedim(dim, 0)
-            for ct, dim in zip(cotangents, in_dims[2:], strict=True)
-        ]
+        stacked = in_front(info.batch_size, cotangents, in_dims[2:])
         if not batched:
             outs = Pull.apply(call, True, *stacked)
         else:  # one level of batches is what autograd takes

@@ -151,20 +151,14 @@ class StepSettings(Readable):
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How the marker of one call works. A plain call of a step has none of these.
+    """How the marker of one call works. A plain call of a step has none of these."""
 
-    Attributes:
-        deferred: the backward pass doesn't wait for its reductions: the caller does. The caller then differentiates
-            with respect to :attr:`Run.inputs`, and parameters needn't require gradients.
-        step: the number of steps so far, for a caller that counts them; None: the communication state counts.
-        hook: what ranks share in place of gradients; None: what the strategy says.
-        frozen: parameters that take the places of None among those of the step.
-    """
-
+    #: The backward pass doesn't wait for its reductions: the caller does. The caller then differentiates with respect
+    #: to :attr:`Run.inputs`, and parameters needn't require gradients.
     deferred: bool = False
-    step: int | None = None
-    hook: CommHook | None = None
-    frozen: Tree = None
+    step: int | None = None  # the number of steps so far, if the caller counts them; None: the communication state does
+    hook: CommHook | None = None  # what ranks share in place of gradients; None: what the strategy says
+    frozen: Tree = None  # parameters that take the places of None among those of the step
 
 
 PLAIN_CALL = CallOptions()
@@ -172,21 +166,15 @@ PLAIN_CALL = CallOptions()
 
 @dataclass(frozen=True)
 class Marked:
-    """What a step is given, and what will be done to what it returns.
+    """What a step is given, and what will be done to what it returns."""
 
-    Attributes:
-        leaves: the parameters, marked or as they are.
-        tie: ties floating tensors to the markers; None if there are none.
-        schedule: the schedule of the backward pass on an axis, if there will be one; None inside a compiled graph.
-        inputs: what to differentiate with respect to, where the schedule has all that comes of it.
-        as_given: `leaves` are those that the step was called with. (A list's identity can't be asked in a graph.)
-    """
-
-    leaves: list[Any]
+    leaves: list[Any]  # the parameters, marked or as they are
+    #: Ties floating tensors to the markers; None if there are none.
     tie: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
-    schedule: Schedule | None = None
+    schedule: Schedule | None = None  # of the backward pass on an axis, if there will be one; None in a compiled graph
+    #: What to differentiate with respect to, where the schedule has all that comes of it.
     inputs: list[torch.Tensor] | None = None
-    as_given: bool = False
+    as_given: bool = False  # `leaves` are those of the call. (A list's identity can't be asked in a graph.)
 
     def tied(self, output: Any) -> Any:
         """`output` with its floating and complex tensors tied."""
@@ -223,24 +211,15 @@ def averaged(values: Tree, axis: Any) -> Tree:
 
 @dataclass(frozen=True)
 class Run:
-    """One call of a step, before its value is made.
+    """One call of a step, before its value is made."""
 
-    Attributes:
-        output: what the user's function returned, tied to the markers.
-        axis: the step's.
-        schedule, inputs: as in :class:`Marked`.
-        mean: values are means over ranks.
-        local: ranks don't share gradients in this step, so a :class:`Weighted`'s mean is this rank's own too.
-        within: the part of the axis whose ranks share them, if it isn't all.
-    """
-
-    output: Any
-    axis: Any
-    schedule: Schedule | None
-    mean: bool
-    local: bool
-    within: Axis | None
-    inputs: list[torch.Tensor] | None
+    output: Any  # what the user's function returned, tied to the markers
+    axis: Any  # the step's
+    schedule: Schedule | None  # as in :class:`Marked`
+    mean: bool  # values are means over ranks
+    local: bool  # ranks don't share gradients in this step, so a Weighted's mean is this rank's own too
+    within: Axis | None  # the part of the axis whose ranks share gradients, if it isn't all
+    inputs: list[torch.Tensor] | None  # as in :class:`Marked`
 
     def value(self) -> Any:
         """What the caller of the step gets."""
@@ -340,14 +319,10 @@ def whole_scalars(output: Any) -> Any:
 def check_placements(
     axis: Axis, placements: Placements, strategy: Strategy, step: int, paths: Callable[[], list[str]], what: str
 ) -> None:
-    """Raise unless `strategy` can reduce the gradients of leaves that lie on meshes so over `axis`.
+    """Raise UnsupportedError unless `strategy` can reduce the gradients of leaves that lie on meshes so over `axis`.
 
-    Looked at are the hooks that `strategy` holds, and those that it uses at `step` and in its cycle.
-
-    `paths`: the leaves'; `what` begins the error.
-
-    Raises:
-        UnsupportedError: names a leaf, and says what to do instead.
+    Looked at are the hooks that `strategy` holds, and those that it uses at `step` and in its cycle. The error begins
+    with `what`, and names a leaf by `paths`.
     """
     placements.check(None if axis.comm is None else axis.comm.group, paths, what)
     place = None if axis.size == 1 else placements.first_split

@@ -230,11 +230,7 @@ def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
 
 
 def check_updated(strategy: Any, got: Any, update: Update, states: States) -> Updated:
-    """`got`, if it is what ``strategy.update`` should have returned, which was given `update` and `states`.
-
-    Raises:
-        StrategyError: it isn't.
-    """
+    """`got`, if it is what ``strategy.update`` should have returned of `update` and `states`; else raise."""
     if not isinstance(got, Updated):
         raise _other(strategy, "update", got, "an ltx.strategies.Updated(params, opt_state, states)")
     if not strategy.updates_in_buckets:  # else it is the plain one, and after_update's result was looked at
@@ -243,11 +239,7 @@ def check_updated(strategy: Any, got: Any, update: Update, states: States) -> Up
 
 
 def check_next(strategy: Any, method: str, got: Any, params: Tree, states: States) -> tuple[Tree, States]:
-    """`got`, if it is what a strategy's `method` should have returned, which was given `params` and `states`.
-
-    Raises:
-        StrategyError: it isn't.
-    """
+    """`got`, if it is what a strategy's `method` should have returned of `params` and `states`; else raise."""
     if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
         raise _other(strategy, method, got, "(params, states), states a dict by path")
     found, after = got
