@@ -36,46 +36,28 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective that a bucket will issue.
+    """One collective that a bucket will issue."""
 
-    Attributes:
-        operation: as in :class:`ltx.hooks.CollectiveRequest`.
-        buffer: dtype and shape of what goes in, as "float16[99]".
-        nbytes: bytes that this rank sends for it, as :func:`ltx.profile.record` will count them.
-        ranks: how many take part.
-        between: the first and the last of them.
-    """
-
-    operation: str
-    buffer: str
-    nbytes: int
-    ranks: int
-    between: tuple[int, int] = field(compare=False)
+    operation: str  # as in :class:`ltx.hooks.CollectiveRequest`
+    buffer: str  # dtype and shape of what goes in, as "float16[99]"
+    nbytes: int  # bytes that this rank sends for it, as :func:`ltx.profile.record` will count them
+    ranks: int  # how many take part
+    between: tuple[int, int] = field(compare=False)  # the first and the last of them
 
 
 @dataclass(frozen=True)
 class BucketExplanation:
-    """What one bucket will send: of gradients, or of an exchange, by which a strategy sends something else.
+    """What one bucket will send: of gradients, or of an exchange, by which a strategy sends something else."""
 
-    Attributes:
-        index: its place in the order of launches, or in its exchange.
-        paths: of its parameters, in the order in which they lie in it.
-        elements, dtype, nbytes: of its gradients, or of the tensors that are exchanged.
-        hook: the hook in force.
-        collectives: in the order in which they are issued.
-        exchange: the exchange's number among those of the step; None for gradients.
-        background: whether the exchange is under way while the rank computes.
-    """
-
-    index: int
-    paths: tuple[str, ...]
-    elements: int
+    index: int  # its place in the order of launches, or in its exchange
+    paths: tuple[str, ...]  # of its parameters, in the order in which they lie in it
+    elements: int  # of its gradients, or of the tensors that are exchanged, as are `dtype` and `nbytes`
     dtype: torch.dtype
     nbytes: int
-    hook: hooks.CommHook
-    collectives: tuple[Collective, ...]
-    exchange: int | None = None
-    background: bool = False
+    hook: hooks.CommHook  # the hook in force
+    collectives: tuple[Collective, ...]  # in the order in which they are issued
+    exchange: int | None = None  # the exchange's number among those of the step; None for gradients
+    background: bool = False  # the exchange is under way while the rank computes
 
     @property
     def label(self) -> str:
@@ -186,16 +168,10 @@ class Counted(Exchange):
 
 
 class Steps:
-    """A strategy's training steps on shapes alone, one after the other from step `first` on.
+    """A strategy's training steps on shapes alone, one after the other from step `first` on, seen from one `rank`.
 
-    Args:
-        strategy: whose.
-        params: the parameters, of which shapes and dtypes are read.
-        size, rank: the number of ranks, and the one that is looked at.
-        first: the number of the first step.
-        optimizer: what updates the parameters; one that does nothing to gradients if None.
-        reduce_dtype, post_update_hook: of the train step.
-        before_update: what the train step itself asks of the other ranks by exchanges, ahead of the optimizer.
+    Without an `optimizer`, one that does nothing to gradients takes its place. `reduce_dtype`, `post_update_hook`: the
+    train step's. `before_update`: what it asks of the other ranks itself, by exchanges, ahead of the optimizer.
     """
 
     def __init__(

@@ -256,11 +256,7 @@ def plan(
 
 
 def _cycle_of(strategy: Strategy) -> range:
-    """The steps of one cycle of the strategy.
-
-    Raises:
-        StrategyError: steps after it communicate at other times.
-    """
+    """The steps of one cycle of the strategy; raises if steps after it communicate at other times."""
     first, length = strategy.cycle
     late = strategy.communicates_after_update
     differs = next((step for step in range(first, first + 1000) if late(step) != late(step + length)), None)

@@ -43,11 +43,7 @@ def is_dtensor(x: Any) -> bool:
 
 @at_trace_time
 def refuse_in_graph(classes: tuple[str, ...]) -> None:
-    """Run by Dynamo at trace time, with the names of the classes of tensors: raise if one is a DTensor.
-
-    Raises:
-        UnsupportedError: one is.
-    """
+    """Run by Dynamo at trace time, with the names of the classes of tensors: raise if one is a DTensor."""
     if "DTensor" in classes:
         raise UnsupportedError(
             "a compiled graph can't reduce the gradients of DTensors. Call the step eagerly; the loss inside is "
@@ -148,11 +144,7 @@ class Placements:
 
     @staticmethod
     def of(leaves: Sequence[Any]) -> Placements | None:
-        """Those of `leaves`; None if no leaf is a DTensor.
-
-        Raises:
-            UnsupportedError: one is, inside a transform of torch.func.
-        """
+        """Those of `leaves`; None if no leaf is a DTensor. Raises if one is, inside a transform of torch.func."""
         cls = dtensor_class()
         if cls is None or not any(is_dtensor(x) for x in leaves):
             return None
@@ -195,8 +187,7 @@ class Placements:
     def check(self, group: dist.ProcessGroup | None, paths: Callable[[], Sequence[str]], what: str) -> None:
         """Raise unless the gradients of these leaves can be reduced over the ranks of `group`, part by part.
 
-        Raises:
-            UnsupportedError: a leaf is a sum that hasn't been taken; or its mesh has the ranks of `group` in it.
+        They can't where a leaf is a sum that hasn't been taken, or its mesh has ranks of `group` in it.
         """
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         found = _obstacle(self, ranks)

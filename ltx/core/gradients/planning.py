@@ -100,25 +100,15 @@ def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one synchronised step does: constant from step to step.
-
-    Attributes:
-        axis: the ranks.
-        hook: what is done to each bucket.
-        buckets: in the order of launches.
-        state_names: for each leaf, the names of its communication state's tensors.
-        step: the number of synchronised steps before this one; None if the hook doesn't read it.
-        clock: what a compiled graph, for which `step` is a constant, adds to it; None elsewhere.
-        agreement: what the ranks compared when this plan was new to them; None where there is nothing to compare.
-    """
+    """What one synchronised step does: constant from step to step."""
 
     axis: Axis
-    hook: CommHook
-    buckets: tuple[Bucket, ...]
-    state_names: tuple[tuple[str, ...], ...]
-    step: int | None = None
-    clock: torch.Tensor | None = None
-    agreement: comm.Agreement | None = None
+    hook: CommHook  # what is done to each bucket
+    buckets: tuple[Bucket, ...]  # in the order of launches
+    state_names: Names
+    step: int | None = None  # the number of synchronised steps before this one; None if the hook doesn't read it
+    clock: torch.Tensor | None = None  # what a compiled graph, where `step` is a constant, adds to it; None elsewhere
+    agreement: comm.Agreement | None = None  # what ranks compared when the plan was new; None if there is nothing
 
     @staticmethod
     def tensors_of(
@@ -189,20 +179,14 @@ def plan_buckets(
     first_bucket_bytes: int,
     groups: tuple[int, ...] = (),
 ) -> tuple[Bucket, ...]:
-    """Fill buckets with `leaves` in the order `arrival` in which their gradients are expected.
+    """Fill buckets with `leaves` in the order in which their gradients are expected: that of the places in `arrival`.
 
-    A bucket is closed before it would exceed its size; a larger leaf has a bucket of its own. The first bucket is
-    small, so that communication starts early. A bucket holds one dtype on one device. The leaves of a group have a
-    bucket of their own, whatever their sizes.
+    A bucket is closed before its gradients would exceed its size; a larger leaf has a bucket of its own. The first
+    bucket is small, so that communication starts early. A bucket holds one dtype on one device. The leaves of a group
+    have a bucket of their own, whatever their sizes. `groups`: for each leaf the number of its group, -1 for none;
+    empty if there are no groups.
 
-    Args:
-        leaves: the gradients.
-        arrival: positions into `leaves`.
-        bucket_bytes, first_bucket_bytes: sizes in bytes of the gradients.
-        groups: for each leaf the number of its group, -1 for none; empty if there are no groups.
-
-    Returns:
-        Buckets in the order of launches, which is the order in which their last gradients are expected.
+    Buckets come in the order of launches, which is the order in which their last gradients are expected.
     """
     open_members: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
     filled: dict[tuple[torch.dtype, torch.device, int], int] = {}
@@ -321,7 +305,7 @@ def chosen_sizes(
 
 
 def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) -> tuple[int, int]:
-    """Bytes of a bucket, and of the first one, for gradients of `nbytes` on a network.
+    """Bytes of a bucket, and of the first one (`first_bytes` at most), for gradients of `nbytes` on a network.
 
     Gradients of B bytes in buckets of b take B/b starts of a sum, a seconds each, and the last bucket's own time behind
     the backward pass, b/r at r bytes a second:
@@ -335,9 +319,6 @@ def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) ->
     for a processor, which counts like a start.
 
     Sizes are powers of two, so that two measurements of one network come to the same.
-
-    Args:
-        first_bytes: of the first bucket at most.
 
     >>> bucket_sizes(Network(bandwidth=1e9, latency=100e-6), 2, 21_000_000, MIB)  # 2 MiB
     (2097152, 524288)
@@ -385,17 +366,12 @@ def make_plan(
     background: bool = False,
     grouped: bool = True,
 ) -> Plan:
-    """The plan for reducing `tensors`; ranks compare it when it is new.
+    """The plan for reducing `tensors`, leaves of a tree of this `structure`; ranks compare it when it is new.
 
-    Args:
-        owner: the strategy.
-        hook: it, or a schedule of which that of `step` is in force (:meth:`CommHook.at`).
-        arrival: the order in which this rank expects its gradients; all ranks take rank 0's, once for a plan.
-        step: the number of steps so far.
-        structure: that of the tree the tensors come from.
-        compare: False inside a graph, where ranks can't wait for each other.
-        background: for the background channel, on which a hook has one phase.
-        grouped: whether the strategy's groups hold, which are of parameters.
+    Of a schedule of hooks the one at `step`, the number of steps so far, is in force (:meth:`CommHook.at`).
+    `arrival`: the order in which this rank expects its gradients; all ranks take rank 0's, once for a plan.
+    `compare`: False inside a graph, where ranks can't wait for each other. `background`: for the background channel,
+    on which a hook has one phase. `grouped`: whether the strategy's groups hold, which are of parameters.
     """
     hook = hook.at(step)
     # Once it has traced several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.

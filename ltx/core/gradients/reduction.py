@@ -203,15 +203,10 @@ Reduction = Generator[CollectiveRequest, torch.Tensor, Reduced]
 
 
 class Program(NamedTuple):
-    """The program of a bucket.
-
-    Attributes:
-        requests: the generator.
-        reads: the tensors that it reads; they are kept until it is complete.
-    """
+    """The program of a bucket."""
 
     requests: Reduction
-    reads: Sequence[torch.Tensor]
+    reads: Sequence[torch.Tensor]  # the tensors that it reads; they are kept until it is complete
 
 
 #: ``(bucket, gradients, states)`` -> the program of that bucket, which has packed the gradients.

@@ -49,24 +49,18 @@ Dims = tuple[bool, ...]
 
 
 class Schedule(ABC):
-    """How one backward pass is reduced.
+    """How one backward pass is reduced."""
 
-    Attributes:
-        threaded: whether :meth:`wait` reads the tensors it is given, or knows its results itself.
-        compiled: whether it is part of a compiled graph.
-        fenced: whether the backward pass has a fence, which waits for it.
-        again: whether this backward pass is one through an earlier backward pass. Gradients of gradients are reduced
-            exactly, whatever the hook does to gradients: as what it counts as.
-        unreduced: called when a backward pass has begun: what ``.grad`` holds of this rank alone, which ranks compare.
-    """
-
-    threaded = True
-    compiled = False
-    fenced = True
+    threaded = True  # :meth:`wait` reads the tensors that it is given; else the schedule knows the results itself
+    compiled = False  # it is part of a compiled graph
+    fenced = True  # the backward pass has a fence, which waits for the reductions
 
     def __init__(self, plan: Plan):
         self.plan = plan
+        #: This backward pass goes through an earlier backward pass. Gradients of gradients are reduced exactly,
+        #: whatever the hook does to gradients: as what it counts as.
         self.again = False
+        #: Called when a backward pass has begun: what ``.grad`` holds of this rank alone, which ranks compare.
         self.unreduced: Callable[[], str] = lambda: ""
 
     @property

@@ -21,17 +21,13 @@ States = tuple[Tree, ...]
 
 
 class LeafPart(dict[str, Tensor]):
-    """A leaf's part of the state of an optimizer around others, from which their own parts can be had again.
-
-    Attributes:
-        parts: those that the optimizers inside have made, with the same tensors.
-        label: which optimizer the only one is of, where there are several.
-        place: the leaf's place in the tree, for what depends on it.
-    """
+    """A leaf's part of the state of an optimizer around others, from which their own parts can be had again."""
 
     def __init__(self, *parts: dict[str, Tensor], label: str = "", place: int = 0, **own: Tensor) -> None:
         super().__init__({name: x for part in parts for name, x in part.items()}, **own)
-        self.parts, self.label, self.place = parts, label, place
+        self.parts = parts  # those that the optimizers inside have made, with the same tensors
+        self.label = label  # which optimizer the only part is of, where there are several
+        self.place = place  # the leaf's place in the tree, for what depends on it
 
     @property
     def inner(self) -> dict[str, Tensor]:

@@ -31,17 +31,11 @@ class NotGatheredError(OptimError):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A class with its hyperparameters, made by :func:`build`: one of torch's, or one that is written as those are.
+    """A class with its hyperparameters, made by :func:`build`: one of torch's, or one that is written as those are."""
 
-    Attributes:
-        shell: an instance over a placeholder parameter. Never stepped: each call steps a bare copy.
-        group: its param group, without parameters.
-        step: the class's ``step``, free of the profiling and Dynamo wrappers (the latter take 1.5 s to import).
-    """
-
-    shell: Any
-    group: Mapping[str, Any]
-    step: Callable[[Any], Any]
+    shell: Any  # an instance over a placeholder parameter. Never stepped: each call steps a bare copy
+    group: Mapping[str, Any]  # its param group, without parameters
+    step: Callable[[Any], Any]  # the class's, without the wrappers of profiling and of Dynamo, whose import takes 1.5 s
 
     @property
     def traceable(self) -> bool:
@@ -178,11 +172,9 @@ def _hand_over(
 
 
 def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> Kernel:
-    """The kernel of `cls`.
+    """The kernel of `cls`. Raises OptimError for hyperparameters that torch refuses.
 
-    Raises:
-        ltx.errors.OptimError: for hyperparameters that torch refuses.
-        NotGatheredError: for classes of other authors whose ``step`` isn't built as torch's own are.
+    For classes of other authors whose ``step`` isn't built as torch's own are it raises NotGatheredError.
     """
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:  # torch's imports Dynamo

@@ -36,33 +36,30 @@ Dumped = tuple[bytes, bool]
 
 @dataclass(frozen=True)
 class Rule:
-    """One collective. `x` is one rank's tensor, `n` the axis' size.
-
-    Attributes:
-        stacked: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With
-            `per_rank` the result is a stack again, else it is the one value that all ranks get.
-        transpose: ``(shape of x, static)`` -> name and static arguments of the transpose, of a linear collective.
-        weights: ``(x, y)`` -> w, of one that isn't linear: its derivative at x is psum(w · ẋ) / psum(w).
-        before: ``(x, n, static)`` -> a contiguous buffer; the channel overwrites it where the operation does.
-        coded: what is sent instead of that buffer where the backend, and not ltx, computes with it; None: the buffer.
-        after: ``(result, x, rank, n, static)`` -> the value; `result` belongs to the caller, of `x` the dtype is asked.
-        keeps_strides: the value, of x's shape, has x's memory layout on that rank (channels last, for example). What is
-            sent is contiguous, because ranks' tensors may have different layouts.
-    """
+    """One collective. `x` is one rank's tensor, `n` the axis' size."""
 
     name: str  # the collective's; also its key among the rules
     operation: str | None  # that a channel issues (ltx.core.comm.operations); None if nothing moves
+    #: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With `per_rank`
+    #: the result is a stack again, else it is the one value that all ranks get.
     stacked: Callable[[torch.Tensor, int, Static], tuple[torch.Tensor, bool]]
+    #: ``(shape of x, static)`` -> name and static arguments of the transpose, of a linear collective.
     transpose: Callable[[torch.Size, Static], tuple[str, Static]] = lambda shape, static: ("psum", ())
+    #: ``(x, y)`` -> w, of a collective that isn't linear: its derivative at x is psum(w · ẋ) / psum(w).
     weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    #: ``(x, n, static)`` -> a contiguous buffer; the channel overwrites it where the operation does.
     before: Callable[[torch.Tensor, int, Static], torch.Tensor] = lambda x, n, static: x.contiguous()
+    #: What is sent instead of that buffer where the backend, and not ltx, computes with it; None: the buffer.
     coded: OfTensor | None = None
+    #: ``(result, x, rank, n, static)`` -> the value; `result` belongs to the caller, of `x` the dtype is asked.
     after: Callable[[torch.Tensor, torch.Tensor, int, int, Static], torch.Tensor] = lambda result, x, rank, n, static: (
         result
     )
     alone: Callable[[torch.Tensor, Static], torch.Tensor] = lambda x, static: x  # the value on an axis of size 1
     batched: Callable[[Static], Static] = lambda static: static  # for an x with one more dimension in front
     arguments: Callable[[Static], Static] = lambda static: ()  # the operation's
+    #: The value, of x's shape, has x's memory layout on that rank (channels last, for example). What is sent is
+    #: contiguous, because ranks' tensors may have different layouts.
     keeps_strides: bool = False
 
 
