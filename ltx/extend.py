@@ -112,66 +112,14 @@ from ltx.core.transforms.strategy_update import (
     communicate_after_update,
 )
 
-__all__ = [
-    "CHUNK",
-    "AllReduce",
-    "Axis",
-    "Bucket",
-    "BucketInput",
-    "BucketSettings",
-    "ClipByGlobalNorm",
-    "CollectiveRequest",
-    "CommHook",
-    "Exchange",
-    "Halving",
-    "HookOffers",
-    "LeafState",
-    "Old",
-    "Optimizer",
-    "OptimizerOffers",
-    "Pending",
-    "PostUpdateHook",
-    "PostUpdateResult",
-    "QAdamOptimizer",
-    "Reduced",
-    "Reduction",
-    "StateLayout",
-    "States",
-    "StepInfo",
-    "Strategy",
-    "StrategyOffers",
-    "Terms",
-    "Update",
-    "Updated",
-    "arguments",
-    "around",
-    "as_bytes",
-    "brief",
-    "chunks",
-    "comm",
-    "communicate_after_update",
-    "drive_within",
-    "inner",
-    "is_plain",
-    "members_of",
-    "needs",
-    "negotiate",
-    "noise",
-    "outer",
-    "pack",
-    "prefers_few_calls",
-    "recording",
-    "states_of",
-    "times_lr",
-    "told",
-    "tree",
-    "unchanging",
-    "unpack",
-    "unwrapped",
-    "view_as",
-    "wide",
-    "with_members",
-]
+__all__ = ["CHUNK", "AllReduce", "Axis", "Bucket", "BucketInput", "BucketSettings", "ClipByGlobalNorm"]
+__all__ += ["CollectiveRequest", "CommHook", "Exchange", "Halving", "HookOffers", "LeafState", "Old", "Optimizer"]
+__all__ += ["OptimizerOffers", "Pending", "PostUpdateHook", "PostUpdateResult", "QAdamOptimizer", "Reduced"]
+__all__ += ["Reduction", "StateLayout", "States", "StepInfo", "Strategy", "StrategyOffers", "Terms", "Update"]
+__all__ += ["Updated", "arguments", "around", "as_bytes", "brief", "chunks", "comm", "communicate_after_update"]
+__all__ += ["drive_within", "inner", "is_plain", "members_of", "needs", "negotiate", "noise", "outer", "pack"]
+__all__ += ["prefers_few_calls", "recording", "states_of", "times_lr", "told", "tree", "unchanging", "unpack"]
+__all__ += ["unwrapped", "view_as", "wide", "with_members"]
 
 
 def __dir__() -> list[str]:

@@ -280,10 +280,8 @@ class Hold:
     Forks don't have it. It is a process', not a thread's: two holds in one process don't keep each other out, and the
     first to be released ends both.
 
-    Args:
-        base: the directory, which is made if it isn't there.
-        first: this process begins the run, and raises CheckpointError if another holds the directory, or it can't be
-            written to; those that come after it share its hold as far as they can.
+    The `first` process begins the run, and raises CheckpointError if another run holds the directory, or it can't be
+    written to. Those that come after it share its hold as far as they can.
     """
 
     def __init__(self, base: Path, first: bool):

@@ -252,12 +252,7 @@ class _Pass:
 
 
 class ToTorch:
-    """What :func:`to_torch` gives: a hook of torch with its state.
-
-    Attributes:
-        hook: the hook of ltx.
-        step: the number of backward passes so far whose gradients were reduced.
-    """
+    """What :func:`to_torch` gives: a hook of torch with its state. `step`: how many backward passes it has reduced."""
 
     def __init__(self, hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None):
         if not isinstance(hook, CommHook):

@@ -50,21 +50,14 @@ RESIDUAL = "residual"
 
 
 class CompressionResult(NamedTuple):
-    """What a lossy hook has done with a share.
+    """What a lossy hook has done with a share."""
 
-    Attributes:
-        total: the sum over ranks of what they sent.
-        own: gives this rank's part of it in new memory; over all ranks they add up to `total`.
-        states: the next states.
-        remainder: gives what is left of the share, whose memory it may use; where None, the share less `own`.
-        finite: what is left is known to be finite.
-    """
-
-    total: torch.Tensor
-    own: Callable[[], torch.Tensor]
-    states: Sequence[LeafState]
+    total: torch.Tensor  # the sum over ranks of what they sent
+    own: Callable[[], torch.Tensor]  # gives this rank's part of it in new memory; over all ranks they add up to it
+    states: Sequence[LeafState]  # the next ones
+    # Gives what is left of the share, whose memory it may use; where None, the share less `own`.
     remainder: Callable[[torch.Tensor], torch.Tensor] | None = None
-    finite: bool = False
+    finite: bool = False  # what is left is known to be finite
 
 
 #: Yields requests as a Reduction does, and returns what was sent.

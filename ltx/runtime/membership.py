@@ -122,28 +122,19 @@ class Regroup:
     def decide(
         self,
         mine: Member,
-        members: Sequence[int],
-        gone: Callable[[Sequence[int]], Collection[int]],
+        members: Sequence[int],  # the numbers of the processes of the world before, by rank
+        gone: Callable[[Sequence[int]], Collection[int]],  # those of some, also of such as have come, that are gone
         limit_s: float,
-        known: Collection[int] = (),
-        asking: Callable[[], Sequence[int]] = tuple,
-        room: Callable[[int, int], int] = lambda here, asking: asking,
-        left: Callable[[], Collection[int]] = tuple,
+        known: Collection[int] = (),  # see Decision
+        asking: Callable[[], Sequence[int]] = tuple,  # the newcomers that want to be taken in
+        room: Callable[[int, int], int] = lambda here, asking: asking,  # for how many, where so many have come and ask
+        left: Callable[[], Collection[int]] = tuple,  # have left the world before: won't come unless they have
     ) -> Decision | None:
         """Announce the process of `mine`, and wait until it is decided which processes go on.
 
         The first process to decide decides for all: once every process has come that isn't known to be gone, or at the
         end of `limit_s`. Processes none of which has the training's state decide nothing: None. Should one that has it
         come later, it goes on.
-
-        Args:
-            members: the numbers of the processes of the world before, by rank.
-            gone: returns those of some processes that are known to be gone. It is called repeatedly, also for those
-                that have come.
-            left: returns those that have left the world before, and won't come unless they have come.
-            known: see :class:`Decision`.
-            asking: the newcomers that want to be taken in.
-            room: how many newcomers are taken in, given how many others have come and how many newcomers ask.
         """
         self.come(mine)
 
@@ -204,23 +195,15 @@ def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal
 
 
 class Membership(Watched):
-    """This process' part in a run, whose store is `store`. Its watcher looks after the run as after an axis.
-
-    Attributes:
-        token: the run's, see :func:`begin_run`.
-        number: this process' number.
-        members: the numbers of those in the present world, by rank.
-        worlds: how many worlds they have had.
-        known: the numbers that are no newcomers any more.
-        waiting: how many newcomers are there, as far as this process knows. It asks in the background.
-    """
+    """The part of process `number` in the run `token` in `store`. Its watcher looks after the run as after an axis."""
 
     label = "elastic"
 
     def __init__(self, store: Store, token: str, number: int, members: Sequence[int], worlds: int, heartbeat_s: float):
-        self.token, self.number, self.members, self.worlds = token, number, list(members), worlds
-        self.known = frozenset(members)
-        self.waiting = 0
+        self.token, self.number = token, number
+        self.members, self.worlds = list(members), worlds  # in the present world, by rank; how many there have been
+        self.known = frozenset(members)  # who are no newcomers any more
+        self.waiting = 0  # newcomers that are there, as far as this process knows; it asks in the background
         self._store, self._heartbeat_s = store, heartbeat_s
         self._last: dict[int, tuple[bytes, float]] = {}
         self._asking = list[int]()  # newcomers that aren't known yet
@@ -343,10 +326,8 @@ class Membership(Watched):
     def of_newcomer(place: Placement, entrance: Signature, limit_s: float, heartbeat_s: float) -> Membership:
         """Of a process that asks to be taken in by the run in the store at ``place.joins``.
 
-        Raises:
-            WorldError: nothing answers there within `limit_s`, or the training is over.
-            RankMismatchError: its `entrance` isn't the run's: another model, other data ...
-            AuthenticationError: it hasn't the key of the run's ranks.
+        Raises WorldError if nothing answers there within `limit_s`, or the training is over; RankMismatchError if its
+        `entrance` isn't the run's (another model, other data, ...); AuthenticationError without the key of the ranks.
         """
         assert place.joins is not None
         where = "{}:{}".format(*place.joins)
@@ -389,9 +370,7 @@ class Membership(Watched):
     def be_taken(self, place: Placement) -> Placement:
         """Wait until a regroup takes this newcomer in; its place. A run that is full has it wait for a place.
 
-        Raises:
-            WorldError: the training is over.
-            PeerLostError: the others are gone, or have gone on without this process, which they took for lost.
+        Raises WorldError if the training is over; PeerLostError if the others are gone, or took this process for lost.
         """
         assert place.joins is not None
         where, member = "{}:{}".format(*place.joins), Member.of(self.number, place, has_state=False)

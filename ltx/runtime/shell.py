@@ -33,16 +33,10 @@ _INSTALLS = ("pip", "conda", "mamba", "micromamba", "uv")
 
 
 def run_cell(source: str, name: str, given: Mapping[str, Any], wants_value: bool) -> Any:
-    """Run `source` in the namespace of this worker's ``__main__``.
+    """Run the cell `source`, as the notebook's IPython has transformed it, in this worker's ``__main__``.
 
-    Args:
-        source: the cell, as the notebook's IPython has transformed it.
-        name: what tracebacks call it.
-        given: names that the cell finds, and that stay.
-        wants_value: give the value of the cell's last expression itself.
-
-    Returns:
-        The value of the last expression, or what it looks like (a :class:`ltx.runtime.show.Display`); None without one.
+    Tracebacks call it `name`; it finds the names `given`, which stay. What comes back is the value of its last
+    expression if that is wanted, else what that looks like (a :class:`ltx.runtime.show.Display`); None without one.
     """
     shell = started()
     setattr(shell.compile, "get_code_name", lambda *_: name)  # noqa: B010

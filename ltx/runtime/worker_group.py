@@ -271,10 +271,8 @@ def collect(
     """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or words on how a process ended.
 
     The first failure, the time limit and an interrupt end the waiting alike: ranks that are still busy are asked to
-    give up, and get a moment to say where they were. Those that don't answer are absent, or said it: an At.
-
-    Raises:
-        CallInterruptedError: a KeyboardInterrupt came in; its ``kept`` says whether all ranks have given up.
+    give up, and get a moment to say where they were. Those that don't answer are absent, or said it: an At. A
+    KeyboardInterrupt becomes a CallInterruptedError, whose ``kept`` says whether all ranks have given up.
     """
     # A rank that goes after this is found out below.
     answers: dict[int, Any] = {r: messages.Idle(workers.exit_text(r)) for r in ranks if not workers.send(r, call)}

@@ -132,11 +132,6 @@ class GradientAllReduce(NodeStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class EightBitGradients(GradientAllReduce):
-    """The same in eight bits, without error feedback: Bagua's bytegrad.
-
-    Args:
-        average: the mean over ranks, or their sum.
-        hierarchical, node_size: sums within nodes of that many ranks, each of which exchanges a part with other nodes.
-    """
+    """The same in eight bits, without error feedback: Bagua's bytegrad."""
 
     _mean: ClassVar[hooks.CommHook] = hooks.ByteGrad()

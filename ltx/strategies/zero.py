@@ -163,16 +163,11 @@ class Shards:
     """One rank's part of an optimizer state; made by :class:`ltx.ZeroStrategy`.
 
     Paths name the part ("opt_state.shard_0_of_2.per_param.w.exp_avg"): in a checkpoint they don't collide.
-
-    Attributes:
-        state: the optimizer's own state of this rank's parts of the parameters, each a vector.
-        ranks: how many parts there are; 1 for a state that is whole.
-        rank: which of them this is; None on simulated ranks, where it is all of them.
     """
 
-    state: Tree
-    ranks: int
-    rank: int | None
+    state: Tree  # the optimizer's own, of this rank's parts of the parameters, each a vector
+    ranks: int  # how many parts there are; 1 for a state that is whole
+    rank: int | None  # which of them this is; None on simulated ranks, where it is all of them
 
     @property
     def name(self) -> str:
