@@ -24,9 +24,9 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1622, 10),
-    "all": Size(40606, 169),
-    "checkpoint": Size(1622, 7),
+    ".": Size(1570, 10),
+    "all": Size(40477, 169),
+    "checkpoint": Size(1620, 7),
     "core": Size(1, 1),
     "core/base": Size(2081, 11),
     "core/collectives": Size(3154, 11),
@@ -38,11 +38,11 @@ BUDGET = {
     "core/transforms": Size(3324, 12),
     "core/world": Size(1632, 7),
     "demo": Size(505, 4),
-    "hooks": Size(2457, 12),
+    "hooks": Size(2421, 12),
     "notebook": Size(197, 2),
     "profile": Size(1103, 4),
-    "runtime": Size(4263, 15),
-    "strategies": Size(2678, 12),
+    "runtime": Size(4234, 15),
+    "strategies": Size(2668, 12),
 }
 
 
