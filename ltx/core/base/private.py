@@ -33,6 +33,8 @@ is_batched: Callable[[torch.Tensor], bool] = _functorch.is_batchedtensor
 level_of, batch_dim_of = _functorch.maybe_get_level, _functorch.maybe_get_bdim
 unwrapped_once: Callable[[torch.Tensor], torch.Tensor] = _functorch.get_unwrapped
 add_batch_dim = _functorch._add_batch_dim
+#: What is in a tensor of a level that has ended; any other as it is.
+unwrapped_if_dead: Callable[[torch.Tensor], torch.Tensor] = _functorch.unwrap_if_dead
 
 # --- autograd ---
 

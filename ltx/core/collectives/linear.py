@@ -89,8 +89,10 @@ class Function(torch.autograd.Function):
         """
         if in_autograd_vmap() and any(map(_batched_by_autograd, args)):
             return _batched_anew(cls.apply, args)
-        if private.in_transform():
-            traced.refuse_blind()
+        if not private.in_transform():  # torch's own, without what it does to arguments one by one
+            alive = [private.unwrapped_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
+            return super(torch.autograd.Function, cls).apply(*alive)  # type: ignore[misc]
+        traced.refuse_blind()
         try:
             return super().apply(*args)  # type: ignore[no-untyped-call]
         except RuntimeError as error:

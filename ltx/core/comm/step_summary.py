@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -223,8 +222,8 @@ def begin_pass(
     issued = axis_comm.user.digest ^ (channel.digest << 1)
     said = Said(issued, at.step, at.last_left, unreduced)
     weighted = isinstance(weight, torch.Tensor) and among is axis_comm
-    place = f"apart/{channel.address}/{channel.begun}"
-    compare = partial(among.store_exchange.exchange, place, astuple(said), "a comparison of steps", _EXPLAINING_S)
+    place, exchange = f"apart/{channel.address}/{channel.begun}", among.store_exchange.exchange
+    compare = lambda: exchange(place, astuple(said), "a comparison of steps", _EXPLAINING_S)  # noqa: E731
     work = send_summary(channel, total, weight, said, axis_comm.device)
     return IssuedSummary(work, channel, axis_comm.stream_of(axis_comm.device), weighted, compare)
 
