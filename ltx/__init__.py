@@ -22,38 +22,7 @@ try:
     from ltx.core.base import tree as tree
 
     # --- collectives
-    from ltx.core.collectives import (
-        AllGatherGrad,
-        Future,
-        adasum,
-        all_gather,
-        all_gather_object,
-        all_to_all,
-        async_,
-        axis_index,
-        axis_size,
-        barrier,
-        broadcast,
-        broadcast_object,
-        gather,
-        gather_all_tensors,
-        pargmax,
-        pargmin,
-        pmax,
-        pmean,
-        pmin,
-        ppermute,
-        psum,
-        psum_scatter,
-        psum_to,
-        pvary,
-        rank_seed,
-        reduce,
-        reduce_boolean_decision,
-        scatter,
-        shard,
-        weighted_mean,
-    )
+    from ltx.core.collectives import *
 
     # --- communication
     from ltx.core.comm import axis_from_group, debug_checks
@@ -74,21 +43,10 @@ try:
     handed_in.default, handed_in.hooks = DDPStrategy(), hooks
 
     # --- training
-    from ltx.core.training import Metrics, TrainState, accumulate, check_replicas, sync_params, to_module, train_step
+    from ltx.core.training import *
 
     # --- transformations
-    from ltx.core.transforms import (
-        DataParallel,
-        Synced,
-        SyncState,
-        Weighted,
-        block_backward_sync,
-        data_parallel,
-        functional_call,
-        grad,
-        grad_and_value,
-        sync_gradients,
-    )
+    from ltx.core.transforms import *
 finally:
     if _collects:
         gc.enable()

@@ -22,8 +22,9 @@ from ltx.core.base.arguments import brief, checked, number, whole
 from ltx.core.base.readable import Shown, Table, format_bytes, format_seconds, many
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.pending import Exchange
-from ltx.core.training import TrainState, TrainStep
+from ltx.core.training import TrainState
 from ltx.core.training.train_state import counted
+from ltx.core.training.train_step import TrainStep
 from ltx.errors import InputError, StrategyError
 from ltx.estimate import Collective, Issues, Started, Steps, Waited
 from ltx.optim import Optimizer

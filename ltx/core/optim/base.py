@@ -102,10 +102,10 @@ def apply_leaves(optimizer: Optimizer, grads: Tensors, states: LeafStates, param
             param.add_(update)
 
 
-def advanced(state: Tree) -> Tree:
-    """`state` with one more update counted in each :class:`TorchState`, its tensors as they are."""
+def advanced(state: Tree, by: Callable[[int], int] = lambda count: count + 1) -> Tree:
+    """`state` with one more update counted in each :class:`TorchState`, or what `by` says; its tensors as they are."""
     return optree.tree_map(
-        lambda x: replace(x, count=x.count + 1) if isinstance(x, TorchState) else x,
+        lambda x: replace(x, count=by(x.count)) if isinstance(x, TorchState) else x,
         state,
         is_leaf=lambda x: isinstance(x, TorchState),
         namespace=NAMESPACE,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ltx.core.base import traced
-from ltx.core.base.arguments import brief, check_fields
+from ltx.core.base.arguments import brief, check_fields, number
 from ltx.core.base.errors import OptimError, UnsupportedError
 from ltx.core.base.noise import key_of, normal
 from ltx.core.base.tree import check_tensors, flatten, places_with_none
@@ -68,11 +68,10 @@ class ClipByGlobalNorm(Optimizer):
     norm: Callable[[Sequence[Tensor]], Tensor] = global_norm
 
     def __post_init__(self) -> None:
-        check_fields(self, OptimError, "max_norm", "eps")
+        check_fields(self, OptimError, "max_norm")
         if not self.max_norm > 0:
             raise OptimError(f"clip_by_global_norm: max_norm must be > 0, got {brief(self.max_norm)}.")
-        if not self.eps >= 0:
-            raise OptimError(f"clip_by_global_norm: eps must be >= 0, got {brief(self.eps)}.")
+        number("clip_by_global_norm: eps", self.eps, 0, OptimError)
 
     def init(self, params: Tree) -> ClipState:
         leaves, _ = flatten(params)
@@ -223,9 +222,8 @@ class AddNoise(LeafTransform):
     seed: int
 
     def __post_init__(self) -> None:
-        check_fields(self, OptimError, "std", "seed")
-        if not self.std >= 0:
-            raise OptimError(f"add_noise: std must be >= 0, got {brief(self.std)}.")
+        check_fields(self, OptimError, "seed")
+        number("add_noise: std", self.std, 0, OptimError)
 
     def init(self, params: Tree) -> TorchState:
         return TorchState(())

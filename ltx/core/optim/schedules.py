@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ltx.core.base.arguments import brief, check_fields, number
+from ltx.core.base.arguments import brief, check_fields, number, whole
 from ltx.core.base.errors import OptimError
 
 
@@ -23,8 +23,8 @@ class Linear:
     steps: int
 
     def __post_init__(self) -> None:
-        check_fields(self, OptimError, "start", "end", "steps")
-        _check_steps("linear", "steps", self.steps)
+        check_fields(self, OptimError, "start", "end")
+        whole("linear: steps", self.steps, 1, OptimError)
 
     def __call__(self, step: int) -> float:
         return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
@@ -50,8 +50,8 @@ class WarmupCosine:
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self, OptimError, "peak", "warmup_steps", "total_steps", "end")
-        _check_steps("warmup_cosine", "total_steps", self.total_steps)
+        check_fields(self, OptimError, "peak", "warmup_steps", "end")
+        whole("warmup_cosine: total_steps", self.total_steps, 1, OptimError)
         if not 0 <= self.warmup_steps <= self.total_steps:
             raise OptimError(
                 f"warmup_cosine: warmup_steps must be from 0 to total_steps, got {self.warmup_steps} of "
@@ -78,11 +78,6 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
     return WarmupCosine(peak, warmup_steps, total_steps, end)
-
-
-def _check_steps(name: str, argument: str, steps: int) -> None:
-    if steps < 1:
-        raise OptimError(f"{name}: {argument} must be at least 1, got {brief(steps)}.")
 
 
 @dataclass(frozen=True)

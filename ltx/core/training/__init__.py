@@ -4,12 +4,11 @@ from ltx.core.training.accumulate import accumulate
 from ltx.core.training.parameters import to_module
 from ltx.core.training.replicas import check_replicas, sync_params
 from ltx.core.training.train_state import Metrics, TrainState
-from ltx.core.training.train_step import TrainStep, train_step
+from ltx.core.training.train_step import train_step
 
 __all__ = [
     "Metrics",
     "TrainState",
-    "TrainStep",
     "accumulate",
     "check_replicas",
     "sync_params",

@@ -124,17 +124,14 @@ class Precision(Readable):
     keep_params: tuple[str, ...] | Callable[[str], bool] = ()
 
     def __post_init__(self) -> None:
-        if self.compute not in _COMPUTE:
-            raise StrategyError(f"Precision.compute must be one of {_named(_COMPUTE)}, got {brief(self.compute)}.")
-        if self.reduce is not None and self.reduce not in _REDUCE:
-            raise StrategyError(
-                f"Precision.reduce must be None (the parameters' own dtype, which gradients have) or one of "
-                f"{_named(_REDUCE)}, got {brief(self.reduce)}."
-            )
-        if self.output is not None and self.output not in _COMPUTE:
-            raise StrategyError(
-                f"Precision.output must be None or one of {_named(_COMPUTE)}, got {brief(self.output)}."
-            )
+        for name, none, allowed in (
+            ("compute", "", _COMPUTE),
+            ("reduce", "None (the parameters' own dtype, which gradients have) or ", _REDUCE),
+            ("output", "None or ", _COMPUTE),
+        ):
+            if (value := getattr(self, name)) not in allowed and not (none and value is None):
+                which = ", ".join(map(str, allowed))
+                raise StrategyError(f"Precision.{name} must be {none}one of {which}, got {brief(value)}.")
         scale = self.loss_scale
         if not (scale is None or isinstance(scale, DynamicLossScale)):
             others = "None, an ltx.DynamicLossScale or "
@@ -174,10 +171,6 @@ class Precision(Readable):
 def _matches(patterns: tuple[str, ...], path: str) -> bool:
     """Whether a path fits one of `patterns`."""
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-
-
-def _named(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(map(str, dtypes))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ltx.core.training.accumulate import Accumulated
 from ltx.core.training.parameters import Trainable, check_trainable
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.strategy import Strategy, StrategyOffers, steps_ahead
+from ltx.core.transforms.strategy import Strategy, StrategyOffers, hooks_ahead
 from ltx.typing import Tree
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def check_loss_scale(step: DataParallel) -> None:
     scale = None if step.precision is None else step.precision.loss_scale
     if scale is None or scale == 1:
         return
-    for at in steps_ahead(step.strategy):
-        require("loss scale, hook", step.strategy.hook(at), f"train_step: loss_scale={scale!r}")
+    for hook in hooks_ahead(step.strategy):
+        require("loss scale, hook", hook, f"train_step: loss_scale={scale!r}")
 
 
 def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard: str) -> None:

@@ -23,6 +23,7 @@ from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateErro
 from ltx.core.base.placements import is_dtensor, local, own_part
 from ltx.core.base.readable import Readable
 from ltx.core.optim import TorchState
+from ltx.core.optim.base import advanced
 from ltx.core.transforms.strategy_update import StateLayout
 from ltx.typing import Tree
 
@@ -145,10 +146,6 @@ class TrainState(Readable):
         """Whether a step has taken this state's tensors over."""
         return isinstance(self._lease[0], int)
 
-    def parts(self, names: Sequence[str]) -> list[Tree]:
-        """Those of the parts `names` that steps write into."""
-        return [self.__dict__[f"_{name}"] for name in names if name in _WRITTEN]
-
     def renew(self, made: Callable[[Tree], Tree]) -> None:
         """Replace each part by what `made` makes of it; for a state that the user hasn't read yet."""
         self.__dict__.update({f"_{name}": made(self.__dict__[f"_{name}"]) for name in _PARTS})
@@ -249,13 +246,8 @@ def counted(state: TrainState, step: int, updates: int) -> TrainState:
     Steps are counted in the structure: here, by the optimizer and by the communication state, whose clock, which counts
     those of compiled steps, begins anew.
     """
-    opt_state = tree.map(
-        lambda node: replace(node, count=updates) if isinstance(node, TorchState) else node,
-        state.opt_state,
-        is_leaf=lambda node: isinstance(node, TorchState),
-    )
     sync_state = replace(state.sync_state, step=step, clock=torch.zeros_like(state.sync_state.clock))
-    return replace(state, step=step, opt_state=opt_state, sync_state=sync_state)
+    return replace(state, step=step, opt_state=advanced(state.opt_state, lambda _: updates), sync_state=sync_state)
 
 
 def updates_of(state: TrainState) -> int:
@@ -336,7 +328,8 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
 
     `seen`: the parts of `state` whose tensors the user may hold.
     """
-    leaves = [x for part in state.parts(seen) for x in tree.flatten(part)[0] if isinstance(x, torch.Tensor)]
+    parts = [state.held(name) for name in seen if name in _WRITTEN]
+    leaves = [x for part in parts for x in tree.flatten(part)[0] if isinstance(x, torch.Tensor)]
     held = {id(x): x for x in leaves}  # parameters may be communication state too
     state.donate()
     if held:

@@ -170,20 +170,12 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
         said = comm.Signature(f"the difference in leaf {path!r}", ())
         first = axis.ranks.of_first(said, values, mine)
         texts = axis.ranks.by_rank(said, lambda xs: _difference(values(xs[0]), first), [mine])
-    told = {rank: text for rank, text in enumerate(texts) if text}
+    told, names = {rank: text for rank, text in enumerate(texts) if text}, [name for name, _ in differ]
     where = f" This is the step called at {caller()}." if axis.ranks.overlaps else ""
-    raise _diverged_in_debug(axis.name, [path for path, _ in differ], first, told, where)
-
-
-def _diverged_in_debug(
-    axis_name: str, paths: list[str], leaf: torch.Tensor, by_rank: dict[int, str], where: str
-) -> ReplicaDivergedError:
-    """The error for the leaves at `paths`, of which `leaf` is the first; `by_rank` tells how it differs."""
-    more = f" {len(paths)} leaves differ: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}."
-    return ReplicaDivergedError(
-        f"axis {axis_name!r}: parameters should be the same on every rank, but leaf {paths[0]!r} "
-        f"({tree.describe(leaf)}) isn't rank 0's on {comm.list_values(by_rank)}.{more if len(paths) > 1 else ''}"
-        f"{where} {_FIX}"
+    more = f" {len(names)} leaves differ: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+    raise ReplicaDivergedError(
+        f"axis {axis.name!r}: parameters should be the same on every rank, but leaf {path!r} ({tree.describe(first)}) "
+        f"isn't rank 0's on {comm.list_values(told)}.{more if len(names) > 1 else ''}{where} {_FIX}"
     )
 
 

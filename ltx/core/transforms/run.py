@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from ltx.core.gradients.marker import MARKER_PRIORITY, raise_priority
 from ltx.core.gradients.planning import differentiable
 from ltx.core.gradients.schedule import Schedule
 from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype, steps_ahead
+from ltx.core.transforms.strategy import Strategy, default_strategy, hooks_ahead, in_dtype
 from ltx.core.transforms.sync_state import plain_values
 from ltx.typing import Step, Tree
 
@@ -329,7 +328,7 @@ def check_placements(
     if place is None:
         return
     shared = placements.first_shared
-    for hook in _hooks_of(strategy, step):
+    for hook in _hooks_in((*vars(strategy).values(), strategy.hook(step), *hooks_ahead(strategy))):
         require("parts, hook", hook, lambda: f"{what}: leaf {paths()[place]!r}, a DTensor of which ranks hold parts,")
         require(
             "beside parts, hook",
@@ -340,19 +339,8 @@ def check_placements(
         )
 
 
-def _hooks_of(strategy: Strategy, step: int) -> Iterator[CommHook]:
-    """The hooks that a strategy holds, those that it uses at `step` and later, and those that they are made of."""
-    yield from _hooks_in(vars(strategy).values())
-    yield from _hooks_in([strategy.hook(step)])
-    yield from _hooks_in(_hooks_ahead(strategy))
-
-
-@lru_cache(maxsize=64)  # each step of DTensors asks, and a cycle may be long
-def _hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
-    return tuple(dict.fromkeys(map(strategy.hook, steps_ahead(strategy))))
-
-
 def _hooks_in(values: Iterable[Any]) -> Iterator[CommHook]:
+    """The hooks among `values`, and those that they are made of."""
     for value in values:
         if isinstance(value, CommHook):
             yield value

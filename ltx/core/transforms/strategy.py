@@ -244,6 +244,12 @@ def steps_ahead(strategy: Strategy) -> tuple[int, ...]:
     return (0, *range(first, first + length))
 
 
+@lru_cache(maxsize=64)  # each step of DTensors asks, and a cycle may be long
+def hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
+    """The hooks at those steps."""
+    return tuple(dict.fromkeys(map(strategy.hook, steps_ahead(strategy))))
+
+
 def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
     """The hook that a graph compiled at `step` can hold at all later steps too."""
     require("graph, hook or strategy", strategy, f"a graph that is compiled at step {step}", step)

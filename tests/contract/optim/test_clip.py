@@ -132,7 +132,7 @@ def test_is_a_value() -> None:
     [
         ({"max_norm": 0.0}, "clip_by_global_norm: max_norm must be > 0, got 0.0."),
         ({"max_norm": float("nan")}, "clip_by_global_norm: max_norm must be > 0, got nan."),
-        ({"max_norm": 1.0, "eps": -1.0}, "clip_by_global_norm: eps must be >= 0, got -1.0."),
+        ({"max_norm": 1.0, "eps": -1.0}, "clip_by_global_norm: eps must be a finite number of at least 0, got -1.0."),
     ],
 )
 def test_refused(kwargs: dict[str, float], text: str) -> None:

@@ -76,7 +76,7 @@ def test_real_and_simulated_ranks_stay_alike(ranks: Ranks) -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(OptimError, match="std must be >= 0, got -1"):
+    with pytest.raises(OptimError, match="std must be a finite number of at least 0, got -1"):
         add_noise(-1.0, 0)
     with pytest.raises(OptimError, match="seed"):
         add_noise(1.0, None)  # type: ignore[arg-type]

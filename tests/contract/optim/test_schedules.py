@@ -125,10 +125,10 @@ def test_formulas() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: linear(0, 1, 0), "linear: steps must be at least 1, got 0."),
+        (lambda: linear(0, 1, 0), "linear: steps must be a whole number of at least 1, got 0."),
         (lambda: linear(0, "1", 1), "end"),
         (lambda: warmup_cosine(1.0, 7, 6), "warmup_steps must be from 0 to total_steps, got 7 of 6."),
-        (lambda: warmup_cosine(1.0, 0, 0), "total_steps must be at least 1, got 0."),
+        (lambda: warmup_cosine(1.0, 0, 0), "total_steps must be a whole number of at least 1, got 0."),
         (lambda: from_scheduler(3, 0.1), "expected a function from an optimizer to a scheduler"),
         (lambda: from_scheduler(SCHEDULERS["step"], -1.0), "lr must be a finite number of at least 0, got -1.0."),
         (lambda: from_scheduler(lambda o: 3, 0.1)(0), "must return a scheduler of torch.optim.lr_scheduler"),
