@@ -98,7 +98,6 @@ class Issues:
 
     @property
     def summaries(self) -> tuple[Collective, ...]:
-        """All summaries of this step."""
         events = (self.gradients, *self.begun, *self.updated)
         return tuple(x.summary for x in events if isinstance(x, Started) and x.summary is not None)
 
@@ -116,7 +115,6 @@ def summary(ranks: Any) -> Collective:
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without values."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 

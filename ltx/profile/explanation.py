@@ -1,9 +1,4 @@
-"""explain: what a data-parallel step will send, before anything runs.
-
-The step's own plan is made, and each bucket's reduction is driven on the meta device, where tensors have shapes and no
-values; so is the strategy's part of a training step. So what is counted is what they will ask for, and not a formula
-beside it.
-"""
+"""explain: what a data-parallel step will send, before anything runs; :mod:`ltx.estimate` counts it."""
 
 from __future__ import annotations
 

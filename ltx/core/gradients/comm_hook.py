@@ -237,7 +237,6 @@ def states_of(hook: CommHook, entries: LeafState) -> LeafState:
 
 
 def program_of(hook: CommHook, inputs: BucketInput) -> Program:
-    """The reduction of one bucket by `hook`."""
     return Program(hook.reduce(inputs), [inputs.flat, *(x for state in inputs.states for x in state.values())])
 
 

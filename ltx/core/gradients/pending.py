@@ -289,7 +289,6 @@ class Exchange:
             self._completed = [self.at_once(place, tensors) for place in range(len(plan.buckets))]
 
     def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:
-        """The tensors and states of the leaves of `bucket`."""
         return [tensors[m] for m in bucket.members], [self._states[m] for m in bucket.members]
 
     def at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:

@@ -1,13 +1,7 @@
 """Schedules: how the buckets of one backward pass are reduced.
 
 The backward pass calls ``start(index, dims, tensors)`` as soon as a bucket's gradients are there, and ``wait(tensors)``
-at the fence, after the last bucket. There are three schedules:
-
-* :class:`ProcessSchedule`: process groups, eagerly. Starts asynchronously and in
-  the order of launches, waits at the fence.
-* :class:`GraphSchedule`: process groups, inside a compiled graph. Starts functional collectives, waits for them at the
-  fence; Inductor may move either.
-* :class:`ImmediateSchedule`: simulated ranks and worlds of one. Does everything at once.
+at the fence, after the last bucket.
 
 Tensors come as ``[*gradients, *state tensors]`` of the bucket. While they pass through vmap levels they gain leading
 dimensions; `dims` lists them, outermost first, True for the simulated axis itself.
@@ -134,7 +128,10 @@ def _under_vmaps(
 
 
 class GraphSchedule(Schedule):
-    """Functional collectives as nodes of a compiled graph: started at the marker, waited for at the fence."""
+    """Functional collectives as nodes of a compiled graph: started at the marker, waited for at the fence.
+
+    Inductor may move either.
+    """
 
     compiled = True
 
@@ -312,7 +309,6 @@ class ProcessSchedule(Schedule):
         return zip(self.plan.buckets, self.pending.wait_each(), strict=False)
 
     def unpack(self, bucket: Bucket, reduced: Reduced) -> list[torch.Tensor]:
-        """The reduced gradients of a bucket."""
         return unpack(reduced[0].view(*self._batches[bucket.index], bucket.numel), bucket)
 
     def total(self, bucket: Bucket) -> float | None:

@@ -17,28 +17,21 @@ from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stac
 class VmapRanks(Ranks):
     """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds.
 
-    With `part_of` that dimension holds several axes side by side.
-
-    Several nested levels make one axis if there are `dims`: (level, size) of each, the first the outermost in the
-    order of ranks. functorch takes the innermost level off first. Those above `level` are off already; their
-    dimensions are in front of the tensors, the outermost level's first.
-
-    Where tensors are made of the ranks' numbers, they are made on `device`: that of what is mapped.
+    Several nested levels make one axis if there are `dims`. functorch takes the innermost level off first. Those above
+    `level` are off already; their dimensions are in front of the tensors, the outermost level's first.
     """
 
     level: int = 0
-    part_of: Part | None = None
-    dims: tuple[tuple[int, int], ...] = ()
-    device: torch.device | None = None
+    part_of: Part | None = None  # the dimension then holds several axes side by side, of which this is one
+    dims: tuple[tuple[int, int], ...] = ()  # (level, size) of each, the first the outermost in the order of ranks
+    device: torch.device | None = None  # where tensors of the ranks' numbers are made: the device of what is mapped
 
     @property
     def levels(self) -> list[int]:
-        """All of its levels, the outermost first."""
         return sorted(level for level, _ in self.dims) or [self.level]
 
     @property
     def below(self) -> VmapRanks | None:
-        """What is left once `level` is off; None if it was the last one."""
         levels = [level for level, _ in self.dims if level < self.level]
         return replace(self, level=max(levels)) if levels else None
 

@@ -1,8 +1,4 @@
-"""The two halves of an eager training step: what the forward pass gave, and what the backward pass needs and gives.
-
-Buckets that complete have their gradients collected (``overlap="backward"``), or the optimizer runs on each: when it is
-complete, or inside of its program where ranks communicate after the optimizer.
-"""
+"""The two halves of an eager training step: what the forward pass gave, and what the backward pass needs and gives."""
 
 from __future__ import annotations
 
@@ -266,7 +262,7 @@ class Completion:
 
 
 class CollectGradients(Completion):
-    """Collects the gradients, for an optimizer that runs on all of them. Nothing of the state is touched."""
+    """Collects gradients (``overlap="backward"``), for an optimizer that runs on all. The state isn't touched."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         super().__init__(work, schedule)
@@ -295,7 +291,7 @@ class CollectGradients(Completion):
 
 
 class UpdateBuckets(Completion):
-    """Runs the optimizer on each bucket. With `donate` in the state's own memory, else in copies."""
+    """Runs the optimizer on each bucket (``overlap="update"``): with `donate` in the state's memory, else in copies."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         super().__init__(work, schedule)
@@ -381,7 +377,6 @@ class UpdateThenSend(Completion):
         return given
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        """Take the bucket's next parameters and states."""
         finish = take_updated(self._hook, bucket, reduced, self._old, self._params, self._states)
         if finish is not None:
             finish()

@@ -155,13 +155,11 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def scaling(train: TrainSettings) -> DynamicLossScale | None:
-    """The step's dynamic loss scaling, if it has any."""
     precision: Precision | None = train.step.precision
     return None if precision is None else precision.dynamic
 
 
 def checks_finite(train: TrainSettings) -> bool:
-    """Whether steps check that gradients are finite."""
     return scaling(train) is not None or train.guard != "off"
 
 

@@ -169,7 +169,6 @@ class Precision(Readable):
 
 @traced.at_trace_time
 def _matches(patterns: tuple[str, ...], path: str) -> bool:
-    """Whether a path fits one of `patterns`."""
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 

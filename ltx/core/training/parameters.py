@@ -25,7 +25,6 @@ _PIECE_BYTES = 64 << 20
 
 
 def check_trainable(trainable: Any) -> None:
-    """Raise unless `trainable` is of the type :data:`Trainable`."""
     patterns = [trainable] if isinstance(trainable, str) else trainable
     if trainable is None or callable(trainable):
         return

@@ -1,8 +1,4 @@
-"""One training step, in two ways.
-
-Eager, on real ranks or alone: forward, backward, wait, apply, commit. And without side effects, for transforms of
-torch.func, simulated ranks and compiled graphs.
-"""
+"""One training step, eager on real ranks or alone (:class:`Step`), or without side effects (:func:`step_purely`)."""
 
 from __future__ import annotations
 
@@ -97,7 +93,7 @@ _SIGNALS = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGS
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a train step, after the strategy's `begin`."""
+    """One call of a train step, after the strategy's `begin`: forward, backward, wait, apply, commit."""
 
     train: TrainSettings
     state: TrainState
@@ -110,7 +106,6 @@ class Step:
     commit: Callable[[], None]  # called when the step commits
 
     def run(self) -> tuple[TrainState, Metrics]:
-        """The next state, and the metrics."""
         drawn = torch_states() if self.train.guard == "raise" else {}
         forward = self._forward()
         work = self._second_half(forward)
@@ -201,10 +196,7 @@ class Step:
     def _backward(
         self, forward: Forward, schedule: ProcessSchedule, work: Backward
     ) -> tuple[BackwardResult, torch.Tensor]:
-        """Send the step summary, run the backward pass, which launches the buckets' programs, and wait for them.
-
-        Returns what came of the buckets, and the mean loss.
-        """
+        """Run the backward pass, which launches the buckets' programs: (what came of the buckets, the mean loss)."""
         total, weight, name = forward.total, forward.weight, f"step {self.state.step}"
         self._read_last_summary(schedule)
         schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, checks_finite(self.train))

@@ -30,14 +30,12 @@ class Seen:
         self._keys: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
 
     def has(self, fn: Any, key: Any = None) -> bool:
-        """Whether `key` was seen of `fn`."""
         try:
             return key in self._keys.get(fn, ())
         except TypeError:
             return False
 
     def add(self, fn: Any, key: Any = None) -> None:
-        """Make :meth:`has` true."""
         with suppress(TypeError):
             self._keys.setdefault(fn, set()).add(key)
 

@@ -115,7 +115,6 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def hash_of(digests: Iterable[str]) -> str:
-    """One digest of several."""
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
 

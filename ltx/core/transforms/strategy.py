@@ -284,7 +284,6 @@ handed_in = _HandedIn(Strategy())
 
 
 def default_strategy() -> Strategy:
-    """What transformations use when they are given none."""
     return handed_in.default
 
 

@@ -74,7 +74,6 @@ class SyncState:
 
 
 def check_state(state: Any) -> None:
-    """Raise unless `state` is a communication state."""
     if not isinstance(state, SyncState):
         raise SyncStateError(
             f"sync_state must be what step.init(params) or the last step gave, a SyncState, got {shown(state)}."

@@ -244,7 +244,6 @@ class Meeting(Watched):
 
     @property
     def global_ranks(self) -> list[int]:
-        """As in :class:`Watched`."""
         return list(range(self.world.size))
 
     def status(self) -> Status:

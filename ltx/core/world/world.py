@@ -1,7 +1,4 @@
-"""Which process this is among how many, and what it computes on; the world that is up in it, and how that ends.
-
-Where it is, its placement, is a function of environment variables alone: :mod:`ltx.core.world.launchers`.
-"""
+"""Which process this is among how many, and what it computes on; the world that is up in it, and how that ends."""
 
 from __future__ import annotations
 
