@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ltx.core.base.private import PrefixStore, Store
-from ltx.core.comm.connecting import looking_out
+from ltx.core.comm.backends import looking_out
 from ltx.core.comm.pickling import KEY, proof
 from ltx.core.comm.signature import Signature, explain_mismatch
 from ltx.core.comm.store_exchange import TimeoutStore, poll_until

@@ -110,7 +110,6 @@ class Placement:
 
     @property
     def is_partial(self) -> bool:
-        """Whether ranks hold terms of a sum that hasn't been taken."""
         return any(placement.is_partial() for placement in self.placements)
 
 

@@ -258,7 +258,6 @@ def traced_processes(key: str) -> bool:
 
 @traced.node
 def in_graph_index(key: str) -> torch.Tensor:
-    """The position on an axis, as a node of a compiled graph."""
     return traced_axis(key).index()
 
 
@@ -300,6 +299,5 @@ def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callab
 
 @traced.node
 def scaled_in_graph(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """The node that a compiled graph holds."""
     scaled: torch.Tensor = ScaledGradient.apply(x, factor)
     return scaled

@@ -131,9 +131,8 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
     lengths = list(zip(*told_lengths, strict=True))
     rows = gathered(moved, ats, lengths, found, agreed)
     whole = [torch.cat(parts, at) for parts, at in zip(rows, ats, strict=True)]
-    return tree.unflatten(
-        spec, [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, moved, whole, strict=True)]
-    )
+    pairs = zip(leaves, moved, whole, strict=True)
+    return tree.unflatten(spec, [y if m is x else from_bytes(y, x.dtype) for x, m, y in pairs])
 
 
 def gathered(
@@ -320,13 +319,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
         >>> ltx.broadcast_object({"lr": 0.1})  # a world of one
         {'lr': 0.1}
     """
-    found = comm.resolve(axis)
-    check_index("broadcast_object", "src", src, found.size)
-    _check("broadcast_object", found)
-    text, broken = found.ranks.objects("broadcast_object", lambda: _dumped(obj), src)[src]
-    if broken:
-        raise _unpicklable("broadcast_object", src, text)
-    return obj if found.ranks.rank == src else pickle.loads(text)
+    return _objects("broadcast_object", obj, axis, src)[0]
 
 
 def all_gather_object(obj: T, axis: Any = None) -> list[T]:
@@ -350,25 +343,33 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
         >>> ltx.all_gather_object("here")  # a world of one
         ['here']
     """
+    return _objects("all_gather_object", obj, axis)
+
+
+def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
+    """The objects of all ranks, or of `src` alone."""
+
+    def dumped() -> tuple[bytes, bool]:
+        try:
+            return dumps(obj), False
+        except Exception as failure:
+            return f"{type(failure).__name__}: {failure}".encode(), True
+
     found = comm.resolve(axis)
-    _check("all_gather_object", found)
-    rows = found.ranks.objects("all_gather_object", lambda: _dumped(obj))
-    for rank, (text, broken) in enumerate(rows):
+    if src is not None:
+        check_index(what, "src", src, found.size)
+    found.ranks.need(
+        "objects",
+        f"{what} has no form under ltx.vmap: the ranks of axis {found.name!r} share all objects. Use the object "
+        "itself, or ltx.broadcast for tensors; or give each rank its own with ltx.simulate.",
+    )
+    rows = found.ranks.objects(what, dumped, src)
+    senders = range(len(rows)) if src is None else [src]
+    for rank in senders:
+        text, broken = rows[rank]
         if broken:
-            raise _unpicklable("all_gather_object", rank, text)
-    return [obj if rank == found.ranks.rank else pickle.loads(text) for rank, (text, _) in enumerate(rows)]
-
-
-def _dumped(obj: Any) -> tuple[bytes, bool]:
-    """The object as bytes; or what went wrong, and True."""
-    try:
-        return dumps(obj), False
-    except Exception as failure:
-        return f"{type(failure).__name__}: {failure}".encode(), True
-
-
-def _unpicklable(what: str, rank: int, text: bytes) -> TypeError:
-    return TypeError(f"{what}: rank {rank}'s object can't be pickled: {text.decode()}")
+            raise TypeError(f"{what}: rank {rank}'s object can't be pickled: {text.decode()}")
+    return [obj if rank == found.ranks.rank else pickle.loads(rows[rank][0]) for rank in senders]
 
 
 @checked("name")
@@ -387,11 +388,3 @@ def barrier(name: str | None = None, axis: Any = None) -> None:
         >>> ltx.barrier("before evaluation")
     """
     comm.resolve(axis).ranks.barrier(f"barrier {name!r}" if name else "barrier")
-
-
-def _check(what: str, axis: Axis) -> None:
-    axis.ranks.need(
-        "objects",
-        f"{what} has no form under ltx.vmap: the ranks of axis {axis.name!r} share all objects. Use the object "
-        "itself, or ltx.broadcast for tensors; or give each rank its own with ltx.simulate.",
-    )

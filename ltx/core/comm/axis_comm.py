@@ -25,16 +25,15 @@ from ltx.core.base.errors import LtxError, PeerLostError, WorldError
 from ltx.core.base.private import PrefixStore
 from ltx.core.base.traced import refuse_script
 from ltx.core.comm import backends
-from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, open_group
+from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, look_out, open_group
 from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import Channel
-from ltx.core.comm.connecting import look_out
 from ltx.core.comm.debug import BUCKETS, caller, under_way
 from ltx.core.comm.diagnosis import AGAIN, OPENED, Status
 from ltx.core.comm.negotiation import Negotiation
 from ltx.core.comm.recovery import Recovery, Unread
 from ltx.core.comm.shared_memory import SharedMemoryTransport, open_transport
-from ltx.core.comm.signature import Agreement, ComparedFunctions, Signature
+from ltx.core.comm.signature import Agreement, Seen, Signature
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore
 from ltx.core.comm.watcher import PATIENCE_S, hold_watcher, release_watcher
 from ltx.core.ranks.backings import Part, Ranks
@@ -95,7 +94,7 @@ class AxisComm(Ranks):
         self.closed = False
         self._pid = os.getpid()
         self._fork_error: WorldError | None = None  # once this process is a fork of the rank's
-        self.compared = ComparedFunctions()
+        self.compared = Seen()
         self.network: Any = None  # the ltx.core.comm.Network, once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
         self._parts: dict[tuple[int, ...], AxisComm] = {}
@@ -210,7 +209,6 @@ class AxisComm(Ranks):
 
     @property
     def parts(self) -> list[AxisComm]:
-        """The open parts."""
         return list(self._parts.values())
 
     def bucket_channel(self, phase: int) -> Channel:
@@ -288,7 +286,6 @@ class AxisComm(Ranks):
 
     @property
     def channels(self) -> list[Channel]:
-        """All channels."""
         return [self.user, self.background, *self._phases, *self._left]
 
     def close(self) -> None:
@@ -408,7 +405,6 @@ class AxisComm(Ranks):
         channel.advance(self.negotiate(channel, key, describe))
 
     def check_not_forked(self) -> None:
-        """Raise if this process is a fork of the rank's own."""
         if self._fork_error is not None:
             raise self._fork_error
 

@@ -374,16 +374,13 @@ class Channel:
             return  # a peer is gone, or has issued something else: it won't join
 
     def uses_transport(self, buffer: torch.Tensor) -> bool:
-        """Whether a collective on `buffer` goes through shared memory."""
         return self.transport is not None and buffer.device.type == "cpu"
 
     def orders_streams(self, device: torch.device) -> bool:
-        """Whether collectives of tensors on `device` are ordered by streams."""
         return self.stream_group is not None and self._backends.orders_streams(device)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The channel's process groups."""
         groups = [self.group, self.stream_group and self.stream_group.group]
         return [group for group in groups if group is not None]
 
@@ -393,7 +390,6 @@ class Channel:
         return groups
 
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
-        """The process group for tensors on `device`."""
         ordered = self.stream_group if self.orders_streams(device) else None
         group: dist.ProcessGroup = ordered.group if ordered else self.group
         return group

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ltx.core.base.arguments import checked
+from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchError
 from ltx.core.comm.recovery import Recovery
 from ltx.core.comm.signature import Agreement, Post, Signature, list_calls, mismatch
@@ -74,6 +74,7 @@ class Communicator(Protocol):
     def check_not_forked(self) -> None: ...
 
 
+_SAID = "{0.__class__.__name__}: {0}".format
 #: Under this address the store holds what is compared here.
 CHECKS = "checks"
 
@@ -137,7 +138,7 @@ class Checks:
             self._told = error
             if not isinstance(error, RankMismatchError):
                 with suppress(LtxError, dist.DistError):
-                    axis_comm.negotiation.withdraw(place, post, f"nothing: {_briefly(error)}")
+                    axis_comm.negotiation.withdraw(place, post, f"nothing: {brief(error, _SAID)}")
             raise
         if call:
             axis_comm.store_exchange.forget(before, [axis_comm.rank])
@@ -172,7 +173,7 @@ class Checks:
         """Let the peers know that this rank won't come to their next call, without waiting for them."""
         if error is self._told or isinstance(error, RankMismatchError):
             return  # they know: all of them were there
-        signature = Signature(f"nothing: it has left debug_checks() by {_briefly(error)}", ())
+        signature = Signature(f"nothing: it has left debug_checks() by {brief(error, _SAID)}", ())
         for axis_comm in self.open():
             session, call = axis_comm.negotiation.take_check()
             with suppress(LtxError, dist.DistError):  # the error under way is the one to see
@@ -268,8 +269,3 @@ def called(issued: str) -> str:
         if frame.f_globals["__name__"].startswith("ltx.core.collectives.") and code.co_name not in _INSIDE:
             name = code.co_name if code.co_name.isidentifier() and code.co_name[0] != "_" else name
     return issued if not name or issued.startswith(f"{name} ") else name
-
-
-def _briefly(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) < 200 else f"{text[:200]}..."

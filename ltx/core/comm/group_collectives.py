@@ -98,11 +98,9 @@ class Works:
         self._works = works
 
     def is_completed(self) -> bool:
-        """Whether all are complete."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self, *timeout: timedelta) -> None:
-        """Wait for all, each within the timeout."""
         for work in self._works:
             work.wait(*timeout)
 

@@ -42,7 +42,6 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """As in :class:`pickle.Pickler`."""
         if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.device.type not in ("cpu", "meta"):
             return _on_own_device, (obj.detach().cpu(), obj.device.type, type(obj), obj.requires_grad)
         if (
@@ -62,7 +61,6 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def dumps(obj: Any) -> bytes:
-    """`obj` by cloudpickle."""
     stream = io.BytesIO()
     TensorPickler(stream).dump(obj)
     return stream.getvalue()

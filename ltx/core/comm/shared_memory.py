@@ -100,7 +100,6 @@ class SharedMemoryWork:
 
     @property
     def completed(self) -> bool:
-        """Whether the result is there."""
         return self.transport.emptied >= self.end
 
     @property
@@ -180,7 +179,6 @@ class SharedMemoryTransport:
 
     @property
     def busy(self) -> bool:
-        """Whether any chunk is pending."""
         return self.error is None and self._through[EMPTIED].next is not None
 
     @property
@@ -227,7 +225,6 @@ class SharedMemoryTransport:
         self.error = error
 
     def failures(self) -> dict[int, str]:
-        """The ranks whose ends have failed, and why."""
         return {
             rank: self._maps[rank][REASON : REASON + words[FAILED]].decode(errors="replace")
             for rank, words in enumerate(self._counters)
@@ -302,7 +299,6 @@ class SharedMemoryTransport:
         return True
 
     def lost_peers(self) -> list[int]:
-        """The ranks whose processes have died."""
         lost = []
         for rank, lock in enumerate(self._locks):
             if rank == self.rank:
@@ -316,7 +312,6 @@ class SharedMemoryTransport:
         return lost
 
     def close(self) -> None:
-        """Release the memory."""
         _transports[:] = [transport for transport in _transports if transport is not self]
         with self._turn:  # no phase is being done
             self._emptied_at_close = self.emptied

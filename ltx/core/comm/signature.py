@@ -92,7 +92,6 @@ class Post:
 
     @property
     def call(self) -> str:
-        """What is called, and on which line."""
         return f"{self.signature.brief} at {self.caller}" if self.caller else self.signature.brief
 
     def fields(self) -> list[Any]:
@@ -169,22 +168,24 @@ def _ranks(ranks: list[int]) -> str:
     return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
 
 
-class ComparedFunctions:
-    """Which functions the ranks of an axis have called with the same parameters, each under keys of its own."""
+class Seen:
+    """What was seen of functions while they live. Those that can't be hashed or weakly referenced have one place.
 
-    def __init__(self) -> None:
+    `forgets`: of these it has seen nothing.
+    """
+
+    def __init__(self, forgets: bool = False) -> None:
         self._keys: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
+        self._forgets = forgets
 
-    def has(self, fn: Any, key: Hashable) -> bool:
-        """Whether the ranks have compared the parameters of the function `fn` under this `key`."""
+    def has(self, fn: Any, key: Hashable = None) -> bool:
         return key in self._of(fn)
 
-    def add(self, fn: Any, key: Hashable) -> None:
-        """Make :meth:`has` true for `fn` and `key`."""
+    def add(self, fn: Any, key: Hashable = None) -> None:
         self._of(fn).add(key)
 
     def _of(self, fn: Any) -> set[Hashable]:
         try:
             return self._keys.setdefault(fn, set())
-        except TypeError:  # `fn` can't be hashed or weakly referenced
-            return self._keys.setdefault(ComparedFunctions, set())
+        except TypeError:
+            return set() if self._forgets else self._keys.setdefault(Seen, set())

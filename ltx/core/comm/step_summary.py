@@ -51,7 +51,6 @@ class StepSummary:
 
     @property
     def mean(self) -> torch.Tensor:
-        """The mean loss."""
         return self.total / self.weight
 
 

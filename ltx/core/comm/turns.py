@@ -21,7 +21,7 @@ from ltx.core.base import private
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError, UnsupportedError
 from ltx.core.comm.diagnosis import left_halfway, parted
 from ltx.core.comm.recovery import ALIKE, OF_PEERS, Forward
-from ltx.core.comm.signature import Agreement, ComparedFunctions, Signature, explain_mismatch, mismatch
+from ltx.core.comm.signature import Agreement, Seen, Signature, explain_mismatch, mismatch
 from ltx.core.comm.step_summary import UNREDUCED
 from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, Part, Ranks, Rule, Static, Tensors, fresh
 
@@ -313,7 +313,7 @@ class ThreadRanks(Ranks):
         self._forward, self._issued = Forward(), 0
         self._step = self._pass = ""  # that this rank is in, or comes to
         self._known: dict[Any, Agreement] = {}
-        self.compared = ComparedFunctions()
+        self.compared = Seen()
         self._parts: dict[Part, ThreadRanks] = {}
 
     @property

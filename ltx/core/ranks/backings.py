@@ -73,7 +73,7 @@ class Ranks:
     lasting: bool = True  # what is made for them once is worth keeping
     answer: Callable[..., Any] | None = None  # gives a collective's result: (operation, buffer, arguments, ranks)
     exchanges: Callable[..., Any] | None = None  # makes a strategy's exchanges, in place of gradients.pending.Exchange
-    compared: Any = None  # what they have compared once (ltx.core.comm.signature.ComparedFunctions), if that is kept
+    compared: Any = None  # what they have compared once (ltx.core.comm.signature.Seen), if that is kept
     futures: list[Any]  # where they overlap: what was begun and not waited for yet, oldest first
     level: int = 0  # the innermost vmap level whose entries they are that isn't off yet; 0 where there is none
 

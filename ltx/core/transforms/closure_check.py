@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,28 +19,11 @@ from torch.overrides import TorchFunctionMode
 from ltx.core.base import private, tree
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
 from ltx.core.base.placements import is_fully_sharded
+from ltx.core.comm.signature import Seen
 from ltx.typing import Tree
 
-
-class Seen:
-    """What was seen of functions while they live; nothing of those that can't be hashed or weakly referenced."""
-
-    def __init__(self) -> None:
-        self._keys: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
-
-    def has(self, fn: Any, key: Any = None) -> bool:
-        try:
-            return key in self._keys.get(fn, ())
-        except TypeError:
-            return False
-
-    def add(self, fn: Any, key: Any = None) -> None:
-        with suppress(TypeError):
-            self._keys.setdefault(fn, set()).add(key)
-
-
 # The graphs of steps that were looked at, by the number of nodes that a call made. They have thousands.
-_looked_at = Seen()
+_looked_at = Seen(forgets=True)
 
 
 def captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | None:
@@ -125,7 +107,7 @@ def is_wrapped(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and private.is_wrapped(x)
 
 
-_watched = Seen()
+_watched = Seen(forgets=True)
 
 
 @contextmanager
@@ -140,7 +122,7 @@ def watch_for_traced_values(fn: Any) -> Iterator[None]:
     _watched.add(fn)
 
 
-_called = Seen()
+_called = Seen(forgets=True)
 
 
 @contextmanager

@@ -94,7 +94,6 @@ class Variables:
             self.number(name, value, value, because)
 
     def master_port(self, default: int | None = None) -> int:
-        """The port where the ranks meet."""
         return self.number("MASTER_PORT", 1, 65535, "a port at MASTER_ADDR where the ranks meet", default)
 
 

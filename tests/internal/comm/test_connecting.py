@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ltx.core.comm import connecting
+from ltx.core.comm import backends
 from ltx.errors import PeerLostError
 
-THIRTY = timedelta(seconds=30) + connecting.LATER
+THIRTY = timedelta(seconds=30) + backends.LATER
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_who_connects_looks_out(store: Any) -> None:
         if time.monotonic() - began > 0.2:
             raise PeerLostError("rank 1 was lost")
 
-    with pytest.raises(PeerLostError, match="rank 1 was lost"), connecting.connecting(look):
+    with pytest.raises(PeerLostError, match="rank 1 was lost"), backends.connecting(look):
         dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=THIRTY)
     assert time.monotonic() - began < 15
     assert not dist.is_initialized()
@@ -37,4 +37,4 @@ def test_who_connects_looks_out(store: Any) -> None:
 
 def test_a_connection_that_doesnt_come_about_names_the_interface(store: Any) -> None:
     with pytest.raises(PeerLostError, match=r"(?s)rank 0 of 2: a connection of gloo .*set GLOO_SOCKET_IFNAME"):
-        connecting.connect(store, 0, 2, timedelta(seconds=0.2) + connecting.LATER)
+        backends.connect(store, 0, 2, timedelta(seconds=0.2) + backends.LATER)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import ltx
-from ltx.core.comm import connecting
+from ltx.core.comm import backends
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.world import groups
 from ltx.errors import PeerLostError
@@ -190,7 +190,7 @@ def test_a_newcomer_whose_peers_fall_before_it_has_their_state_doesnt_train_alon
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("sockets", [False, True])
 @pytest.mark.parametrize(
-    "point", [(groups.Meeting, "gather"), (connecting, "connect"), (AxisComm, "_meet"), (AxisComm, "_open_channel")]
+    "point", [(groups.Meeting, "gather"), (backends, "connect"), (AxisComm, "_meet"), (AxisComm, "_open_channel")]
 )
 def test_a_rank_that_falls_while_a_newcomer_is_taken_in(
     point: tuple[Any, str], sockets: bool, started: Started
