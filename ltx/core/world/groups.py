@@ -27,15 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.core.base.errors import PeerLostError, WorldError
 from ltx.core.comm import close_axis, open_axis
-from ltx.core.comm.backends import (
-    HOST_BLOCKING,
-    LATER,
-    backends_of,
-    connecting,
-    look_out,
-    looking_out,
-    set_up_watchdog,
-)
+from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, look_out, looking_out, set_up_watchdog
 from ltx.core.comm.diagnosis import Status
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
 from ltx.core.comm.watcher import Watched, Watcher, release_watcher, watch_by
