@@ -29,9 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ltx {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands.add_parser(
-        "run",
-        help="run a script on several ranks: ltx run -n 2 script.py ... (see ltx run --help)",
-        add_help=False,
+        "run", help="run a script on several ranks: ltx run -n 2 script.py ... (see ltx run --help)", add_help=False
     )
     demo = commands.add_parser(
         "demo",

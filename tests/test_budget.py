@@ -24,24 +24,24 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1454, 10),
-    "all": Size(40122, 168),
+    ".": Size(1452, 10),
+    "all": Size(40162, 168),
     "checkpoint": Size(1620, 7),
     "core": Size(1, 1),
-    "core/base": Size(2054, 11),
-    "core/collectives": Size(3119, 11),
-    "core/comm": Size(6305, 23),
+    "core/base": Size(2074, 11),
+    "core/collectives": Size(3116, 11),
+    "core/comm": Size(6301, 23),
     "core/gradients": Size(2282, 8),
-    "core/optim": Size(2654, 11),
+    "core/optim": Size(2651, 11),
     "core/ranks": Size(1166, 5),
-    "core/training": Size(3440, 13),
+    "core/training": Size(3431, 13),
     "core/transforms": Size(3277, 12),
     "core/world": Size(1626, 7),
     "demo": Size(505, 4),
     "hooks": Size(2421, 12),
     "notebook": Size(197, 2),
     "profile": Size(1099, 4),
-    "runtime": Size(4234, 15),
+    "runtime": Size(4275, 15),
     "strategies": Size(2668, 12),
 }
 

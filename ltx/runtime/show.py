@@ -5,19 +5,19 @@ On a worker of a pool both send what is to be seen to the driver; anywhere else 
 
 from __future__ import annotations
 
-import fcntl
 import io
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Generic, TextIO, TypeVar
 
 from ltx.core.base.arguments import checked
+from ltx.core.base.readable import Curves, Shown, Table, format_seconds
 from ltx.core.world.world import world
 
 T = TypeVar("T")
@@ -179,18 +179,22 @@ def put(place: Any, bundle: dict[str, Any], metadata: dict[str, Any] | None = No
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a rank is with something, `depth` bars inside others; `besides` is what stands beside the bar."""
+    """How far a rank is with something, `depth` bars inside others; `besides` is what stands beside the bar.
+
+    `live`: a notebook shows the ranks in a table, and a curve.
+    """
 
     label: str
     done: int
     total: int | None
     finished: bool
     depth: int = 0
-    besides: str = ""
+    besides: Mapping[str, float | str] = field(default_factory=dict)
+    live: bool = False
 
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
         """Draw its bar among those `drawn`: as far as the slowest of `size` ranks is."""
-        begin = replace(self, done=0, finished=False, besides="")  # a rank that hasn't begun
+        begin = replace(self, done=0, finished=False, besides={})  # a rank that hasn't begun
         bar = drawn.setdefault((self.label, self.depth), Bar([begin] * size))
         bar.at(rank or 0, self)
         if bar.finished and not self.depth:  # the next inner one is drawn in the place of this one
@@ -202,8 +206,8 @@ class Progress(Generic[T]):
 
     _local = threading.local()
 
-    def __init__(self, iterable: Iterable[T], total: int | None, label: str):
-        self._iterable, self._total, self._label = iterable, total, label
+    def __init__(self, iterable: Iterable[T], total: int | None, label: str, live: bool):
+        self._iterable, self._total, self._label, self._live = iterable, total, label, live
         self._besides: dict[str, Any] = {}
 
     def set_postfix(self, **values: Any) -> None:
@@ -217,12 +221,12 @@ class Progress(Generic[T]):
         around["under way"].append(self)
 
         def tell(finished: bool) -> None:
-            besides = ", ".join(f"{name}={_brief(value)}" for name, value in self._besides.items())
-            deliver(Reached(self._label, done, self._total, finished, depth, besides), around)
+            besides = {name: _plain(value) for name, value in self._besides.items()}
+            deliver(Reached(self._label, done, self._total, finished, depth, besides, self._live), around)
 
         try:
             tell(False)  # above what is inside
-            for item in self._iterable:
+            for item in self._recorded() if self._live else self._iterable:
                 yield item
                 done += 1
                 if time.monotonic() - told_s > 2 * _PAUSE_S:
@@ -234,16 +238,29 @@ class Progress(Generic[T]):
             if not around["under way"]:
                 around.clear()
 
+    def _recorded(self) -> Iterator[T]:
+        """The items; beside the bar stands for how long this rank has waited for others with the last one."""
+        from ltx.profile.traces import record
 
-def _brief(value: Any) -> str:
+        for item in self._iterable:
+            with record() as trace:
+                yield item
+            self._besides = {**self._besides, "wait": format_seconds(trace.waited_s)}
+
+
+def _plain(value: Any) -> float | str:
     try:
-        return f"{float(value):.4g}"
+        return float(value)
     except (TypeError, ValueError, RuntimeError):
         return str(value)
 
 
-@checked("iterable", "total", "label")
-def progress(iterable: Iterable[T], *, total: int | None = None, label: str = "") -> Progress[T]:
+def _brief(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+@checked("iterable", "total", "label", "live")
+def progress(iterable: Iterable[T], *, total: int | None = None, label: str = "", live: bool = False) -> Progress[T]:
     """Iterate, and have a bar of progress drawn: one for all ranks, by the driver, as far as the slowest rank is.
 
     A bar inside another one goes when it is done, as tqdm's do.
@@ -252,6 +269,9 @@ def progress(iterable: Iterable[T], *, total: int | None = None, label: str = ""
         iterable: what to go through.
         total: how many there are; None takes ``len(iterable)`` where there is one.
         label: what is written before the bar. Ranks that go through the same thing use the same label.
+        live: in a notebook show below the bar a table of the ranks, with what each has set beside it and how long it
+            waited for others in its last step, and the curve of the first number that is set. Each step is recorded for
+            that, so that the host waits for an accelerator.
 
     Returns:
         What to iterate over; its ``set_postfix(loss=...)`` puts the slowest rank's values beside the bar.
@@ -265,7 +285,7 @@ def progress(iterable: Iterable[T], *, total: int | None = None, label: str = ""
     """
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)
-    return Progress(iterable, total, label)
+    return Progress(iterable, total, label, live)
 
 
 def write(stream: str, text: str) -> None:
@@ -285,11 +305,14 @@ class LiveLine:
         self._stream = stream
         self._place: Any = None
 
-    def draw(self, line: str, finished: bool, depth: int = 0) -> None:
-        """Put `line` in place of what it was, `depth` lines below the cursor's; nothing comes after `finished`."""
+    def draw(self, line: str, finished: bool, depth: int = 0, html: str = "") -> None:
+        """Put `line` in place of what it was, `depth` lines below the cursor's; nothing comes after `finished`.
+
+        A notebook shows `html` instead.
+        """
         target = getattr(sys, self._stream)
         if in_notebook():
-            self._place = put(self._place, {"text/plain": line})
+            self._place = put(self._place, {"text/plain": line} | ({"text/html": html} if html else {}))
         elif target is not None and target.isatty():
             below, back = "\n" * depth, "\x1b[A" * depth if depth else "\n" * finished
             write(self._stream, f"{below}\r\x1b[K{line}{back}")
@@ -297,7 +320,7 @@ class LiveLine:
             write(self._stream, f"{line}\n")
 
 
-class Bar(LiveLine):
+class Bar(LiveLine, Shown):
     """One bar for all ranks, where the driver draws it."""
 
     _WIDTH = 30
@@ -306,6 +329,7 @@ class Bar(LiveLine):
         super().__init__()
         self._began_s = time.monotonic()
         self._ranks = ranks
+        self._curves = [list[tuple[float, float]]() for _ in ranks]
 
     @property
     def finished(self) -> bool:
@@ -314,9 +338,23 @@ class Bar(LiveLine):
     def at(self, rank: int, reached: Reached) -> None:
         if not reached.done:
             self._began_s = time.monotonic()
+            self._curves[rank].clear()
         self._ranks[rank] = reached
-        gone = reached.depth > 0 and self.finished
-        self.draw("" if gone else self._text(), self.finished, reached.depth)
+        gone, html = reached.depth > 0 and self.finished, ""
+        if reached.live and not gone:
+            numbers = (x for x in reached.besides.values() if isinstance(x, float) and math.isfinite(x))
+            self._curves[rank] += [(reached.done, x) for x in islice(numbers, 1)]
+            if len(self._curves[rank]) > _POINTS:
+                del self._curves[rank][1::2]
+            html = self._repr_html_()
+        self.draw("" if gone else self._text(), self.finished, reached.depth, html)
+
+    def _parts(self) -> list[str | Table | Curves]:
+        names = dict.fromkeys(name for reached in self._ranks for name in reached.besides)
+        rows = []
+        for rank, reached in enumerate(self._ranks):
+            rows.append((str(rank), str(reached.done), *(_brief(reached.besides.get(name, "")) for name in names)))
+        return [self._text(), Table(("rank", "step", *names), rows, [True] * (2 + len(names))), Curves(self._curves)]
 
     def _text(self) -> str:
         done, furthest = (pick(reached.done for reached in self._ranks) for pick in (min, max))
@@ -326,70 +364,14 @@ class Bar(LiveLine):
         bar = f" |{'#' * filled}{'.' * (self._WIDTH - filled)}| {done}/{total}" if total else f" {done}"
         last, slowest = next((rank, reached) for rank, reached in enumerate(self._ranks) if reached.done == done)
         behind = f", rank {last} last" if furthest > done else ""
-        besides = f", {slowest.besides}" if slowest.besides else ""
+        besides = "".join(f", {name}={_brief(value)}" for name, value in slowest.besides.items())
         return f"{slowest.label}{bar} {done / seconds if seconds else 0.0:.1f}/s{behind}{besides}".strip()
 
 
-# As much as the system lends: a worker that writes between calls, when nobody reads, mustn't wait.
-_PIPE_BYTES = 1 << 20
 # A line that is written over is shown anew after so long at least; a bar after twice that.
 _PAUSE_S = 0.05
-
-
-def open_pipe() -> tuple[int, int]:
-    """(reading end, writing end) of a pipe whose reading end doesn't block."""
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    with suppress(OSError, AttributeError):
-        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    return reading, writing
-
-
-class Output:
-    """The reading ends of all ranks' pipes, and the last line of each, which may not be whole."""
-
-    def __init__(self) -> None:
-        self._sources: dict[int, tuple[int, str]] = {}
-        self._begun: dict[int, bytes] = {}
-
-    def add(self, fd: int, rank: int, stream: str) -> None:
-        """Show what comes from `fd` as `rank`'s, on ``sys.stdout`` or ``sys.stderr``."""
-        self._sources[fd] = (rank, stream)
-
-    @property
-    def fds(self) -> list[int]:
-        return list(self._sources)
-
-    def show(self, *, finish: bool = False) -> None:
-        """Print all whole lines that have come; with `finish` also those that haven't ended."""
-        for fd, (rank, stream) in list(self._sources.items()):
-            written = self._begun.pop(fd, b"") + self._read(fd)
-            gone = fd not in self._sources  # its process: nothing follows
-            end = len(written) if finish or gone else written.rfind(b"\n") + 1
-            self._begun[fd] = written[end:].rpartition(b"\r")[2]  # what a carriage return has overwritten is gone
-            if end:
-                write(stream, labelled(written[:end].decode(errors="replace"), rank))
-
-    def _read(self, fd: int) -> bytes:
-        try:
-            chunk = os.read(fd, _PIPE_BYTES)
-        except BlockingIOError:
-            return b""
-        except OSError:
-            chunk = b""
-        if not chunk:  # its end: the process is gone
-            self._close(fd)
-        return chunk
-
-    def _close(self, fd: int) -> None:
-        with suppress(OSError):
-            os.close(fd)
-        self._sources.pop(fd, None)
-
-    def close(self) -> None:
-        for fd in self.fds:
-            self._close(fd)
-        self._begun.clear()
+# Above so many, every other point of a curve is left out.
+_POINTS = 400
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ worker sees that and ends too. Only processes that this process started are ever
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ from ltx.runtime import messages
 from ltx.runtime.calls import search_path
 from ltx.runtime.failures import exit_text, failure_of, told_where
 from ltx.runtime.messages import Failure, Message, Result, pack, receive
-from ltx.runtime.show import Area, Output, Printed, in_notebook, open_pipe, together
+from ltx.runtime.show import Area, Printed, in_notebook, labelled, together, write
 from ltx.runtime.worker import Process, Starter
 
 #: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.
@@ -38,6 +39,8 @@ _TOGETHER_S = 0.05
 # How often the driver looks whether a process it waits for has been stopped, and for how long it must have been.
 _LOOK_S = 0.5
 _STOPPED_S = 2.0
+# As much as the system lends: a worker that writes between calls, when nobody reads, mustn't wait.
+_PIPE_BYTES = 1 << 20
 
 
 class WorkerGroup:
@@ -329,3 +332,59 @@ def _wait(
         waiting.difference_update(done)
         if not all(isinstance(answer, Result) for answer in done.values()):
             end = min(end, time.monotonic() + patience_s)
+
+
+def open_pipe() -> tuple[int, int]:
+    """(reading end, writing end) of a pipe whose reading end doesn't block."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    with suppress(OSError, AttributeError):
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return reading, writing
+
+
+class Output:
+    """The reading ends of all ranks' pipes, and the last line of each, which may not be whole."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, tuple[int, str]] = {}
+        self._begun: dict[int, bytes] = {}
+
+    def add(self, fd: int, rank: int, stream: str) -> None:
+        """Show what comes from `fd` as `rank`'s, on ``sys.stdout`` or ``sys.stderr``."""
+        self._sources[fd] = (rank, stream)
+
+    @property
+    def fds(self) -> list[int]:
+        return list(self._sources)
+
+    def show(self, *, finish: bool = False) -> None:
+        """Print all whole lines that have come; with `finish` also those that haven't ended."""
+        for fd, (rank, stream) in list(self._sources.items()):
+            written = self._begun.pop(fd, b"") + self._read(fd)
+            gone = fd not in self._sources  # its process: nothing follows
+            end = len(written) if finish or gone else written.rfind(b"\n") + 1
+            self._begun[fd] = written[end:].rpartition(b"\r")[2]  # what a carriage return has overwritten is gone
+            if end:
+                write(stream, labelled(written[:end].decode(errors="replace"), rank))
+
+    def _read(self, fd: int) -> bytes:
+        try:
+            chunk = os.read(fd, _PIPE_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError:
+            chunk = b""
+        if not chunk:  # its end: the process is gone
+            self._close(fd)
+        return chunk
+
+    def _close(self, fd: int) -> None:
+        with suppress(OSError):
+            os.close(fd)
+        self._sources.pop(fd, None)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            self._close(fd)
+        self._begun.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
+from itertools import chain
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -153,12 +154,31 @@ def _cell(text: str) -> str:
     return lines if text.count("\n") < _TALL else f"<details><summary>{begin} ...</summary>{lines}</details>"
 
 
+class Curves(NamedTuple):
+    """Lines through points (x, y), drawn in the colour of the text around them."""
+
+    lines: Sequence[Sequence[tuple[float, float]]]
+
+    def _repr_html_(self) -> str:
+        if not (points := list(chain.from_iterable(self.lines))):
+            return ""
+        xs, ys = zip(*points, strict=True)
+        left, low, high = min(xs), min(ys), max(ys)
+        wide, tall = 300 / (max(xs) - left or 1), 80 / (high - low or 1)
+        drawn = ""
+        for line in self.lines:
+            at = " ".join(f"{(x - left) * wide:.1f},{(high - y) * tall:.1f}" for x, y in line)
+            drawn += f"<polyline points='{at}' fill='none' stroke='currentColor'/>"
+        ends = f"<text x='306' y='8'>{high:.4g}</text><text x='306' y='84'>{low:.4g}</text>"
+        return f"<svg viewBox='-4 -4 370 92' width='370' font-size='11' fill='currentColor'>{drawn}{ends}</svg>"
+
+
 class Shown:
-    """A value that is printed as lines and tables, and that notebooks show with real ones."""
+    """A value that is printed as lines and tables, and that notebooks show with real ones; curves are theirs alone."""
 
     __slots__ = ()
 
-    def _parts(self) -> Iterable[str | Table]:
+    def _parts(self) -> Iterable[str | Table | Curves]:
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -167,7 +187,7 @@ class Shown:
     def _repr_html_(self) -> str:
         from html import escape
 
-        parts = (x._repr_html_() if isinstance(x, Table) else f"<pre>{escape(x)}</pre>" for x in self._parts() if x)
+        parts = (f"<pre>{escape(x)}</pre>" if isinstance(x, str) else x._repr_html_() for x in self._parts() if x)
         return f"<div>{''.join(parts)}</div>"
 
 

@@ -200,10 +200,7 @@ def psum_scatter(
     if splits is not None and not is_even(splits, axis):
         return psum_scatter_uneven(scaled, axis, dim, splits)
     return collective(
-        "psum_scatter",
-        scaled,
-        axis,
-        lambda x, n: _place_of("psum_scatter", x, dim, tiled, new_dim=False, parts=n),
+        "psum_scatter", scaled, axis, lambda x, n: _place_of("psum_scatter", x, dim, tiled, new_dim=False, parts=n)
     )
 
 

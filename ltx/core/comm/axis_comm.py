@@ -364,11 +364,7 @@ class AxisComm(Ranks):
         return groups
 
     def negotiate(
-        self,
-        channel: Channel,
-        key: Any,
-        describe: Callable[[], Signature],
-        offer: Callable[[], Any] = lambda: None,
+        self, channel: Channel, key: Any, describe: Callable[[], Signature], offer: Callable[[], Any] = lambda: None
     ) -> Agreement:
         """Make sure that all ranks are about to issue the same thing on `channel`; raises on every rank if they aren't.
 

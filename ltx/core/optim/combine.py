@@ -229,10 +229,7 @@ class FunctionPair(Optimizer):
 
 @checked("init", "update", "elementwise")
 def from_functions(
-    init: Callable[[Tree], Tree],
-    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
-    *,
-    elementwise: bool = False,
+    init: Callable[[Tree], Tree], update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], *, elementwise: bool = False
 ) -> Optimizer:
     """An optimizer or gradient transformation of one's own, from optax's pair of functions.
 

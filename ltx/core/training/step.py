@@ -241,12 +241,7 @@ class Step:
     # --- apply and commit --------------------------------------------------------------------------------------------
 
     def _apply(
-        self,
-        forward: Forward,
-        work: Backward,
-        done: BackwardResult,
-        mean: torch.Tensor,
-        drawn: dict[str, Any],
+        self, forward: Forward, work: Backward, done: BackwardResult, mean: torch.Tensor, drawn: dict[str, Any]
     ) -> tuple[TrainState, Metrics]:
         """Check that gradients are finite, run the optimizer and the strategy's part, and commit."""
         train, state, info = self.train, self.state, self.info
@@ -400,11 +395,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         value = replace(run, output=loss).value()
         # torch.func takes tensors alone as aux.
         rest, structure = tree.flatten((buffers, aux))
-        others[:] = [
-            structure,
-            isinstance(loss, Weighted),
-            [None if isinstance(x, torch.Tensor) else x for x in rest],
-        ]
+        others[:] = [structure, isinstance(loss, Weighted), [None if isinstance(x, torch.Tensor) else x for x in rest]]
         tensors = [value, *(x for x in rest if isinstance(x, torch.Tensor))]
         return value if loss_scale is None else value * loss_scale, tensors
 

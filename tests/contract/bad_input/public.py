@@ -238,7 +238,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.launch": [],  # starts processes; refused in test_processes.py
         "ltx.Pool": [],
         "ltx.PerRank": [Call(ltx.PerRank, ([T, T],), {}, lambda values: values.stack())],
-        "ltx.progress": [Call(ltx.progress, ([1, 2],), {"total": 2, "label": "epoch"}, _first)],
+        "ltx.progress": [Call(ltx.progress, ([1, 2],), {"total": 2, "label": "epoch", "live": False}, _first)],
         "ltx.show": [Call(ltx.show, ("text",), {"rank": 0}, free=(0,))],
         # --- strategies
         "ltx.Strategy": [Call(ltx.Strategy, (), {**common})],

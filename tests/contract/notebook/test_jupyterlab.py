@@ -40,6 +40,8 @@ CELLS = {
     "for step in (bar := ltx.progress(range(4), label='steps')):\n    losses.append(1 / (1 + step))\n"
     "    bar.set_postfix(loss=losses[-1])\n    if rank:\n        axes.plot(losses, 'C0')\n"
     "        curve.update(figure)\n    ltx.barrier()\nif rank:\n    plt.close(figure)",
+    "live": "%%ltx\nfor step in (bar := ltx.progress(range(4), label='live', live=True)):\n"
+    "    bar.set_postfix(loss=1 / (1 + step))\n    ltx.barrier()",
     "cleared": "%%ltx\nimport matplotlib.pyplot as plt\nfrom IPython.display import clear_output\n"
     "for step in range(3):\n    clear_output(wait=True)\n    print('step', step)\n    plt.figure(figsize=(3, 1.5))\n"
     "    plt.plot([step, 1])\n    plt.show()",
@@ -139,10 +141,12 @@ def test_cells_in_a_browser(url: str, page: Any, tmp_path: Path) -> None:
     for name, images in {"curve": 1, "cleared": 2, "values": 2}.items():
         assert outputs[name].locator("img").count() == images, texts[name]
     assert re.search(r"steps \|#+\| 4/4 .*loss=0.25", texts["curve"]), texts["curve"]
+    assert outputs["live"].locator("tbody tr").count() == outputs["live"].locator("svg polyline").count() == 2
+    assert re.search(r"live \|#+\| 4/4 .*loss=0.25, wait=", texts["live"]), texts["live"]
     assert sorted(re.findall(r"step \d", texts["cleared"])) == ["step 2", "step 2"], texts["cleared"]
     assert len(re.findall(r"epochs: 100%.* 2/2 ", texts["bars"])) == 1, texts["bars"]
     assert "steps" not in texts["bars"]
     assert outputs["values"].locator("table").count() == 8, texts["values"]
-    assert re.search(r'File "Cell In\[10\]", line 4, in <module>\s+f\(\)', texts["error"]), texts["error"]
+    assert re.search(r'File "Cell In\[11\]", line 4, in <module>\s+f\(\)', texts["error"]), texts["error"]
     assert re.search(r"line 3, in f\s+raise ValueError\('no such luck'\)", texts["error"]), texts["error"]
     assert "ltx/" not in texts["error"]

@@ -25,6 +25,7 @@ class Kernel:
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.screen: dict[str, str] = {}  # what displays of the last cell show in the end, by id
+        self.html = ""  # the last that came
         self._manager, self._client = jupyter_client.manager.start_new_kernel(
             kernel_name="python3", env=os.environ | {"PYTHONPATH": path}
         )
@@ -46,6 +47,7 @@ class Kernel:
             if kind == "status" and content["execution_state"] == "idle":
                 return _joined(shown)
             shown.extend(_seen(kind, content))
+            self.html = content.get("data", {}).get("text/html", self.html)
             if "display_id" in (transient := content.get("transient", {})):
                 self.screen[transient["display_id"]] = shown[-1][1]
             if interrupt_at and any(interrupt_at in text for _, text in shown):
@@ -302,13 +304,15 @@ def test_bars_in_bars_are_one_display_each(kernel: Kernel) -> None:
     assert re.match(r"\[rank 0\] epochs: 100%\|.+\| 2/2 ", shown[-1][1])
     assert any("loss=0.5" in text for _, text in shown)
     shown = kernel.run(
-        "%%ltx\nfor epoch in (bar := ltx.progress(range(2), label='epochs')):\n"
+        "%%ltx\nfor epoch in (bar := ltx.progress(range(2), label='epochs', live=True)):\n"
         "    for step in ltx.progress(range(3), label='steps'):\n        ltx.barrier()\n"
         "    bar.set_postfix(loss=torch.tensor(0.25))"
     )
     outer, inner = kernel.screen.values()
-    assert re.match(r"epochs \|#+\| 2/2 .*loss=0.25$", outer)
+    assert re.match(r"epochs \|#+\| 2/2 .*loss=0.25, wait=\d+", outer)
     assert inner == ""
+    assert re.findall(r"<td [^>]*>(\S+)</td>", kernel.html) == ["0", "2", "0.25", "1", "2", "0.25"]
+    assert kernel.html.count("<polyline") == 2
 
 
 def test_a_line_that_is_written_over_moves(kernel: Kernel) -> None:

@@ -18,7 +18,8 @@ import pytest
 import ltx
 from ltx import Pool
 from ltx.errors import CallFailedError
-from ltx.runtime.show import Line, Output, Printed, Writer, open_pipe
+from ltx.runtime.show import Line, Printed, Writer
+from ltx.runtime.worker_group import Output, open_pipe
 
 ROOT = Path(__file__).parents[3]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -106,3 +108,53 @@ def test_a_bar_in_a_bar_is_below_it_and_goes() -> None:
         for step in (bar := ltx.progress(range(2), label="steps")):
             bar.set_postfix(loss=torch.tensor(0.5 * step), kind="warm")
         assert screen(read())[0].endswith(", loss=0.5, kind=warm")
+
+
+def told(losses: dict[int, list[float]]) -> str:
+    """What a notebook shows of ranks that have set these losses, one a step."""
+    bars = dict[Any, Any]()
+    with terminal():
+        for rank, values in losses.items():
+            for done, loss in enumerate(values):
+                Reached("steps", done, 9, False, 0, {"loss": loss, "wait": "3 <ms"}, live=True).shown(rank, 2, bars)
+    return str(bars["steps", 0]._repr_html_())
+
+
+def test_a_table_of_ranks_and_the_curves_of_what_they_set_first() -> None:
+    html = told({0: [2.0, math.nan, 1.5, 1.0], 1: [3.0, math.inf, 2.0]})
+    assert re.search(r"^<div><pre>steps .* 2/9 [\d.]+/s, rank 1 last, loss=2, wait=3 &lt;ms</pre><table>", html), html
+    cells = re.findall(r"<td [^>]*>(.*?)</td>", html)
+    assert cells == ["0", "3", "1", "3 &lt;ms", "1", "2", "2", "3 &lt;ms"]
+    lines = re.findall(r"points='([^']*)'", html)
+    assert lines == ["0.0,40.0 200.0,60.0 300.0,80.0", "0.0,0.0 200.0,40.0"], "steps 0 to 3 by losses 3 to 1"
+    assert [re.sub("<.*?>", "", text) for text in re.findall("<text .*?</text>", html)] == ["3", "1"]
+    assert "<svg" not in told({0: [math.nan]})
+    assert "0.0,0.0" in told({0: [2.0]}), "one point is a curve too"
+
+
+def test_a_long_curve_has_few_points() -> None:
+    (line,) = re.findall(r"points='([^']*)'", told({0: [1.0 + n for n in range(5000)]}))[:1]
+    points = [tuple(map(float, point.split(","))) for point in line.split()]
+    assert 100 < len(points) <= 400
+    assert points[0] == (0, 80)
+    assert points[-1][0] > 298
+    assert all(abs(y - (80 - 80 / 300 * x)) < 0.3 for x, y in points)
+
+
+def test_a_live_bar_says_how_long_its_rank_has_waited() -> None:
+    def waits(steps: int) -> float:
+        bar = ltx.progress(range(steps), live=True)
+        for _ in bar:
+            time.sleep(0.5 * int(ltx.axis_index()))
+            ltx.psum(torch.ones(1))
+        return seconds(str(bar._besides["wait"]))
+
+    with ltx.Pool(2) as pool:
+        first, late = pool.run(waits, 2)
+    assert first > 0.1
+    assert late < first
+
+
+def seconds(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
