@@ -127,7 +127,6 @@ INTERNAL = {
         "check_owned",
         "donate",
         "invalidate",
-        "parts",
         "renew",
         "seen",
         "unseen",

@@ -47,8 +47,14 @@ from ltx.typing import Step, Tree
 class DataParallel(StepSettings):
     """A step with synchronised gradients: what :func:`data_parallel` returns.
 
-    An immutable value, called like the step. Its attributes are those of
-    :class:`ltx.core.transforms.run.StepSettings`.
+    An immutable value, called like the step.
+
+    Attributes:
+        fn: the user's step.
+        strategy: how gradients are reduced.
+        argnums, axis, outputs, returns: as in :func:`ltx.data_parallel`.
+        blocked: gradients stay local (:func:`ltx.block_backward_sync`).
+        precision: the :class:`ltx.Precision` of :func:`ltx.mixed_precision`, or None.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -84,17 +84,7 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSettings(Readable):
-    """The arguments of :func:`ltx.data_parallel`, each checked, and what became of them.
-
-    Attributes:
-        fn: the user's step.
-        strategy: how gradients are reduced.
-        argnums, axis, outputs, returns: as in :func:`ltx.data_parallel`.
-        blocked: gradients stay local (:func:`ltx.block_backward_sync`).
-        precision: the :class:`ltx.Precision` of :func:`ltx.mixed_precision`, or None.
-        placements: how all parameters lie on meshes, for a caller that gives the step their local parts; None: the
-            parameters themselves say.
-    """
+    """The fields of :class:`ltx.DataParallel`, each checked, and what follows from them."""
 
     fn: Step
     strategy: Strategy = field(default_factory=default_strategy)
@@ -104,6 +94,8 @@ class StepSettings(Readable):
     returns: Literal["value", "grads"] = "value"
     blocked: bool = False
     precision: Any = None
+    #: How all parameters lie on meshes, for a caller that gives the step their local parts; None: the parameters
+    #: themselves say.
     placements: Placements | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
