@@ -29,7 +29,7 @@ from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, look_out, 
 from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import Channel
 from ltx.core.comm.debug import BUCKETS, caller, under_way
-from ltx.core.comm.diagnosis import AGAIN, OPENED, Status
+from ltx.core.comm.diagnosis import AGAIN, LEFT, OPENED, Status
 from ltx.core.comm.negotiation import Negotiation
 from ltx.core.comm.recovery import Recovery, Unread
 from ltx.core.comm.shared_memory import SharedMemoryTransport, open_transport
@@ -75,11 +75,11 @@ class AxisComm(Ranks):
             self.store_exchange,
             self.name,
             self._fail_channels,
+            lambda place, number, what: self._wait(place, LEFT, number, what, "begin the next one"),
             lambda number, what: self._come(f"{AGAIN}/{number}", AGAIN, number, what, "begin the next one"),
             self._renew,
             self._issued_by_user,
             self.watcher.tell,
-            lambda: self.negotiation.check_peers(in_pass=False, now=bool(self.lost())),
         )
         self.negotiation: Negotiation = Negotiation(self)
         self.watcher.axes[self.label] = self
@@ -136,22 +136,28 @@ class AxisComm(Ranks):
             raise
 
     def _come(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> None:
-        """Return once all ranks have come to `place`, to which they come for the `number`-th time of `key`."""
-        began, exchange, deadlocks = time.monotonic(), self.store_exchange, self.watcher.deadlocks
+        """Come to `place`, as all ranks do for the `number`-th time of `key`, and return once they have."""
+        try:
+            self.store_exchange.announce(place, None)
+            self._wait(place, key, number, what, to, fix)
+        except BaseException:
+            with suppress(PeerLostError):  # a peer that comes meanwhile mustn't take this rank for one that waits
+                self.store_exchange.forget(place, [self.rank])
+            raise
+
+    def _wait(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> list[Any]:
+        """What all ranks have announced at `place`, once they have come there, for the `number`-th time of `key`."""
+        began, deadlocks = time.monotonic(), self.watcher.deadlocks
 
         def check() -> None:
-            exchange.refuse_lost(place, what, range(self.size))
+            self.negotiation.check_peers(what, in_pass=False, now=bool(self.lost()))
+            self.negotiation.refuse_lost(place, what)
             if time.monotonic() - began > PATIENCE_S:
                 text = f"{what} ({os.path.basename(caller())})"
                 deadlocks.check(f"{self.label}/{key}", number, self.global_ranks, lambda: text)
 
         try:
-            exchange.announce(place, None)
-            exchange.collect(place, what, while_waiting=check, to=to, fix=fix)
-        except BaseException:
-            with suppress(PeerLostError):  # a peer that comes meanwhile mustn't take this rank for one that waits
-                exchange.forget(place, [self.rank])
-            raise
+            return self.store_exchange.collect(place, what, while_waiting=check, to=to, fix=fix)
         finally:
             deadlocks.done()
 

@@ -24,11 +24,9 @@ import torch.distributed as dist
 from ltx.core.base.errors import (
     AxisError,
     CollectiveTimeoutError,
-    DeadlockDetectedError,
     LtxError,
     PeerLostError,
     RankMismatchError,
-    ReplicaDivergedError,
     TransportError,
     UnsupportedError,
     WorldError,
@@ -265,11 +263,7 @@ class Channel:
 
         `now`: as :meth:`Negotiation.answer_peers`.
         """
-        try:
-            self.negotiation.answer_peers((self.address, number), now)
-        except (DeadlockDetectedError, PeerLostError, ReplicaDivergedError) as error:
-            error.args = (f"{error} It waited for {label} (issue {number}).",)
-            raise
+        self.negotiation.answer_peers(label, (self.address, number), now)
         waited_s = time.perf_counter() - began
         if waited_s > self.timeout_s:
             raise self.timed_out(number, label)
@@ -291,7 +285,8 @@ class Channel:
             return
         if "Timed out" in str(error) or "operation timeout" in str(error):  # gloo's own clock, or NCCL's
             raise self.timed_out(number, label) from error
-        self.negotiation.answer_peers((self.address, number), now=True)  # a peer that has aborted may have said why
+        # A peer that has aborted may have said why.
+        self.negotiation.answer_peers(label, (self.address, number), now=True)
         raise PeerLostError(
             f"rank {self.rank}: {label} on axis {self.axis_name!r} {failed}: {self.negotiation.missing_peers()}. "
             f"({error})"

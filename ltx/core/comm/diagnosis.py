@@ -29,6 +29,10 @@ from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError,
 OPENED = "opened"
 #: And for those of which this tells how often it has made an axis' groups anew.
 AGAIN = "again"
+#: And of which this tells how often it has left a pass halfway.
+LEFT = "left"
+#: What ranks are on while ``ltx.init`` makes their world.
+INIT = "ltx.init"
 
 #: A thread: the rank of its process in the world, and its number there.
 Node = tuple[int, int]
@@ -103,6 +107,14 @@ class Record:
     axes: dict[str, Status] = field(default_factory=dict)  # by the axis' label
     told: Told = Told()
 
+    def on(self, label: str) -> Status:
+        """Where it is on an axis. Once the world that ``ltx.init`` had made has ended there, it opens no other one."""
+        status = self.axes.get(label)
+        if status is not None or self.beat or not self.axes.get(INIT, Status()).ended:
+            return status or Status()
+        why = next((of_axis.abandoned for of_axis in self.axes.values() if of_axis.abandoned is not None), None)
+        return Status(abandoned=why, ended=why is None)
+
     def text(self) -> str:
         """Itself, for the store."""
         return json.dumps(asdict(self))
@@ -176,7 +188,7 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
     """Why what `waiter` waits for won't come, given the ranks' records; None if it may."""
     me, name = waiter.rank, waiter.axis_name
     known = {place: records[rank] for place, rank in enumerate(waiter.ranks) if rank in records and place != me}
-    peers = {place: record.axes.get(waiter.label, Status()) for place, record in known.items()}
+    peers = {place: record.on(waiter.label) for place, record in known.items()}
     for peer, status in peers.items():
         if status.abandoned is not None:
             why, lost = status.abandoned

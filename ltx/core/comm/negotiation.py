@@ -18,7 +18,7 @@ from typing import Any
 
 from ltx.core.base.errors import LtxError, PeerLostError, RankMismatchError, StoreGoneError
 from ltx.core.comm.debug import BUCKETS, CHECKS, Communicator, ComparedChannel, called, caller, under_way
-from ltx.core.comm.diagnosis import AGAIN, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
+from ltx.core.comm.diagnosis import AGAIN, LEFT, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
 from ltx.core.comm.signature import Post, Signature, explain_posts
 from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.core.comm.watcher import PATIENCE_S
@@ -140,7 +140,7 @@ class Negotiation:
         return {place: said[rank] for place, rank in ranks if rank in said and place != self._rank}
 
     def _status(self, of: Record) -> Status:
-        return of.axes.get(self._comm.label, Status())
+        return of.on(self._comm.label)
 
     def silent(self) -> list[int]:
         """The ranks of this axis that show no sign of life."""
@@ -163,27 +163,34 @@ class Negotiation:
         of_axis = self._rank, self._name, self._comm.label, ranks, heartbeat_s
         return diagnose(self._watcher.records, Waiter(*of_axis, generation, at.completed, issue))
 
-    def check_peers(self, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False) -> None:
-        """Called now and then in a wait: raise :meth:`diagnosed`, or that the store doesn't answer.
+    def check_peers(
+        self, what: str, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False
+    ) -> None:
+        """Called now and then in a wait for `what`: raise :meth:`diagnosed`, or that the store doesn't answer.
 
         `now`: look at what the peers say now, who may have said something before they ended.
         """
-        if now:
-            self._watcher.look_now()
-        self._watcher.look()
-        if error := self.diagnosed(in_pass, issue):
-            raise error
+        try:
+            if now:
+                self._watcher.look_now()
+            self._watcher.look()
+            if error := self.diagnosed(in_pass, issue):
+                raise error
+        except LtxError as error:
+            error.args = (f"{error} It waited for {what}.",)
+            raise
 
     def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
         """Called now and then while this rank waits at `place`: raise if not all of the others will come."""
         self._wait_at(place)
+        what = f"{post.signature.operation} on axis {self._name!r}"
         try:
-            self.check_peers(self._recovery.inside or place.startswith(BUCKETS), now=bool(self._comm.lost()))
+            self.check_peers(what, self._recovery.inside or place.startswith(BUCKETS), now=bool(self._comm.lost()))
         except PeerLostError:
             if not self._store.has(place):
                 raise
         self._refuse_elsewhere(place, post)
-        self._refuse_lost(place, post)
+        self.refuse_lost(place, what)
         if time.monotonic() - began > PATIENCE_S:
             self._refuse_deadlock(place, post)
 
@@ -192,6 +199,7 @@ class Negotiation:
         session, call = self.next_check
         counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (session * _CALLS + call, ()), OPENED: (1, ())}
         counts[EXCHANGES], counts[AGAIN] = (self._store.begun, ()), (self._recovery.come, ())
+        counts[LEFT] = self._recovery.times_left, ()
         for channel in self._comm.channels:
             threads = set(channel.threads)
             counts[channel.address] = (channel.begun, threads)
@@ -252,14 +260,11 @@ class Negotiation:
             self._ended = True
             self._watcher.tell(wait=True)
 
-    def _refuse_lost(self, place: str, post: Post) -> None:
-        """Raise if a peer has died or ended, unless it had come to `place` before that."""
+    def refuse_lost(self, place: str, what: str) -> None:
+        """Raise if a peer that `what` waits for has died or ended, unless it had come to `place` before that."""
         lost = sorted({*self._comm.lost(), *self.ended_peers()})
         if lost and not self._store.has(place, lost):
-            raise PeerLostError(
-                f"rank {self._rank}: {post.signature.operation} on axis {self._name!r} failed while waiting for "
-                f"its peers to compare it: {self.describe_lost(lost)}."
-            )
+            raise PeerLostError(f"rank {self._rank}: {what} failed: {self.describe_lost(lost)}.")
 
     def describe_lost(self, lost: list[int]) -> str:
         """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
@@ -306,15 +311,15 @@ class Negotiation:
         self.announce(place, post)
         self._refuse(dict(sorted({self._rank: post, rank: theirs}.items())))
 
-    def answer_peers(self, issue: tuple[str, int], now: bool = False) -> None:
-        """Check whether this rank would wait forever for `issue`, and answer peers that wait for it in the store.
+    def answer_peers(self, what: str, issue: tuple[str, int], now: bool = False) -> None:
+        """Check whether this rank would wait forever for `issue`, `what`; answer peers that wait for it in the store.
 
         It would wait forever for a peer that has aborted a backward pass, for one that compares a signature where this
         rank has issued another, and for one at a call of ltx.debug_checks() that hasn't issued what this rank waits
         for. `now`: as in :meth:`check_peers`.
         """
         with suppress(StoreGoneError):  # pending collectives need no store; a lost peer breaks its connections
-            self.check_peers(issue=issue, now=now)
+            self.check_peers(f"{what} (issue {issue[1]})", issue=issue, now=now)
             self._answer(self._who_waits(issue))
 
     def _answer(self, waiting: dict[int, str]) -> None:

@@ -101,9 +101,9 @@ class Recovery:
     """The backward passes on one axis.
 
     `fail_channels` marks the bucket channels as failed, and `renew` replaces them, on all ranks together, once all have
-    come to it, for which `meet` waits. `issued`: how many collectives the user has called so far. `tell` has the peers
-    look at :attr:`left` and :attr:`abandoned`, and returns once they can, if it is told to; `check` raises if a peer
-    won't come to what this rank waits for.
+    come to it, for which `meet` waits. Before, `hear` waits for what all of them say of the pass that they have left.
+    `issued`: how many collectives the user has called so far. `tell` has the peers look at :attr:`left` and
+    :attr:`abandoned`, and returns once they can, if it is told to.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class Recovery:
         exchange: StoreExchange,
         axis_name: str,
         fail_channels: Callable[[LtxError], None],
+        hear: Callable[[str, int, str], list[Any]],
         meet: Callable[[int, str], None],
         renew: Callable[[], None],
         issued: Callable[[], int],
         tell: Callable[[bool], None],
-        check: Callable[[], None],
     ):
         self._exchange, self._rank, self._axis_name = exchange, exchange.rank, axis_name
-        self._fail_channels, self._meet, self._renew, self._issued = fail_channels, meet, renew, issued
-        self._tell, self._check = tell, check
+        self._fail_channels, self._hear, self._meet, self._renew = fail_channels, hear, meet, renew
+        self._issued, self._tell = issued, tell
         self._under_way: list[BackwardPass] = []
         self.completed = 0
         self.left: Left | None = None  # the pass that this rank has left, until all have
@@ -276,19 +276,14 @@ class Recovery:
         Raises:
             CollectiveTimeoutError: a peer hasn't aborted it within the axis' timeout.
             DeadlockDetectedError, PeerLostError: a peer won't, for it has left the axis or is gone.
+            RankMismatchError: a peer won't, for it waits for this rank in something else. On both.
             ReplicaDivergedError: some ranks had completed that pass and others hadn't. On every rank once, with new
                 channels; or now, if those ahead have left, for that reason, the very call that this rank comes to.
         """
         if self.left is None:
             return
         what = f"recovery on axis {self._axis_name!r} from a backward pass that was left halfway"
-
-        def look() -> None:
-            if not self._exchange.has(self._place):
-                self._check()
-                self._exchange.refuse_lost(self._place, what, range(self._exchange.size))
-
-        left = self._exchange.collect(self._place, what, while_waiting=look, to="begin the next one")
+        left = self._hear(self._place, self.times_left, what)
         most = max(passes for passes, *_ in left)
         behind = [rank for rank, (passes, *_) in enumerate(left) if passes < most]
         told = f"told/{self.generation}"
@@ -307,8 +302,8 @@ class Recovery:
         runs = {begun for *_, begun, _ in left}
         begun = f"ranks had begun {sorted(runs)} of them" if len(runs) > 1 else ""
         self.external_error = next((error for *_, error in left if error), begun)
-        self.left, self._told, self.completed = None, False, 0
         self.generation += 1
+        self.left, self._told, self.completed = None, False, 0
         self._renew()
         if behind and not any(self._exchange.peek(told, rank) for rank in behind):
             raise self._diverged(left, behind[0])
@@ -317,6 +312,11 @@ class Recovery:
         counts = ", ".join(f"rank {rank}: {passes}" for rank, (passes, *_) in enumerate(left))
         _, why, what, *_ = left[behind]
         return ReplicaDivergedError(parted(self._axis_name, behind, what, f"{why}; passes completed: {counts}"))
+
+    @property
+    def times_left(self) -> int:
+        """How many passes this rank has left halfway. No more than one before all ranks recover."""
+        return self.generation + (self.left is not None)
 
     @property
     def _place(self) -> str:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from ltx.core.base.errors import LtxError, RankMismatchError
 from ltx.core.base.private import PrefixStore, Store
-from ltx.core.comm.diagnosis import Node, Record, Status, ThreadWait, Told, silent_of, stuck
+from ltx.core.comm.diagnosis import INIT, Node, Record, Status, ThreadWait, Told, silent_of, stuck
 from ltx.core.comm.signature import list_values
 from ltx.core.comm.store_exchange import ENDING_S, StoreCaller, poll_until
 
@@ -232,7 +232,7 @@ class Watcher:
         """`axis` has ended. What this rank said last of it stays in its record, as long as few have ended since."""
         if self.axes.pop(axis.label, None) is not None:
             self._past[axis.label] = axis.status()
-            for label in list(self._past)[:-_PAST]:
+            for label in [past for past in self._past if past != INIT][:-_PAST]:
                 del self._past[label]
 
     def hold(self) -> None:

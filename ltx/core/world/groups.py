@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ltx.core.base.errors import PeerLostError, WorldError
 from ltx.core.comm import close_axis, open_axis
 from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, look_out, looking_out, set_up_watchdog
-from ltx.core.comm.diagnosis import Status
+from ltx.core.comm.diagnosis import INIT, Status
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
 from ltx.core.comm.watcher import Watched, Watcher, release_watcher, watch_by
 from ltx.core.ranks.axis import Axis
@@ -226,7 +226,7 @@ class Meeting(Watched):
     Its watcher is that of the world, which the axes go on with.
     """
 
-    label = "ltx.init"
+    label = INIT
 
     def __init__(self, store: Store, world: World, timeout_s: float, heartbeat_s: float):
         self.world, self._made = world, False

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ltx.core.comm.diagnosis import Left, Record, Status, ThreadWait, Told, Waiter, diagnose, silent_of
+from ltx.core.comm.diagnosis import INIT, Left, Record, Status, ThreadWait, Told, Waiter, diagnose, silent_of
 from ltx.errors import DeadlockDetectedError, PeerLostError, ReplicaDivergedError
 
 AXIS = "ltx/data/1"
@@ -63,6 +63,16 @@ TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
         {9: says(0.0, ended=True, issued={"user": 6})},
         PeerLostError,
         "rank 1: on axis 'data', rank 2 has ended its part of the world in good order",
+    ),
+    "a peer's world has ended, where it never had this axis": (
+        {9: Record(0.0, axes={INIT: Status(ended=True), "ltx/data/2": Status(abandoned=("KeyError: 3", False))})},
+        DeadlockDetectedError,
+        "rank 1: rank 2 has left axis 'data' because of an exception (KeyError: 3), so what this rank waits for won't",
+    ),
+    "a peer has closed all its axes, and may open others": (
+        {9: Record(0.0, axes={"ltx/data/2": Status(ended=True)})},
+        None,
+        "",
     ),
     "on another channel": ({9: says(0.0, ended=True, issued={"buckets 0": 6})}, None, ""),
 }

@@ -17,7 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 
 import ltx
 from ltx.core.comm.watcher import hold_watcher
-from ltx.errors import AxisError, CollectiveTimeoutError, PeerLostError, RankMismatchError
+from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
 from tests.kinds import Started, Tell
 
 OPENINGS: dict[str, Callable[[], Callable[[], Any]]] = {
@@ -57,7 +57,9 @@ def test_a_peer_that_dies(started: Started) -> None:
         if not ltx.world().is_global_zero:
             tell("ends")
             time.sleep(60)
-        with pytest.raises(PeerLostError, match="rank 0: opening axis 'both' failed: the process of rank 1 is gone"):
+        with pytest.raises(
+            PeerLostError, match=r"rank 1 on axis 'both' has shown no .*waited for opening axis 'both'\."
+        ):
             ltx.axis_from_group([0, 1], "both")
         tell("found")
         os._exit(0)  # to end in order would be to wait for the peer
@@ -66,6 +68,38 @@ def test_a_peer_that_dies(started: Started) -> None:
     assert world.told(1) == "ends"
     world.processes[1].kill()
     assert world.told(0, 20.0) == "found"
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (
+            "returns",
+            "PeerLostError: rank 0: opening axis 'both' failed: rank 1 has ended its part of the world in good",
+        ),
+        (
+            "raises",
+            "DeadlockDetectedError: rank 0: rank 1 has left axis 'both' because of an exception (ValueError: x)",
+        ),
+    ],
+)
+def test_a_peer_whose_world_has_ended(how: str, text: str, started: Started) -> None:
+    """Though its process may live on."""
+
+    def body(tell: Tell) -> None:
+        if not ltx.world().is_global_zero:
+            for _ in range(20):  # of which its record doesn't tell any more
+                ltx.axis_from_group([1]).comm.close()
+            if how == "raises":
+                raise ValueError("x")
+            return
+        with pytest.raises(LtxError) as raised:
+            ltx.axis_from_group([0, 1], "both")
+        tell(f"{type(raised.value).__name__}: {raised.value}")
+
+    world = started(2, body, timeout_s=60.0)
+    assert world.told(0).startswith(text)
 
 
 def heartbeat_users() -> int:

@@ -96,18 +96,29 @@ def test_a_peer_that_is_gone_before_it_leaves_it(how: str, started: Callable[...
         assert "the process of rank 1 is gone" in text
 
 
-def test_a_peer_that_calls_something_else_than_the_next_pass(on_new_axis: OnNewAxis) -> None:
+ELSEWHERE: dict[str, tuple[bool, Callable[[], object], str]] = {
+    "which it has left too, a new call": (True, lambda: ltx.psum(torch.ones(3)), "psum on axis 'data'"),
+    "which it has not left, a new call": (False, lambda: ltx.psum(torch.ones(4)), "psum on axis 'data'"),
+    "which it has not left, an axis": (False, lambda: ltx.axis_from_group([0, 1]), "opening axis 'ranks"),
+}
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("row", ELSEWHERE)
+def test_a_peer_that_calls_something_else_than_the_next_pass(row: str, on_new_axis: OnNewAxis) -> None:
     """Neither waits for the other until the timeout, as where a state of overlap="update" has become invalid."""
 
     def run() -> str:
+        has_left, call, _ = ELSEWHERE[row]
         _gradient()
-        _axis_comm().recovery.leave("an interrupt")
+        if _axis_comm().rank or has_left:
+            _axis_comm().recovery.leave("an interrupt")
         with pytest.raises(RankMismatchError) as caught:
-            _gradient() if _axis_comm().rank else ltx.psum(torch.ones(3))
+            _gradient() if _axis_comm().rank else call()
         return str(caught.value)
 
     for text in on_new_axis(run, timeout_s=60.0):
-        assert "wait for each other: rank 0: psum on axis" in text
+        assert f"wait for each other: rank 0: {ELSEWHERE[row][2]}" in text
         assert "rank 1: recovery on axis" in text
 
 
