@@ -163,6 +163,12 @@ class CallInterruptedError(_OfACall, KeyboardInterrupt):
         self.kept = kept
 
 
+def no_mean(what: str = "Weighted: the weights of all ranks add up to 0", state: str = "") -> WeightError:
+    """The error where weights leave nothing to take a mean of. `state`: what has become of that of a training."""
+    fix = "Give at least one rank a weight, or leave the call out on all of them."
+    return WeightError(f"{what}, so there is no mean. {state}{fix}")
+
+
 def message_of(error: BaseException) -> str:
     """What `error` says, also if its own ``__str__`` raises."""
     try:

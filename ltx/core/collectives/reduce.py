@@ -18,7 +18,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, checked
-from ltx.core.base.errors import CollectiveError, InputError, TreeError, WeightError
+from ltx.core.base.errors import CollectiveError, InputError, TreeError, WeightError, no_mean
 from ltx.core.collectives.calls import check_dense, check_sums, collective, grouped, refuse_leaves, tensors_of
 from ltx.core.collectives.futures import in_step, one_message
 from ltx.core.collectives.gather import all_gather
@@ -399,7 +399,4 @@ def _check(w: torch.Tensor, whole: torch.Tensor, negative: torch.Tensor, axis: A
             f"{here}. Weights count samples: give 0 to a rank whose value is to count for nothing."
         )
     if bool(ranks.read((unwrapped(whole) == 0).any(), "weighted_mean")):
-        raise WeightError(
-            "weighted_mean: the weights of all ranks add up to 0, so there is no mean. Give at least one rank a "
-            "weight, or leave the call out on all of them."
-        )
+        raise no_mean("weighted_mean: the weights of all ranks add up to 0")

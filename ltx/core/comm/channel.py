@@ -33,7 +33,7 @@ from ltx.core.base.errors import (
 )
 from ltx.core.base.traced import recording
 from ltx.core.comm import ledger
-from ltx.core.comm.backends import Backends, HostCopy, StreamGroup
+from ltx.core.comm.backends import Backends, HostCopy, StreamGroup, to_device
 from ltx.core.comm.group_collectives import Arguments, as_bytes, as_it_is, from_bytes, is_of_network, is_out_of_memory
 from ltx.core.comm.negotiation import Negotiation
 from ltx.core.comm.operations import OPERATIONS, SUMMED, bytes_sent
@@ -426,7 +426,7 @@ class Channel:
             ordered = None
         restored = as_it_is
         if not ordered and buffer.device.type != "cpu":
-            restored, buffer = partial(torch.Tensor.to, device=buffer.device), buffer.cpu()
+            restored, buffer = partial(to_device, device=buffer.device), buffer.cpu()
         if entry.moves and dtype is not torch.uint8:
             moved, buffer = restored, as_bytes(buffer)
             restored = lambda completed: moved(from_bytes(completed, dtype))  # noqa: E731

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ltx.core.base import private, traced
-from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError, WeightError
+from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError, no_mean
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
 from ltx.core.comm.channel import Channel, Work
@@ -121,11 +121,8 @@ class IssuedSummary:
             if any(self.channel.size * second != first * first for first, second in pairs):
                 self._refuse_apart(late)
             if late and self.weighted and summed[1] == 0:
-                raise WeightError(
-                    "Weighted: in the step before this one the weights of all ranks added up to 0, so there was no "
-                    "mean; that step has changed nothing. Give at least one rank a sample, or skip the step on all of "
-                    "them."
-                )
+                before = "Weighted: in the step before this one the weights of all ranks added up to 0"
+                raise no_mean(before, "That step has changed nothing. ")
             self._summary, self.work = StepSummary(summed[0], summed[1]), None
         return self._summary
 

@@ -100,8 +100,9 @@ class StoreCaller:
         self._gone = said
         return StoreGoneError(
             f"rank {self._rank}: the store through which the ranks meet is gone, and with it the process that held it."
-            f"{self._why_gone()} Steps whose collectives are known go on without it; nothing new can be compared. Save "
-            f"a checkpoint and start again. ({said})"
+            f"{self._why_gone()} Steps whose collectives are known go on without it, and so does "
+            "ltx.checkpoint.save, if it is called now; nothing new can be compared. Start all ranks again after it. "
+            f"({said})"
         )
 
     def _answer(self) -> None:

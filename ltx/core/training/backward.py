@@ -12,7 +12,7 @@ import torch
 
 from ltx.core import collectives, comm
 from ltx.core.base import tree
-from ltx.core.base.errors import UnusedParameterWarning, WeightError
+from ltx.core.base.errors import UnusedParameterWarning, no_mean
 from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.packing import refuse_sparse, unpack
 from ltx.core.gradients.planning import Plan
@@ -170,7 +170,7 @@ def mean_at_once(
     if bool(axis.ranks.read(empty, "the sum of the weights")):
         if local and axis.size > 1:  # no data on this rank, and so no gradient; its peers continue
             return torch.full_like(total, float("nan")), torch.ones_like(weight)
-        raise WeightError("Weighted: the weights add up to 0, so there is no mean. The state is as before the step.")
+        raise no_mean(state="The state is as before the step. ")
     return total / weight, weight / axis.size if reduced and not alone else weight
 
 
@@ -223,10 +223,7 @@ def _weighted_scale(schedule: ProcessSchedule, weight: float) -> float:
     if weight == 0:
         schedule.pending.flush()  # every rank raises: keep the channels in step
         schedule.finish()
-        raise WeightError(
-            "Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. "
-            "Give at least one rank a sample, or skip the step on all of them."
-        )
+        raise no_mean(state="The state is as before the step. ")
     return schedule.among.size / weight
 
 

@@ -11,7 +11,7 @@ import torch
 from ltx.core import collectives, comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, check_fields, is_number
-from ltx.core.base.errors import StepError, StrategyError, WeightError
+from ltx.core.base.errors import StepError, StrategyError, no_mean
 from ltx.core.base.needs import require
 from ltx.core.base.placements import Placements, dtensor_class, is_dtensor, local, whole
 from ltx.core.base.readable import Readable
@@ -232,10 +232,7 @@ class Run:
         if not traced.recording() and self._is_zero(weight):
             of = "" if self.within is None else f" of {self.within.name!r}"
             whose = "this rank's weight is 0" if self.local else f"the weights of all ranks{of} add up to 0"
-            raise WeightError(
-                f"Weighted: {whose}, so there is no mean. Give at least one rank a sample, or skip the step on all of "
-                "them."
-            )
+            raise no_mean(f"Weighted: {whose}")
         return total / weight
 
     def _is_zero(self, weight: torch.Tensor) -> bool:

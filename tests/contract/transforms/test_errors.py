@@ -47,6 +47,7 @@ RETURNS = (
     'loss and differentiate the wrapped step; or wrap with returns="grads", which reduces the returned gradients; or '
     "call ltx.sync_gradients inside; or, if this is no gradient, return it inside a dict or a one-element list."
 )
+GIVE = "Give at least one rank a weight, or leave the call out on all of them."
 FIX = " Take its mean or sum; a step that returns (loss, aux) wants has_aux=True."
 SCALAR = "a gradient needs a step that returns a 0-dim tensor, got {}." + FIX
 LOSS = (
@@ -173,19 +174,17 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "weights 0": (
         lambda: ltx.data_parallel(lambda p, x: ltx.Weighted(linear(p, x), 0))(P, X),
         WeightError,
-        "Weighted: the weights of all ranks add up to 0, so there is no mean. Give at least one rank a sample, or "
-        "skip the step on all of them.",
+        f"Weighted: the weights of all ranks add up to 0, so there is no mean. {GIVE}",
     ),
     "weights 0, blocked": (
         lambda: ltx.block_backward_sync(ltx.data_parallel(lambda p, x: ltx.Weighted(linear(p, x), 0)))(P, X),
         WeightError,
-        "Weighted: this rank's weight is 0, so there is no mean. Give at least one rank a sample, or skip the step on "
-        "all of them.",
+        f"Weighted: this rank's weight is 0, so there is no mean. {GIVE}",
     ),
     "weights 0, training": (
         lambda: train(lambda p, x: ltx.Weighted(linear(p, x), 0)),
         WeightError,
-        "Weighted: the weights add up to 0, so there is no mean. The state is as before the step.",
+        f"Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. {GIVE}",
     ),
     # --- train_step
     "train_step of a function": (
@@ -434,8 +433,7 @@ def without_weight(overlap: Any) -> tuple[str, list[Any]]:
 def test_all_weights_zero(overlap: str, ranks: Ranks) -> None:
     text, (before, after, good) = ranks(2).run(without_weight, overlap).replicated()
     assert text == (
-        "Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. Give at "
-        "least one rank a sample, or skip the step on all of them."
+        f"Weighted: the weights of all ranks add up to 0, so there is no mean. The state is as before the step. {GIVE}"
     )
     assert_same_bits(before, after)
     assert good["w"].tolist() == [0.0, -1.0]  # (x + x) / 2
