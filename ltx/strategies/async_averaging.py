@@ -7,9 +7,8 @@ Bagua's async (Gan et al., "BAGUA: scaling up distributed learning with system r
 Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", ICML 2018). Rounds add a difference, so
 that what a rank has learned during a round stays, and the sum of all ranks' parameters is what local steps make it.
 
-ltx starts no thread for it: the process group's threads move a round, and a step begins and waits for rounds where it
-ends. From a GPU a round goes by way of the host, and the step that begins it waits for its parameters to get there: in
-NCCL's one communicator it would hold up what comes after it until the slowest rank has come.
+The process group's threads move a round, and a step begins and waits for rounds where it ends. From a GPU a round goes
+by way of the host, and the step that begins it waits until its parameters are there: NCCL would wait for all ranks.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         name="comm: a pass that was left isn't told",
         where="Recovery.leave",
-        old="self._fail_channels(",
-        new="return\nself._fail_channels(",
+        old="self._comm.fail_channels(",
+        new="return\nself._comm.fail_channels(",
         breaks="the peers of a rank that raises in its backward pass wait for the timeout",
         tests=("tests/internal/comm/test_recovery.py",),
     ),

@@ -29,7 +29,7 @@ from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, look_out, 
 from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import Channel
 from ltx.core.comm.debug import BUCKETS, caller, under_way
-from ltx.core.comm.diagnosis import AGAIN, LEFT, OPENED, Status
+from ltx.core.comm.diagnosis import OPENED, Status
 from ltx.core.comm.negotiation import Negotiation
 from ltx.core.comm.recovery import Recovery, Unread
 from ltx.core.comm.shared_memory import SharedMemoryTransport, open_transport
@@ -71,16 +71,7 @@ class AxisComm(Ranks):
         self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self._look_out)
         self._transport: SharedMemoryTransport | None = None  # of the user's channel
         self._opened = False
-        self.recovery = Recovery(
-            self.store_exchange,
-            self.name,
-            self._fail_channels,
-            lambda place, number, what: self._wait(place, LEFT, number, what, "begin the next one"),
-            lambda number, what: self._come(f"{AGAIN}/{number}", AGAIN, number, what, "begin the next one"),
-            self._renew,
-            self._issued_by_user,
-            self.watcher.tell,
-        )
+        self.recovery = Recovery(self)
         self.negotiation: Negotiation = Negotiation(self)
         self.watcher.axes[self.label] = self
         self._meet()
@@ -126,7 +117,7 @@ class AxisComm(Ranks):
             "process group or DeviceMesh, or by ltx.axis_from_group."
         )
         try:
-            self._come(OPENED, OPENED, 1, f"opening axis {self.name!r}", "open it too", fix)
+            self.come(OPENED, OPENED, 1, f"opening axis {self.name!r}", "open it too", fix)
         except BaseException:
             # The next attempt is this one again.
             del counts[self.label], self.watcher.axes[self.label]
@@ -135,17 +126,17 @@ class AxisComm(Ranks):
             release_watcher(self.watcher)
             raise
 
-    def _come(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> None:
+    def come(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> None:
         """Come to `place`, as all ranks do for the `number`-th time of `key`, and return once they have."""
         try:
             self.store_exchange.announce(place, None)
-            self._wait(place, key, number, what, to, fix)
+            self.hear(place, key, number, what, to, fix)
         except BaseException:
             with suppress(PeerLostError):  # a peer that comes meanwhile mustn't take this rank for one that waits
                 self.store_exchange.forget(place, [self.rank])
             raise
 
-    def _wait(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> list[Any]:
+    def hear(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> list[Any]:
         """What all ranks have announced at `place`, once they have come there, for the `number`-th time of `key`."""
         began, deadlocks = time.monotonic(), self.watcher.deadlocks
 
@@ -221,7 +212,8 @@ class AxisComm(Ranks):
         """The channel for the `phase`-th collective of each bucket."""
         return self._phases[phase]
 
-    def _fail_channels(self, error: LtxError) -> None:
+    def fail_channels(self, error: LtxError) -> None:
+        """Mark the channels of buckets and of background work as failed; the device gives up what is under way."""
         for channel in (*self._phases, self.background):
             channel.failed = channel.failed or error
             # Compiled graphs find a process group by its name: they can't use this one either.
@@ -235,11 +227,8 @@ class AxisComm(Ranks):
         for part in self.parts:
             part.recovery.abort(error)
 
-    def _issued_by_user(self) -> int:
-        return self.user.issued
-
-    def _renew(self) -> None:
-        """Replace the failed channels. Their groups stay open until the next time: a schedule may refer to them."""
+    def renew(self) -> None:
+        """Replace the failed channels. Their groups stay open until the next time, as a schedule may refer to them."""
         left, self._left = self._left, [*self._phases, self.background]
         backends.drop_groups([group for channel in left for group in channel.release()])
         for channel in self._phases:

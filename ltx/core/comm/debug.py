@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchError
-from ltx.core.comm.recovery import Recovery
 from ltx.core.comm.signature import Agreement, Post, Signature, list_calls, mismatch
 from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.comm.watcher import Watcher
@@ -57,7 +56,7 @@ class Communicator(Protocol):
     under_way: str
     watcher: Watcher
     store_exchange: StoreExchange
-    recovery: Recovery
+    recovery: Any
     negotiation: Any
 
     @property
@@ -70,6 +69,14 @@ class Communicator(Protocol):
     def channels(self) -> Sequence[ComparedChannel]: ...
 
     def lost(self) -> list[int]: ...
+
+    def come(self, place: str, key: str, number: int, what: str, to: str) -> None: ...
+
+    def hear(self, place: str, key: str, number: int, what: str, to: str) -> list[Any]: ...
+
+    def fail_channels(self, error: LtxError) -> None: ...
+
+    def renew(self) -> None: ...
 
     def check_not_forked(self) -> None: ...
 

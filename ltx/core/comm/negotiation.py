@@ -19,6 +19,7 @@ from typing import Any
 from ltx.core.base.errors import LtxError, PeerLostError, RankMismatchError, StoreGoneError
 from ltx.core.comm.debug import BUCKETS, CHECKS, Communicator, ComparedChannel, called, caller, under_way
 from ltx.core.comm.diagnosis import AGAIN, LEFT, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
+from ltx.core.comm.recovery import Recovery
 from ltx.core.comm.signature import Post, Signature, explain_posts
 from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.core.comm.watcher import PATIENCE_S
@@ -32,7 +33,8 @@ class Negotiation:
 
     def __init__(self, axis_comm: Communicator):
         self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
-        self._store, self._recovery, self._watcher = axis_comm.store_exchange, axis_comm.recovery, axis_comm.watcher
+        self._store, self._watcher = axis_comm.store_exchange, axis_comm.watcher
+        self._recovery: Recovery = axis_comm.recovery
         self.deadlocks = axis_comm.watcher.deadlocks
         self._answered: set[str] = set()
         self._at = ""  # the place at which this rank has waited for so long that its peers are told

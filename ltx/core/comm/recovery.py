@@ -18,15 +18,14 @@ from typing import Any, Protocol
 from ltx.core.base import private
 from ltx.core.base.errors import (
     DeadlockDetectedError,
-    LtxError,
     NotFiniteError,
     PeerLostError,
     RankMismatchError,
     ReplicaDivergedError,
     WeightError,
 )
-from ltx.core.comm.diagnosis import Left, parted
-from ltx.core.comm.store_exchange import StoreExchange
+from ltx.core.comm.debug import Communicator
+from ltx.core.comm.diagnosis import AGAIN, LEFT, Left, parted
 
 #: Errors of a step that all ranks raise alike, of what they share: nobody waits for the rest of it.
 ALIKE = NotFiniteError, WeightError
@@ -98,28 +97,11 @@ class BackwardPass:
 
 
 class Recovery:
-    """The backward passes on one axis.
+    """The backward passes on one axis."""
 
-    `fail_channels` marks the bucket channels as failed, and `renew` replaces them, on all ranks together, once all have
-    come to it, for which `meet` waits. Before, `hear` waits for what all of them say of the pass that they have left.
-    `issued`: how many collectives the user has called so far. `tell` has the peers look at :attr:`left` and
-    :attr:`abandoned`, and returns once they can, if it is told to.
-    """
-
-    def __init__(
-        self,
-        exchange: StoreExchange,
-        axis_name: str,
-        fail_channels: Callable[[LtxError], None],
-        hear: Callable[[str, int, str], list[Any]],
-        meet: Callable[[int, str], None],
-        renew: Callable[[], None],
-        issued: Callable[[], int],
-        tell: Callable[[bool], None],
-    ):
-        self._exchange, self._rank, self._axis_name = exchange, exchange.rank, axis_name
-        self._fail_channels, self._hear, self._meet, self._renew = fail_channels, hear, meet, renew
-        self._issued, self._tell = issued, tell
+    def __init__(self, axis_comm: Communicator):
+        self._comm, self._rank, self._axis_name = axis_comm, axis_comm.rank, axis_comm.name
+        self._exchange = axis_comm.store_exchange
         self._under_way: list[BackwardPass] = []
         self.completed = 0
         self.left: Left | None = None  # the pass that this rank has left, until all have
@@ -227,22 +209,22 @@ class Recovery:
         if self.left is not None:
             return
         self.left = Left(self.generation, self.completed, why, self._what, lost)
-        self._fail_channels(
+        self._comm.fail_channels(
             (PeerLostError if lost else DeadlockDetectedError)(
                 f"rank {self._rank}: {self._what} on axis {self._axis_name!r} was left halfway ({why}), and its "
                 "peers wait for the rest of it."
             )
         )
-        counts = [self._calls, self._issued()]
+        counts = [self._calls, self._comm.user.issued]
         said = [self.completed, why, self._what, counts, self.external_runs, self.external_error]
         with suppress(PeerLostError):  # the store is gone: its host has ended, and the peers see that
             self._exchange.announce(self._place, said)
-        self._tell(False)
+        self._comm.watcher.tell()
 
     def abandon(self, why: str, lost: bool) -> None:
         """This rank won't issue anything on the axis any more: its world ends. `why`, `lost`: as in :meth:`leave`."""
         self.abandoned = why, lost
-        self._tell(True)
+        self._comm.watcher.tell(wait=True)
 
     def begin_external(self, label: str) -> None:
         """Other libraries' collectives are about to be issued, on every rank, on process groups of theirs.
@@ -283,19 +265,19 @@ class Recovery:
         if self.left is None:
             return
         what = f"recovery on axis {self._axis_name!r} from a backward pass that was left halfway"
-        left = self._hear(self._place, self.times_left, what)
+        left = self._comm.hear(self._place, LEFT, self.times_left, what, "begin the next one")
         most = max(passes for passes, *_ in left)
         behind = [rank for rank, (passes, *_) in enumerate(left) if passes < most]
         told = f"told/{self.generation}"
         if self._rank in behind and not (self._told or within):
-            now = self._calls, self._issued()
+            now = self._calls, self._comm.user.issued
             if all(call >= now[0] and issued >= now[1] for passes, _, _, (call, issued), *_ in left if passes == most):
                 self._told = True
                 self._exchange.announce(told, True)
                 raise self._diverged(left, behind[0])
         self.come = self.generation + 1
         try:
-            self._meet(self.come, what)
+            self._comm.come(f"{AGAIN}/{self.come}", AGAIN, self.come, what, "begin the next one")
         except BaseException:
             self.come = self.generation
             raise
@@ -304,7 +286,7 @@ class Recovery:
         self.external_error = next((error for *_, error in left if error), begun)
         self.generation += 1
         self.left, self._told, self.completed = None, False, 0
-        self._renew()
+        self._comm.renew()
         if behind and not any(self._exchange.peek(told, rank) for rank in behind):
             raise self._diverged(left, behind[0])
 
