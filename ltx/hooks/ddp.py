@@ -8,7 +8,7 @@ rank. So each bucket's future is awaited before the next bucket, and all of it i
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -90,8 +90,13 @@ class FromTorch(CommHook):
             raise HookError(
                 f"from_torch takes a function (state, bucket) -> Future[Tensor], got {type(self.hook).__name__}."
             )
-        if self._name.rpartition(".")[2] in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
-            _check_bf16(self)
+        nccl = dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 10)
+        has_bf16 = (torch.version.cuda or torch.version.hip) and nccl  # DDP's condition for these two
+        if self._name.rpartition(".")[2] in ("bf16_compress_hook", "bf16_compress_wrapper_hook") and not has_bf16:
+            raise HookError(
+                f"{self!r} needs CUDA 11 and NCCL 2.10 at least, here as under DistributedDataParallel. "
+                "ltx.hooks.BF16() works everywhere."
+            )
 
     @property
     def _name(self) -> str:
@@ -150,11 +155,7 @@ class FromTorch(CommHook):
                 f"{self!r} communicates over a process group of torch.distributed, so it can't run {where}. Use a "
                 "hook of ltx.hooks there, or start the program with a launcher (ltx run, torchrun)."
             )
-        axis_comm: comm.AxisComm = inputs.axis.comm
-        self._check_ranks(inputs.axis, axis_comm)
-        return axis_comm
-
-    def _check_ranks(self, axis: Axis, axis_comm: comm.AxisComm) -> None:
+        axis, axis_comm = inputs.axis, cast(comm.AxisComm, inputs.axis.comm)
         group = self.state if isinstance(self.state, dist.ProcessGroup) else getattr(self.state, "process_group", None)
         theirs = sorted(dist.get_process_group_ranks(group))  # None: the default group, as hooks have it
         ours = sorted(axis_comm.global_ranks)
@@ -165,6 +166,7 @@ class FromTorch(CommHook):
                 f"has ranks {ours}. Give the hook's state a process group over the axis' ranks, or use the axis of "
                 "that group."
             )
+        return axis_comm
 
     def _checked(self, result: Any, inputs: BucketInput, label: str, axis_comm: comm.AxisComm) -> torch.Tensor:
         if not isinstance(result, torch.Tensor) or result.numel() != inputs.flat.numel():
@@ -176,16 +178,6 @@ class FromTorch(CommHook):
         # What isn't our buffer is the hook's, which may write into it at the next step.
         is_ours = result.untyped_storage().data_ptr() == inputs.flat.untyped_storage().data_ptr()
         return result.reshape(-1) if is_ours else result.reshape(-1).to(inputs.flat.dtype, copy=True)
-
-
-def _check_bf16(hook: FromTorch) -> None:
-    """DDP's condition for these two."""
-    nccl = dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 10)
-    if not ((torch.version.cuda or torch.version.hip) and nccl):
-        raise HookError(
-            f"{hook!r} needs CUDA 11 and NCCL 2.10 at least, here as under DistributedDataParallel. ltx.hooks.BF16() "
-            "works everywhere."
-        )
 
 
 def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:

@@ -30,7 +30,7 @@ from ltx.estimate import Collective, Issues, Started, Steps, Waited
 from ltx.optim import Optimizer
 from ltx.profile.traces import record
 from ltx.strategies import Strategy
-from ltx.strategies.auto_hook import on_network
+from ltx.strategies.auto_hook import choice_for
 from ltx.typing import Tree
 
 FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1  #: parts of a step's own time
@@ -243,7 +243,10 @@ def plan(
     if steps is not None and not (isinstance(steps, range) and len(steps) and steps.start >= 0 and steps.step == 1):
         raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
-    strategy = on_network(strategy, params, world, network)
+    if strategy.auto_sizes or strategy.auto_hook:
+        strategy = replace(strategy, network=strategy.network or network)
+    if strategy.auto_hook:
+        strategy = strategy.with_choice(choice_for(strategy, params, world, strategy.network).name)
     window = _cycle_of(strategy) if steps is None else steps
     start = max(0, window.start - strategy.cycle[1])
     driven = Steps(strategy, params, world, 0, start, optimizer)

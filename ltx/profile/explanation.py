@@ -29,7 +29,7 @@ from ltx.estimate import BucketExplanation, Collective, Issues, Steps, collectiv
 from ltx.optim import Optimizer, chain, identity
 from ltx.profile.traces import Trace
 from ltx.strategies import StepInfo, Strategy
-from ltx.strategies.auto_hook import choice_for, network_of
+from ltx.strategies.auto_hook import choice_for
 from ltx.typing import Tree
 
 
@@ -292,7 +292,8 @@ def _as_it_runs(
     strategy, notes = step.strategy, list[str]()
     if not (strategy.auto_sizes or strategy.auto_hook) or step.blocked or ranks == 1:
         return step, notes
-    network = network_of(strategy, step.axis)
+    axis_comm: comm.AxisComm | None = comm.resolve(step.axis).comm
+    network = strategy.network or (None if axis_comm is None else axis_comm.network)  # nothing is measured for it
     if network is None:
         notes.append(
             "the network isn't known yet, so these are the sizes and the hook without one; step.init(params) measures "

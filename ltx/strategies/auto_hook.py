@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -97,22 +97,3 @@ def choice_for(
         sent[name] = sum(collective.nbytes for bucket in buckets for collective in bucket.collectives)
     late = bool(sent) and 8 * sent["none"] <= network.bandwidth * network.start_s(ranks)
     return Choice("none" if late or not sent else min(sent, key=sent.__getitem__), sent)
-
-
-def network_of(strategy: Strategy, axis: Any) -> comm.Network | None:
-    """What automatic choices go by, if that is known: nothing is measured for it."""
-    if strategy.network is not None:
-        return strategy.network
-    axis_comm: comm.AxisComm | None = comm.resolve(axis).comm
-    return None if axis_comm is None else axis_comm.network
-
-
-def on_network(strategy: Strategy, params: Tree, ranks: int, network: comm.Network) -> Strategy:
-    """`strategy` as it is on a network: what :func:`ltx.profile.plan` goes by."""
-    if not (strategy.auto_sizes or strategy.auto_hook):
-        return strategy
-    strategy = replace(strategy, network=strategy.network or network)
-    if not strategy.auto_hook:
-        return strategy
-    chosen: Strategy = strategy.with_choice(choice_for(strategy, params, ranks, strategy.network).name)
-    return chosen

@@ -238,9 +238,23 @@ class HorovodStrategy(Strategy):
                 none = {path: {**state, PASSES: torch.zeros_like(state[PASSES])} for path, state in added.items()}
                 states = update.if_finite(none, states)
                 update = replace(update, grads=grads)
-            return replace(moved_together(self, self._short, update, states, info), pending=pending)
+            return replace(self._moved_together(update, states, info), pending=pending)
         params, opt_state = replace(update, optimizer=self._on(update.optimizer, info.axis)).apply()
         return Updated(params, opt_state, states, pending)
+
+    def _moved_together(self, update: Update, states: States, info: StepInfo) -> Updated:
+        """Parameters moved by the adaptive sum of what this rank's optimizer would add, and its next state."""
+        if info.axis.size == 1 or update.finite is False:
+            return Updated(*update.apply(), states)
+        optimizer, hook = update.optimizer, AdasumOfMoves(self._short)
+        if optimizer.offers.moves_params:  # the differences are formed while they are packed
+            given, opt_state = optimizer.apply(update.grads, update.opt_state, update.params)
+            hook = AdasumOfWaysBack(self._short)
+        else:
+            given, opt_state = optimizer.update(update.grads, update.opt_state, update.params)
+        moved = communicate_after_update(self.exchange, hook, update, given, opt_state, states, info)
+        params, opt_state = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
+        return replace(moved, params=params, opt_state=opt_state)
 
     def _added(self, update: Update, states: States) -> tuple[States, Tree]:
         """The gradients with those of earlier passes: as the next state, and as a tree."""
@@ -410,25 +424,3 @@ class AdasumOfWaysBack(AdasumOfMoves):
 @torch.no_grad()
 def _move(params: Sequence[torch.Tensor], moves: list[torch.Tensor], sign: int) -> None:
     torch._foreach_add_(list(params), moves, alpha=sign)
-
-
-def moved_together(
-    strategy: Strategy, short: torch.dtype | None, update: Update, states: States, info: StepInfo
-) -> Updated:
-    """Parameters moved by the adaptive sum of what this rank's optimizer would add, and its next state.
-
-    `short`: the dtype that moves travel in, if not their own; `states`: the next communication state.
-    """
-    if info.axis.size == 1 or update.finite is False:
-        return Updated(*update.apply(), states)
-    hook: AdasumOfMoves
-    if update.optimizer.offers.moves_params:
-        # The differences are formed while they are packed.
-        given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
-        hook = AdasumOfWaysBack(short)
-    else:
-        given, opt_state = update.optimizer.update(update.grads, update.opt_state, update.params)
-        hook = AdasumOfMoves(short)
-    moved = communicate_after_update(strategy.exchange, hook, update, given, opt_state, states, info)
-    kept = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
-    return replace(moved, params=kept[0], opt_state=kept[1])
