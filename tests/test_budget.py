@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1452, 10),
-    "all": Size(40153, 168),
+    "all": Size(40122, 168),
     "checkpoint": Size(1620, 7),
     "core": Size(1, 1),
     "core/base": Size(2080, 11),
@@ -38,11 +38,11 @@ BUDGET = {
     "core/transforms": Size(3272, 12),
     "core/world": Size(1626, 7),
     "demo": Size(505, 4),
-    "hooks": Size(2421, 12),
+    "hooks": Size(2413, 12),
     "notebook": Size(197, 2),
-    "profile": Size(1099, 4),
+    "profile": Size(1103, 4),
     "runtime": Size(4275, 15),
-    "strategies": Size(2668, 12),
+    "strategies": Size(2641, 12),
 }
 
 
