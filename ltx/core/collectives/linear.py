@@ -106,7 +106,7 @@ class Function(torch.autograd.Function):
 
 def in_autograd_vmap() -> bool:
     """Whether torch.autograd batches, by a vmap of its own: ``vectorize=True`` or ``is_grads_batched=True``."""
-    return private.is_dispatched("VmapMode")
+    return private.is_dispatched(private.AUTOGRAD_VMAP)
 
 
 def _batched_by_autograd(x: Any) -> bool:

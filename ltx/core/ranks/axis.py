@@ -195,7 +195,9 @@ def find(name: str | None) -> Axis:
 
 def _choice() -> tuple[Axis, ...]:
     """The axes in scope of which None is the innermost; raises where they are several."""
-    there, world = _there(), math.prod(axis.size for axis in _world_axes)
+    if not (there := _there()) and len(_world_axes) == 1:
+        return _world_axes
+    world = math.prod(axis.size for axis in _world_axes)
     opened = _opened(tuple(at for at in there if at[0] != OTHERS) or there)
     scope = opened if opened and world == 1 else (*_world_axes, *opened)
     names = list(dict.fromkeys(axis.name for axis in scope))
