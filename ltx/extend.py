@@ -79,7 +79,7 @@ from ltx.core.base.traced import recording
 from ltx.core.collectives.adasum import Halving
 from ltx.core.collectives.reduce import wide
 from ltx.core.collectives.uneven import told
-from ltx.core.comm.group_collectives import as_bytes, view_as
+from ltx.core.comm.operations import as_bytes, view_as
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, HookOffers, around, states_of, unchanging
 from ltx.core.gradients.packing import CHUNK, chunks, is_plain, pack, prefers_few_calls, unpack
 from ltx.core.gradients.pending import Exchange, Pending

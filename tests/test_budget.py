@@ -25,12 +25,12 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1452, 10),
-    "all": Size(40131, 168),
+    "all": Size(40114, 167),
     "checkpoint": Size(1620, 7),
     "core": Size(1, 1),
     "core/base": Size(2081, 11),
-    "core/collectives": Size(3113, 11),
-    "core/comm": Size(6303, 23),
+    "core/collectives": Size(3112, 11),
+    "core/comm": Size(6287, 22),
     "core/gradients": Size(2282, 8),
     "core/optim": Size(2651, 11),
     "core/ranks": Size(1168, 5),

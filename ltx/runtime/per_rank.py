@@ -13,7 +13,7 @@ from ltx.core.base import tree as trees
 from ltx.core.base.arguments import shown
 from ltx.core.base.readable import Table, laid_out, text_of
 from ltx.core.base.tree import check_dense, describe
-from ltx.core.comm.group_collectives import as_bytes
+from ltx.core.comm.operations import as_bytes
 from ltx.errors import ArgumentError, ReplicaDivergedError, TreeError
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 
 import ltx
 from ltx.core import comm
-from ltx.core.comm import backends, group_collectives
+from ltx.core.comm import backends, operations
 from ltx.core.comm.backends import Backends, backends_of, default_backend
 from ltx.core.ranks.axis import axes_in_scope, set_world_axes
 from ltx.core.training.settings import check_devices
@@ -115,7 +115,7 @@ def test_what_isn_t_the_network_is_raised_as_it_is(error: RuntimeError, on_new_a
             raise error
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group_collectives.dist, "all_reduce", broken)
+            patch.setattr(operations.dist, "all_reduce", broken)
             patch.setenv("LTX_SHARED_MEMORY", "0")
             axis_comm: Any = axes_in_scope()[0].comm
             channel = axis_comm.background

@@ -14,8 +14,7 @@ from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, CollectiveError, LtxError, UnsupportedError
 from ltx.core.collectives.futures import Future
 from ltx.core.collectives.linear import RULES, Function, Static, apply
-from ltx.core.comm.group_collectives import as_bytes, as_it_is, from_bytes
-from ltx.core.comm.operations import OPERATIONS, SUMMED
+from ltx.core.comm.operations import OPERATIONS, SUMMED, as_bytes, as_it_is, from_bytes
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 

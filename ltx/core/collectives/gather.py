@@ -23,7 +23,7 @@ from ltx.core.collectives.futures import one_message
 from ltx.core.collectives.linear import Static, add_rule, only_at
 from ltx.core.collectives.psum import countable
 from ltx.core.collectives.uneven import all_gather_uneven, is_even, psum_scatter_uneven
-from ltx.core.comm.group_collectives import as_it_is
+from ltx.core.comm.operations import as_it_is
 from ltx.typing import Tree
 
 

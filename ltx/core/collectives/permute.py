@@ -21,7 +21,7 @@ from ltx.core.collectives.gather import split, spread
 from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import axis_size
 from ltx.core.collectives.uneven import all_to_all_uneven, dim_of, is_even
-from ltx.core.comm.group_collectives import as_it_is, view_as
+from ltx.core.comm.operations import as_it_is, view_as
 from ltx.typing import Tree
 
 

@@ -38,7 +38,7 @@ from ltx.core.collectives.calls import (
 from ltx.core.collectives.futures import one_message
 from ltx.core.collectives.linear import Static, add_rule, only_at
 from ltx.core.collectives.uneven import gathered, told
-from ltx.core.comm.group_collectives import as_it_is
+from ltx.core.comm.operations import as_it_is
 from ltx.typing import Tree
 
 add_rule(

@@ -20,7 +20,7 @@ from ltx.core.base.errors import AxisError, RankMismatchError, TreeError, Unsupp
 from ltx.core.collectives.calls import check_dense, check_index, collective, movable, refuse_background, tensors_of
 from ltx.core.collectives.futures import in_step
 from ltx.core.collectives.linear import apply
-from ltx.core.comm.group_collectives import from_bytes
+from ltx.core.comm.operations import from_bytes
 from ltx.core.comm.pickling import dumps
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree

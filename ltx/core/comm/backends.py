@@ -170,6 +170,16 @@ def refuse_capture(what: Callable[[], str]) -> None:
         )
 
 
+def is_of_network(error: RuntimeError) -> bool:
+    """Whether a backend raised `error` because of its peers, and not for want of memory, of a dtype or of a device."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/", "Gloo", "Timed out"))
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether this process had no memory for what it was to do."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 # How ranks connect when they make a process group: over which interface, and with an eye on peers that won't come. gloo
 # connects in C++, deaf to Ctrl-C and to the end of a peer, for five times as long as it is told. So it does that in a
 # thread, and who waits for the thread looks out meanwhile, as in every wait while a world is made.

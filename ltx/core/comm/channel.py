@@ -33,10 +33,9 @@ from ltx.core.base.errors import (
 )
 from ltx.core.base.traced import recording
 from ltx.core.comm import ledger
-from ltx.core.comm.backends import Backends, HostCopy, StreamGroup, to_device
-from ltx.core.comm.group_collectives import Arguments, as_bytes, as_it_is, from_bytes, is_of_network, is_out_of_memory
+from ltx.core.comm.backends import Backends, HostCopy, StreamGroup, is_of_network, is_out_of_memory, to_device
 from ltx.core.comm.negotiation import Negotiation
-from ltx.core.comm.operations import OPERATIONS, SUMMED, bytes_sent
+from ltx.core.comm.operations import OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
 from ltx.core.comm.shared_memory import (
     SharedMemoryTransport,
     SharedMemoryWork,

@@ -20,8 +20,7 @@ import torch
 
 from ltx.core.base.errors import AuthenticationError
 from ltx.core.comm.backends import accelerator
-from ltx.core.comm.group_collectives import as_bytes, from_bytes
-from ltx.core.comm.operations import SUMMED
+from ltx.core.comm.operations import SUMMED, as_bytes, from_bytes
 
 if TYPE_CHECKING:
     from ltx.core.comm.axis_comm import AxisComm
