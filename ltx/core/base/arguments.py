@@ -167,8 +167,7 @@ def whole(
 ) -> int:
     """What a user gave, called `what` in errors, as an int; NumPy's are ints too. `besides`: what else may be.
 
-    Raises:
-        `error`: it is no whole number, or isn't from `least` to `most`.
+    Raises `error` for what is no whole number, or isn't from `least` to `most`.
 
     >>> whole("steps", 3, 1)
     3
@@ -190,8 +189,7 @@ def number(
 ) -> float:
     """What a user gave, called `what` in errors, as a finite number; NumPy's too. `besides`: as in :func:`whole`.
 
-    Raises:
-        `error`: it is no number, or isn't at least `least` (with `more`: more than that) and less than `below`.
+    Raises `error` for what is no number, or isn't at least `least` (with `more`: more than that) and less than `below`.
 
     >>> number("bandwidth", 1.5, 0, more=True)
     1.5
@@ -212,8 +210,7 @@ def check_whole(owner: object, least: int, *names: str, most: int = LARGEST) -> 
 def seconds(what: str, value: timedelta | float, error: type[LtxError] = InputError, zero: bool = False) -> float:
     """A duration in seconds: what a user gave, called `what` in errors, as a number of them or as a timedelta.
 
-    Raises:
-        `error`: it isn't one, isn't finite, or isn't positive; `zero`: of no length is allowed.
+    Raises `error` for what isn't one, isn't finite, or isn't positive; `zero`: of no length is allowed.
 
     >>> seconds("timeout", timedelta(minutes=1)), seconds("timeout", 1.5)
     (60.0, 1.5)

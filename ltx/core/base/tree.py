@@ -39,8 +39,7 @@ unflatten: Callable[[Any, Iterable[Any]], Tree] = optree.tree_unflatten
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """The leaves, with dicts' keys sorted, and the structure that :func:`unflatten` puts them back into.
 
-    Raises:
-        TreeError: the tree holds itself, or is nested too deeply to be walked.
+    Raises TreeError for a tree that holds itself, or is nested too deeply to be walked.
 
     >>> flatten({"b": 2, "a": [1, None]})[0]
     [1, 2]
@@ -264,13 +263,10 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
 
 
 def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_only: bool = False) -> None:
-    """Raise unless all tensors of `tree` are leaves.
+    """Raise TreeError unless all tensors of `tree` are leaves.
 
-    `done`: what happens to them, as in "they would not be split"; `tensors_only`: NumPy arrays and iterators are
-    let through.
-
-    Raises:
-        TreeError: a leaf is an object that holds tensors, a set of them, a NumPy array, or an iterator of batches.
+    They aren't in an object that holds them, in a set, a NumPy array or an iterator of batches. `done`: what happens
+    to tensors, as in "they would not be split"; `tensors_only`: NumPy arrays and iterators are let through.
     """
     if PLAIN.issuperset(builtins.map(type, leaves)):
         return
