@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-__all__ = ["ArgumentError", "AuthenticationError", "AxisError", "CallFailedError", "CallInterruptedError"]
-__all__ += ["CallTimeoutError", "CheckpointError", "CollectiveError", "CollectiveTimeoutError", "DataError"]
-__all__ += ["DeadlockDetectedError", "DonatedStateError", "HookError", "InputError", "InvalidStateError", "LtxError"]
-__all__ += ["NotFiniteError", "OptimError", "PeerLostError", "RankMismatchError", "ReplicaDivergedError", "StepError"]
-__all__ += ["StoreGoneError", "StrategyError", "SyncStateError", "TransportError", "TreeError", "UnsupportedError"]
-__all__ += ["UnusedParameterWarning", "WeightError", "WorkerError", "WorldError"]
+__all__ = [
+    "ArgumentError",
+    "AuthenticationError",
+    "AxisError",
+    "CallFailedError",
+    "CallInterruptedError",
+    "CallTimeoutError",
+    "CheckpointError",
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "DataError",
+    "DeadlockDetectedError",
+    "DonatedStateError",
+    "HookError",
+    "InputError",
+    "InvalidStateError",
+    "LtxError",
+    "NotFiniteError",
+    "OptimError",
+    "PeerLostError",
+    "RankMismatchError",
+    "ReplicaDivergedError",
+    "StepError",
+    "StoreGoneError",
+    "StrategyError",
+    "SyncStateError",
+    "TransportError",
+    "TreeError",
+    "UnsupportedError",
+    "UnusedParameterWarning",
+    "WeightError",
+    "WorkerError",
+    "WorldError",
+]
 
 
 class LtxError(Exception):

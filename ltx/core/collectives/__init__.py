@@ -9,7 +9,35 @@ from ltx.core.collectives.ranks import axis_index, rank_seed, shard
 from ltx.core.collectives.reduce import pargmax, pargmin, pmax, pmin, reduce, reduce_boolean_decision, weighted_mean
 from ltx.core.collectives.uneven import all_gather_object, barrier, broadcast_object, gather_all_tensors
 
-__all__ = ["AllGatherGrad", "Future", "adasum", "all_gather", "all_gather_object", "all_to_all", "async_", "axis_index"]
-__all__ += ["axis_size", "barrier", "broadcast", "broadcast_object", "gather", "gather_all_tensors", "pargmax"]
-__all__ += ["pargmin", "pmax", "pmean", "pmin", "ppermute", "psum", "psum_scatter", "psum_to", "pvary", "rank_seed"]
-__all__ += ["reduce", "reduce_boolean_decision", "scatter", "shard", "weighted_mean"]
+__all__ = [
+    "AllGatherGrad",
+    "Future",
+    "adasum",
+    "all_gather",
+    "all_gather_object",
+    "all_to_all",
+    "async_",
+    "axis_index",
+    "axis_size",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "gather",
+    "gather_all_tensors",
+    "pargmax",
+    "pargmin",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "psum_to",
+    "pvary",
+    "rank_seed",
+    "reduce",
+    "reduce_boolean_decision",
+    "scatter",
+    "shard",
+    "weighted_mean",
+]

@@ -18,9 +18,30 @@ from ltx.core.optim.partition import masked, partition
 from ltx.core.optim.quantized_adam import qadam
 from ltx.core.optim.schedules import from_scheduler, linear, warmup_cosine
 
-__all__ = ["ClipState", "EmaState", "Optimizer", "TorchState", "add_noise", "apply_updates", "averaged", "chain"]
-__all__ += ["clip_by_global_norm", "clip_by_value", "ema", "from_functions", "from_scheduler", "from_torch"]
-__all__ += ["grad_norm", "identity", "linear", "masked", "measure_global_norm", "partition", "qadam", "warmup_cosine"]
+__all__ = [
+    "ClipState",
+    "EmaState",
+    "Optimizer",
+    "TorchState",
+    "add_noise",
+    "apply_updates",
+    "averaged",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "ema",
+    "from_functions",
+    "from_scheduler",
+    "from_torch",
+    "grad_norm",
+    "identity",
+    "linear",
+    "masked",
+    "measure_global_norm",
+    "partition",
+    "qadam",
+    "warmup_cosine",
+]
 
 
 def __dir__() -> list[str]:

@@ -7,5 +7,15 @@ from ltx.core.transforms.marking import sync_gradients
 from ltx.core.transforms.run import Weighted
 from ltx.core.transforms.sync_state import Synced, SyncState
 
-__all__ = ["DataParallel", "SyncState", "Synced", "Weighted", "block_backward_sync", "data_parallel", "functional_call"]
-__all__ += ["grad", "grad_and_value", "sync_gradients"]
+__all__ = [
+    "DataParallel",
+    "SyncState",
+    "Synced",
+    "Weighted",
+    "block_backward_sync",
+    "data_parallel",
+    "functional_call",
+    "grad",
+    "grad_and_value",
+    "sync_gradients",
+]
