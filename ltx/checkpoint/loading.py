@@ -241,12 +241,11 @@ def _check_names(opened: Opened, wanted: set[str]) -> None:
 def _pieces(opened: Opened, leaf: Piece, per_rank: str) -> list[Piece]:
     """What this rank reads for `leaf`: one piece, or all ranks' to be averaged; raises InputError if it doesn't fit."""
     if opened.has(leaf.name):  # one value, of which this rank wants all or a part
-        shape, dtype = opened.like(leaf.name)
-        _check_like(opened, leaf, shape, dtype)
+        _check_like(opened, leaf, leaf.name)
         return [replace(leaf, tensor=_room(leaf))]
     if leaf.kind == "per_rank" and opened.saved_ranks == opened.size:
         own = name_on(opened.rank, leaf.name)
-        _check_like(opened, leaf, *opened.like(own))
+        _check_like(opened, leaf, own)
         return [Piece(own, _room(leaf))]
     if per_rank == "refuse":
         how = f"here are {opened.size} ranks" if leaf.kind == "per_rank" else "here it should be the same on every rank"
@@ -257,13 +256,14 @@ def _pieces(opened: Opened, leaf: Piece, per_rank: str) -> list[Piece]:
         )
     names = [name_on(rank, leaf.name) for rank in range(opened.saved_ranks)]
     for name in names:
-        _check_like(opened, leaf, *opened.like(name))
+        _check_like(opened, leaf, name)
     averaged = leaf.tensor.is_floating_point() or leaf.tensor.is_complex()
     return [Piece(name, torch.empty_like(leaf.tensor)) for name in (names if averaged else names[:1])]
 
 
-def _check_like(opened: Opened, leaf: Piece, shape: torch.Size, dtype: torch.dtype) -> None:
-    here = leaf.size
+def _check_like(opened: Opened, leaf: Piece, name: str) -> None:
+    """Raise unless what is saved under `name` is of the shape and dtype of `leaf`."""
+    (shape, dtype), here = opened.like(name), leaf.size
     if leaf.kind == "sharded" and len(shape) == 1:
         # Both are the whole, padded for as many ranks as there were.
         fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.parts)

@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -243,8 +244,7 @@ class Saving:
     """A checkpoint that is being saved in the background; see :func:`save_async`."""
 
     def __init__(self, job: Job, copies: Sequence[HostCopy] = ()):
-        self._path: Path | None = None
-        self._error: BaseException | None = None
+        self._saved: Future[Path] = Future()
         self._thread = threading.Thread(target=self._run, args=(job, copies), name="ltx-checkpoint")
         if job.together.comm is not None:
             job.together.comm.store_exchange.hold(self._thread)
@@ -254,9 +254,9 @@ class Saving:
         try:
             pieces = zip(job.pieces, copies, strict=job.failure is None)
             job = replace(job, pieces=[replace(piece, tensor=copy.read()) for piece, copy in pieces])
-            self._path = job.run()
+            self._saved.set_result(job.run())
         except BaseException as error:
-            self._error = error
+            self._saved.set_exception(error)
             warnings.warn(f"save_async: {error}", RuntimeWarning, stacklevel=1)
 
     @property
@@ -277,10 +277,7 @@ class Saving:
         self._thread.join(None if limit_s is None else min(limit_s, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
             raise TimeoutError(f"the checkpoint isn't saved within {limit_s:g} s.")
-        if self._error is not None:
-            raise self._error
-        assert self._path is not None
-        return self._path
+        return self._saved.result()
 
 
 @checked("path", "rng")

@@ -79,11 +79,7 @@ class GPT(nn.Module):
 
 
 def read_topics() -> str:
-    """The topics of ``help()`` as one text, in alphabetical order of their names.
-
-    >>> "assert" in read_topics()
-    True
-    """
+    """The topics of ``help()`` as one text, in alphabetical order of their names."""
     from pydoc_data.topics import topics
 
     return PARAGRAPH.join(topics[name].strip("\n") for name in sorted(topics))
@@ -125,10 +121,8 @@ class Corpus:
     def batch(self, step: int, batch_size: int, context: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Step ``step``'s global batch: random windows of the training text and the same moved on by one character.
 
-        A function of its arguments alone, so every rank draws the same one and takes its own part (``ltx.shard``).
-
-        Returns:
-            Two int64 tensors of shape (batch_size, context).
+        A function of its arguments alone, so every rank draws the same one and takes its own part (``ltx.shard``): two
+        int64 tensors of shape (batch_size, context).
         """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         starts = torch.randint(len(self.train) - context, (batch_size,), generator=generator)
@@ -144,11 +138,7 @@ class Corpus:
 
 
 def unigram_entropy(tokens: Tensor) -> float:
-    """Entropy of the tokens' frequencies, in nats: the best loss of a model that knows nothing but frequencies.
-
-    >>> round(unigram_entropy(torch.tensor([0, 1, 0, 1])), 4)
-    0.6931
-    """
+    """Entropy of the tokens' frequencies, in nats: the best loss of a model that knows nothing but frequencies."""
     frequencies = tokens.bincount().double()
     frequencies = frequencies[frequencies > 0] / len(tokens)
     return -float((frequencies * frequencies.log()).sum())

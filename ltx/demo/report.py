@@ -83,13 +83,7 @@ class Result:
 
 
 def format_table(results: Sequence[Result]) -> str:
-    """The results as a table in plain text.
-
-    >>> print(format_table([Result("fp32", 700, 1.7046, 24_012.0, 3.3e6, 0.92, 30.1)]))
-    strategy  steps  validation loss  tokens/s  bytes/step  hidden
-    --------  -----  ---------------  --------  ----------  ------
-    fp32        700            1.705    24,012     3.30 MB     92%
-    """
+    """The results as a table in plain text."""
     header = ("strategy", "steps", "validation loss", "tokens/s", "bytes/step", "hidden")
     rows = [
         (x.strategy, str(x.steps), f"{x.validation_loss:.3f}", *told(x.tokens_per_s, x.bytes_per_step, x.hidden))

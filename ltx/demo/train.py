@@ -98,12 +98,7 @@ def positive(text: str) -> int:
 
 
 def schedule(steps: int) -> Callable[[int], float]:
-    """A learning rate that warms up for a twentieth of the steps, then falls to a twentieth along a cosine.
-
-    >>> lr = schedule(100)
-    >>> [round(lr(step), 5) for step in (0, 4, 5, 100)]
-    [0.0008, 0.004, 0.004, 0.0002]
-    """
+    """A learning rate that warms up for a twentieth of the steps, then falls to a twentieth along a cosine."""
     return ltx.optim.warmup_cosine(PEAK_LR, max(1, steps // 20), max(1, steps), end=PEAK_LR / 20)
 
 

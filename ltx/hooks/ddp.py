@@ -374,12 +374,8 @@ class ToTorch:
 
         Without `names` the keys are places in the order in which DDP showed the parameters first.
         """
-        copies = {
-            name: {key: tensor.detach().clone() for key, tensor in state.items()}
-            for name, state in {**self._loaded, **self._states}.items()
-            if state
-        }
-        return {"step": self.step, "params": copies}
+        held = {name: state for name, state in {**self._loaded, **self._states}.items() if state}
+        return {"step": self.step, "params": _copies(held)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from what :meth:`state_dict` gave. Parameters that it doesn't hold begin anew.
@@ -402,10 +398,11 @@ class ToTorch:
             )
         self.step = state_dict["step"]
         self._states = {}
-        self._loaded = {
-            name: {key: tensor.detach().clone() for key, tensor in state.items()}
-            for name, state in state_dict["params"].items()
-        }
+        self._loaded = _copies(state_dict["params"])
+
+
+def _copies(states: Mapping[str, LeafState]) -> dict[str, LeafState]:
+    return {name: {key: tensor.detach().clone() for key, tensor in state.items()} for name, state in states.items()}
 
 
 def _checked(name: str, fresh: LeafState, loaded: LeafState) -> LeafState:
