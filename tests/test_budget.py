@@ -25,8 +25,8 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1524, 10),
-    "all": Size(40274, 167),
-    "checkpoint": Size(1620, 7),
+    "all": Size(40247, 167),
+    "checkpoint": Size(1617, 7),
     "core": Size(1, 1),
     "core/base": Size(2102, 11),
     "core/collectives": Size(3140, 11),
@@ -37,8 +37,8 @@ BUDGET = {
     "core/training": Size(3436, 13),
     "core/transforms": Size(3282, 12),
     "core/world": Size(1626, 7),
-    "demo": Size(505, 4),
-    "hooks": Size(2413, 12),
+    "demo": Size(484, 4),
+    "hooks": Size(2410, 12),
     "notebook": Size(197, 2),
     "profile": Size(1103, 4),
     "runtime": Size(4275, 15),
