@@ -25,15 +25,15 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1524, 10),
-    "all": Size(40247, 167),
+    "all": Size(40236, 167),
     "checkpoint": Size(1617, 7),
     "core": Size(1, 1),
     "core/base": Size(2102, 11),
     "core/collectives": Size(3140, 11),
-    "core/comm": Size(6287, 22),
+    "core/comm": Size(6280, 22),
     "core/gradients": Size(2282, 8),
     "core/optim": Size(2672, 11),
-    "core/ranks": Size(1168, 5),
+    "core/ranks": Size(1164, 5),
     "core/training": Size(3436, 13),
     "core/transforms": Size(3282, 12),
     "core/world": Size(1626, 7),

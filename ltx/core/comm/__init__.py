@@ -13,7 +13,6 @@ from ltx.core.comm.network import measured as measured
 from ltx.core.comm.operations import bytes_sent as bytes_sent
 from ltx.core.comm.pickling import opened as opened
 from ltx.core.comm.pickling import sealed as sealed
-from ltx.core.comm.processes import ProcessRanks as ProcessRanks
 from ltx.core.comm.processes import key_of as key_of
 from ltx.core.comm.recovery import BackwardPass as BackwardPass
 from ltx.core.comm.recovery import nested_run as nested_run

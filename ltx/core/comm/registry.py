@@ -171,13 +171,7 @@ def holders_of_groups(opened: Iterable[Axis]) -> list[Any]:
     return [one for axis_comm in communicators for one in (axis_comm, *axis_comm.channels)]
 
 
-def _refuse_forks() -> None:
-    for axis in open_axes():
-        if axis.comm is not None:
-            axis.comm.refuse_fork()
-
-
-os.register_at_fork(after_in_child=_refuse_forks)
+os.register_at_fork(after_in_child=lambda: [axis.comm.refuse_fork() for axis in open_axes() if axis.comm is not None])
 
 
 class InGroups(NamedTuple):

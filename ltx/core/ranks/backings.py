@@ -1,8 +1,8 @@
 """What the ranks of an axis are: one interface, :class:`Ranks`, and the :class:`Rule` that they follow.
 
-Ranks are processes (:class:`ltx.core.comm.ProcessRanks`), threads that take turns (:class:`ltx.core.comm.ThreadRanks`),
-entries of a vmap level, shapes alone, or one rank alone. What uses an axis asks its ranks to do something, and never
-which of these they are.
+Ranks are processes (:class:`ltx.core.comm.processes.ProcessRanks`), threads that take turns
+(:class:`ltx.core.comm.ThreadRanks`), entries of a vmap level, shapes alone, or one rank alone. What uses an axis asks
+its ranks to do something, and never which of these they are.
 """
 
 from __future__ import annotations

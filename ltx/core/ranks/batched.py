@@ -203,15 +203,11 @@ class ShapeRanks(Ranks):
         return replace(self, rank=part.place(self.rank), size=len(mine), members=members)
 
     def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
-        return tuple(self._on_shape(rule, static, x) for x in xs)
-
-    def _on_shape(self, rule: Rule, static: Static, x: torch.Tensor) -> torch.Tensor:
-        buffer = rule.before(x, self.size, static)
-        if rule.operation is None:
-            return buffer
-        return rule.after(
-            self.answer(rule.operation, buffer, rule.arguments(static), self), x, self.rank, self.size, static
-        )
+        found = [rule.before(x, self.size, static) for x in xs]
+        if rule.operation is not None:
+            answers = [self.answer(rule.operation, buffer, rule.arguments(static), self) for buffer in found]
+            found = [rule.after(y, x, self.rank, self.size, static) for x, y in zip(xs, answers, strict=True)]
+        return tuple(found)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
