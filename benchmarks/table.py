@@ -127,15 +127,15 @@ def not_measured() -> str:
 
 
 def plot(tables: dict[str, list[Row]], to: Path) -> None:
-    """Bars of the ratios to DDP, a panel for each link."""
+    """Bars of the ratios to DDP, a panel for each link, below one another: words can be read on a telephone."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(tables), figsize=(4.2 * len(tables), 3), sharey=True, squeeze=False)
-    names = list(dict.fromkeys(name for found in tables.values() for name, _, _ in found))
-    for axes, (link, found) in zip(panels[0], tables.items(), strict=True):
+    figure, panels = pyplot.subplots(len(tables), 1, figsize=(4.2, 2.3 * len(tables)), squeeze=False)
+    for axes, (link, found) in zip(panels[:, 0], tables.items(), strict=True):
+        names = [name for name, _, _ in found]
         for name, _, to_ddp in found:
             colour = "C0" if name.startswith("ltx") else "0.35" if name == "the bound" else "0.7"
             axes.barh(names.index(name), to_ddp, color=colour)
@@ -144,8 +144,8 @@ def plot(tables: dict[str, list[Row]], to: Path) -> None:
         axes.set_title(link, fontsize=10)
         axes.set_xlim(0, 1.25 * max(1.0, *(to_ddp for _, _, to_ddp in found)))
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_yticks(range(len(names)), names)
-    panels[0][0].invert_yaxis()
+        axes.set_yticks(range(len(names)), names, fontsize=9)
+        axes.invert_yaxis()
     figure.supxlabel("time of a step, ratio to DDP", fontsize=9)
     figure.tight_layout()
     figure.savefig(to, metadata={"Date": None})

@@ -99,7 +99,13 @@ def draw(curves: Mapping[str, Curve], unigram: float, path: Path) -> bool:
     except ImportError:
         return False
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+    plot(figure.subplots(), curves, unigram)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def plot(axes: Any, curves: Mapping[str, Curve], unigram: float) -> None:
+    """Draw the losses into matplotlib's `axes`."""
     for index, (name, curve) in enumerate(curves.items()):
         color = f"C{index}"
         smoothed = list(accumulate(curve.loss, lambda mean, loss: 0.9 * mean + 0.1 * loss))
@@ -113,5 +119,3 @@ def draw(curves: Mapping[str, Curve], unigram: float, path: Path) -> bool:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title("Validation loss (dots) and training loss (faint)", fontsize="medium")
     axes.legend()
-    figure.savefig(path, dpi=120)
-    return True
