@@ -24,17 +24,13 @@ try:
     # --- collectives
     from ltx.core.collectives import *
 
-    # --- communication
+    # --- communication and axes
     from ltx.core.comm import axis_from_group, debug_checks
-
-    # --- axes
     from ltx.core.ranks.axis import Axis
     from ltx.core.ranks.simulated import vmap
 
-    # --- strategies
+    # --- strategies, world, running
     from ltx.core.transforms.strategy import Strategy, handed_in
-
-    # --- world and running
     from ltx.core.world.failures import hide_ours
     from ltx.core.world.init import init, to_device
     from ltx.core.world.world import World, shutdown, world

@@ -3,9 +3,8 @@
 With a DataPosition a step takes the next ``batch_size`` samples of the epoch's order, and the ranks share these out. So
 what a step takes doesn't depend on how many ranks there are, and their number may change between any two steps.
 
-Horovod's ``join()`` and torch's ``Join`` have a rank without data answer its peers' collectives from behind. With
-uneven it goes on calling the step itself, on placeholders that weigh nothing: the step has one path, whatever it
-communicates.
+Where a rank has no data left, Horovod's ``join()`` and torch's ``Join`` answer the peers' collectives from behind. With
+uneven the rank goes on calling the step, on placeholders that weigh nothing: there is one path through the step.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class DataPosition:
     """Which samples come next: a value, that steps don't change but follow up.
 
     In an epoch every sample comes exactly once, whatever becomes of the number of ranks. The order of epoch ``e`` is
-    ``torch.randperm`` with the seed ``seed + e``, as in torch's DistributedSampler; unlike that one, nothing is padded,
-    so nothing comes twice. The last step of an epoch takes what is left.
+    ``torch.randperm`` with the seed ``seed + e``, as in torch's DistributedSampler, but without padding. The last step
+    of an epoch takes what is left.
 
     Attributes:
         length: the number of samples in the data.
@@ -42,9 +41,8 @@ class DataPosition:
         epoch: the number of epochs done.
         done: the number of this epoch's samples that are done.
         shuffle: False: every epoch goes through the samples in their own order.
-        weighted: whether ranks may get unequal numbers of samples, or none: then the step has to return an
-            :class:`ltx.Weighted`, whose mean over samples is exact. Otherwise such a division is refused, for a mean of
-            the ranks' means would be another one.
+        weighted: ranks may get unequal numbers of samples, or none, because the step returns an :class:`ltx.Weighted`.
+            Otherwise unequal numbers are refused: the mean of ranks' means would be wrong.
 
     Raises:
         InputError: (a ValueError) a field is out of its range.

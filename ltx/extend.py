@@ -41,7 +41,14 @@ What a strategy gets, and what it gives.
 * :class:`ClipByGlobalNorm`: the clipping whose ``norm`` a strategy replaces where ranks have parts of gradients.
 * :class:`QAdamOptimizer`: the class of :func:`ltx.optim.qadam`'s optimizers, a part of Bagua's qadam.
 
-Buffers.
+A collective, linear or not.
+
+* :class:`Rule`: what it sends, what it makes of the answer, and its derivative: a transpose, or weights.
+* :func:`collective`: what a rule describes, of a tree of tensors, on processes, simulated ranks and in graphs.
+* :func:`one_message`: the decorator of a function that calls it once: peers learn of its errors, ``async_`` takes it.
+* :data:`HOST_BLOCKING`: the names of backends whose waits block the host, as gloo's do. Add yours if it is one.
+
+Buffers and messages.
 
 * :func:`pack`, :func:`unpack`: a bucket's gradients as one flat buffer; its parts in their parameters' shapes, views.
 * :func:`is_plain`: whether a tensor is eager and on the CPU, where it may be worked on piece by piece, in place.
@@ -51,9 +58,6 @@ Buffers.
 * :func:`as_bytes`, :func:`view_as`: a tensor's bits as another dtype's, under vmap too.
 * :func:`recording`: whether what is called now is recorded to run later; then no value may be read.
 * :func:`unwrapped`: a tensor without the wrappers of torch.func's levels.
-
-Messages.
-
 * :func:`brief`: the ``repr`` of what a user gave, cut where it is long; it never raises.
 
 Modules, of which what is named here is stable.
@@ -64,9 +68,8 @@ Modules, of which what is named here is stable.
   ``check_number``, ``whole``, ``number``, ``is_whole``, ``is_number`` for what users give.
 * :mod:`needs`: ``TABLE``, what needs something of a hook, strategy or optimizer; ``require`` raises by a row of it.
 * :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.
-* :mod:`comm`: what stands behind an axis of processes, for what drives collectives itself, as
-  :func:`ltx.hooks.to_torch` does: ``resolve``, ``AxisComm``, ``Signature``, ``Network``,
-  ``to_device``.
+* :mod:`comm`: what stands behind an axis of processes, for what drives collectives itself as ``to_torch`` does:
+  ``resolve``, ``AxisComm``, ``Signature``, ``Network``, ``to_device``.
 * :class:`Pending`: buckets that are reduced at once, each phase of theirs in order.
 * :class:`Halving`: a rank's part of the adaptive sum, between the collectives of :func:`ltx.adasum`.
 * :func:`told`: a few whole numbers of every rank, on every rank's host.
@@ -77,8 +80,11 @@ from ltx.core.base import arguments, needs, noise, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.traced import recording
 from ltx.core.collectives.adasum import Halving
+from ltx.core.collectives.calls import collective
+from ltx.core.collectives.futures import one_message
 from ltx.core.collectives.reduce import wide
 from ltx.core.collectives.uneven import told
+from ltx.core.comm.backends import HOST_BLOCKING
 from ltx.core.comm.operations import as_bytes, view_as
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, HookOffers, around, states_of, unchanging
 from ltx.core.gradients.packing import CHUNK, chunks, is_plain, pack, prefers_few_calls, unpack
@@ -99,6 +105,7 @@ from ltx.core.optim.combine import members_of, with_members
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.optim.quantized_adam import QAdamOptimizer
 from ltx.core.ranks.axis import Axis, inner, outer
+from ltx.core.ranks.backings import Rule
 from ltx.core.ranks.batched import unwrapped
 from ltx.core.transforms.strategy import Strategy, StrategyOffers, negotiate
 from ltx.core.transforms.strategy_update import (
@@ -112,14 +119,15 @@ from ltx.core.transforms.strategy_update import (
     communicate_after_update,
 )
 
-__all__ = ["CHUNK", "AllReduce", "Axis", "Bucket", "BucketInput", "BucketSettings", "ClipByGlobalNorm"]
-__all__ += ["CollectiveRequest", "CommHook", "Exchange", "Halving", "HookOffers", "LeafState", "Old", "Optimizer"]
-__all__ += ["OptimizerOffers", "Pending", "PostUpdateHook", "PostUpdateResult", "QAdamOptimizer", "Reduced"]
-__all__ += ["Reduction", "StateLayout", "States", "StepInfo", "Strategy", "StrategyOffers", "Terms", "Update"]
-__all__ += ["Updated", "arguments", "around", "as_bytes", "brief", "chunks", "comm", "communicate_after_update"]
-__all__ += ["drive_within", "inner", "is_plain", "members_of", "needs", "negotiate", "noise", "outer", "pack"]
-__all__ += ["prefers_few_calls", "recording", "states_of", "times_lr", "told", "tree", "unchanging", "unpack"]
-__all__ += ["unwrapped", "view_as", "wide", "with_members"]
+__all__ = ["CHUNK", "HOST_BLOCKING", "AllReduce", "Axis", "Bucket", "BucketInput", "BucketSettings"]
+__all__ += ["ClipByGlobalNorm", "CollectiveRequest", "CommHook", "Exchange", "Halving", "HookOffers", "LeafState"]
+__all__ += ["Old", "Optimizer", "OptimizerOffers", "Pending", "PostUpdateHook", "PostUpdateResult"]
+__all__ += ["QAdamOptimizer", "Reduced", "Reduction", "Rule", "StateLayout", "States", "StepInfo", "Strategy"]
+__all__ += ["StrategyOffers", "Terms", "Update", "Updated", "arguments", "around", "as_bytes", "brief", "chunks"]
+__all__ += ["collective", "comm", "communicate_after_update", "drive_within", "inner", "is_plain", "members_of"]
+__all__ += ["needs", "negotiate", "noise", "one_message", "outer", "pack", "prefers_few_calls", "recording"]
+__all__ += ["states_of", "times_lr", "told", "tree", "unchanging", "unpack", "unwrapped", "view_as", "wide"]
+__all__ += ["with_members"]
 
 
 def __dir__() -> list[str]:

@@ -43,8 +43,8 @@ def sync_batch_norm(
 ) -> Normed:
     """``torch.nn.functional.batch_norm`` over the batches of all ranks, as a pure function.
 
-    Each value counts once, whichever rank has it: ranks' batches may be of different sizes, and some empty. The forward
-    pass takes one all_gather of 2 C + 1 numbers, the backward pass its transpose, one psum_scatter.
+    Each value counts once: ranks' batches may differ in size, and some may be empty. The forward pass takes one
+    all_gather of 2 C + 1 numbers, the backward pass one psum_scatter.
 
     Args:
         x: this rank's batch, of shape ``(N, C, *)``; N and ``*`` may differ between ranks.
@@ -57,20 +57,18 @@ def sync_batch_norm(
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        ``(y, running_mean, running_var)``, what each rank sees: its own y, of x's shape and dtype, and new running
-        statistics, the same on every rank if they were. The running variance is the unbiased one, N / (N - 1) V, as in
-        torch. Statistics are taken in float32 at least, whatever x's dtype.
+        ``(y, running_mean, running_var)``: this rank's y, of x's shape and dtype, and new running statistics, the same
+        on every rank if they were. The running variance is the unbiased one, as in torch. Statistics are float32 at
+        least.
 
     Gradient:
-        That of the formula for the sum of all ranks' losses, to any order: x gets what it would get in one process with
-        the whole batch; weight and bias get the part of this rank's y, and data_parallel reduces them like any
-        parameter. No gradient flows into the running statistics. Every rank must differentiate y, as with any
-        collective; an empty one too.
+        That of the formula for the sum of all ranks' losses, to any order: x gets what one process with the whole batch
+        would give it; weight and bias get the part of this rank's y, which data_parallel reduces. No gradient flows
+        into the running statistics. Every rank must differentiate y, one with an empty batch too.
 
     Raises:
-        InputError: x has less than two dimensions; other arguments' shapes don't fit; all ranks together have less
-            than two values a channel (on every rank. On a GPU and in compiled graphs, where a look at values costs or
-            isn't possible, the running statistics stay as they are instead).
+        InputError: x has less than two dimensions; other arguments' shapes don't fit; all ranks together have less than
+            two values a channel (on a GPU and in compiled graphs the running statistics stay as they are instead).
         UnsupportedError: momentum=None.
         RankMismatchError: ranks' channels differ in number.
 

@@ -128,6 +128,31 @@ def test_a_strategy(strategy: Strategy, seed: int, ranks: Ranks) -> None:
         torch.testing.assert_close(found, wanted)
 
 
+def test_a_rule_leaves_its_argument(ranks: Ranks) -> None:
+    """Though the network adds up in place."""
+    rule = extend.Rule("total", "psum", stacked=lambda xs, n, static: (xs.sum(0), False))
+
+    def run(length: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        x = torch.ones(3)
+        total = extend.collective(rule, x[:length])
+        return total, x, total.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+    for length in (3, 0):
+        for total, x, shared in ranks(2).run(run, length):
+            assert (total.tolist(), x.tolist(), shared) == ([2.0] * length, [1.0] * 3, False)
+
+
+def test_what_a_rule_is_refused_for() -> None:
+    mine = extend.Rule("psum", None, stacked=lambda xs, n, static: (xs, True))
+    with pytest.raises(ltx.errors.CollectiveError, match="a rule called 'psum' already"):
+        extend.collective(mine, torch.ones(2))
+    # An operation that moves bytes alone doesn't make a rule one that does.
+    latest = extend.Rule("latest", "all_gather", stacked=lambda xs, n, static: (xs.amax(0), False), weights=torch.eq)
+    for dtype, said in ((torch.float8_e5m2, "has no sums"), (torch.complex64, "real numbers alone")):
+        with pytest.raises(ltx.errors.UnsupportedError, match=said):
+            extend.collective(latest, torch.ones(2).to(dtype))
+
+
 def test_names_of_before_are_those_of_extend() -> None:
     shared = [*ltx.strategies.__all__, "AllReduce", "BucketInput", "CollectiveRequest", "CommHook", "Reduction"]
     for name in set(shared) - {"DDPStrategy"}:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ltx
+from ltx import extend
 from ltx.core import comm
 from ltx.core.comm import backends, operations
 from ltx.core.comm.backends import Backends, backends_of, default_backend
@@ -33,11 +34,14 @@ from tests.kinds import OnNewAxis, Ranks
         ("cuda:gloo", Backends()),
         ("mpi", Backends("mpi")),
         ("cpu:gloo,xpu:xccl,cuda:nccl", Backends("gloo", "nccl", "cuda")),
+        ("cpu:blocks,cuda:orders", Backends("blocks", "orders", "cuda")),
+        ("cpu:orders", Backends("gloo", "orders", "cpu")),
     ],
 )
 def test_backends_of_a_group(config: str, expected: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: str(dist.BackendConfig(dist.Backend(config))))
     monkeypatch.setattr(backends, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(backends, "HOST_BLOCKING", {*extend.HOST_BLOCKING, "blocks"})
     found: Any = backends_of(SimpleNamespace())  # type: ignore[arg-type]
     assert found == expected
 

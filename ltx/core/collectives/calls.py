@@ -13,8 +13,8 @@ from ltx.core.base.arguments import brief
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, CollectiveError, LtxError, UnsupportedError
 from ltx.core.collectives.futures import Future
-from ltx.core.collectives.linear import RULES, Function, Static, apply
-from ltx.core.comm.operations import OPERATIONS, SUMMED, as_bytes, as_it_is, from_bytes
+from ltx.core.collectives.linear import RULES, Function, Rule, Static, apply, entered
+from ltx.core.comm.operations import SUMMED, as_bytes, as_it_is, from_bytes
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -86,20 +86,24 @@ def _as_tensor(x: Any, device: torch.device | None) -> Any:
 
 
 def collective(
-    name: str,
+    rule: Rule | str,
     value: Tree,
-    axis: Any,
-    static: Callable[[torch.Tensor, int], Static],
+    axis: Any = None,
+    static: Callable[[torch.Tensor, int], Static] = lambda x, n: (),
     then: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
 ) -> Tree:
-    """The collective `name` of every leaf of `value`, or on an axis "in the background" the future of that.
+    """The collective that `rule` describes, of every leaf of `value`; within :func:`ltx.async_` its future.
 
-    `static` gives the rule's arguments for a leaf and the axis' size; `then` is done to each result.
+    `rule`: or the name of one of ltx's. `value` and `axis` are the caller's, as in :func:`ltx.psum`. `static` gives the
+    rule's static arguments, ints, for a leaf and the number of ranks; `then` is done to each result.
     """
+    name = entered(rule)
     value = tensors_of(value, axis)
     leaves, spec = tree.flatten(value)
-    if not _moves(name) and RULES[name].operation is not None:
-        check_sums(name, leaves, value, "sums" if RULES[name].weights is None else "extrema")
+    if not RULES[name].moves and RULES[name].operation is not None:
+        check_sums(name, leaves, value, "sums" if RULES[name].coded is None else "extrema")
+    if RULES[name].weights is not None:
+        refuse_leaves(name, leaves, value, torch.is_complex, f"and {name} takes real numbers alone.")
     if traced.recording():
         key = prepare_trace(axis)
         size = traced_size(key)
@@ -172,13 +176,7 @@ def refuse_background(what: str, axis: Any) -> None:
 
 def movable(name: str, x: torch.Tensor) -> torch.Tensor:
     """What moves in place of `x`: its bytes, where torch's own kernels don't know its dtype and it has no gradient."""
-    return x if x.dtype in SUMMED or x.requires_grad or not _moves(name) else as_bytes(x)
-
-
-def _moves(name: str) -> bool:
-    """Whether nothing is computed with the data, so that it may travel as bytes."""
-    operation = RULES[name].operation
-    return operation is not None and OPERATIONS[operation].moves
+    return x if x.dtype in SUMMED or x.requires_grad or not RULES[name].moves else as_bytes(x)
 
 
 def check_dense(name: str, leaves: list[Any], value: Tree) -> None:

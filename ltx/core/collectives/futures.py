@@ -213,14 +213,14 @@ class _Mover:
 _mover = _Mover()
 
 
-#: The collectives that send one message for each tensor; :func:`one_message` enters them.
-ONE_MESSAGE: list[Callable[..., Any]] = []
-
-
 def one_message(collective: Callable[P, Tree]) -> Callable[P, Tree]:
-    """:func:`in_step`, of a collective that :func:`async_` may begin."""
-    ONE_MESSAGE.append(in_step(collective))
-    return ONE_MESSAGE[-1]
+    """Mark a collective that sends one message for each tensor: :func:`ltx.async_` may begin it.
+
+    A call that raises on some ranks counts as one, so their peers find out instead of waiting.
+    """
+    counted: Any = in_step(collective)
+    counted.sends_one = collective  # not True: functools.wraps would copy it to what calls this one twice
+    return counted  # type: ignore[no-any-return]
 
 
 def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
@@ -231,8 +231,8 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
     which order they wait is each rank's own. Tensors are read at the call, so they may change after it.
 
     Args:
-        collective: psum, pmean, pmax, pmin, psum_to, all_gather, psum_scatter, all_to_all, ppermute, broadcast, gather
-            or scatter.
+        collective: psum, pmean, pmax, pmin, psum_to, all_gather, psum_scatter, all_to_all, ppermute, broadcast, gather,
+            scatter, or one of your own that :func:`ltx.extend.one_message` decorates.
 
     Returns:
         A function with the same arguments. Its future has ``wait()`` and ``done``. On simulated ranks and in a world of
@@ -256,11 +256,12 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
 
     Source: ``async_op=True`` in torch.distributed; Horovod's ``allreduce_async`` and ``synchronize``.
     """
-    if not any(collective is known for known in ONE_MESSAGE):
+    if getattr(collective, "sends_one", collective) is not getattr(collective, "__wrapped__", None):
         name = name_of(collective) if callable(collective) else brief(collective)
         raise UnsupportedError(
-            f"async_ takes a collective that is one message, got {name}. It must be one of "
-            f"{', '.join(f'ltx.{known.__name__}' for known in ONE_MESSAGE)}."
+            f"async_ takes a collective that is one message, got {name}. It must be ltx.psum, pmean, pmax, pmin, "
+            "psum_to, all_gather, psum_scatter, all_to_all, ppermute, broadcast, gather or scatter, or one of your own "
+            "that ltx.extend.one_message decorates."
         )
     signature = inspect.signature(collective)
 

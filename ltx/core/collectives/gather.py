@@ -49,6 +49,7 @@ def _one_more_dim(static: Static) -> Static:
 add_rule(
     name="all_gather",
     operation="all_gather",
+    moves=True,
     after=lambda result, x, rank, n, static: spread(result, static),
     stacked=lambda xs, n, static: (spread(xs, static).clone(), False),
     alone=lambda x, static: spread(x.unsqueeze(0), static),
@@ -69,6 +70,7 @@ add_rule(
 add_rule(
     name="gather",
     operation="gather",
+    moves=True,
     after=lambda result, x, rank, n, static: spread(result, static[1:]),
     stacked=lambda xs, n, static: only_at(spread(xs, static[1:]), n, static[0]),
     alone=lambda x, static: spread(x.unsqueeze(0), static[1:]),
@@ -80,6 +82,7 @@ add_rule(
 add_rule(
     name="scatter",
     operation="scatter",
+    moves=True,
     before=lambda x, n, static: split(x, n, static[1:]).contiguous(),
     stacked=lambda xs, n, static: (split(xs[static[0]], n, static[1:]).clone(), True),
     alone=lambda x, static: split(x, 1, static[1:]).squeeze(0),
@@ -111,10 +114,9 @@ def all_gather(
             concatenated.
         tiled: concatenate instead of stack. 0-dim tensors can only be stacked.
         sync_grads: False cuts the gradient: the result counts as a constant (Lightning's ``sync_grads``).
-        splits: with `tiled`, the length of each rank's part along `dim`, where they differ: the same list on every
-            rank, between processes. "infer": ranks tell each other their lengths, at every call, in one small message
-            for all leaves, whose lengths may differ; simulated ranks have equal ones. All ranks must say so. For shapes
-            that differ in other dimensions see :func:`gather_all_tensors`.
+        splits: with `tiled`, the length of each rank's part along `dim`, the same list on every rank; between
+            processes. "infer" on every rank: the ranks tell each other their lengths at every call, in one small
+            message for all leaves. Where other dimensions differ too, use :func:`gather_all_tensors`.
         grad_scale: "mean" divides the gradient by n, as Horovod does.
         axis_index_groups: as in :func:`ltx.psum`, of equal sizes: ranks gather in their own group, in its order.
 
@@ -165,15 +167,13 @@ def psum_scatter(
     """This rank's part of the sum over ranks.
 
     Args:
-        value: tree of tensors. Without `tiled`, ``shape[dim]`` must be the axis' size n, and part r is entry r; with
-            it, ``shape[dim]`` must be a multiple of n, and part r is the r-th of n equal chunks.
-            Booleans count as int64.
+        value: tree of tensors. Without `tiled`, ``shape[dim]`` is the axis' size n, and part r is entry r. With `tiled`
+            it is a multiple of n, and part r is the r-th of n equal chunks. Booleans count as int64.
         axis: as in :func:`ltx.psum`.
         dim: the dimension that is split.
         tiled: split a dimension into chunks instead of taking it away.
-        splits: with `tiled`, the length of each rank's part, the same list on every rank, where they differ. "infer":
-            parts as equal as can be, the first ones longer by one. Only between processes, but that simulated ranks
-            take "infer" where all parts are equal.
+        splits: with `tiled`, the length of each rank's part, the same list on every rank; between processes. "infer":
+            parts as equal as can be, the first ones longer by one; simulated ranks take "infer" for equal parts.
         grad_scale: "mean" multiplies the gradient by n, as Horovod's reducescatter of sums does.
         axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: part r is that of the r-th rank of the group.
 
@@ -192,7 +192,6 @@ def psum_scatter(
         >>> ltx.vmap(ltx.psum_scatter)(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         tensor([4., 6.])
     """
-
     axis = grouped(axis, axis_index_groups, equal="psum_scatter")
     scaled = scale_gradient(countable(tensors_of(value, axis)), axis, grad_scale, lambda n: n)
     if splits is not None and not tiled:
@@ -248,9 +247,8 @@ def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled:
     """This rank's part of rank `src`'s tensor.
 
     Args:
-        value: tree of tensors, the same structure, shapes and dtypes on every rank; only `src`'s values matter, and the
-            others may give ``torch.empty``. Without `tiled`, ``shape[dim]`` must be the axis' size n, and part r is
-            entry r; with it, ``shape[dim]`` must be a multiple of n, and part r is the r-th of n equal chunks.
+        value: tree of tensors, the same structure, shapes and dtypes on every rank. Only `src`'s values matter: other
+            ranks may give ``torch.empty``. Parts are those of :func:`psum_scatter`.
         src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
         dim: the dimension that is split.
@@ -304,8 +302,7 @@ class AllGatherGrad:
     """``AllGatherGrad.apply(tensor, group=None)``: :func:`all_gather` under the name that Lightning's users know.
 
     The result has shape ``(n, *shape)``; its gradient is the sum over ranks of the cotangents of this rank's part.
-    Unlike Lightning's it works on subgroups and non-contiguous tensors, under every ``torch.func`` transform, and its
-    backward pass sends half of the bytes (a reduce-scatter rather than an all-reduce of everything).
+    Unlike Lightning's it takes subgroups, any strides and ``torch.func``, and its backward pass sends half as much.
 
     Example:
         >>> import torch, ltx

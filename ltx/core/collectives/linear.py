@@ -24,7 +24,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ltx.core.base import private, traced
-from ltx.core.base.errors import UnsupportedError
+from ltx.core.base.errors import CollectiveError, UnsupportedError
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Rule as Rule
 from ltx.core.ranks.backings import Static as Static
@@ -53,6 +53,17 @@ def _entering(make: Callable[P, Rule]) -> Callable[P, None]:
 
 #: Enter a rule into the table: with the arguments of :class:`Rule`.
 add_rule = _entering(Rule)
+
+
+@traced.at_trace_time
+def entered(rule: Rule | str) -> str:
+    """The name of a rule. A user's rule is in the table from then on."""
+    if isinstance(rule, str):
+        return rule
+    if RULES.setdefault(rule.name, rule).stacked.__module__.startswith("ltx."):
+        raise CollectiveError(f"ltx has a rule called {rule.name!r} already. Give yours another name.")
+    RULES[rule.name] = rule
+    return rule.name
 
 
 class Function(torch.autograd.Function):
@@ -163,7 +174,7 @@ class Linear(Function):
         transposes = [RULES[ctx.name].transpose(shape[front:], ctx.static) for shape in ctx.shapes]
         grads: list[torch.Tensor] = []
         for (name, static), cotangent in zip(transposes, cotangents, strict=True):
-            grads.extend(apply(name, static, ctx.axis, [cotangent], ctx.compiled))
+            grads.extend(apply(entered(name), static, ctx.axis, [cotangent], ctx.compiled))
         return (None, None, None, None, None, *grads)
 
     @staticmethod
@@ -216,6 +227,8 @@ def _by_weights(ctx: Any, given: Sequence[torch.Tensor | None], backward: bool) 
         if change is None or not x.is_floating_point():
             found.append(None)
             continue
+        if not backward:  # their own tangents, at torch's one level 0, would be taken for those of the result's tangent
+            x, y = (forward_ad.unpack_dual(value, level=0).primal for value in (x, y))
         w = weights(x, y)
         total, whole = apply("psum", (), ctx.axis, [change if backward else w * change, w], ctx.compiled)
         found.append(w * total / whole if backward else total / whole)

@@ -36,6 +36,7 @@ def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, 
 add_rule(
     name="all_to_all",
     operation="all_to_all",
+    moves=True,
     before=lambda x, n, static: split(x, n, (static[0], True)).contiguous(),
     after=lambda result, x, rank, n, static: spread(result, (static[1], True)),
     stacked=_exchanged,
@@ -62,6 +63,7 @@ def _turned_round(static: Static) -> Static:
 add_rule(
     name="ppermute",
     operation="ppermute",
+    moves=True,
     stacked=_moved,
     alone=lambda x, static: x if static else torch.zeros_like(x),
     transpose=lambda shape, static: ("ppermute", _turned_round(static)),
@@ -90,10 +92,10 @@ def all_to_all(
         axis: as in :func:`ltx.psum`.
         tiled: False as in ``jax.lax.all_to_all``'s default: ``shape[split_dim]`` is n, that dimension goes away, and a
             new one of size n, by source, comes in at `concat_dim` of what is left.
-        splits: the lengths of the n chunks, which may differ from one another and from rank to rank; they add up to
-            ``shape[split_dim]``. Ranks tell each other their splits at every call. Only between processes, and not in
-            compiled graphs. "infer": chunks as equal as can be, the first ones longer by one, where ranks may have
-            unequal ``shape[split_dim]``; simulated ranks take it if it is a multiple of n.
+        splits: the lengths of the n chunks, each rank's own; they add up to ``shape[split_dim]``. The ranks tell each
+            other their splits at every call; between processes, and not in compiled graphs. "infer": the chunks are as
+            equal as can be, the first ones longer by one, and ranks may have unequal ``shape[split_dim]``; simulated
+            ranks take a multiple of n.
         axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: chunk r goes to the r-th rank of the group.
 
     Returns:

@@ -44,7 +44,6 @@ from ltx.typing import Tree
 add_rule(
     name="psum",
     operation="psum",
-    before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
     stacked=lambda xs, n, static: (xs.sum(0, dtype=xs.dtype), False),
     transpose=lambda shape, static: ("psum", ()),
 )
@@ -60,7 +59,7 @@ add_rule(
 add_rule(
     name="broadcast",
     operation="broadcast",
-    before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
+    moves=True,
     stacked=lambda xs, n, static: (xs[static[0]].clone(), False),
     transpose=lambda shape, static: ("psum_to", static),
     arguments=lambda static: static,
@@ -70,7 +69,6 @@ add_rule(
 add_rule(
     name="psum_to",
     operation="psum",
-    before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
     after=lambda result, x, rank, n, static: result if rank == static[0] else torch.zeros_like(result),
     stacked=lambda xs, n, static: only_at(xs.sum(0, dtype=xs.dtype), n, static[0]),
     transpose=lambda shape, static: ("broadcast", static),
@@ -92,18 +90,15 @@ def psum(
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank; any strides. Numbers and NumPy's
             arrays count as tensors, so ``ltx.psum(1)`` is the number of ranks. Booleans count as int64; uint16, uint32,
-            uint64 and float8 have no sums, here as in torch. Sparse COO tensors may have their entries at other places
-            on each rank; their sum is a coalesced COO tensor again, which moves the entries alone.
-        axis: name, ``ltx.Axis``, ProcessGroup, or DeviceMesh such as ``mesh["data"]``, by whose dimension's name it is
-            found from then on. A tuple or list of names, as ``("node", "data")``, is one axis of all their ranks, the
-            first name the outermost, and ``()`` each rank alone; psum, pmean, pmax and pmin take simulated ones among
-            those of processes. So is a mesh of several dimensions, ``mesh["node", "data"]``. None is the axis in scope:
-            of several with different names there is none, even if some have size 1, so that a program means the same
-            everywhere. Two exceptions: the simulated axes inside a world of one process, and the innermost of nested
-            ones of one name.
-        axis_index_groups: lists of indices on the axis, in which each occurs once: every rank gets the sum over its
-            own list. The same on every rank. Lists may be of unequal lengths. Between processes the ranks compare new
-            lists and open a communicator for each, which the world's end closes.
+            uint64 and float8 have no sums. Sparse COO tensors may have other entries on each rank.
+        axis: name, ``ltx.Axis``, ProcessGroup, or DeviceMesh such as ``mesh["data"]``, which is found by its
+            dimension's name from then on. A tuple or list of names, as ``("node", "data")``, or a mesh of several
+            dimensions is one axis of all their ranks, the first name the outermost; ``()`` is each rank alone. psum,
+            pmean, pmax and pmin take simulated axes among axes of processes. None is the axis in scope, of nested ones
+            of one name the innermost. Where several axes of different names are in scope, None raises, even if some
+            have size 1; but simulated axes win over a world of one process.
+        axis_index_groups: lists of indices on the axis, the same on every rank, with each index once: a rank gets the
+            sum over its own list. Lists may have unequal lengths. Processes open a communicator for each new list.
         prescale, postscale: numbers or 0-dim tensors that multiply this rank's tensors before they are added up, and
             the sums after that. Ranks may give different ones. Integers take whole numbers alone; to scale them by
             others, cast them first.
@@ -148,8 +143,8 @@ def psum(
         tree.check_leaves(tree.flatten(value)[0], value, "psum: its argument")
         sparse, dense = split_sparse(value)
         totals = tree.map(then, psum_sparse("psum", value, sparse, axis))
-        return tree.filled(totals, collective("psum", dense, axis, lambda x, n: (), then))
-    return collective("psum", value, axis, lambda x, n: (), then)
+        return tree.filled(totals, collective("psum", dense, axis, then=then))
+    return collective("psum", value, axis, then=then)
 
 
 def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | torch.Tensor:
@@ -208,7 +203,7 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
     value = countable(tensors_of(value, axis), NARROW)
     if not traced.recording() and any(map(is_sparse, tree.flatten(value)[0])):
         return tree.map(lambda total: total / n, psum(value, axis))
-    return collective("psum", value, axis, lambda x, n: (), lambda total: total / n)
+    return collective("psum", value, axis, then=lambda total: total / n)
 
 
 def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Tensor:
@@ -241,7 +236,7 @@ def pvary(value: Tree, axis: Any = None) -> Tree:
     Source: ``jax.lax.pcast(..., to="varying")`` under ``shard_map``, formerly ``pvary``;
     the f operator of Megatron-LM (arXiv:1909.08053, section 3).
     """
-    return collective("pvary", value, axis, lambda x, n: ())
+    return collective("pvary", value, axis)
 
 
 @one_message

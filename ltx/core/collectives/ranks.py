@@ -1,10 +1,9 @@
 """What makes ranks differ: their index, their random keys, and their part of a batch.
 
 Where a batch is cut, :func:`ltx.shard` and :func:`ltx.accumulate` find alike. Its tensors have one length along dim 0,
-with one entry a sample; tensors without dimensions, numbers and strings aren't cut. A list or tuple whose items are
-containers of one structure, or dicts with the same keys, is either a list of records, one a sample: then it is as long
-as the batch, and cut between two of them. Or it is a list of fields: then the tensors in it are as long as the batch,
-and cut. Where both can be meant the call raises.
+with one entry a sample; tensors without dimensions, numbers and strings aren't cut. A list or tuple of containers of
+one structure is either a list of records, one a sample: it is as long as the batch, and cut between two of them. Or it
+is a list of fields: the tensors in it are as long as the batch, and cut. Where both can be meant the call raises.
 """
 
 from __future__ import annotations
@@ -80,11 +79,10 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
     """This rank's part of a batch that every rank holds.
 
     Args:
-        value: tree (:mod:`ltx.tree` says which containers are: dicts, lists, tuples, and any mapping or dataclass, such
-            as a ``BatchEncoding``). Every tensor with dimensions is split along `dim` into as many equal parts as there
-            are ranks, other leaves are passed on: numbers, strings, a list of strings. Along dim 0 all tensors have one
-            length, with an entry a sample. A list or tuple of containers of one structure (dicts with the same keys)
-            that is as long is split between them, as it holds records, one a sample.
+        value: tree: dicts, lists, tuples, and any mapping or dataclass, such as a ``BatchEncoding``. Every tensor with
+            dimensions is split along `dim` into as many equal parts as there are ranks; other leaves (numbers, strings)
+            are passed on. Along dim 0 all tensors have one length, with an entry a sample. A list of that length which
+            holds records, containers of one structure, is split between them.
         axis: as in :func:`ltx.psum`.
         dim: the dimension to split.
 

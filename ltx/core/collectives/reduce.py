@@ -53,7 +53,6 @@ def _add_extremum(name: str, stacked: Callable[[torch.Tensor], torch.Tensor], si
     add_rule(
         name=name,
         operation=name,
-        before=lambda x, n, static: x.clone(memory_format=torch.contiguous_format),
         coded=coded,
         after=after,
         stacked=lambda xs, n, static: (stacked(xs), False),
@@ -79,9 +78,7 @@ def _extremum(name: str, value: Tree, axis: Any) -> Tree:
     *others, axis = comm.kinds_of(axis)
     for other in others:
         value = _extremum(name, value, other)
-    value = tensors_of(value, axis)
-    refuse_leaves(name, tree.flatten(value)[0], value, torch.is_complex, "and complex numbers have no order.")
-    return collective(name, value, axis, lambda x, n: ())
+    return collective(name, value, axis)
 
 
 @one_message
@@ -211,8 +208,8 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
         op: "sum", "mean" or "avg", "min", "max", "product", "band", "bor", "bxor", in any case, or a
             ``torch.distributed.ReduceOp``; None is "sum".
         axis: as in :func:`ltx.psum`.
-        keep_dtype: a mean of integers in their own dtype, truncated toward zero, as Lightning 2.1 and later and Horovod
-            give it. By default it is a float: averaged counts that are truncated have hidden errors in metrics.
+        keep_dtype: a mean of integers keeps their dtype and is truncated toward zero, as Lightning 2.1 and Horovod give
+            it. By default it is a float, because averaged counts that are truncated falsify metrics.
 
     Returns:
         What each rank sees: the same tree of new tensors, of the same dtypes, but that means of integers are floats and
@@ -305,8 +302,8 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
 
     Args:
         value: tree of tensors or numbers, the same structure, shapes and dtypes on every rank: this rank's means, say.
-        weight: this rank's weight, a 0-dim tensor or a number, not negative: the number of its samples, say. Where it
-            is 0, the rank's values count for nothing, even if they are NaN or infinite.
+        weight: this rank's weight, a 0-dim tensor or a number, not negative: its number of samples, say. Values of
+            weight 0 count for nothing, even if they are NaN or infinite.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -314,10 +311,10 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
         booleans give the default float dtype. Sums are taken in float32 at least, all of them in one psum.
 
     Gradient:
-        That of the formula, with respect to both, to any order: ``w_r / W * psum(ȳ)`` for the value, which is exactly 0
-        where the weight is, and ``sum((x_r - m) * psum(ȳ)) / W`` for the weight. A value that is not finite where the
-        weight is 0 counts as 0 in the latter. What lies before the value may still make NaN of a gradient of 0 (the
-        derivative of ``sqrt`` at 0 times 0 is NaN): there give it harmless inputs.
+        That of the formula, for both arguments, to any order: ``w_r / W * psum(ȳ)`` for the value, exactly 0 where the
+        weight is 0, and ``sum((x_r - m) * psum(ȳ)) / W`` for the weight, where a value that is not finite counts as 0
+        if its weight is 0. What computes the value may still make NaN of a gradient of 0, as ``sqrt`` does at 0: give
+        it harmless inputs.
 
     Raises:
         WeightError: on every rank, if the weights add up to 0 or one is negative; on the rank alone, if its weight

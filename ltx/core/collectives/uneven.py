@@ -297,9 +297,9 @@ def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | N
 def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     """Rank `src`'s object, on every rank.
 
-    The object travels by cloudpickle between the processes of one job, which trust each other. It is sealed with the
-    job's key, ``LTX_KEY`` in the environment: ``ltx run`` on one machine, :func:`ltx.launch` and :class:`ltx.Pool`
-    make one. Without, with one that the ranks agree on through their store.
+    The object travels by cloudpickle between processes that trust each other. It is sealed with the job's key:
+    ``LTX_KEY`` in the environment, which ``ltx run`` on one machine, :func:`ltx.launch` and :class:`ltx.Pool` set, or
+    else a key that the ranks agree on through their store.
 
     Args:
         obj: anything cloudpickle can carry; only `src`'s matters. Tensors of an accelerator come to the receiver's own.
@@ -326,8 +326,7 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
     """Every rank's object, on every rank.
 
     Args:
-        obj: anything cloudpickle can carry, of any size on each rank. Tensors of an accelerator arrive
-            on the receiver's own.
+        obj: anything cloudpickle can carry. Tensors of an accelerator arrive on the receiver's own.
         axis: as in :func:`ltx.psum`.
 
     Returns:

@@ -33,8 +33,8 @@ from ltx.core.base import private, traced
 from ltx.core.base.errors import PeerLostError, UnsupportedError
 from ltx.core.comm import ledger
 
-#: The backends whose waits block the host. All others order streams.
-HOST_BLOCKING = frozenset({"gloo", "mpi", "ucc"})
+#: The backends whose waits block the host, to which a user adds others. All that aren't here order streams.
+HOST_BLOCKING = {"gloo", "mpi", "ucc"}
 
 
 @dataclass(frozen=True)
@@ -397,8 +397,7 @@ def set_up_watchdog() -> None:
 def drop_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Destroy groups that are no longer used.
 
-    A group ends with its last reference, and waits then for its pending collectives: forever, if a peer never joins
-    them. So a thread drops it.
+    A group ends with its last reference. It waits then for pending collectives, maybe forever, so a thread drops it.
     """
     dropped = list({id(group): group for group in groups if group is not None}.values())
     for group in dropped:

@@ -48,10 +48,11 @@ class ProcessRanks(AxisComm):
         buffer = rule.before(x, self.size, static)
         if rule.coded is not None and not self.user.uses_transport(buffer):
             buffer = rule.coded(buffer)
+        shared = buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        if shared and (label or OPERATIONS[operation].in_place):
+            buffer = buffer.clone()
         if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so none waits
             return Work.arrived(self.user, OPERATIONS[operation].new_result(buffer, self.size))
-        if label and buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-            buffer = buffer.clone()
         return self.user.issue(operation, buffer, label or rule.name, rule.arguments(static))
 
     def _finished(self, rule: Rule, static: Static, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -38,28 +38,26 @@ Dumped = tuple[bytes, bool]
 class Rule:
     """One collective. `x` is one rank's tensor, `n` the axis' size."""
 
-    name: str  # the collective's; also its key among the rules
+    name: str  # the collective's, which errors show
     operation: str | None  # that a channel issues (ltx.core.comm.operations); None if nothing moves
     #: ``(xs, n, static) -> (ys, per_rank)`` on the stack of all ranks' values, shape ``(n, *x.shape)``. With `per_rank`
     #: the result is a stack again, else it is the one value that all ranks get.
     stacked: Callable[[torch.Tensor, int, Static], tuple[torch.Tensor, bool]]
-    #: ``(shape of x, static)`` -> name and static arguments of the transpose, of a linear collective.
-    transpose: Callable[[torch.Size, Static], tuple[str, Static]] = lambda shape, static: ("psum", ())
+    #: ``(shape of x, static)`` -> the transpose of a linear collective, a rule or its name, and its static arguments.
+    transpose: Callable[[torch.Size, Static], tuple[Rule | str, Static]] = lambda shape, static: ("psum", ())
     #: ``(x, y)`` -> w, of a collective that isn't linear: its derivative at x is psum(w · ẋ) / psum(w).
     weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    #: ``(x, n, static)`` -> a contiguous buffer; the channel overwrites it where the operation does.
+    #: ``(x, n, static)`` -> the contiguous buffer that the operation gets. Nothing writes into x.
     before: Callable[[torch.Tensor, int, Static], torch.Tensor] = lambda x, n, static: x.contiguous()
     #: What is sent instead of that buffer where the backend, and not ltx, computes with it; None: the buffer.
     coded: OfTensor | None = None
     #: ``(result, x, rank, n, static)`` -> the value; `result` belongs to the caller, of `x` the dtype is asked.
-    after: Callable[[torch.Tensor, torch.Tensor, int, int, Static], torch.Tensor] = lambda result, x, rank, n, static: (
-        result
-    )
+    after: Callable[[torch.Tensor, torch.Tensor, int, int, Static], torch.Tensor] = lambda result, x, rank, n, _: result
     alone: Callable[[torch.Tensor, Static], torch.Tensor] = lambda x, static: x  # the value on an axis of size 1
     batched: Callable[[Static], Static] = lambda static: static  # for an x with one more dimension in front
     arguments: Callable[[Static], Static] = lambda static: ()  # the operation's
-    #: The value, of x's shape, has x's memory layout on that rank (channels last, for example). What is sent is
-    #: contiguous, because ranks' tensors may have different layouts.
+    moves: bool = False  # nothing is computed with elements, so that tensors of every dtype may travel, as bytes
+    #: The value has x's shape, and x's memory layout on that rank (channels last, for example).
     keeps_strides: bool = False
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
-from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
+from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors, fresh
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class ShapeRanks(Ranks):
         if rule.operation is not None:
             answers = [self.answer(rule.operation, buffer, rule.arguments(static), self) for buffer in found]
             found = [rule.after(y, x, self.rank, self.size, static) for x, y in zip(xs, answers, strict=True)]
-        return tuple(found)
+        return tuple(fresh(y, x) for x, y in zip(xs, found, strict=True))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import ltx
+from ltx.extend import Rule, collective
 
 Fn = Callable[[Tensor], Tensor]
 
@@ -240,6 +241,21 @@ def product_round_a_ring(x: Tensor) -> Tensor:
     return y
 
 
+PREFIX_SUM = Rule(
+    "a user's linear rule",
+    "all_gather",
+    after=lambda rows, x, rank, n, static: (rows[rank:] if static[0] else rows[: rank + 1]).sum(0, dtype=x.dtype),
+    stacked=lambda xs, n, static: (xs.flip(0).cumsum(0).flip(0) if static[0] else xs.cumsum(0), True),
+    transpose=lambda shape, static: (PREFIX_SUM, (1 - static[0],)),
+)
+LOG_SUM_EXP = Rule(
+    "a user's nonlinear rule",
+    "all_gather",
+    after=lambda rows, x, rank, n, static: rows.logsumexp(0),
+    stacked=lambda xs, n, static: (xs.logsumexp(0), False),
+    weights=lambda x, y: (x - y).exp(),
+)
+
 accumulated = ltx.accumulate(ltx.data_parallel(batch_loss), steps=2)
 
 EVERY: dict[str, Any] = {"dtypes": ALL, "whole": WHOLE}
@@ -342,6 +358,18 @@ OPS = (
     Op("pmax", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), whole=WHOLE),
     Op("pmin", ltx.pmin, lambda xs: everywhere(xs.amin(0), len(xs)), compiled=(), whole=WHOLE),
     Op("pmax of ties", ltx.pmax, lambda xs: everywhere(xs.amax(0), len(xs)), replicated=True, compiled=()),
+    Op(
+        PREFIX_SUM.name,
+        lambda x: collective(PREFIX_SUM, x, None, lambda x, n: (0,)),
+        lambda xs: xs.cumsum(0),
+        dtypes=ALL,
+    ),
+    Op(
+        LOG_SUM_EXP.name,
+        lambda x: collective(LOG_SUM_EXP, x),
+        lambda xs: everywhere(xs.logsumexp(0), len(xs)),
+        dtypes=(torch.float32,),
+    ),
     Op("adasum", ltx.adasum, lambda xs: everywhere(adasum_of(xs), len(xs)), paired=True, dtypes=(torch.float32,)),
     Op("all_to_all", lambda x: ltx.all_to_all(x, 1, 0), exchanged, **EVERY),
     Op(
