@@ -277,10 +277,14 @@ def collect(
     give up, and get a moment to say where they were. Those that don't answer are absent, or said it: an At. A
     KeyboardInterrupt becomes a CallInterruptedError, whose ``kept`` says whether all ranks have given up.
     """
-    # A rank that goes after this is found out below.
-    answers: dict[int, Any] = {r: messages.Idle(workers.exit_text(r)) for r in ranks if not workers.send(r, call)}
-    waiting, grace_s = set(ranks) - answers.keys(), GRACE_S if grace_s is None else grace_s
+    answers, asked = dict[int, Any](), set[int]()
+    grace_s = GRACE_S if grace_s is None else grace_s
     try:
+        for rank in ranks:  # the first may be at work, and an interrupt come, before the last is asked
+            asked.add(rank)
+            if not workers.send(rank, call):  # one that goes after this is found out below
+                answers[rank] = messages.Idle(workers.exit_text(rank))
+        waiting = asked - answers.keys()
         end = float("inf") if limit_s is None else time.monotonic() + limit_s
         end = min(end, time.monotonic() + PATIENCE_S) if answers else end
         _wait(workers, waiting, answers, end, PATIENCE_S)
@@ -289,12 +293,12 @@ def collect(
             _be_patient(workers, waiting, answers, grace_s)
         return answers
     except KeyboardInterrupt:
-        waiting = set(ranks) - answers.keys()
+        waiting = asked - answers.keys()
         workers.cancel(waiting, number)
         with suppress(KeyboardInterrupt):  # who interrupts again has had enough
             _be_patient(workers, waiting, answers, grace_s)
-        kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
-        places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in ranks)
+        kept = all(isinstance(answers.get(rank), Result | Failure) for rank in asked)
+        places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in sorted(asked))
         raise CallInterruptedError(f"{name} was interrupted: {places}.", kept) from None
 
 

@@ -9,9 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import ltx
+from ltx import Pool
 from ltx.errors import WorkerError
 from ltx.runtime.worker import starter
 from ltx.runtime.worker_group import WorkerGroup
@@ -125,6 +129,22 @@ def test_an_interrupt_reaches_the_driver_and_the_pool_works_after(drivers: list[
     assert driver.line() == f"again {pids[0]} {pids[1]}", "the same workers"
     assert driver.process.wait(timeout=30) == 0
     assert list(temp.iterdir()) == []
+
+
+def test_an_interrupt_while_the_ranks_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = WorkerGroup.send
+
+    def interrupted(self: WorkerGroup, rank: int, message: Any) -> bool:
+        monkeypatch.undo()
+        assert send(self, rank, message)
+        raise KeyboardInterrupt
+
+    with Pool(2, grace_s=60) as pool:
+        pids = pool.pids
+        monkeypatch.setattr(WorkerGroup, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt, match=r"rank 0 .*The workers keep their state"):
+            pool.run(lambda: ltx.psum(torch.ones(1)))
+        assert list(pool.run(os.getpid)) == pids
 
 
 @pytest.mark.full
