@@ -274,11 +274,17 @@ class Members:
         return filled
 
     def _check_attribute(self, name: str) -> None:
-        """A parametrized tensor, such as ``weight``, has a name that isn't among those of parameters."""
+        """Raise unless the module has `name`, though as no parameter, and what is put there gets a gradient."""
+        *steps, last = name.split(".")
         part: Any = self.module
-        for step in name.split("."):
+        for step in steps:
             part = getattr(part, step, None)
-        if not isinstance(part, torch.Tensor):
+        if last in getattr(part, "parametrizations", ()):
+            raise InputError(
+                f"functional_call: {name!r} of {type(self.module).__name__} is parametrized, and what is given for it "
+                "would get no gradient. Give what it is computed from: dict(module.named_parameters()) has the names."
+            )
+        if not isinstance(getattr(part, last, None), torch.Tensor):
             known = ", ".join(repr(path) for path in list(self.slots)[:4])
             raise InputError(
                 f"functional_call: {type(self.module).__name__} has no parameter or buffer {name!r}. Of its "

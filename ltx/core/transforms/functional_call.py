@@ -75,7 +75,7 @@ def functional_call(
         are kept.
 
     Raises:
-        InputError: a name that the module doesn't have, is given twice, or different tensors for tied names.
+        InputError: a name that the module lacks, or has parametrized, or is given twice; tied names that differ.
         TreeError: `module` isn't a module, or something else than tensors is given.
         StepError: the module wrote to a given buffer without `return_buffers`, or to a buffer of its own.
 

@@ -379,6 +379,14 @@ def test_names(seed: int) -> None:
 X = torch.ones(2, 2)
 
 
+def test_what_a_parametrization_computes_would_get_no_gradient() -> None:
+    module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    with pytest.raises(InputError, match=r"'0\.weight' of Sequential is parametrized, and what is given"):
+        ltx.functional_call(module, {"0.weight": X}, X)
+    given = params_of(module)
+    assert torch.equal(ltx.functional_call(module, given, X), module(X))
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
