@@ -183,7 +183,8 @@ class Decentralized(GossipStrategy):
         what = "others, which were at steps of their own"
         if self.peer_selection_mode == "shift_one" and not self.hierarchical:
             peer = peers(info.axis.size, info.step // self.communication_interval)[rank]
-            what = f"those of rank {peer}, which was at its step {_step_of(2 * tag - mine)}"
+            bits = enumerate((2 * tag - mine)[:_BITS].ne(0).tolist())
+            what = f"those of rank {peer}, which was at its step {sum(bit << place for place, bit in bits)}"
         raise RankMismatchError(
             f"rank {rank}: its parameters, at step {info.step}, were averaged with {what}. Ranks must take the same "
             "number of steps. The state is as before the step; go on from one checkpoint on all ranks."
@@ -239,10 +240,6 @@ def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     return comm.to_device(torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype), like.device)
 
 
-def _step_of(tag: torch.Tensor) -> int:
-    return sum(1 << place for place, bit in enumerate((tag[:_BITS] != 0).tolist()) if bit)
-
-
 # --- in eight bits, around a ring -------------------------------------------------------------------------------------
 
 _CODEC = ByteGrad()
@@ -276,9 +273,7 @@ class LowPrecisionDecentralized(GossipStrategy):
 
     updates_in_buckets: ClassVar[bool] = True
     takes_complex: ClassVar[bool] = False  # of which no codec knows
-    needs_whole: ClassVar[bool] = (
-        True  # a bucket's grid depends on all that lies in it, and so on who holds which parts
-    )
+    needs_whole: ClassVar[bool] = True  # a bucket's grid depends on all in it, and so on who holds which parts
     layout: ClassVar[StateLayout] = replace(GossipStrategy.layout, copies_of="own")
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
