@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1524, 10),
-    "all": Size(40248, 167),
+    "all": Size(40243, 167),
     "checkpoint": Size(1617, 7),
     "core": Size(1, 1),
     "core/base": Size(2102, 11),
@@ -42,7 +42,7 @@ BUDGET = {
     "notebook": Size(197, 2),
     "profile": Size(1103, 4),
     "runtime": Size(4279, 15),
-    "strategies": Size(2641, 12),
+    "strategies": Size(2636, 12),
 }
 
 
