@@ -87,6 +87,8 @@ def psum(
 ) -> Tree:
     """The sum over ranks of every tensor of a tree.
 
+    Every rank calls it with tensors of its own, such as losses or counts, and every rank gets the same totals.
+
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank; any strides. Numbers and NumPy's
             arrays count as tensors, so ``ltx.psum(1)`` is the number of ranks. Booleans count as int64; uint16, uint32,
@@ -99,9 +101,8 @@ def psum(
             have size 1; but simulated axes win over a world of one process.
         axis_index_groups: lists of indices on the axis, the same on every rank, with each index once: a rank gets the
             sum over its own list. Lists may have unequal lengths. Processes open a communicator for each new list.
-        prescale, postscale: numbers or 0-dim tensors that multiply this rank's tensors before they are added up, and
-            the sums after that. Ranks may give different ones. Integers take whole numbers alone; to scale them by
-            others, cast them first.
+        prescale, postscale: numbers or 0-dim tensors, each rank's own, that multiply this rank's tensors before they
+            are added up, and the sums after that. Integers take whole numbers alone.
 
     Returns:
         What each rank sees: the same tree of new tensors with the sums, shapes and dtypes as given.
@@ -126,9 +127,8 @@ def psum(
         >>> ltx.vmap(lambda x: ltx.psum(x, prescale=0.5))(torch.tensor([1.0, 2.0]))
         tensor([1.5000, 1.5000])
 
-    Source: ``jax.lax.psum`` under ``vmap``, ``pmap`` and ``shard_map(check_vma=False)``: the transpose is that of the
-    global linear map. (Default ``shard_map`` counts a loss that is the same on all ranks once, ltx once a rank.)
-    `prescale` and `postscale` are Horovod's ``prescale_factor`` and ``postscale_factor``.
+    Source: ``jax.lax.psum`` under ``vmap`` and ``shard_map(check_vma=False)``, whose transpose is that of the global
+    linear map; Horovod's ``prescale_factor`` and ``postscale_factor``.
     """
     *others, axis = comm.kinds_of(grouped(axis, axis_index_groups))
     for other in others:

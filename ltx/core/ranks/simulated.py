@@ -30,15 +30,16 @@ def vmap(
 ) -> Callable[..., Any]:
     """Run `f` on simulated ranks: every rank is one entry of a batch dimension of ``torch.vmap``.
 
-    Inside `f` the collectives of ltx, and everything built on them, work over the axis `axis_name` as they do between
-    processes. It composes with ``torch.func`` inside and outside, and with itself for nested axes. What ``torch.vmap``
-    can't run (``.item()``, boolean masks, writes in place) runs under :func:`ltx.simulate`. What ``psum`` and its like
-    give is one tensor for all ranks, without a rank dimension: ``psum(x) + y`` works, ``psum(x).add_(y)`` would write
-    the values of all ranks into it, and raises.
+    Use it to try or test a distributed function in one process, on a laptop or in a notebook: four ranks are a batch of
+    four. The same function runs between processes unchanged.
+
+    Inside `f` ltx's collectives, and all that is built on them, work over the axis `axis_name` as between processes.
+    The call composes with ``torch.func`` and nests. What ``torch.vmap`` can't run (``.item()``, boolean masks, writes
+    in place) runs under :func:`ltx.simulate`. A result of ``psum`` and its like is one tensor that all ranks share:
+    ``psum(x) + y`` works, and ``psum(x).add_(y)``, which would write all ranks' values into it, raises.
 
     Args:
-        f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on as
-            they are.
+        f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on.
         in_dims: an int or None for all positional arguments, or a tuple with one entry for each (an int, None, or a
             tree of them that is a prefix of the argument). None: every rank sees the same value. Tensors in keyword
             arguments are mapped over dimension 0, as in JAX.
@@ -47,13 +48,11 @@ def vmap(
             all ranks, such as what ``psum`` gives, gradients of a data-parallel step, or parameters.
         axis_name: what collectives call the axis.
         axis_size: the number of ranks; needed only if no input is mapped.
-        randomness: as in ``torch.vmap``; ranks draw different random numbers, also after the same seed, unless it is
-            "same".
+        randomness: "different": ranks draw different numbers, also after the same seed; "same": equal ones.
         chunk_size: None. ``torch.vmap`` would run ranks in turns with a number, and then they couldn't communicate.
 
     Returns:
-        A function with `f`'s arguments, each mapped tensor or NumPy array with an additional dimension of size
-        `axis_size`.
+        A function with `f`'s arguments, each mapped tensor or array with an additional dimension of size `axis_size`.
 
     Raises:
         AxisError: the mapped inputs disagree on the axis' size, or there are none and `axis_size` isn't given; or an
