@@ -48,7 +48,7 @@ def vmap(
             all ranks, such as what ``psum`` gives, gradients of a data-parallel step, or parameters.
         axis_name: what collectives call the axis.
         axis_size: the number of ranks; needed only if no input is mapped.
-        randomness: "different": ranks draw different numbers, also after the same seed; "same": equal ones.
+        randomness: as in ``torch.vmap``: "different" numbers on each rank, whatever the seed; the "same"; "error".
         chunk_size: None. ``torch.vmap`` would run ranks in turns with a number, and then they couldn't communicate.
 
     Returns:

@@ -256,6 +256,9 @@ def train_step(
 ) -> TrainStep:
     """A whole training step: gradients, their reduction, the optimizer, the strategy's work on parameters.
 
+    It makes a data-parallel step and an optimizer one function, ``state, metrics = train(state, batch)``: the body of a
+    training loop.
+
     Args:
         step: a data-parallel step that returns a 0-dim loss or :class:`ltx.Weighted`, or a mapping or dataclass that
             holds it as `loss`; accumulated or not. Or one with ``returns="grads"``, which returns ``(grads, loss)``, as
@@ -266,24 +269,21 @@ def train_step(
             Off where a step is differentiated: under transforms, inside of another step, or because its state requires
             grad. With ``donate=False`` a batch that requires grad counts too, and derivatives pass through steps.
         guard: what happens to a step whose gradients are NaN or infinite on any rank. "off": no check. "skip":
-            parameters, buffers, optimizer state and what hooks carry are as they were, on all ranks alike; the step is
+            parameters, buffers, optimizer state and what hooks carry stay as they were, on all ranks; the step is
             counted, ``metrics.skipped`` says so, and what a strategy does to parameters besides (averages) it still
             does. "raise": the same NotFiniteError on every rank, which names ranks and leaves; the state may be used
-            again. Ranks that share gradients see it without asking one another; others ask at every step. With
-            :class:`ltx.DynamicLossScale`, which skips such steps anyway, "raise" raises once the scale has come down
-            to 1, where it isn't to blame.
+            again. Ranks that don't share gradients ask one another at every step. With :class:`ltx.DynamicLossScale`,
+            which skips such steps anyway, "raise" raises once the scale has come down to 1.
         overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
             complete. The step commits whole: if anything fails before that, the state is as it was. "update": the
             optimizer runs on each bucket when it is complete, which is faster and not atomic: after a failure in the
             middle a donated state is invalid, and using it raises InvalidStateError. For optimizers that update leaf by
-            leaf; refused for others (clipping). Where ranks communicate after the optimizer (ZeRO, Adasum, the
-            low-precision ring), it runs and they communicate bucket by bucket during the backward pass, so a failure of
-            that invalidates the state too.
-        has_aux: the step returns ``(loss, aux)``; aux comes back in ``metrics.aux``, where it is this rank's own. With
-            ``data_parallel(outputs="mean")`` floating tensors in it are means over ranks, at the price of a message;
-            or the step takes the mean of what it wants the mean of, ``return loss, {"accuracy": ltx.pmean(accuracy)}``.
-            A mapping or dataclass with an entry `loss`, as models of transformers return, stands for its loss; with
-            `has_aux` it is aux as well.
+            leaf; refused for others (clipping). Where ranks communicate after the optimizer (ZeRO, Adasum), both happen
+            bucket by bucket during the backward pass, and their failure invalidates the state too.
+        has_aux: the step returns ``(loss, aux)``; aux comes back in ``metrics.aux``, where it is this rank's own. Take
+            means in the step, ``return loss, {"accuracy": ltx.pmean(accuracy)}``, or by
+            ``data_parallel(outputs="mean")``. A mapping or dataclass with an entry `loss`, as transformers return it,
+            stands for its loss; with `has_aux` it is aux as well.
         check_every: before every so many steps, the first included, compare what should be the same on all ranks
             (:func:`ltx.check_replicas`). None: never. Compiled graphs never compare.
         trainable: which parameters are trained, of those that :meth:`TrainStep.init` wouldn't freeze: a pattern of

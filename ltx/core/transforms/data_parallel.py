@@ -247,6 +247,8 @@ def data_parallel(
 ) -> DataParallel | Callable[[Step], DataParallel]:
     """A step whose gradients are reduced over the ranks of an axis, overlapping the backward pass.
 
+    You write the step of one process; on every rank the gradients then are the mean over all ranks' batches.
+
     Args:
         step_fn: ``(params, *batch) -> output``, pure in its parameters: a tree of tensors in, a scalar loss (or a tree
             of tensors, or :class:`ltx.Weighted`) out. Each rank calls it on its own batch.
@@ -261,17 +263,15 @@ def data_parallel(
             first element of a returned tuple, is reduced; the rest is passed on, or averaged with ``outputs="mean"``.
 
     Returns:
-        A :class:`DataParallel`: a function with `step_fn`'s signature and value, also usable as a decorator
-        (``@ltx.data_parallel``, ``@ltx.data_parallel(strategy=...)``).
+        A :class:`DataParallel`: a function with `step_fn`'s signature and value. ``@ltx.data_parallel`` decorates, too.
 
     Gradient:
         With respect to `argnums`: the gradient of the mean over ranks of the output, as the strategy reduces it; the
         same bits on every rank, or this rank's own where ranks share something else, as in local SGD. It works through
-        ``loss.backward()``, ``torch.autograd.grad``, every transform of torch.func, ``torch.compile`` and inside
-        :func:`ltx.vmap`. With respect to other arguments it is this rank's own.
-        Every rank must differentiate its output, whichever parameters that reaches: unused ones contribute zeros.
-        ``vmap(grad(step))`` gives for sample j the mean over ranks of their samples j. Second derivatives are exact,
-        whatever the hook does to first ones.
+        ``loss.backward()``, ``torch.autograd.grad``, torch.func, ``torch.compile`` and inside :func:`ltx.vmap`. Other
+        arguments have this rank's own. Every rank must differentiate its output; parameters that it doesn't use have
+        zeros. ``vmap(grad(step))`` gives for sample j the mean over ranks of their samples j. Second derivatives are
+        exact, whatever the hook does to first ones.
 
     Raises:
         StepError: the output has the structure and shapes of the parameters and `returns` isn't "grads"; or the step
