@@ -119,15 +119,70 @@ from ltx.core.transforms.strategy_update import (
     communicate_after_update,
 )
 
-__all__ = ["CHUNK", "HOST_BLOCKING", "AllReduce", "Axis", "Bucket", "BucketInput", "BucketSettings"]
-__all__ += ["ClipByGlobalNorm", "CollectiveRequest", "CommHook", "Exchange", "Halving", "HookOffers", "LeafState"]
-__all__ += ["Old", "Optimizer", "OptimizerOffers", "Pending", "PostUpdateHook", "PostUpdateResult"]
-__all__ += ["QAdamOptimizer", "Reduced", "Reduction", "Rule", "StateLayout", "States", "StepInfo", "Strategy"]
-__all__ += ["StrategyOffers", "Terms", "Update", "Updated", "arguments", "around", "as_bytes", "brief", "chunks"]
-__all__ += ["collective", "comm", "communicate_after_update", "drive_within", "inner", "is_plain", "members_of"]
-__all__ += ["needs", "negotiate", "noise", "one_message", "outer", "pack", "prefers_few_calls", "recording"]
-__all__ += ["states_of", "times_lr", "told", "tree", "unchanging", "unpack", "unwrapped", "view_as", "wide"]
-__all__ += ["with_members"]
+__all__ = [
+    "CHUNK",
+    "HOST_BLOCKING",
+    "AllReduce",
+    "Axis",
+    "Bucket",
+    "BucketInput",
+    "BucketSettings",
+    "ClipByGlobalNorm",
+    "CollectiveRequest",
+    "CommHook",
+    "Exchange",
+    "Halving",
+    "HookOffers",
+    "LeafState",
+    "Old",
+    "Optimizer",
+    "OptimizerOffers",
+    "Pending",
+    "PostUpdateHook",
+    "PostUpdateResult",
+    "QAdamOptimizer",
+    "Reduced",
+    "Reduction",
+    "Rule",
+    "StateLayout",
+    "States",
+    "StepInfo",
+    "Strategy",
+    "StrategyOffers",
+    "Terms",
+    "Update",
+    "Updated",
+    "arguments",
+    "around",
+    "as_bytes",
+    "brief",
+    "chunks",
+    "collective",
+    "comm",
+    "communicate_after_update",
+    "drive_within",
+    "inner",
+    "is_plain",
+    "members_of",
+    "needs",
+    "negotiate",
+    "noise",
+    "one_message",
+    "outer",
+    "pack",
+    "prefers_few_calls",
+    "recording",
+    "states_of",
+    "times_lr",
+    "told",
+    "tree",
+    "unchanging",
+    "unpack",
+    "unwrapped",
+    "view_as",
+    "wide",
+    "with_members",
+]
 
 
 def __dir__() -> list[str]:

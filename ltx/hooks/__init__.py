@@ -18,10 +18,34 @@ if TYPE_CHECKING:
     from ltx.hooks.powersgd import BatchedPowerSGD, PowerSGD
     from ltx.hooks.sparse import RandomK, TopK
 
-__all__ = ["BF16", "FP16", "QSGD", "Adasum", "AllReduce", "BatchedPowerSGD", "BucketInput", "ByteGrad"]
-__all__ += ["CollectiveRequest", "CommHook", "CompressedAllReduce", "LossyHook", "Noop", "OneBit", "PowerSGD"]
-__all__ += ["Quantize", "RandomK", "Reduction", "TopK", "after", "cast", "chain", "error_feedback", "from_functions"]
-__all__ += ["from_torch", "to_torch"]
+__all__ = [
+    "BF16",
+    "FP16",
+    "QSGD",
+    "Adasum",
+    "AllReduce",
+    "BatchedPowerSGD",
+    "BucketInput",
+    "ByteGrad",
+    "CollectiveRequest",
+    "CommHook",
+    "CompressedAllReduce",
+    "LossyHook",
+    "Noop",
+    "OneBit",
+    "PowerSGD",
+    "Quantize",
+    "RandomK",
+    "Reduction",
+    "TopK",
+    "after",
+    "cast",
+    "chain",
+    "error_feedback",
+    "from_functions",
+    "from_torch",
+    "to_torch",
+]
 
 # Imported when first asked for: most programs use none of them, and making dataclasses takes time.
 _LATER = {

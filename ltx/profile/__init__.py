@@ -26,8 +26,20 @@ _LATER = {
     **dict.fromkeys(("Explanation", "explain"), "ltx.profile.explanation"),
 }
 
-__all__ = ["Comparison", "Cost", "Explanation", "Network", "Timeline", "Trace"]
-__all__ += ["compare", "explain", "measure_network", "plan", "record", "timeline"]
+__all__ = [
+    "Comparison",
+    "Cost",
+    "Explanation",
+    "Network",
+    "Timeline",
+    "Trace",
+    "compare",
+    "explain",
+    "measure_network",
+    "plan",
+    "record",
+    "timeline",
+]
 
 
 def __getattr__(name: str) -> Any:
