@@ -197,14 +197,13 @@ def save(
 ) -> Path:
     """Save a training state, so that :func:`load` goes on from it bit for bit. Every rank calls it.
 
-    The checkpoint is there whole or not at all: it is written to a hidden directory, each file with its SHA-256 in a
-    manifest, and renamed to ``path/step_00000120`` when everything has reached the disk. One that this run has
-    saved under that name before is replaced.
+    Call it now and then in a training loop, so that a crash loses minutes and not days. The checkpoint is there whole
+    or not at all: it is written to a hidden directory, each file with its SHA-256 in a manifest, and renamed to
+    ``path/step_00000120`` once all is on the disk. This run's own of that name is replaced.
 
-    What is the same on all ranks (``state.layout``) is written once, about as much by each rank; what is each rank's
-    own, by that rank; sharded optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose
-    tools can read them. When the process that hosts the ranks' store has ended they exchange values through a file in
-    `path`, so their state can be saved.
+    What is the same on all ranks (``state.layout``) is written once, about as much by each rank; a rank's own, by that
+    rank; sharded optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose tools read
+    them. Ranks whose store has ended exchange values through a file in `path`, so their state can be saved.
 
     Args:
         path: the directory of all checkpoints of this run, on a file system that all ranks see.

@@ -39,10 +39,10 @@ _START_TIMEOUT_S = 60.0
 class Pool:
     """`n` worker processes that run functions together, as ranks 0 to ``n - 1`` of one world.
 
-    The workers are fresh interpreters, so nothing needs to be guarded by ``if __name__ == "__main__"``. They start in
-    parallel, stay alive between calls and keep their state, also after a call that failed or was interrupted; each
-    computes on one thread. They end with :meth:`close`, with the ``with`` block, and with this process, however it
-    ends.
+    Use it where there is no launcher: in a notebook, a test, a script. ``pool.run(f)`` calls `f` on every rank. The
+    workers are fresh interpreters, so nothing needs ``if __name__ == "__main__"``. They start in parallel, stay alive
+    between calls and keep their state, also after a call that failed or was interrupted; each computes on one thread.
+    They end with :meth:`close`, the ``with`` block or this process.
 
     Args:
         n: the number of workers.
