@@ -262,7 +262,7 @@ class Steps:
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """The strategy's part of a step, in which the axis that collectives find is the one that is counted."""
+        """Surrounds the strategy's part of a step: collectives find the axis whose messages are counted."""
         undo = open_alone(self.axis)
         try:
             with on_shapes_alone(self.strategy, f"step {self._step}"):

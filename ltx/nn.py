@@ -394,7 +394,7 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
         if into is not None:
             kept = part.axis if isinstance(part, SyncBatchNorm) else None
             if _is_class_forward(part):
-                del part.forward  # it is the old class'
+                del part.forward  # this attribute is the old class' forward
             # In place: whatever else holds the norm, such as a list, a dict or a hook, has the converted one too.
             part.__class__ = into
             vars(part)["axis"] = kept if axis is None else axis

@@ -118,7 +118,7 @@ def _contents(state: TrainState, rank: int, data: Any, rng: bool) -> tuple[list[
 def begin_saving(
     operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: int | None, axis: Any
 ) -> Job:
-    """What the ranks agree on before anything is written."""
+    """Let the ranks agree on the job of a save before they write anything."""
     base = Path(os.path.abspath(path))
     together = Together(operation, axis, base)
     temporary = list[Path]()

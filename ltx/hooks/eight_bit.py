@@ -102,7 +102,7 @@ class EightBitHook(CompressedAllReduce):
                     else:
                         torch.mul(chunk, inverse, out=scaled)
                     code.copy_(scaled.round_().sub_(offset).clamp_(-128, 127))
-                    if keep:  # from the codes: what isn't finite has any
+                    if keep:  # measured on the codes: a value that isn't finite has an arbitrary code
                         chunk.sub_(scaled.copy_(code).mul_(step).add_(centre))
             message[:head].copy_(to_message(grids.view(-1)))
         return messages

@@ -283,8 +283,8 @@ def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | N
     """Let the ranks compare their splits, and whether these fit: what is sent is padded, so its shape doesn't tell.
 
     Raises:
-        RankMismatchError: they differ, or those of some ranks don't fit; on every rank.
-        AxisError: those of no rank fit, for the same reason.
+        RankMismatchError: ranks' splits differ, or some ranks' splits don't fit; on every rank.
+        AxisError: no rank's splits fit, for the same reason.
     """
     signature = comm.Signature(what, (), str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}")
     # A misfit is told each time: that the peers had it too before doesn't mean that they have it now.

@@ -416,7 +416,7 @@ class AxisComm(Ranks):
     def lost(self) -> list[int]:
         """The peers whose processes have died, as far as is known without the store: if all ranks share a machine.
 
-        With rank 0 the store ends that it holds.
+        When rank 0 ends, its store ends too.
         """
         held = self.global_ranks.index(0) if 0 in self.global_ranks and self.watcher.host_gone() else self.rank
         dead = self._transport.lost_peers() if self._transport is not None else []

@@ -232,7 +232,7 @@ class Channel:
         """Raise if nothing more can be issued, `label` neither, because of an earlier failure."""
         if self.failed is None and self.transport is not None and self.transport.error is not None:
             self.failed = self.transport_failed("an earlier collective")
-        if isinstance(self.failed, WorldError):  # nothing has failed: this process isn't the rank's
+        if isinstance(self.failed, WorldError):  # no collective has failed: this process is a fork of the rank
             raise self.failed
         if self.failed is not None:
             raise type(self.failed)(

@@ -161,7 +161,7 @@ def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:
 
 
 def silent_of(records: Mapping[int, Record]) -> set[int]:
-    """The ranks that one of the others finds silent, and that have shown no beat since."""
+    """The ranks that a peer has found silent and whose heartbeat hasn't come since."""
     return {
         rank
         for said in records.values()

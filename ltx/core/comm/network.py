@@ -24,7 +24,7 @@ from ltx.core.comm.signature import Signature
 _FIRST, _LAST, _GROWS = 1 << 16, 1 << 24, 4
 #: A sum that takes as long tells the bandwidth: it is also far beyond what a traffic shaper lets pass in one go.
 _LONG_ENOUGH_S = 0.025
-#: How often the smallest sum is taken, and the largest. The fastest counts: others of the machine slow the rest down.
+#: How often the smallest sum is taken, and the largest. The fastest counts: other programs slow the rest down.
 _SMALL, _LARGE = 9, 3
 
 

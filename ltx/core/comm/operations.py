@@ -69,7 +69,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 #: Static arguments of an operation.
 Arguments = tuple[int, ...]
-#: The work that was started, the buffer that it completes, and how that becomes the value.
+#: The work that was started, the buffer that the work fills, and the function that makes the value of the buffer.
 Started = tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 

@@ -161,7 +161,7 @@ class Turns:
             self.closed = True
         for thread in threads:
             thread.join()
-        failure, self._failure = self._failure, None  # whose traceback refers to this
+        failure, self._failure = self._failure, None  # the failure's traceback refers to this object
         if failure is not None:
             raise failure.error
         return results

@@ -143,7 +143,7 @@ class Plan:
 
     @cached_property
     def is_state(self) -> tuple[bool, ...]:
-        """For each tensor in the order of :meth:`Schedule.wait`: is it a state's?"""
+        """Whether each tensor belongs to a state, in the order of :meth:`Schedule.wait`."""
         flags: list[bool] = []
         for bucket in self.buckets:
             flags += [False] * len(bucket.members)

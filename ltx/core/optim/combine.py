@@ -127,7 +127,7 @@ class Chain(Optimizer):
             raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {brief(state)}.")
 
     def _run(self, method: str, grads: Tree, state: States, params: Tree, donate: bool) -> tuple[Tree, States]:
-        """`method` of the last member, for gradients as those before it give them."""
+        """Run `method` of the last member on the gradients that the members before it have made."""
         self._check(state)
         front = []
         for member, own in zip(self.members[:-1], state, strict=False):

@@ -116,7 +116,7 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
 _alone: list[Callable[[], None]] = []
 _world_axes: tuple[Axis, ...] = ()
 _whole_world: list[Axis] = []  # all ranks of a world that has several axes
-#: In place of a thread: what all threads find that have opened no axis themselves.
+#: A key in place of a thread's: threads that have opened no axis find the axes under this key.
 OTHERS = 0
 # By the thread that opened them: threads simulate ranks without each other. With the trace of Dynamo's, if one did.
 _opened_axes: dict[int, list[tuple[Axis, private.TracingContext | None]]] = {}

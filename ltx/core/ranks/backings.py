@@ -288,7 +288,7 @@ class Part:
 
     @property
     def order(self) -> torch.Tensor:
-        """Where each rank is if the groups lie one after the other."""
+        """The position of each rank in a list of all groups, one group after the other."""
         ends = itertools.accumulate(self.sizes)
         return self.by_rank(range(end - size, end) for size, end in zip(self.sizes, ends, strict=True))
 

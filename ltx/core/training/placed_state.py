@@ -48,7 +48,7 @@ class PlacedState:
 
     @staticmethod
     def of(state: Any) -> PlacedState | None:
-        """That of `state`; None where its parameters are plain tensors."""
+        """The placed state that belongs to `state`; None where the parameters are plain tensors."""
         if dtensor_class() is None or not isinstance(state, TrainState):
             return None
         state.check_owned()

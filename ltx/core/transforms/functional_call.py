@@ -423,7 +423,7 @@ checkpointing.CheckpointFunction = _Reentrant  # type: ignore[misc]
 
 @contextmanager
 def checkpoints_allowed() -> Iterator[None]:
-    """For plain autograd below a transform: it may have hooks of saved tensors, which torch.func turns off."""
+    """Let plain autograd below a transform hook saved tensors, though torch.func turns such hooks off."""
     message = private.why_no_saved_hooks()
     if message is None:
         yield
