@@ -68,7 +68,7 @@ class BucketExplanation:
 
 @dataclass(frozen=True)
 class Started:
-    """Gradients are sent, or an `exchange` starts. `summary`: the small sum ahead of it, but in the background."""
+    """Gradients are sent, or an `exchange` starts. `summary`: the small sum ahead, unless in the background."""
 
     rows: tuple[BucketExplanation, ...] = ()
     summary: Collective | None = None

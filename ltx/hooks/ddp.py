@@ -335,7 +335,7 @@ class ToTorch:
         # GradBuckets aren't divided. The buffer is DDP's: what is packed is a copy.
         flat = pack(grads, mine, hook, now.axis.size, states)
         now.names.append(names)
-        # It notes what is on the stream where it is completed, and the stream that waits for it goes behind that.
+        # The future notes what its stream holds when it completes; a stream that waits for it goes behind that.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.device.type != "cpu" else None)
         inputs = BucketInput(flat, mine, now.axis.size, now.axis_comm.rank, states, self.step, last, now.axis)
         now.pending.reduce(hook, inputs, lambda reduced: future.set_result(reduced[0].to(buffer.dtype)))

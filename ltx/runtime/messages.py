@@ -213,7 +213,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _written(views: Sequence[memoryview]) -> io.FileIO:
-    """New shared memory that holds `views`; Python warns of what isn't closed."""
+    """New shared memory that holds `views`; Python warns where the memory isn't closed."""
     offsets = _offsets([view.nbytes for view in views])
     file = io.FileIO(os.memfd_create("ltx-message", os.MFD_CLOEXEC), "r+")
     try:

@@ -69,7 +69,7 @@ def register(tells: bool) -> None:
             print(f"ltx run: processes with the same LTX_KEY may join: {where}", file=sys.stderr, flush=True)
         return made
 
-    rendezvous_handler_registry._registry.pop(LOOPBACK_RENDEZVOUS, None)  # an earlier run's in this process
+    rendezvous_handler_registry._registry.pop(LOOPBACK_RENDEZVOUS, None)  # left by an earlier run in this process
     rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, create)
 
 

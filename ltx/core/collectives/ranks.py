@@ -182,7 +182,7 @@ def cells(batch: Tree) -> tuple[list[Any], Any]:
 
 
 def cut(batch: Tree, parts: int, part: int) -> Tree:
-    """An opened batch whose tensors are cut already, with this part of its records: of torch.tensor_split's lengths.
+    """An opened batch whose tensors are cut already, with one part of its records, as torch.tensor_split cuts them.
 
     So unequal parts of records and tensors go together.
     """

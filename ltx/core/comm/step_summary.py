@@ -274,7 +274,7 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
     return one
 
 
-# It copies to the host, which the capture of a CUDA graph can't hold.
+# The operation copies to the host, which the capture of a CUDA graph can't hold.
 _operations = torch.library.Library("ltx", "DEF")
 _schema = "count_step(Tensor total, Tensor squares, Tensor clock, int step, str key) -> Tensor"
 _operations.define(_schema, tags=torch.Tag.cudagraph_unsafe)

@@ -341,7 +341,7 @@ class Watcher:
             self._read()
 
     def _after(self, axis: Watched) -> list[int]:
-        """Those that follow this rank on `axis`, up to the first one that is alive: all of them, if one is silent."""
+        """The ranks that follow this rank on `axis`, up to the first one that is alive; all ranks if one is silent."""
         ranks = axis.global_ranks
         place = ranks.index(self._rank)
         order = ranks[place + 1 :] + ranks[:place]

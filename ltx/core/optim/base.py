@@ -308,7 +308,7 @@ def is_transforming() -> bool:
 def differentiated(*lists: Iterable[Tensor]) -> bool:
     """Whether somebody may differentiate what is made of these tensors: then nothing is written in place.
 
-    Transforms aren't all: below one of them a data-parallel step runs on plain autograd, which says so by the tensors.
+    A transform isn't the only sign: below one a data-parallel step runs on plain autograd, where tensors say it.
     """
     if is_transforming():
         return True

@@ -21,7 +21,7 @@ States = tuple[Tree, ...]
 
 
 class LeafPart(dict[str, Tensor]):
-    """A leaf's part of the state of an optimizer around others, from which their own parts can be had again."""
+    """A leaf's part of the state of an optimizer around others, which holds the inner optimizers' parts."""
 
     def __init__(self, *parts: dict[str, Tensor], label: str = "", place: int = 0, **own: Tensor) -> None:
         super().__init__({name: x for part in parts for name, x in part.items()}, **own)

@@ -153,7 +153,7 @@ def _places_of(partition: Partition, paths: tuple[str, ...], with_none: tuple[st
 
 @lru_cache(maxsize=64)
 def _remembered(partition: Partition, spec: optree.PyTreeSpec) -> dict[str, list[int]]:
-    """By structure: to write all paths takes longer than some updates."""
+    """The places, remembered by structure: to write all paths takes longer than some updates."""
     numbered = spec.unflatten(range(spec.num_leaves))
     return _places_of(partition, tuple(leaf_paths(numbered)), tuple(leaf_paths(numbered, with_none=True)))
 
