@@ -31,7 +31,7 @@ from tests.streams.backend import StreamGroup, StreamWork, log
 from tests.streams.pool import StreamedPool, on_streams
 
 #: Heartbeats take two seconds here, and what hangs is given up by the fake device after two more.
-SOON_S = 15.0
+SOON_S = 30.0
 STEPS, FAILS = 8, 3
 
 

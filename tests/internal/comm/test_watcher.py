@@ -340,7 +340,7 @@ def test_rank_0_dies_with_the_store_while_ranks_save(at: str, tmp_path: Path, st
         assert said.startswith(f"PeerLostError: rank {rank}: checkpoint.save failed: the process of rank 0 is gone"), (
             said
         )
-    assert time.monotonic() - died < 20  # of 60
+    assert time.monotonic() - died < 40  # of 60
     assert not list(tmp_path.glob(".ltx-exchange-*"))
 
 
@@ -365,4 +365,4 @@ def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Callable[...
     began = time.monotonic()
     said = world.told(1)
     assert said.startswith("PeerLostError: rank 1: rank 0 on axis 'data' is gone, and with it the store"), said
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40  # of 60
