@@ -256,7 +256,8 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
 
     Source: ``async_op=True`` in torch.distributed; Horovod's ``allreduce_async`` and ``synchronize``.
     """
-    if getattr(collective, "sends_one", collective) is not getattr(collective, "__wrapped__", None):
+    sent = getattr(collective, "sends_one", None)
+    if sent is None or sent is not getattr(collective, "__wrapped__", None):
         name = name_of(collective) if callable(collective) else brief(collective)
         raise UnsupportedError(
             f"async_ takes a collective that is one message, got {name}. It must be ltx.psum, pmean, pmax, pmin, "
