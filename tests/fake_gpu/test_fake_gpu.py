@@ -30,7 +30,7 @@ WAITS = {
     "core/collectives/reduce.py: _check (aten::_local_scalar_dense)": "weights that are wrong raise at once",
     "core/transforms/run.py: _is_zero (aten::_local_scalar_dense)": "weights that are wrong raise at once",
     "core/training/train_step.py: <lambda> (a copy to or from the CPU)": "the loss scale, once, in init",
-    "core/transforms/compare.py: _bytes (a copy to or from the CPU)": "ranks compare parameters, in the first step",
+    "core/transforms/compare.py: bytes_of (a copy to or from the CPU)": "ranks compare parameters, in the first step",
     "strategies/decentralized.py: _check (aten::_local_scalar_dense)": "peers' numbers of steps, once a step",
     "core/optim/kernel.py: run (aten::_local_scalar_dense)": "torch's Adafactor and Rprop read their count of steps",
 }
