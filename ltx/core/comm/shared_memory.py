@@ -49,7 +49,6 @@ from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, Job, part, sum_of
 from ltx.core.comm.operations import OPERATIONS
 
 SLOTS = 8  # for chunks
-_MANY_VIEWS = 512  # of slots: to make one takes longer than to copy a small chunk
 COUNTERS_BYTES = 4096  # before the first slot
 _LINE_WORDS = 64 // 8
 #: Counters of the chunks that the rank has filled, reduced and emptied.
@@ -133,7 +132,6 @@ class SharedMemoryTransport:
         self._counters = [memoryview(segment).cast("q") for segment in segments]
         self._sums = [memoryview(segment).cast("d") for segment in segments]
         self._bytes = [torch.frombuffer(segment, dtype=torch.uint8, offset=COUNTERS_BYTES) for segment in segments]
-        self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}  # of slots
         self._begun = 0
         self._emptied_at_close = 0
         self._forget_queue()
@@ -249,14 +247,10 @@ class SharedMemoryTransport:
         self._through[counter] = entry
 
     def _slots(self, entry: _Entry) -> list[torch.Tensor]:
-        chunk, slot = entry.chunk, entry.place % SLOTS
-        views = self._views.get(key := (slot, chunk.numel, chunk.dtype))
-        if views is None:
-            if len(self._views) >= _MANY_VIEWS:
-                self._views.clear()
-            end = (start := slot * CHUNK_BYTES) + chunk.numel * chunk.dtype.itemsize
-            views = self._views[key] = [segment[start:end].view(chunk.dtype) for segment in self._bytes]
-        return views
+        chunk = entry.chunk
+        start = (entry.place % SLOTS) * CHUNK_BYTES
+        end = start + chunk.numel * chunk.dtype.itemsize
+        return [segment[start:end].view(chunk.dtype) for segment in self._bytes]
 
     def _fill(self) -> bool:
         entry = self._next(FILLED)
@@ -326,7 +320,7 @@ class SharedMemoryTransport:
                 words.release()
             for sums in self._sums:
                 sums.release()
-            self._bytes, self._counters, self._sums, self._views = [], [], [], {}
+            self._bytes, self._counters, self._sums = [], [], []
         close_files(self._locks, self._files)
         self._locks, self._files, self._maps = [], [], []
 
