@@ -25,12 +25,12 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1579, 10),
-    "all": Size(40333, 167),
+    "all": Size(40327, 167),
     "checkpoint": Size(1616, 7),
     "core": Size(1, 1),
     "core/base": Size(2102, 11),
     "core/collectives": Size(3141, 11),
-    "core/comm": Size(6280, 22),
+    "core/comm": Size(6274, 22),
     "core/gradients": Size(2282, 8),
     "core/optim": Size(2672, 11),
     "core/ranks": Size(1161, 5),
