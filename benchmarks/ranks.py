@@ -63,8 +63,8 @@ def run_ranks(
                 raise RuntimeError(f"rank {rank} failed with exit code {process.returncode}: {' '.join(arguments)}")
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
+            process.wait()
     return printed
 
 
