@@ -163,7 +163,7 @@ def open_now() -> dict[str, int]:
     return dict(found)
 
 
-def settles(look: Callable[[], T], wanted: Callable[[T], bool], limit_s: float = 10.0) -> T:
+def settles(look: Callable[[], T], wanted: Callable[[T], bool], limit_s: float = 30.0) -> T:
     """What `look` gives once it is as `wanted`: threads take a moment to end. At the limit, what it gives then."""
     deadline = time.monotonic() + limit_s
     while not wanted(found := look()) and time.monotonic() < deadline:
