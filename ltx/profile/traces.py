@@ -54,6 +54,9 @@ class Trace(Recording):
     def __repr__(self) -> str:
         return f"<Trace of rank {self.rank}: {many(len(self.events), 'collective')}, {format_bytes(self.bytes)} sent>"
 
+    def _repr_png_(self) -> bytes | None:  # in a notebook
+        return timeline([self])._repr_png_() if self.events or self.spans else None
+
     @property
     def bytes(self) -> int:
         """Bytes that this rank sent."""

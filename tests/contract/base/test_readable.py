@@ -126,3 +126,4 @@ def test_a_timeline_draws_itself() -> None:
     assert repr(trace) == "<Trace of rank 0: 0 collectives, 0 B sent>"
     assert repr(timeline) == "<Timeline of 1 rank: no communication>"
     assert (timeline._repr_png_() or b"").startswith(b"\x89PNG")
+    assert (timeline.traces[0]._repr_png_() or b"").startswith(b"\x89PNG")
