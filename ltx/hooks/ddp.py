@@ -90,13 +90,13 @@ class FromTorch(CommHook):
             raise HookError(
                 f"from_torch takes a function (state, bucket) -> Future[Tensor], got {type(self.hook).__name__}."
             )
-        nccl = dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 10)
-        has_bf16 = (torch.version.cuda or torch.version.hip) and nccl  # DDP's condition for these two
-        if self._name.rpartition(".")[2] in ("bf16_compress_hook", "bf16_compress_wrapper_hook") and not has_bf16:
-            raise HookError(
-                f"{self!r} needs CUDA 11 and NCCL 2.10 at least, here as under DistributedDataParallel. "
-                "ltx.hooks.BF16() works everywhere."
-            )
+        if self._name.rpartition(".")[2] in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
+            nccl = dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 10)
+            if not ((torch.version.cuda or torch.version.hip) and nccl):  # DDP's condition for these two
+                raise HookError(
+                    f"{self!r} needs CUDA 11 and NCCL 2.10 at least, here as under DistributedDataParallel. "
+                    "ltx.hooks.BF16() works everywhere."
+                )
 
     @property
     def _name(self) -> str:
