@@ -146,7 +146,7 @@ def ranks(pools: dict[int, Pool], request: pytest.FixtureRequest) -> Callable[[i
     def pool_of(n: int) -> Any:
         if n not in pools:
             pools[n] = Pool(n, timeout_s=RUN_TIMEOUT_S)
-        return StreamedPool(pools[n], hung_s=60) if streams else pools[n]
+        return StreamedPool(pools[n]) if streams else pools[n]
 
     return pool_of
 

@@ -8,8 +8,8 @@
 
 On the CPU the host computes itself, so it has to stand still where a value is first used that the device hasn't made
 yet. :class:`Host` does that, for every operation of torch while it is active. A value that is used without a wait
-before is a race on a GPU: it raises. What waits for too long will never be there: on a GPU the host would have gone on
-long ago, so here it goes on with garbage, and so is all that it makes of it. Where the host reads a number
+before is a race on a GPU: it raises. What waits for a peer that is gone will never be there: on a GPU the host would
+have gone on long ago, so here it goes on with garbage, and so is all that it makes of it. Where the host reads a number
 (``.item()``, ``bool(x)``) it stands still on a GPU as well: that is written down, with the line that reads, and has no
 limit.
 """
@@ -34,8 +34,10 @@ from torch.utils._pytree import tree_leaves
 NAME = "streamed"
 #: How long the device may take for one collective.
 LONGEST_S = 0.004
-#: What takes so long will never end.
-HUNG_S = 0.5
+#: What takes so long will never end, though its connections stand: longer than a loaded machine keeps a peer waiting.
+HUNG_S = 5.0
+#: Where no peer is gone everything ends.
+PATIENT_S = 60.0
 #: After so long nobody will abort what a host reads.
 _DEAF_S = 60.0
 
@@ -73,8 +75,8 @@ class StreamWork:
 
     hung_s = HUNG_S
 
-    def __init__(self, what: str, tensors: list[torch.Tensor]):
-        self.what, self.tensors, self.enqueued_s = what, tensors, time.monotonic()
+    def __init__(self, what: str, tensors: list[torch.Tensor], hung: threading.Event):
+        self.what, self.tensors, self.enqueued_s, self._hung = what, tensors, time.monotonic(), hung
         self.done = threading.Event()
         self.waited = False
         self.error: str | None = None
@@ -115,9 +117,12 @@ class StreamWork:
         """The host stands still until the device has come so far; returns whether it has."""
         if not self.waited and not self.done.is_set():
             raise AssertionError("a value was used that the stream hasn't waited for: a race on a GPU")
-        if not self.done.wait(_DEAF_S if reads else self.hung_s) and reads:
+        if reads and not self.done.wait(_DEAF_S):
             raise AssertionError(f"the host reads what waits for {self.what}, which nobody has aborted")
-        self.hung_s = 0.0
+        end_s = time.monotonic() + self.hung_s
+        while not (self.done.wait(0.01) or self._hung.is_set()):
+            if time.monotonic() > end_s:
+                self._hung.set()  # and so is all that is enqueued behind it
         return self.done.is_set()
 
 
@@ -129,7 +134,7 @@ class StreamGroup(dist.ProcessGroup):
         self._inner = inner
         self._queue: SimpleQueue[tuple[StreamWork, Done] | None] = SimpleQueue()
         self._enqueued: list[StreamWork] = []
-        self._aborted, self._ended = threading.Event(), threading.Event()
+        self._aborted, self._hung, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._delays = random.Random(rank)
         self._timeout_s = timeout.total_seconds()
         LOG.groups += 1
@@ -146,6 +151,7 @@ class StreamGroup(dist.ProcessGroup):
                         do()
             except BaseException as error:
                 print(f"device: {error!r}", file=sys.stderr)
+                self._hung.set()
                 self._aborted.wait()  # a kernel whose peer is gone never ends: only this lets the stream go on
             work.end()
 
@@ -168,7 +174,7 @@ class StreamGroup(dist.ProcessGroup):
         LOG.issues.append(f"{what} {[tuple(t.shape) for t in tensors]}")
         # The stream that it is ordered behind has these of other communicators before it.
         before = [_pending.get(t.untyped_storage()._cdata) for t in given or tensors]
-        work = StreamWork(what, tensors)
+        work = StreamWork(what, tensors, self._hung)
 
         def run() -> None:
             for other in before:

@@ -12,13 +12,13 @@ from ltx import PerRank, Pool
 from ltx.core import comm
 from ltx.core.gradients import packing
 from ltx.core.ranks.axis import axes_in_scope, set_world_axes
-from tests.streams.backend import HUNG_S, LOG, NAME, Host, register
+from tests.streams.backend import LOG, NAME, PATIENT_S, Host, register
 
 
 class StreamedPool:
     """`pool`, in whose calls the axis in scope is stream-ordered. `hung_s`: as in :class:`Host`."""
 
-    def __init__(self, pool: Pool, hung_s: float = HUNG_S):
+    def __init__(self, pool: Pool, hung_s: float = PATIENT_S):
         self._pool, self._hung_s = pool, hung_s
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PerRank[Any]:
@@ -29,7 +29,7 @@ class StreamedPool:
 def on_streams(
     fn: Callable[..., Any],
     *args: Any,
-    hung_s: float = HUNG_S,
+    hung_s: float = PATIENT_S,
     host: Callable[[float], Host] = Host,
     **kwargs: Any,
 ) -> Any:

@@ -27,10 +27,10 @@ from ltx.errors import CollectiveTimeoutError, InvalidStateError, LtxError, Peer
 from tests.chaos import rounds
 from tests.chaos.schedule import Trouble
 from tests.forks import Ranks, settles
-from tests.streams.backend import StreamGroup, StreamWork, log
+from tests.streams.backend import HUNG_S, StreamGroup, StreamWork, log
 from tests.streams.pool import StreamedPool, on_streams
 
-#: Heartbeats take two seconds here, and what hangs is given up by the fake device after two more.
+#: Heartbeats take two seconds here, and what hangs is given up by the fake device after five.
 SOON_S = 30.0
 STEPS, FAILS = 8, 3
 
@@ -86,7 +86,7 @@ def test_a_rank_that_raises_in_its_backward_pass(started: Any, ranks: Callable[[
             state, metrics = train(state, torch.ones(2, 4))
         return said, took, held, (state.params["a"] + 0).tolist(), float(metrics.loss)
 
-    (said, took, held, after, loss), (own, _, _, others, _) = StreamedPool(ranks(2)).run(run)
+    (said, took, held, after, loss), (own, _, _, others, _) = StreamedPool(ranks(2), HUNG_S).run(run)
     assert own == "ZeroDivisionError: the model's own"
     assert said.startswith("ReplicaDivergedError: rank 0: rank 1 has left step 3 of the training on axis 'data'"), said
     assert took < SOON_S
@@ -220,7 +220,7 @@ def test_a_rank_that_dies_or_stops(by: signal.Signals, started: Callable[..., Ra
             tell(time.time())
             os.kill(os.getpid(), by)
 
-        result = on_streams(training, die)
+        result = on_streams(training, die, hung_s=HUNG_S)
         tell(time.time())
         return result
 
@@ -271,7 +271,7 @@ def test_what_ranks_share_after_the_optimizer_is_there_before_the_old_state_is_w
                 train(state, torch.ones(4))
             return str(told.value), before, state.params.tolist()
 
-        result: tuple[str, list[float], list[float]] = on_streams(run)
+        result: tuple[str, list[float], list[float]] = on_streams(run, hung_s=HUNG_S)
         return result
 
     world = started(2, body, heartbeat_s=2.0)
