@@ -19,8 +19,9 @@ from tests.kinds import OnNewAxis
 Overlap = Literal["backward", "update"]
 
 OVERLAPS: tuple[Overlap, ...] = ("backward", "update")
-# After 30 more steps, every strategy of the table is at the same place in what it does over and over.
-WARMUP_STEPS, STEPS = 5, 30
+# After 30 more steps, every strategy of the table is at the same place in what it does over and over: what is left once
+# in ten steps shows. What is left once in sixty does after eight times as many.
+WARMUP_STEPS, STEPS, MANY_STEPS = 5, 30, 240
 
 
 def _trainers(overlap: Overlap) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def _live() -> Counter[str]:
 
 
 def _grown(overlap: Overlap, seed: int, steps: int) -> dict[str, dict[str, int]]:
-    """By strategy: how many more objects of a type live after so many `steps`, if one in ten of them has left one.
+    """By strategy: how many more objects of a type live after so many `steps`, if they are more than three.
 
     Memory for messages is kept, two pieces for a bucket, and whether it is both is a matter of timing.
     """
@@ -67,7 +68,7 @@ def _grown(overlap: Overlap, seed: int, steps: int) -> dict[str, dict[str, int]]
         after = _live()
         train.finish(state)
         more = {kind: count - before[kind] for kind, count in after.items()}
-        grown[name] = {kind: count for kind, count in more.items() if count > steps // 10}
+        grown[name] = {kind: count for kind, count in more.items() if count > 3}
     gc.unfreeze()
     return grown
 
@@ -86,8 +87,8 @@ def test_steps_leave_nothing_behind(overlap: Overlap, on_new_axis: OnNewAxis, se
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_thousand_steps_leave_nothing_behind(overlap: Overlap, seed: int) -> None:
+def test_many_steps_leave_nothing_behind(overlap: Overlap, seed: int) -> None:
     with ltx.Pool(2) as pool:
-        _assert_nothing_left(pool.run(_grown, overlap, seed, 990))
+        _assert_nothing_left(pool.run(_grown, overlap, seed, MANY_STEPS))
