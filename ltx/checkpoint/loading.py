@@ -69,6 +69,7 @@ def load(
 ) -> Restored:
     """The latest checkpoint under `path` that is whole. Every rank calls it.
 
+    Make a state as at the start of training, and load into its place what was saved; then go on from ``.state``.
     Every file is compared with its SHA-256 first (the ranks share that work). A checkpoint of which something is
     missing, cut off or changed is passed over with a warning that says what, and the one before it is taken. Nothing
     that is read is unpickled but tensors and the metadata's own classes; files that want more are refused.
@@ -99,6 +100,17 @@ def load(
         CheckpointError: there is no checkpoint, or none that is whole; or a rank couldn't read one for a reason that
             says nothing of the checkpoint, such as want of memory; on every rank.
         InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; names leaf and way out.
+
+    Example:
+        >>> import tempfile, torch, ltx
+        >>> step = ltx.data_parallel(lambda w, x: (w * x).sum())
+        >>> train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+        >>> state, _ = train(train.init(torch.ones(2)), torch.ones(2))
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = ltx.checkpoint.save(folder, state, data={"epoch": 3})
+        >>> restored = ltx.checkpoint.load(folder, train.init(torch.ones(2)))
+        >>> restored.state.params, restored.step, restored.data
+        (tensor([0.5000, 0.5000]), 1, {'epoch': 3})
     """
     together, passed_over = Together("checkpoint.load", axis), list[str]()
     with together.leaving():

@@ -302,6 +302,14 @@ def save_async(
     Returns:
         A handle: ``.done``, and ``.result()``, which waits and raises what went wrong, on all ranks alike. A failure is
         a RuntimeWarning besides, lest nobody asks. ``ltx.shutdown()`` and the end of the process wait for it.
+
+    Example:
+        >>> import tempfile, torch, ltx
+        >>> step = ltx.data_parallel(lambda w, x: (w * x).sum())
+        >>> train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
+        >>> saving = ltx.checkpoint.save_async(tempfile.mkdtemp(), train.init(torch.ones(2)))
+        >>> saving.result().name
+        'step_00000000'
     """
     job = begin_saving("checkpoint.save_async", path, state, data, rng, keep, axis)
     with _on_all_or_none(job.together, [job.temporary]):

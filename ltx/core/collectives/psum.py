@@ -185,6 +185,7 @@ def _is_one(factor: float | torch.Tensor) -> bool:
 def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
     """The mean over ranks of every tensor of a tree; integers give floats.
 
+    Every rank calls it with tensors of its own, such as the loss of its batch, and every rank gets the same mean.
     Arguments, errors and what each rank sees are those of :func:`psum`. Integer and boolean tensors give the default
     float dtype; they are added up in int64, in which the sums of narrow ones fit.
 

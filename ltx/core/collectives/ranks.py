@@ -28,6 +28,8 @@ from ltx.typing import Tree
 def axis_index(axis: Any = None) -> torch.Tensor:
     """This rank's position on an axis: a 0-dim int64 tensor on every backing, on this rank's device.
 
+    All ranks run the same program. By this number, 0 to ``ltx.axis_size() - 1``, each can take samples of its own.
+
     Args:
         axis: as in :func:`ltx.psum`.
 

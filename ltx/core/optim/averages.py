@@ -156,6 +156,11 @@ def averaged(state: Tree) -> Tree:
 
     Raises:
         ltx.errors.OptimError: there is no average in it, or none of some groups.
+
+    Example:
+        >>> import torch, ltx
+        >>> ltx.optim.averaged(ltx.optim.ema(ltx.optim.from_torch(torch.optim.SGD), decay=0.9).init(torch.ones(2)))
+        tensor([1., 1.])
     """
     first, *others = [node.average for node in all_of(state, EmaState)] or [None]
     if first is None:

@@ -196,6 +196,9 @@ def from_torch(
 ) -> Optimizer:
     """Any ``torch.optim`` class as an optimizer on explicit state, bit-equal to the class after any number of steps.
 
+    An optimizer of torch's holds the parameters and changes them. This one holds nothing: it is given parameters,
+    gradients and its state, and returns the next parameters and state.
+
     >>> import torch
     >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
     >>> params = {"w": torch.ones(2)}

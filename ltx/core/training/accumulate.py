@@ -303,6 +303,9 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> Accumulat
 def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParallel | Accumulated:
     """The same step over a batch `steps` times as large, with the memory of one micro-batch's graph.
 
+    For batches that don't fit into memory: it cuts the batch into pieces, runs them one after the other, and adds up
+    their gradients, which then travel once.
+
     Args:
         step: what :func:`ltx.data_parallel` returned (then all micro-batches take part in one synchronisation), or a
             plain step to be wrapped later; both ways are the same. It returns a 0-dim loss or :class:`ltx.Weighted`,
