@@ -72,7 +72,10 @@ def text_of(value: Any, most: int = 1, indent: int = 0) -> str:
 
 
 def _by_fields(value: Any, most: int, indent: int) -> str:
-    parts = [f"{name}={text_of(x, most, indent + 2)}" for name, x in _shown_fields(value)]
+    try:
+        parts = [f"{name}={text_of(x, most, indent + 2)}" for name, x in _shown_fields(value)]
+    except LtxError as error:  # a state that was donated: debuggers and notebooks print it all the same
+        return f"<{error}>"
     return laid_out(f"{type(value).__name__}(", parts, ")", indent)
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateError
 from ltx.core.base.placements import is_dtensor, local, own_part
-from ltx.core.base.readable import Readable
+from ltx.core.base.readable import Readable, text_of
 from ltx.core.optim import TorchState
 from ltx.core.optim.base import advanced
 from ltx.core.transforms.strategy_update import StateLayout
@@ -290,6 +290,7 @@ class DonatedTensor(torch.Tensor):
     """A tensor whose memory belongs to a later state. Any use raises, except for its shape, dtype and device."""
 
     _why: ClassVar[str] = ""
+    __repr__ = text_of  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -307,7 +308,7 @@ def _gone(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 # What DTensors do without torch's functions.
 _OF_DTENSORS = {"__slots__": (), "__module__": __name__} | dict.fromkeys(
-    ("to_local", "full_tensor", "redistribute", "__repr__"), _gone
+    ("to_local", "full_tensor", "redistribute"), _gone
 )
 
 
