@@ -230,7 +230,9 @@ def _by_weights(ctx: Any, given: Sequence[torch.Tensor | None], backward: bool) 
         if not backward:  # their own tangents, at torch's one level 0, would be taken for those of the result's tangent
             x, y = (forward_ad.unpack_dual(value, level=0).primal for value in (x, y))
         w = weights(x, y)
-        total, whole = apply("psum", (), ctx.axis, [change if backward else w * change, w], ctx.compiled)
+        # In one sum: one of `w` alone depends on no cotangent, and torch.compile would issue it in both of its graphs.
+        both = torch.stack([change if backward else w * change, w], -1)
+        total, whole = apply("psum", (), ctx.axis, [both], ctx.compiled)[0].unbind(-1)
         found.append(w * total / whole if backward else total / whole)
     return found
 

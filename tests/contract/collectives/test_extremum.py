@@ -56,6 +56,22 @@ def test_ties_share_the_cotangent() -> None:
     assert torch.equal(grads, torch.tensor([[3.0, 2.0], [0.0, 2.0], [3.0, 2.0]]))
 
 
+def test_a_backward_graph_waits_for_all_that_it_issues(ranks: Ranks) -> None:
+    """torch computes what depends on no cotangent in the forward graph, and issues it in the backward graph too."""
+    unwaited: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
+
+    def gradient(x: Tensor) -> tuple[Tensor, int]:
+        before, x = unwaited(), x.clone().requires_grad_()
+        loss = torch.compile(lambda x: (ltx.pmax(x) * x).sum(), backend="aot_eager_decomp_partition")
+        loss(x).backward()
+        assert x.grad is not None
+        return x.grad, unwaited() - before
+
+    xs = torch.tensor([[4.0, 1.0], [3.0, 1.0]])
+    for rank, (grad, left) in enumerate(ranks(2).run(lambda xs: gradient(xs[ltx.axis_index()]), xs)):
+        assert (grad.tolist(), left) == ([[4.0 + 7.0, 1.0 + 1.0], [4.0, 1.0 + 1.0]][rank], 0)
+
+
 def test_complex_numbers_have_no_order() -> None:
     with pytest.raises(UnsupportedError, match=r"leaf 'z' is complex64\[2\]"):
         ltx.pmax({"a": torch.ones(1), "z": torch.zeros(2, dtype=torch.complex64)})
