@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ltx.checkpoint.directory import MISSING
 from ltx.core.base import private, tree
-from ltx.core.base.placements import is_dtensor
+from ltx.core.base.placements import on_mesh
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.compare import bytes_of, values
 from ltx.core.transforms.strategy_update import LeafLayout
@@ -95,7 +95,7 @@ def leaves_of(state: TrainState) -> list[Piece]:
     tree.check_paths(state, "ltx.checkpoint")
     layout, leaves = state.layout, []
     for path, tensor in zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True):
-        if is_dtensor(tensor):
+        if on_mesh([tensor]):
             raise UnsupportedError(
                 f"ltx.checkpoint: leaf {path!r} is a DTensor, of which this format would keep one rank's part. Use "
                 "torch's, which keeps each part once: torch.distributed.checkpoint.save({'state': state}, "

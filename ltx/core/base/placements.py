@@ -2,13 +2,14 @@
 
 Data parallelism over one dimension of a mesh, where parameters are split over another: each rank reduces the gradients
 of its own parts with the ranks that hold the same parts. So ltx computes with the local parts, which are plain tensors,
-and the user's step gets DTensors that are made of them (:class:`Placements`).
+and the user's step gets DTensors that are made of them (:class:`Placements`). What this file gives is true of plain
+tensors too: such a tensor is its own local part, and whole.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, cast
@@ -21,7 +22,7 @@ from ltx.core.base.errors import UnsupportedError
 from ltx.core.base.traced import at_trace_time
 
 
-def dtensor_class() -> Any:
+def _dtensor_class() -> Any:
     """torch's DTensor; None where nobody has imported it, which takes seconds, so that there are none.
 
     None inside a compiled graph too, where :func:`refuse_in_graph` looks for them.
@@ -31,14 +32,21 @@ def dtensor_class() -> Any:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-def is_dtensor(x: Any) -> bool:
-    """Whether `x` is a DTensor, perhaps below the wrappers of torch.func."""
-    cls = dtensor_class()
-    if cls is None or not isinstance(x, torch.Tensor):
-        return False
-    while private.is_wrapped(x):
+def meshes_are_used() -> bool:
+    """Whether any tensor of this process can lie on a mesh, which costs less to ask than of all leaves."""
+    return _dtensor_class() is not None
+
+
+def on_mesh(leaves: Iterable[Any]) -> list[int]:
+    """The places of those that lie on a mesh, perhaps below the wrappers of torch.func."""
+    cls = _dtensor_class()
+    return [] if cls is None else [i for i, x in enumerate(leaves) if isinstance(_unwrapped(x), cls)]
+
+
+def _unwrapped(x: Any) -> Any:
+    while isinstance(x, torch.Tensor) and private.is_wrapped(x):
         x = private.unwrapped_once(x)
-    return isinstance(x, cls)
+    return x
 
 
 @at_trace_time
@@ -59,7 +67,7 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 def local(x: Any) -> Any:
     """This rank's part of a DTensor, differentiable; anything else as it is."""
-    return x.to_local() if is_dtensor(x) else x
+    return x.to_local() if on_mesh([x]) else x
 
 
 def own_part(x: torch.Tensor) -> torch.Tensor:
@@ -67,19 +75,19 @@ def own_part(x: torch.Tensor) -> torch.Tensor:
 
     What is done to that object is seen through the DTensor alone.
     """
-    if is_dtensor(x):
+    if on_mesh([x]):
         cast(Any, x)._local_tensor = x = cast(Any, x)._local_tensor.detach()
     return x
 
 
 def whole(x: Any) -> Any:
     """The value of a DTensor as a plain tensor, the same on all ranks of its mesh; anything else as it is."""
-    return x.full_tensor() if is_dtensor(x) else x
+    return x.full_tensor() if on_mesh([x]) else x
 
 
 def summed(x: Any) -> Any:
     """A DTensor whose ranks hold terms of a sum (Partial) with that sum taken; anything else as it is."""
-    if not (is_dtensor(x) and any(placement.is_partial() for placement in x.placements)):
+    if not (on_mesh([x]) and any(placement.is_partial() for placement in x.placements)):
         return x
     replicate = sys.modules["torch.distributed.tensor"].Replicate
     return x.redistribute(placements=[replicate() if p.is_partial() else p for p in x.placements])
@@ -124,7 +132,7 @@ class _Place(torch.autograd.Function):
     def forward(ctx: Any, placement: Placement, x: torch.Tensor) -> Any:
         ctx.placement = placement
         ctx.set_materialize_grads(False)
-        return dtensor_class().from_local(
+        return _dtensor_class().from_local(
             x, placement.mesh, placement.placements, run_check=False, shape=placement.shape, stride=placement.stride
         )
 
@@ -137,35 +145,42 @@ class _Place(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Placements:
-    """How the leaves of a tree lie on meshes: a :class:`Placement` for each DTensor, None for each plain tensor."""
+    """How the leaves of a tree lie on meshes: a :class:`Placement` for each DTensor, None for each plain tensor.
+
+    False, and without `leaves`, where all are plain (:data:`PLAIN`): nothing is done to these.
+    """
 
     leaves: tuple[Placement | None, ...]
 
     @staticmethod
-    def of(leaves: Sequence[Any]) -> Placements | None:
-        """Those of `leaves`; None if no leaf is a DTensor. Raises if one is, inside a transform of torch.func."""
-        cls = dtensor_class()
-        if cls is None or not any(is_dtensor(x) for x in leaves):
-            return None
+    def of(leaves: Sequence[Any]) -> Placements:
+        """Those of `leaves`. Raises if one is a DTensor inside a transform of torch.func."""
+        places = on_mesh(leaves)
+        if not places:
+            return PLAIN
         if private.in_transform():
             raise UnsupportedError(
                 "torch.func's transforms, simulated ranks (ltx.vmap) among them, can't look into DTensors. Take first "
                 "derivatives by loss.backward(), torch.autograd.grad, ltx.grad or ltx.train_step; torch.func.grad can "
                 "where parameters don't require gradients (x.detach()). For simulated ranks take x.full_tensor()."
             )
-        return Placements(
-            tuple(
-                Placement(x.device_mesh, tuple(x.placements), x.shape, x.stride()) if isinstance(x, cls) else None
-                for x in leaves
-            )
-        )
+        found: list[Placement | None] = [None] * len(leaves)
+        for i in places:
+            x = leaves[i]
+            found[i] = Placement(x.device_mesh, tuple(x.placements), x.shape, x.stride())
+        return Placements(tuple(found))
 
-    def local(self, leaves: Sequence[Any]) -> list[Any]:
+    def __bool__(self) -> bool:
+        return bool(self.leaves)
+
+    def local(self, leaves: list[Any]) -> list[Any]:
         """This rank's parts of DTensors, differentiable. Leaves that are parts already stay as they are."""
-        return [local(x) for x in leaves]
+        return [local(x) for x in leaves] if self.leaves else leaves
 
-    def placed(self, parts: Sequence[Any]) -> list[Any]:
+    def placed(self, parts: list[Any]) -> list[Any]:
         """DTensors made of their `parts`, differentiable: the inverse of :meth:`local`."""
+        if not self.leaves:
+            return parts
         return [
             x if placement is None else _Place.apply(placement, x)  # type: ignore[no-untyped-call]
             for x, placement in zip(parts, self.leaves, strict=True)
@@ -206,6 +221,9 @@ class Placements:
         split = [set[Any]() if placement is None else {*placement.split_over} for placement in self.leaves]
         groups = set[Any]().union(*split)
         return next((i for i, own in enumerate(split) if own != groups), None)
+
+
+PLAIN = Placements(())
 
 
 @lru_cache(maxsize=64)

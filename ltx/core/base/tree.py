@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import builtins
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
@@ -25,7 +25,7 @@ import torch.utils._pytree as torch_pytree
 from ltx.core.base.containers import NAMESPACE as NAMESPACE
 from ltx.core.base.containers import PLAIN, closed, open_in_graph, opened, sorted_keys
 from ltx.core.base.errors import LtxError, TreeError, UnsupportedError
-from ltx.core.base.placements import dtensor_class, is_dtensor
+from ltx.core.base.placements import on_mesh
 from ltx.core.base.private import FakeTensor
 from ltx.typing import Tree
 
@@ -236,9 +236,9 @@ def places_with_none(tree: Tree) -> list[int]:
     return [place for place, leaf in enumerate(leaves) if leaf is not None]
 
 
-def _first(leaves: Sequence[Any], tree: Tree, places: Iterator[int]) -> tuple[str, Any] | None:
+def _first(leaves: Sequence[Any], tree: Tree, places: Iterable[int]) -> tuple[str, Any] | None:
     """The path of the first leaf at one of `places`, and the leaf; None if there is none."""
-    place = next(places, None)
+    place = next(iter(places), None)
     return None if place is None else (leaf_paths(tree)[place], leaves[place])
 
 
@@ -281,9 +281,7 @@ def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_
 def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x.to_dense().") -> None:
     """Raise unless every leaf is a plain tensor that lies in memory by strides, of ordinary numbers."""
     check_leaves(leaves, tree, what)
-    if dtensor_class() is not None and (
-        found := _first(leaves, tree, (i for i, x in enumerate(leaves) if is_dtensor(x)))
-    ):
+    if found := _first(leaves, tree, on_mesh(leaves)):
         raise UnsupportedError(
             f"{what}: leaf {found[0]!r} is a DTensor, and a plain tensor was expected. Pass what this rank holds of "
             "it, x.to_local(), or its value, x.full_tensor()."

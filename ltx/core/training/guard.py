@@ -105,7 +105,7 @@ def not_finite_error(
     )
     by_rank, together = [texts for texts, _ in told], sorted({text for _, texts in told for text in texts})
     found = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
-    if not found and not together and train.step.placements is not None:
+    if not found and not together and train.step.placements:
         found = ["parts of the parameters (DTensors) that other ranks of their mesh hold have the ones that aren't"]
     elif not found:
         found = [f"each rank's own are finite when taken again, what came of them together isn't: {_listed(together)}"]
@@ -201,7 +201,7 @@ def all_finite(
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):
         bad = on_any(train, bad, info)
-    if train.step.placements is not None:
+    if train.step.placements:
         bad = on_any_rank(bad, train.step.placements)
     return bad.logical_not() if pure or ahead else not bad
 

@@ -19,7 +19,7 @@ from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.base.needs import require
-from ltx.core.base.placements import Placements, dtensor_class, is_dtensor
+from ltx.core.base.placements import PLAIN, Placements, local, meshes_are_used, on_mesh
 from ltx.core.optim import Optimizer
 from ltx.core.optim.averages import Ema
 from ltx.core.optim.combine import Chain
@@ -27,7 +27,7 @@ from ltx.core.optim.grad_transforms import ClipByGlobalNorm, global_norm
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import TrainState, hand_over
 from ltx.core.transforms.compare import check_leaves
-from ltx.core.transforms.run import check_placements, local_parts
+from ltx.core.transforms.run import check_placements
 from ltx.typing import Tree
 
 Train = TypeVar("Train", bound=TrainSettings)
@@ -40,21 +40,21 @@ _PARTS = ("params", "buffers", "opt_state", "frozen")
 
 @dataclass(frozen=True)
 class PlacedState:
-    """How the parts of a train state lie on meshes; None for a part without DTensors."""
+    """How the parts of a train state lie on meshes."""
 
     given: Placements  # the parameters as the step is given them, trained and frozen ones together
-    trained: Placements | None  # the parameters that are trained
-    parts: tuple[Placements | None, ...]  # in the order of :data:`_PARTS`
+    trained: Placements  # the parameters that are trained
+    parts: tuple[Placements, ...]  # in the order of :data:`_PARTS`
 
     @staticmethod
     def of(state: Any) -> PlacedState | None:
         """The placed state that belongs to `state`; None where the parameters are plain tensors."""
-        if dtensor_class() is None or not isinstance(state, TrainState):
+        if not (meshes_are_used() and isinstance(state, TrainState)):
             return None
         state.check_owned()
         trained, frozen = state.held("params"), state.frozen
         given = Placements.of(tree.flatten(trained if frozen is None else tree.filled(trained, frozen))[0])
-        if given is None:
+        if not given:
             return None
         parts = tuple(Placements.of(tree.flatten(state.held(name))[0]) for name in _PARTS)
         return PlacedState(given, parts[0], parts)
@@ -62,20 +62,20 @@ class PlacedState:
     def local(self, state: TrainState) -> TrainState:
         """`state` with this rank's parts in the places of DTensors, in the same memory; donated when `state` is."""
         with torch.no_grad():
-            return _with_parts(state, [local_parts(state.held(name)) for name in _PARTS])
+            return _with_parts(state, [tree.map(local, state.held(name)) for name in _PARTS])
 
     def placed(self, state: TrainState) -> TrainState:
         """The inverse of :meth:`local`."""
         pairs = zip((state.held(name) for name in _PARTS), self.parts, strict=True)
         with torch.no_grad():
-            return _with_parts(state, [part if how is None else _placed(part, how) for part, how in pairs])
+            return _with_parts(state, [_placed(part, how) for part, how in pairs])
 
     def train(self, train: Train) -> Train:
         """`train` for :meth:`local` states."""
         axis, strategy = comm.resolve(train.step.axis), train.step.strategy
         if self.given.first_split is not None and axis.size > 1:
             require("parts, strategy", strategy)
-        optimizer = train.optimizer if self.trained is None else _on_parts(train.optimizer, self.trained)
+        optimizer = _on_parts(train.optimizer, self.trained)
         return replace(train, step=replace(train.step, placements=self.given), optimizer=optimizer)
 
 
@@ -118,10 +118,8 @@ def on_parts(
 
 def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
     """``train.init(params, buffers)`` where parameters are DTensors; None where none is."""
-    if dtensor_class() is None:
-        return None
     if isinstance(params, torch.nn.Module):
-        if any(map(is_dtensor, params.parameters())):
+        if on_mesh(params.parameters()):
             raise UnsupportedError(
                 f"train.init: parameters of this {type(params).__name__} are DTensors, which a state copies and never "
                 "takes over. Use train.init(dict(module.named_parameters()))."
@@ -129,24 +127,25 @@ def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
         return None
     leaves, spec = tree.flatten(params)
     given = Placements.of(leaves)
-    if given is None:
+    if not given:
         return None
     axis = comm.resolve(train.step.axis)
     check_placements(axis, given, train.step.strategy, 0, lambda: tree.leaf_paths(params), "train_step")
-    parts = tree.unflatten(spec, [_parameter_part(x) for x in leaves])
-    local = PlacedState(given, given, (None,) * len(_PARTS))
-    state = local.train(train).init(parts, local_parts(buffers))
+    pairs = zip(leaves, given.leaves, strict=True)
+    parts = tree.unflatten(spec, [x if how is None else _parameter_part(x) for x, how in pairs])
+    train = PlacedState(given, given, (PLAIN,) * len(_PARTS)).train(train)
+    state = train.init(parts, tree.map(local, buffers))
     trained, frozen = state.held("params"), state.frozen
     _check_shared(given, trained if frozen is None else tree.filled(trained, frozen))
     by_path = dict(zip(tree.leaf_paths(params), given.leaves, strict=True))
     shapes = dict(zip(tree.leaf_paths(parts), (x.shape for x in tree.flatten(parts)[0]), strict=True))
 
-    def of(part: Tree) -> Placements | None:
+    def of(part: Tree) -> Placements:
         """Those of parameters, or of what an optimizer keeps for them."""
         pairs = zip(tree.leaf_paths(part), tree.flatten(part)[0], strict=True)
         paths = [(_parameter_of(path, by_path), x) for path, x in pairs]
         found = tuple(by_path[path] if path is not None and shapes[path] == x.shape else None for path, x in paths)
-        return Placements(found) if any(found) else None
+        return Placements(found) if any(found) else PLAIN
 
     found = (of(trained), Placements.of(tree.flatten(buffers)[0]), of(state.held("opt_state")), of(frozen))
     return PlacedState(given, found[0], found).placed(state)
@@ -169,9 +168,7 @@ def _check_shared(given: Placements, parts: Tree) -> None:
 
 def _parameter_part(x: Tensor) -> Tensor:
     """This rank's part of a parameter, which says as that does whether it is trained."""
-    if not is_dtensor(x):
-        return x
-    part = x.detach().to_local()  # type: ignore[attr-defined]
+    part = local(x.detach())
     return torch.nn.Parameter(part, x.requires_grad) if isinstance(x, torch.nn.Parameter) else part
 
 

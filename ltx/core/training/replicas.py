@@ -91,9 +91,7 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
         src = list(map(tuple, by_rank)).index(most)
     tensors = [leaf for _, leaf in leaves]
     placements = Placements.of(tensors)
-    same = collectives.broadcast(tensors if placements is None else placements.local(tensors), src, axis)
-    if placements is not None:
-        same = placements.placed(same)
+    same = placements.placed(collectives.broadcast(placements.local(tensors), src, axis))
     by_path = {path: leaf.detach() for (path, _), leaf in zip(leaves, same, strict=True)}
     everything, spec = tree.flatten(state)
     filled = [by_path.get(path, x) for path, x in zip(tree.leaf_paths(state), everything, strict=True)]

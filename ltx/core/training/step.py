@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from ltx.core import collectives, comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import LtxError, UnsupportedError, WeightError
-from ltx.core.base.placements import refuse_in_graph as refuse_dtensors
+from ltx.core.base.placements import refuse_in_graph as refuse_meshes
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import any_derivative, differentiable
@@ -365,7 +365,7 @@ def _mean_in_graph(key: str, loss: torch.Tensor, step: int, clock: torch.Tensor)
 def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
     if traced.recording():
-        refuse_dtensors(tuple([type(x).__name__ for x in tree.flatten(state.trained)[0]]))
+        refuse_meshes(tuple([type(x).__name__ for x in tree.flatten(state.trained)[0]]))
     else:
         state.check_owned()
         if train.check_every is not None and state.step % train.check_every == 0:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateError
-from ltx.core.base.placements import is_dtensor, local, own_part
+from ltx.core.base.placements import local, on_mesh, own_part
 from ltx.core.base.readable import Readable, text_of
 from ltx.core.optim import TorchState
 from ltx.core.optim.base import advanced
@@ -187,7 +187,7 @@ class TrainState(Readable):
         self.check_finished("state_dict")
         tensors = tree.flatten(self)[0]
         own = [part for part in ("params", "opt_state") if getattr(self.layout, part) == "per_rank"]
-        if self.layout.sync_state == "per_rank" or any(map(is_dtensor, tensors)):
+        if self.layout.sync_state == "per_rank" or on_mesh(tensors):
             own.append("sync_state.leaves")
         kept = dict(map(partial(_of_this_rank, own), tree.leaf_paths(self), tensors))
         return {**kept, "step": torch.tensor(self.step), "updates": torch.tensor(updates_of(self))}
@@ -306,8 +306,8 @@ def _gone(x: Any, *args: Any, **kwargs: Any) -> Any:
     raise DonatedStateError(type(x)._why)
 
 
-# What DTensors do without torch's functions.
-_OF_DTENSORS = {"__slots__": (), "__module__": __name__} | dict.fromkeys(
+# What tensors on a mesh do without torch's functions.
+_OF_PLACED = {"__slots__": (), "__module__": __name__} | dict.fromkeys(
     ("to_local", "full_tensor", "redistribute"), _gone
 )
 
@@ -321,7 +321,7 @@ def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
             # functorch's wrappers don't ask the class: a read through them finds NaN, which takes no memory.
             part.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(part.shape)
         with suppress(TypeError):  # a subclass of tensors with a layout of its own
-            x.__class__ = kind if part is x else type("DonatedTensor", (kind, type(x)), _OF_DTENSORS)
+            x.__class__ = kind if part is x else type("DonatedTensor", (kind, type(x)), _OF_PLACED)
 
 
 def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> TrainState:

@@ -17,7 +17,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError, SyncStateError
-from ltx.core.base.placements import Placements, refuse_in_graph
+from ltx.core.base.placements import PLAIN, Placements, local, refuse_in_graph
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
@@ -33,7 +33,6 @@ from ltx.core.transforms.run import (
     StepSettings,
     averaged,
     check_placements,
-    local_parts,
     placed,
     refuse_gradients,
     whole_scalars,
@@ -85,7 +84,7 @@ class DataParallel(StepSettings):
         """
         tree.check_tensors(params, "params")
         tree.check_paths(params, "params")
-        params = local_parts(params)
+        params = tree.map(local, params)
         leaves, strategy, choice = tree.flatten(params)[0], self.strategy, ""
         if strategy.auto_sizes or strategy.auto_hook:
             axis = comm.resolve(self.axis)
@@ -112,7 +111,7 @@ class DataParallel(StepSettings):
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or traced.recording()):
             return self.hook_as_chosen(sync_state).run(args, kwargs, options)
         leaves, spec = tree.flatten(params)
-        whole_leaves, step, placements, recorded = leaves, options.step, None, traced.recording()
+        whole_leaves, step, placements, recorded = leaves, options.step, PLAIN, traced.recording()
         if recorded:
             refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
@@ -121,13 +120,13 @@ class DataParallel(StepSettings):
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
             placements = self.placements or Placements.of(leaves)
-            if placements is not None:
+            if placements:
                 leaves = placements.local(leaves)
                 params = tree.unflatten(spec, leaves)
             counted = sync_state.checked_step() if sync_state is not None else 0
             training, step = step is not None, counted if step is None else step
             hook = self.hook(step, training)
-            if placements is not None:
+            if placements:
                 whole = params if options.frozen is None else tree.filled(params, options.frozen)
                 axis, paths = comm.resolve(self.axis), partial(tree.leaf_paths, whole)
                 check_placements(axis, placements, self.strategy, step, paths, "data_parallel")
@@ -136,7 +135,7 @@ class DataParallel(StepSettings):
         given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
-        if placements is not None:
+        if placements:
             given = placed(placements, given)
             leaves, spec = tree.flatten(given)
         if recorded:

@@ -16,7 +16,7 @@ from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked, outcome
 from ltx.core.base.errors import StepError, UnsupportedError
-from ltx.core.base.placements import Placements
+from ltx.core.base.placements import PLAIN, Placements
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.reduction import LeafState
 from ltx.core.gradients.schedule import ProcessSchedule
@@ -75,14 +75,12 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
                 _check_differentiable(args[n].params if isinstance(args[n], Synced) else args[n], n)
         if sync_state is not None:
             check_state(sync_state)
-        placements = None
-        if isinstance(argnums, int):
-            placements = Placements.of(tree.flatten(args[argnums])[0])
-            if placements is not None:  # whose first derivatives are all there is
-                args = (*args[:argnums], tree.map(torch.Tensor.detach, args[argnums]), *args[argnums:][1:])
+        placements = Placements.of(tree.flatten(args[argnums])[0]) if isinstance(argnums, int) else PLAIN
+        if placements and isinstance(argnums, int):  # first derivatives are all there is
+            args = (*args[:argnums], tree.map(torch.Tensor.detach, args[argnums]), *args[argnums:][1:])
         if isinstance(argnums, int) and _is_plain(step, argnums, args, kwargs, sync_state):
             return _by_plain_autograd(step, argnums, args, kwargs, sync_state, checked_output)
-        if placements is not None and isinstance(argnums, int):
+        if placements and isinstance(argnums, int):
             if sync_state is not None:
                 raise UnsupportedError(
                     "a step with communication state and parameters that are DTensors: no other argument may require "
@@ -199,7 +197,7 @@ def _by_plain_autograd(
         raise
     value = tree.detached(output)
     with torch.no_grad():
-        found = tree.unflatten(spec, grads if placements is None else placements.placed(grads))
+        found = tree.unflatten(spec, placements.placed(grads))
     if sync_state is None:
         return found, value
     after = states_after(schedule.plan, states, sync_state.leaves, params, range(len(leaves)))

@@ -354,8 +354,7 @@ def sync_gradients(
         strategy = strategy.with_choice(sync_state.choice)
     leaves, spec = tree.flatten(grads)
     compiling = traced.recording()
-    placements = Placements.of(leaves)
-    if placements is not None:
+    if Placements.of(leaves):
         return _of_local_parts(grads, strategy, sync_state, axis)
     if not compiling:
         tree.check_tensors(grads, "grads")
@@ -383,7 +382,6 @@ def _of_local_parts(
     """:func:`sync_gradients` of a tree with DTensors: of their local parts. Sums that are due are taken first."""
     leaves, spec = tree.flatten(tree.map(summed, grads))
     placements = Placements.of(leaves)
-    assert placements is not None
     step = 0 if state is None else state.checked_step()
     check_placements(comm.resolve(axis), placements, strategy, step, lambda: tree.leaf_paths(grads), "sync_gradients")
     parts = tree.unflatten(spec, placements.local(leaves))

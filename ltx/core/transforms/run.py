@@ -13,7 +13,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, check_fields, is_number
 from ltx.core.base.errors import StepError, StrategyError, no_mean
 from ltx.core.base.needs import require
-from ltx.core.base.placements import Placements, dtensor_class, is_dtensor, local, whole
+from ltx.core.base.placements import PLAIN, Placements, on_mesh, whole
 from ltx.core.base.readable import Readable
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.reduce import wide
@@ -94,9 +94,8 @@ class StepSettings(Readable):
     returns: Literal["value", "grads"] = "value"
     blocked: bool = False
     precision: Any = None
-    #: How all parameters lie on meshes, for a caller that gives the step their local parts; None: the parameters
-    #: themselves say.
-    placements: Placements | None = field(default=None, repr=False)
+    #: How all parameters lie on meshes, for a caller that gives the step their local parts. Else the parameters say.
+    placements: Placements = field(default=PLAIN, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self, StepError, "argnums")
@@ -179,8 +178,7 @@ class Marked:
         if ties:
             given = [leaves[i] for i in ties]
             placements = Placements.of(given)
-            tied = self.tie(given if placements is None else placements.local(given))
-            leaves = at_places(leaves, ties, tied if placements is None else placements.placed(tied))
+            leaves = at_places(leaves, ties, placements.placed(self.tie(placements.local(given))))
         elif self.schedule is not None:
             raise StepError("the step returned no floating or complex tensor, so its parameters have no gradient.")
         return tree.unflatten(spec, leaves)
@@ -270,38 +268,30 @@ def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None
             )
 
 
-# --- DTensors --------------------------------------------------------------------------------------------------------
+# --- parameters on meshes --------------------------------------------------------------------------------------------
 #
-#     data_parallel(f)(params) = (tie ∘ f ∘ placed ∘ mark ∘ local_parts)(params)
+#     data_parallel(f)(params) = (tie ∘ f ∘ placed ∘ mark ∘ local)(params)
 #
 # All between is plain tensors: buckets, hooks, states. The transpose of `placed` gives a gradient the placements of its
 # parameter. A mesh may split parameters over its other dimensions.
 
 
-def local_parts(value: Tree) -> Tree:
-    """`value` with this rank's parts in place of DTensors; differentiable."""
-    return value if dtensor_class() is None else tree.map(local, value)
-
-
 def placed(placements: Placements, parts: Tree) -> Tree:
     """The tree of `parts` as the user's step is given it."""
     leaves, spec = tree.flatten(parts)
-    dtensors = placements.placed(leaves)
-    for x, part in zip(dtensors, leaves, strict=True):
+    given = placements.placed(leaves)
+    for x, part in zip(given, leaves, strict=True):
         if x is not part and x.grad_fn is not None:
             # Made before the step, these nodes would come last in the backward pass, and nothing would overlap.
             raise_priority(x, MARKER_PRIORITY)
-    return tree.unflatten(spec, dtensors)
+    return tree.unflatten(spec, given)
 
 
 def whole_scalars(output: Any) -> Any:
-    """`output` with plain tensors for 0-dim DTensors: a loss is its value, the same on all ranks of the mesh."""
-    if dtensor_class() is None:
-        return output
+    """`output` with 0-dim tensors that are whole: a loss is its value, the same on all ranks of a mesh."""
     leaves, spec = tree.flatten(output)
-    if not any(is_dtensor(x) and x.ndim == 0 for x in leaves):
-        return output
-    return tree.unflatten(spec, [whole(x) if is_dtensor(x) and x.ndim == 0 else x for x in leaves])
+    scalars = [i for i in on_mesh(leaves) if leaves[i].ndim == 0]
+    return tree.unflatten(spec, at_places(leaves, scalars, [whole(leaves[i]) for i in scalars])) if scalars else output
 
 
 def check_placements(

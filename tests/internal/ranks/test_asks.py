@@ -36,3 +36,17 @@ def test_nobody_asks_what_ranks_are() -> None:
     communicators = {name: uses["comm"] for name, uses in found.items() if uses["comm"]}
     assert sum(communicators.values()) <= MOST, communicators
     assert sum(communicators.values()) > MOST - 5, f"write MOST = {sum(communicators.values())}"
+
+
+def test_one_file_knows_the_class_of_tensors_on_meshes() -> None:
+    """The others ask for local parts and placements, which plain tensors have too."""
+    own = {"DTensor", "to_local", "full_tensor", "from_local", "redistribute", "device_mesh", "_local_tensor"}
+    files = {path.relative_to(LTX).as_posix(): ast.parse(path.read_text()) for path in LTX.rglob("*.py")}
+    knowing = {
+        name
+        for name, file in files.items()
+        for node in ast.walk(file)
+        if own & {getattr(node, field, None) for field in ("attr", "id", "name")}
+        or (isinstance(node, ast.Constant) and node.value in ("DTensor", "torch.distributed.tensor"))
+    }
+    assert knowing == {"core/base/placements.py"}
