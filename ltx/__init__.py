@@ -19,6 +19,9 @@ gc.disable()
 try:
     # --- submodules
     from ltx import errors, hooks, nn, optim
+    from ltx.core import collectives as _collectives
+    from ltx.core import training as _training
+    from ltx.core import transforms as _transforms
     from ltx.core.base import tree as tree
 
     # --- collectives
@@ -30,13 +33,13 @@ try:
     from ltx.core.ranks.simulated import vmap
 
     # --- strategies, world, running
-    from ltx.core.transforms.strategy import Strategy, handed_in
+    from ltx.core.transforms.strategy import HandedIn, Strategy
     from ltx.core.world.failures import hide_ours
     from ltx.core.world.init import init, to_device
     from ltx.core.world.world import World, shutdown, world
     from ltx.strategies import DDPStrategy
 
-    handed_in.default, handed_in.hooks = DDPStrategy(), hooks
+    HandedIn.strategy, HandedIn.hooks = DDPStrategy(), hooks
 
     # --- training
     from ltx.core.training import *
@@ -104,88 +107,44 @@ _OF_JAX = {
 }
 
 __all__ = [
-    "AllGatherGrad",
     "Axis",
     "BaguaStrategy",
     "DDPStrategy",
-    "DataParallel",
     "DataPosition",
     "DiLoCoStrategy",
     "DynamicLossScale",
-    "Future",
     "HorovodStrategy",
     "LocalSGDStrategy",
-    "Metrics",
     "PerRank",
     "Pool",
     "Precision",
     "Strategy",
-    "SyncState",
-    "Synced",
-    "TrainState",
-    "Weighted",
     "World",
     "ZeroStrategy",
-    "accumulate",
-    "adasum",
-    "all_gather",
-    "all_gather_object",
-    "all_to_all",
-    "async_",
     "axis_from_group",
-    "axis_index",
-    "axis_size",
-    "barrier",
-    "block_backward_sync",
-    "broadcast",
-    "broadcast_object",
-    "check_replicas",
     "checkpoint",
-    "data_parallel",
     "debug_checks",
     "elastic",
     "errors",
-    "functional_call",
-    "gather",
-    "gather_all_tensors",
-    "grad",
-    "grad_and_value",
     "hooks",
     "init",
     "launch",
     "mixed_precision",
     "nn",
     "optim",
-    "pargmax",
-    "pargmin",
-    "pmax",
-    "pmean",
-    "pmin",
-    "ppermute",
     "profile",
     "progress",
-    "psum",
-    "psum_scatter",
-    "psum_to",
-    "pvary",
-    "rank_seed",
-    "reduce",
-    "reduce_boolean_decision",
-    "scatter",
-    "shard",
     "show",
     "shutdown",
     "simulate",
-    "sync_gradients",
-    "sync_params",
     "to_device",
-    "to_module",
-    "train_step",
     "uneven",
     "vmap",
-    "weighted_mean",
     "world",
 ]
+__all__ += _collectives.__all__
+__all__ += _training.__all__
+__all__ += _transforms.__all__
 
 __version__ = "0.3.0"
 

@@ -151,7 +151,7 @@ def overlap() -> None:
 def demo() -> None:
     """The losses of ``ltx demo``, which runs for it."""
     from ltx.demo.gpt import Corpus, read_topics, unigram_entropy
-    from ltx.demo.report import Curve, plot
+    from ltx.demo.train import Curve, plot
 
     curves: dict[str, Curve] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ from ltx.estimate import Collective, Issues, Started, Steps, Waited
 from ltx.optim import Optimizer
 from ltx.profile.traces import record
 from ltx.strategies import Strategy
-from ltx.strategies.auto_hook import choice_for
+from ltx.strategies.ddp import choice_for
 from ltx.typing import Tree
 
 FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1  #: parts of a step's own time

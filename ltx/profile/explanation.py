@@ -29,7 +29,7 @@ from ltx.estimate import BucketExplanation, Collective, Issues, Steps, collectiv
 from ltx.optim import Optimizer, chain, identity
 from ltx.profile.traces import Trace
 from ltx.strategies import StepInfo, Strategy
-from ltx.strategies.auto_hook import choice_for
+from ltx.strategies.ddp import choice_for
 from ltx.typing import Tree
 
 

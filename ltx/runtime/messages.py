@@ -10,25 +10,46 @@ receiver maps that memory copy on write: the buffers are its own, and cost no co
 bytes go through the socket that sending never waits for the receiver, which may have been stopped.
 
 Only the two ends of an anonymous pair of sockets exchange messages, so bytes of other processes are never unpickled.
+
+Functions and classes are sent by value (cloudpickle) if they are of the called function's own module, which a notebook
+or an editor may have changed since a worker imported it, or of a module that the workers can't import. Those of all
+other modules are imported by the workers. The source of functions that are in no file, those of notebook cells, goes
+along, so that tracebacks on workers show its lines.
+
+What travels by value is always new. Modules that workers import, those of a project, are read again by :class:`Modules`
+once they were edited, so that a worker runs what the driver runs.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import inspect
 import io
+import linecache
 import mmap
 import os
 import pickle
 import struct
+import sys
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from types import FunctionType, ModuleType
 from typing import Any
 
+import cloudpickle
 import torch
 
 from ltx.core.comm.pickling import TensorPickler
+from ltx.core.world.failures import is_installed
+from ltx.errors import WorkerError
+from ltx.runtime.show import ipython
 
 
 @dataclass(frozen=True)
@@ -54,7 +75,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Call:
-    """Do a call. The same message has the function, ``(args, kwargs)``, and the sources of :mod:`ltx.runtime.calls`."""
+    """Do a call. The same message has the function, ``(args, kwargs)``, and the sources of cells."""
 
     number: int
     search_path: list[str] = field(default_factory=list)  # the driver's by now
@@ -226,3 +247,238 @@ def _written(views: Sequence[memoryview]) -> io.FileIO:
         file.close()
         raise
     return file
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+#: A function that carries more than this along, in its closure or in globals, is warned about.
+LARGE_BYTES = 16 << 20
+
+
+def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
+    """The message of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, and what that names.
+
+    Raises WorkerError if something in it can't be pickled.
+    """
+    pickler = _Pickler(number, getattr(_unwrapped(fn), "__module__", None) or "")
+    try:
+        pickler.dump(Call(number, search_path()))
+        pickler.dump(fn)
+        _warn_if_large(fn, pickler.nbytes)
+        pickler.dump((args, kwargs))
+        pickler.dump(pickler.sources)
+    except Exception as error:
+        raise WorkerError(
+            f"{name_of(fn)} and its arguments can't be sent to the workers: {type(error).__name__}: {error}. Open "
+            "files, locks, process groups and generators don't travel: make them inside the function."
+        ) from error
+    finally:
+        pickler.unregister()
+    return pickler.message()
+
+
+def search_path() -> list[str]:
+    """This process' ``sys.path``, as another process can use it."""
+    return [path or os.getcwd() for path in sys.path]
+
+
+def name_of(fn: Any) -> str:
+    """What messages call a function."""
+    return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or fn)
+
+
+class _Pickler(Pickler):
+    """The pickler of one call: modules that the workers can't import are registered with cloudpickle meanwhile."""
+
+    def __init__(self, number: int, own_module: str):
+        super().__init__()
+        self._number = number
+        self.sources: dict[str, tuple[str, list[str]]] = {}  # what is in no file: by name, what to call it, its lines
+        self._seen: set[str] = set()
+        self._registered: list[str] = []
+        self._look_at(own_module, importable=False)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _Globals):
+            return _new_globals, (self._number, dict(obj))
+        if isinstance(obj, FunctionType | type):
+            self._look_at(getattr(obj, "__module__", None) or "")
+        if isinstance(obj, functools._lru_cache_wrapper) and self._goes_by_value(obj):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, FunctionType):
+            if self._goes_by_value(obj):
+                self.globals_ref.setdefault(id(obj.__globals__), _Globals(obj.__globals__))
+            name = obj.__code__.co_filename
+            entry = linecache.cache.get(name)
+            if entry is not None and len(entry) == 4 and entry[1] is None:  # no time of change: it isn't a file
+                self.sources[name] = (_cell_of(name), entry[2])
+        return super().reducer_override(obj)
+
+    def unregister(self) -> None:
+        for name in self._registered:
+            with suppress(ValueError, KeyError):
+                cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+    def _goes_by_value(self, obj: Any) -> bool:
+        name = getattr(obj, "__module__", None) or ""
+        self._look_at(name)
+        return name == "__main__" or name in cloudpickle.list_registry_pickle_by_value()
+
+    def _look_at(self, name: str, importable: bool | None = None) -> None:
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        module = sys.modules.get(name)
+        if module is None or name == "__main__" or is_installed(getattr(module, "__file__", None)):
+            return
+        if importable is None:
+            importable = _finds(name, module.__file__)
+        if not importable and name not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            self._registered.append(name)
+
+
+class _Globals(dict[str, Any]):
+    """The globals of functions that go by value: none yet. On the worker they are those of a new module."""
+
+    def __init__(self, of: dict[str, Any]):
+        super().__init__({key: of.get(key) for key in ("__name__", "__package__", "__path__", "__file__") if key in of})
+
+
+#: How the names of such modules begin.
+_SENT = "ltx_call_"
+
+
+def _new_globals(number: int, said: dict[str, Any]) -> dict[str, Any]:
+    """The globals of a module for the functions that call `number` brings along; `said`: what theirs say of theirs.
+
+    torch.compile looks for a function's globals in the module that they name. It finds these there, and would find
+    others, or none, in the worker's own module of that name. Modules of earlier calls go.
+    """
+    mine = f"{_SENT}{number}_"
+    for other in [other for other in sys.modules if other.startswith(_SENT) and not other.startswith(mine)]:
+        del sys.modules[other]
+    module = ModuleType(mine + str(said.get("__name__")).replace(".", "_"))
+    vars(module).update({key: value for key, value in said.items() if key != "__name__"})
+    sys.modules[module.__name__] = module
+    return vars(module)
+
+
+def _cell_of(name: str) -> str:
+    """What a notebook calls the cell whose code is named `name`."""
+    count = getattr(getattr(ipython(), "compile", None), "_filename_map", {}).get(name)
+    return name if count is None else f"<cell In[{count}]>"
+
+
+def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    """`fn` with an empty cache of its own."""
+    return functools.lru_cache(**parameters)(fn)
+
+
+def _warn_if_large(fn: Any, nbytes: int) -> None:
+    if nbytes <= LARGE_BYTES:
+        return
+    try:
+        found = inspect.getclosurevars(_unwrapped(fn))
+        values = {**found.globals, **found.nonlocals}
+    except TypeError:  # not a Python function
+        values = {}
+    sizes = {name: size for name, value in values.items() if (size := _nbytes(value))}
+    held = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{name!r} with {size / 1e6:.0f} MB" for name, size in held)
+    warnings.warn(
+        f"{name_of(fn)} carries {nbytes / 1e6:.0f} MB along to the workers at each call"
+        + (f": {named}" if named else "")
+        + ". Make it on the workers (in a %%ltx cell, or kept in a module), or pass only the part that they need.",
+        stacklevel=5,
+    )
+
+
+def _nbytes(value: Any) -> int:
+    """The bytes of a tensor, an array or a module."""
+    if isinstance(value, torch.nn.Module):
+        return sum(p.nbytes for p in (*value.parameters(), *value.buffers()))
+    size = getattr(value, "nbytes", 0)
+    return size if isinstance(size, int) else 0
+
+
+def _unwrapped(fn: Any) -> Any:
+    """The user's function inside partials, decorators and bound methods."""
+    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__") or inspect.ismethod(fn):
+        fn = getattr(fn, "func", None) or getattr(fn, "__wrapped__", None) or getattr(fn, "__func__", None)
+    return fn
+
+
+def _finds(name: str, file: str | None) -> bool:
+    """Whether importing the module `name` afresh, with this process' ``sys.path``, would find its file."""
+    path, spec = None, None
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        specs = (find(".".join(parts[:end]), path) for find in finders if find is not None)
+        spec = next((found for found in specs if found is not None), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and file is not None and spec.origin == file
+
+
+@functools.lru_cache
+class Modules:
+    """The user's modules in this process, each as its file was when it was read."""
+
+    def __init__(self) -> None:
+        self._known = set(sys.modules)
+        self._stamps: dict[str, tuple[int, int] | None] = {}
+        self._old: dict[Any, Any] = {}  # functions and classes of modules before they were read again
+
+    def note(self) -> None:
+        """Remember the files of modules that are new."""
+        for name in [name for name in sys.modules if name not in self._known]:
+            self._known.add(name)
+            file = getattr(sys.modules.get(name), "__file__", None)
+            if file is not None and file.endswith(".py") and not is_installed(file):
+                self._stamps[name] = _stamp(file)
+
+    def refresh(self) -> None:
+        """Read those again whose files have changed; functions and classes that others hold of them are the new ones.
+
+        What others have taken of them besides, such as a number, stays as it was until those are edited too. Raises
+        WorkerError if one can't be read: it stays as it was, and is tried again at the next call.
+        """
+        self.note()
+        for name, stamp in reversed(self._stamps.items()):  # a module is listed before those that it imports
+            module = sys.modules.get(name)
+            now = _stamp(module.__file__ or "") if module is not None else None
+            if module is None or now in (stamp, None):
+                continue
+            with suppress(OSError, NotImplementedError):
+                # Its time is kept in whole seconds there.
+                os.unlink(importlib.util.cache_from_source(module.__file__ or ""))
+            importlib.invalidate_caches()
+            try:
+                self._reload(module)
+            except Exception as error:
+                if isinstance(error, ModuleNotFoundError) and error.name == name:
+                    continue  # it came by value, or was loaded from a path: there is nothing to read by its name
+                raise WorkerError(
+                    f"the module {name!r} was edited since this worker imported it, and reading it again raised "
+                    f"{type(error).__name__}: {error}. Mend {module.__file__}, or start new workers."
+                ) from error
+            self._stamps[name] = now or stamp
+
+    def _reload(self, module: ModuleType) -> None:
+        try:
+            from IPython.extensions.autoreload import superreload
+        except ImportError:
+            importlib.reload(module)  # `from module import f` elsewhere still has the old f
+        else:
+            superreload(module, importlib.reload, self._old)
+
+
+def _stamp(file: str) -> tuple[int, int] | None:
+    """What tells an edited file; None where there is none any more."""
+    with suppress(OSError):
+        found = os.stat(file)
+        return found.st_mtime_ns, found.st_size
+    return None

@@ -23,9 +23,8 @@ from ltx.core.base.readable import Table
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.world import cores
 from ltx.errors import ArgumentError, CallInterruptedError, WorkerError
-from ltx.runtime.calls import name_of, pack_call
 from ltx.runtime.failures import failure_error, what_became_of_workers
-from ltx.runtime.messages import Call, Failure, Message, Result, pack
+from ltx.runtime.messages import Call, Failure, Message, Result, name_of, pack, pack_call
 from ltx.runtime.per_rank import PerRank
 from ltx.runtime.worker import StartMethod, starter
 from ltx.runtime.worker_group import WorkerGroup, collect

@@ -38,9 +38,8 @@ from ltx.core.world.placement import LOOPBACK
 from ltx.core.world.world import abandon, accelerators, forget
 from ltx.errors import UnsupportedError, WorkerError
 from ltx.runtime import messages, show
-from ltx.runtime.calls import Modules
 from ltx.runtime.failures import failure_of, places_of
-from ltx.runtime.messages import Call, Message, pack, receive
+from ltx.runtime.messages import Call, Message, Modules, pack, receive
 from ltx.runtime.show import Writer
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]

@@ -21,9 +21,8 @@ from typing import Any
 
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime import messages
-from ltx.runtime.calls import search_path
 from ltx.runtime.failures import exit_text, failure_of, told_where
-from ltx.runtime.messages import Failure, Message, Result, pack, receive
+from ltx.runtime.messages import Failure, Message, Result, pack, receive, search_path
 from ltx.runtime.show import Area, Printed, in_notebook, labelled, together, write
 from ltx.runtime.worker import Process, Starter
 

@@ -179,23 +179,6 @@ def test_what_is_said_is_in_what_is_offered() -> None:
     assert NewStrategy().offers.updates_in_buckets is True
 
 
-@pytest.mark.parametrize(
-    ("base", "name", "now"),
-    [
-        (CommHook, "states_of", "ltx.extend.states_of(hook, entries)"),
-        (Strategy, "negotiate", "ltx.extend.negotiate(strategy, hook, tensors, paths, info)"),
-        (Strategy, "check_weighted", "its gives_gradients"),
-        (Strategy, "network_on", "is given the network"),
-        (Strategy, "steps_ahead", "by cycle"),
-    ],
-)
-def test_a_member_of_before_says_what_is_written_now(base: type, name: str, now: str) -> None:
-    with pytest.raises(ltx.errors.StrategyError, match=rf"Mine defines {name}, .*{re.escape(now)}"):
-        type("Mine", (base,), {name: lambda self: None})
-    with pytest.raises(AttributeError, match=re.escape(now)):
-        getattr(base(), name)
-
-
 def test_what_is_refused_says_the_field() -> None:
     with pytest.raises(ltx.errors.StrategyError, match=r"NewStrategy\.every must be a whole number .*, got 0"):
         NewStrategy(every=0)

@@ -120,20 +120,15 @@ class Offering(Generic[R]):
 
     ``offers`` is a dataclass, `kind`, whose fields have defaults. A class says what differs by an attribute, a property
     or a method of a field's name, ``elementwise = True``, or by an `offers` of its own. Whatever way, `offers` has all
-    of them, and each can be read by its name. What the contract had before is `moved`: a class that defines it raises.
+    of them, and each can be read by its name.
     """
 
     _kind: ClassVar[Any]
-    _moved: ClassVar[dict[str, str]] = {}
 
-    def __init_subclass__(cls, kind: type | None = None, moved: dict[str, str] | None = None, **others: Any) -> None:
+    def __init_subclass__(cls, kind: type | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)
-        cls._kind, cls._moved = kind or cls._kind, moved or cls._moved
+        cls._kind = kind or cls._kind
         own = set(vars(cls))
-        if old := sorted(own & cls._moved.keys()):
-            raise StrategyError(
-                f"{cls.__name__} defines {old[0]}, which nobody asks for any more: {cls._moved[old[0]]}"
-            )
         for each in fields(cls._kind):
             of = each.metadata.get("follows")
             if kind is not None:
@@ -152,9 +147,8 @@ class Offering(Generic[R]):
         found: R = self._kind(**follow)
         return found
 
-    def __getattr__(self, name: str) -> Any:
-        now = f": {self._moved[name]}" if name in self._moved else ""
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{now}")
+    def __getattr__(self, name: str) -> Any:  # type checkers don't see that `kind` has it
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def whole(

@@ -80,12 +80,7 @@ class HookOffers:
 
 
 @dataclass(frozen=True)
-class CommHook(
-    Offering[HookOffers],
-    Readable,
-    kind=HookOffers,
-    moved={"states_of": "write ltx.extend.states_of(hook, entries), which reads what state_names say."},
-):
+class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
     """A pure reduction of buckets, with explicit state.
 
     A hook is a value: it compares, hashes, pickles and prints. :meth:`reduce` is a generator written with

@@ -85,17 +85,7 @@ class StrategyOffers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy(
-    Offering[StrategyOffers],
-    BucketSettings,
-    kind=StrategyOffers,
-    moved={
-        "check_weighted": "a loss that is an ltx.Weighted needs hook(step) at every step, and its gives_gradients.",
-        "negotiate": "write ltx.extend.negotiate(strategy, hook, tensors, paths, info).",
-        "network_on": "choose(params, ranks, network, dtype) is given the network.",
-        "steps_ahead": "say which steps repeat by cycle.",
-    },
-):
+class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
     """What a training step does besides the user's own work.
 
     A strategy is immutable: it compares, hashes, pickles, prints, and is changed with ``dataclasses.replace``. Its
@@ -272,21 +262,17 @@ def network_on(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network | N
     return comm.measured(axis_comm)
 
 
-@dataclass
-class _HandedIn:
+class HandedIn:
     """What rooms below the boundary give the kernel when ``ltx`` is imported, since it imports none of them."""
 
-    default: Strategy  # of transformations that are given none. Made once: Dynamo can't make one while it traces
+    strategy = Strategy()  # of transformations that are given none. Made once: Dynamo can't make one while it traces
     hooks: Any = None  # ltx.hooks
 
 
-handed_in = _HandedIn(Strategy())
-
-
 def default_strategy() -> Strategy:
-    return handed_in.default
+    return HandedIn.strategy
 
 
 def in_dtype(hook: CommHook | None, dtype: torch.dtype | None) -> CommHook | None:
     """`hook`, whose sums travel in `dtype`."""
-    return hook if hook is None or dtype is None else handed_in.hooks.cast(hook, dtype)
+    return hook if hook is None or dtype is None else HandedIn.hooks.cast(hook, dtype)

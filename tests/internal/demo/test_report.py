@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ltx.demo.report import Curve, Report, Result, draw, format_table, told
+from ltx.demo.train import Curve, Report, Result, draw, format_table, told
 
 
 class Terminal(io.StringIO):
@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("ltx.demo.report.time.monotonic", clock)
+    monkeypatch.setattr("ltx.demo.train.time.monotonic", clock)
     return clock
 
 

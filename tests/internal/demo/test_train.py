@@ -11,8 +11,7 @@ import torch
 
 import ltx
 from ltx.demo.gpt import GPT, PARAGRAPH, Corpus
-from ltx.demo.report import Report
-from ltx.demo.train import CONFIGURATIONS, CONTEXT, PEAK_LR, Lesson, Options, main, schedule
+from ltx.demo.train import CONFIGURATIONS, CONTEXT, PEAK_LR, Lesson, Options, Report, main, schedule
 
 
 @pytest.fixture

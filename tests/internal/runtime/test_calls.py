@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ltx import Pool
-from ltx.runtime.calls import LARGE_BYTES, pack_call
+from ltx.runtime.messages import LARGE_BYTES, pack_call
 from tests.covering import some
 
 

@@ -21,7 +21,7 @@ from ltx.core import comm
 from ltx.core.comm import network as measured_network
 from ltx.core.gradients.planning import MIB, bucket_sizes
 from ltx.errors import InputError, RankMismatchError, SyncStateError, UnsupportedError
-from ltx.strategies.auto_hook import candidates, choice_for
+from ltx.strategies.ddp import candidates, choice_for
 from tests.kinds import Ranks
 from tests.twins.cases import Params, assert_same_bits, own_axis, params_of, seeded
 from tests.twins.training import adamw, mean_step, problem, run
