@@ -24,25 +24,25 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1579, 10),
-    "all": Size(40364, 167),
+    ".": Size(1538, 10),
+    "all": Size(40268, 164),
     "checkpoint": Size(1636, 7),
     "core": Size(1, 1),
-    "core/base": Size(2102, 11),
-    "core/collectives": Size(3144, 11),
+    "core/base": Size(2115, 11),
+    "core/collectives": Size(3146, 11),
     "core/comm": Size(6274, 22),
-    "core/gradients": Size(2282, 8),
+    "core/gradients": Size(2277, 8),
     "core/optim": Size(2680, 11),
     "core/ranks": Size(1161, 5),
-    "core/training": Size(3439, 13),
-    "core/transforms": Size(3288, 12),
+    "core/training": Size(3435, 13),
+    "core/transforms": Size(3259, 12),
     "core/world": Size(1626, 7),
-    "demo": Size(488, 4),
+    "demo": Size(480, 3),
     "hooks": Size(2434, 12),
     "notebook": Size(197, 2),
     "profile": Size(1118, 4),
-    "runtime": Size(4279, 15),
-    "strategies": Size(2636, 12),
+    "runtime": Size(4267, 14),
+    "strategies": Size(2624, 11),
 }
 
 
