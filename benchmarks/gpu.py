@@ -187,7 +187,7 @@ class Part:
 
 
 _PYTEST = ("-m", "pytest", "tests/gpu", "-q", "-W", "default", "-p", "no:cacheprovider")
-_TABLE = ("-m", "benchmarks.table", "--device", "cuda", "--ranks", "1", "--rounds", "1")
+_TABLE = ("-m", "benchmarks.table", "--device", "cuda", "--ranks", "1", "--minutes", "0")
 _COMPILED = (*_TABLE, "--compiled", "--variants")
 
 PARTS = (

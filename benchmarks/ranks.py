@@ -106,6 +106,11 @@ def interleaved(
     return times
 
 
+def ratios(times: Mapping[str, list[float]], name: str, base: str) -> list[float]:
+    """At each iteration `name`'s time by `base`'s."""
+    return [a / b for a, b in zip(times[name], times[base], strict=True)]
+
+
 def ratio(times: Mapping[str, list[float]], name: str, base: str) -> float:
-    """The median over iterations of `name`'s time by `base`'s in the same iteration."""
-    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+    """Their median."""
+    return statistics.median(ratios(times, name, base))
