@@ -159,9 +159,10 @@ def _variants() -> list[Row]:
         if row.backing in (PROCESSES, SIMULATED, ALONE):
             dtypes = [*row.op.dtypes, *(row.op.whole if value else ())]
             narrow += [replace(row, dtype=dtype) for dtype in dtypes if not (dtype.is_complex and row.transform.real)]
-    between = [row for row in narrow if row.backing is PROCESSES and not _is_representative(row)]
-    met = {between[i] for i in covering([(row.op.name, row.transform.name, row.dtype) for row in between])}
-    return [*found, *(row for row in narrow if row not in between or row in met)]
+    between = [i for i, row in enumerate(narrow) if row.backing is PROCESSES and not _is_representative(row)]
+    met = covering([(narrow[i].op.name, narrow[i].transform.name, narrow[i].dtype) for i in between])
+    left = set(between) - {between[k] for k in met}
+    return [*found, *(row for i, row in enumerate(narrow) if i not in left)]
 
 
 def _is_representative(row: Row) -> bool:
@@ -171,10 +172,11 @@ def _is_representative(row: Row) -> bool:
     return row.transform.name == ("value" if row.dtype in row.op.whole else "hvp")
 
 
-ROWS = [*_rows(_is_in_table), *filter(_is_representative, _variants())]
+VARIANTS = _variants()
+ROWS = [*_rows(_is_in_table), *filter(_is_representative, VARIANTS)]
 FULL_ROWS = [
     *(row for row in _rows(_is_in_full_table) if row not in ROWS),
-    *(row for row in _variants() if not _is_representative(row)),
+    *(row for row in VARIANTS if not _is_representative(row)),
 ]
 MARKS = {
     EAGER: (),

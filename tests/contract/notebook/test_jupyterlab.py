@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("jupyterlab", reason="no JupyterLab: pip install 'ltx[browser]'")
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'ltx[browser]'")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -27,6 +27,8 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.timeout(240),
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium"),
+    # Not imported here: that takes a second of every run.
+    pytest.mark.skipif(find_spec("jupyterlab") is None, reason="no JupyterLab: pip install 'ltx[browser]'"),
 ]
 
 CELLS = {
