@@ -137,13 +137,13 @@ def ppo(given: Given) -> dict[str, Params]:
 def plateau(given: Given) -> dict[str, Any]:
     policy = copy.deepcopy(given["policy"])
     optimizer = sgd(policy)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5, threshold=0.01)
     rates, best, since = [], float("inf"), 0
     for _ in range(80):
         loss = (policy(given["observed"]) - given["goal"]).square().mean()
         step(optimizer, loss)
         seen = round(loss.item(), 2)
-        scheduler.step(seen)
+        scheduler.step(loss.item())
         rates.append(optimizer.param_groups[0]["lr"])
         best, since = (seen, 0) if seen < best else (best, since + 1)
         if since == 6:

@@ -96,9 +96,9 @@ MUTANTS = (
     ),
     Mutant(
         name="optim: a schedule is asked for the next step",
-        where="TorchOptimizer._lr",
-        old="return scheduled_lr(self.lr, count) if callable(self.lr)",
-        new="return scheduled_lr(self.lr, count + 1) if callable(self.lr)",
+        where="ClassOptimizer._values",
+        old="else scheduled(name, own, count)",
+        new="else scheduled(name, own, count + 1)",
         breaks="the learning rate is a step ahead",
         tests=("tests/contract/optim/test_from_torch.py",),
     ),

@@ -70,6 +70,15 @@ TABLE = {
     "overlap, optimizer": Need(
         'overlap="update"', "an update of each parameter by itself, before all", lambda x: x.offers.leafwise, _WAIT
     ),
+    "loss, overlap": Need(
+        "an optimizer that sees the loss", "the loss of all ranks before the first update", _never, _WAIT
+    ),
+    "loss, strategy": Need(
+        "an optimizer that sees the loss",
+        "one that all ranks share, as they share parameters",
+        lambda x: x.layout.params != "per_rank",
+        f"{_DDP}, or decide outside of the step: ltx.optim.adjust",
+    ),
     "guard, overlap": Need("a guard or dynamic loss scale", "all gradients before the optimizer runs", _never, _WAIT),
     "check_every, strategy": Need(
         "check_every", "parameters alike on all ranks", lambda x: x.layout.params == "replicated", "leave it out"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ltx.core.optim.averages import EmaState, averaged, ema
-from ltx.core.optim.base import Optimizer, TorchState, apply_updates
+from ltx.core.optim.base import LossState, Optimizer, TorchState, apply_updates, with_loss
 from ltx.core.optim.combine import chain, from_functions, identity
 from ltx.core.optim.from_torch import from_torch
 from ltx.core.optim.grad_transforms import (
@@ -16,14 +16,17 @@ from ltx.core.optim.grad_transforms import (
 )
 from ltx.core.optim.partition import masked, partition
 from ltx.core.optim.quantized_adam import qadam
-from ltx.core.optim.schedules import from_scheduler, linear, warmup_cosine
+from ltx.core.optim.schedules import adjust, adjustable, from_scheduler, linear, reduce_on_plateau, warmup_cosine
 
 __all__ = [
     "ClipState",
     "EmaState",
+    "LossState",
     "Optimizer",
     "TorchState",
     "add_noise",
+    "adjust",
+    "adjustable",
     "apply_updates",
     "averaged",
     "chain",
@@ -40,7 +43,9 @@ __all__ = [
     "measure_global_norm",
     "partition",
     "qadam",
+    "reduce_on_plateau",
     "warmup_cosine",
+    "with_loss",
 ]
 
 

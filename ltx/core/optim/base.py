@@ -104,12 +104,39 @@ def apply_leaves(optimizer: Optimizer, grads: Tensors, states: LeafStates, param
 
 def advanced(state: Tree, by: Callable[[int], int] = lambda count: count + 1) -> Tree:
     """`state` with one more update counted in each :class:`TorchState`, or what `by` says; its tensors as they are."""
+    return at_nodes(state, lambda node: replace(node, count=by(node.count)), TorchState)
+
+
+def at_nodes(state: Tree, made: Callable[[Any], Any], *kinds: type) -> Tree:
+    """`state` with what `made` gives in place of each outermost node of these classes."""
     return optree.tree_map(
-        lambda x: replace(x, count=by(x.count)) if isinstance(x, TorchState) else x,
+        lambda x: made(x) if isinstance(x, kinds) else x,
         state,
-        is_leaf=lambda x: isinstance(x, TorchState),
+        is_leaf=lambda x: isinstance(x, kinds),
         namespace=NAMESPACE,
     )
+
+
+def with_loss(state: Tree, loss: Tensor) -> Tree:
+    """`state`, an optimizer's, with `loss` in each :class:`LossState`: what a train step does before each update.
+
+    >>> import torch
+    >>> with_loss({"seen": LossState(), "sum": torch.zeros(1)}, torch.tensor(0.5))
+    {'seen': LossState(loss=tensor(0.5000)), 'sum': tensor([0.])}
+    """
+
+    def told(node: LossState | TorchState) -> LossState | TorchState:
+        if isinstance(node, LossState):
+            return LossState(loss.clone())  # the metrics' own isn't given away with the state
+        return replace(node, hyper=with_loss(node.hyper, loss)) if node.hyper else node
+
+    return at_nodes(state, told, LossState, TorchState)
+
+
+def sees_loss(state: Tree) -> bool:
+    """Whether there is a :class:`LossState` in it."""
+    found = all_of(state, LossState, TorchState)
+    return any(isinstance(node, LossState) or sees_loss(node.hyper) for node in found)
 
 
 def times_lr(optimizer: Optimizer, factor: float) -> Optimizer | None:
@@ -344,18 +371,47 @@ class TorchState:
             every update.
         count: the number of updates done. A Python integer that belongs to the tree's structure, not to its leaves, so
             that a schedule can read it under every transformation.
+        hyper: the hyperparameters that are kept in the state, by name (:func:`adjustable`, :func:`reduce_on_plateau`);
+            () if none is.
     """
 
     per_param: Tree
     count: int = 0
+    hyper: Tree = ()
 
 
 register_node(
     TorchState,
-    lambda state: ((state.per_param,), state.count),
-    lambda children, count: TorchState(children[0], count),
-    ("per_param",),
+    lambda state: ((state.per_param, state.hyper), state.count),
+    lambda children, count: TorchState(children[0], count, children[1]),
+    ("per_param", "hyper"),
 )
+
+
+@dataclass(frozen=True)
+class LossState:
+    """A place for the loss, which an optimizer that wants to see it keeps anywhere in its state.
+
+    A train step puts the mean loss of all ranks there (:func:`with_loss`) before each update. It refuses to where ranks
+    have losses of their own, and with ``overlap="update"``, as updates begin before there is one.
+
+    Attributes:
+        loss: 0-dim tensor; NaN before the first update.
+
+    Example:
+        >>> import torch, ltx
+        >>> def polyak(grads, state, w):  # the loss over the squared norm of the gradients
+        ...     return -state.loss / grads.square().sum() * grads, state
+        >>> optimizer = ltx.optim.from_functions(lambda w: ltx.optim.LossState(), polyak)
+        >>> train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).square().sum()), optimizer)
+        >>> train(train.init(torch.tensor(2.0)), torch.tensor(1.0))[0].params
+        tensor(1.)
+    """
+
+    loss: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
+
+
+register_node(LossState, lambda state: ((state.loss,), None), lambda children, _: LossState(children[0]), ("loss",))
 
 
 def all_of(state: Tree, *kinds: type) -> list[Any]:

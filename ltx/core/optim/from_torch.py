@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,8 @@ from ltx.core.optim.base import (
     leaves_like,
 )
 from ltx.core.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned, run_pure
-from ltx.core.optim.torch_class import ClassOptimizer, OpaqueOptimizer, check_grad_layouts, check_params, scheduled_lr
+from ltx.core.optim.schedules import Adjustable
+from ltx.core.optim.torch_class import ClassOptimizer, OpaqueOptimizer, check_grad_layouts, check_params
 from ltx.typing import Tree
 
 _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
@@ -54,14 +55,19 @@ class TorchOptimizer(ClassOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fixed_lr = {} if self.lr is None or callable(self.lr) else {"lr": self.lr}
-        object.__setattr__(self, "kernel", build(self.cls, fixed_lr | dict(self.kwargs)))
+        fixed_lr = {} if self.lr is None or "lr" in self._varying else {"lr": self.lr}
+        values = self._values(0, self._hyper, but="lr")
+        if not values.get("momentum", 1):  # there has to be a buffer for what it will become
+            values["momentum"] = 0.9
+        object.__setattr__(self, "kernel", build(self.cls, fixed_lr | self._kwargs | values))
 
     @property
     def offers(self) -> OptimizerOffers:
         return OptimizerOffers(elementwise=self.cls in _ELEMENTWISE, leafwise=True, moves_params=True)
 
     def _times_lr(self, factor: float) -> TorchOptimizer | None:
+        if isinstance(self.lr, Adjustable):
+            return None
         if callable(self.lr):
             return replace(self, lr=partial(_times, self.lr, factor))
         fixed = self.kernel.group.get("lr")
@@ -72,12 +78,13 @@ class TorchOptimizer(ClassOptimizer):
         leaves, spec = flatten(params)
         fused = self._fused(leaves)
         check_params(self.cls, params, fused if self.kwargs.get("fused") else None)
-        lr = self._lr(0)
+        hyper = self._hyper
+        lr = self._values(0, hyper).get("lr", self.kernel.group["lr"])
         self._traced(lr, 0)  # may be refused
         if is_transforming():  # a state starts alike for every example: only shapes count, and no wrapper is needed
             leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
         states = [self.kernel.materialise(*leaf, lr=lr) for leaf in zip(leaves, fused, strict=True)]
-        return TorchState(spec.unflatten(states))
+        return TorchState(spec.unflatten(states), hyper=hyper)
 
     @checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
@@ -89,13 +96,14 @@ class TorchOptimizer(ClassOptimizer):
         has_grad = [index for index, grad in enumerate(grad_leaves) if grad is not None]
         grad_leaves = [grad_leaves[index] for index in has_grad]
         picked = [states[index] for index in has_grad], [leaves[index] for index in has_grad]
-        lr = self._lr(state.count)
-        rate = self._traced(lr, state.count)
-        rule = partial(self._run, count=state.count, lr=lr if rate is None else 1.0)
+        values = self._values(state.count, state.hyper)
+        rate = self._traced(values.get("lr"), state.count)
+        rule = partial(self._run, count=state.count, values=values if rate is None else values | {"lr": 1.0})
+        hyper, next_count = self._hyper_after(state), state.count + 1
         if donate and rate is None and donated(picked[1], grad_leaves, *map(dict.values, picked[0])):
             increment_version(picked[1])  # before anything is written; fused kernels don't
             rule(grad_leaves, *picked)
-            return params, replace(state, count=state.count + 1)
+            return params, TorchState(state.per_param, next_count, hyper)
         pure = self._in_graph if traced.recording() else partial(run_pure, rule)
         updated = zip(*pure(grad_leaves, *picked), strict=True)
         by_index = dict(zip(has_grad, updated, strict=True))
@@ -109,8 +117,8 @@ class TorchOptimizer(ClassOptimizer):
                 for old, (new, own) in zip(leaves, pairs, strict=True)
             ]
         if not any(own for _, own in pairs):  # Dynamo takes empty dicts for constants, and can't put those in a tree
-            return spec.unflatten([leaf for leaf, _ in pairs]), replace(state, count=state.count + 1)
-        new_state = TorchState(spec.unflatten([own for _, own in pairs]), state.count + 1)
+            return spec.unflatten([leaf for leaf, _ in pairs]), TorchState(state.per_param, next_count, hyper)
+        new_state = TorchState(spec.unflatten([own for _, own in pairs]), next_count, hyper)
         return spec.unflatten([leaf for leaf, _ in pairs]), new_state
 
     def _in_graph(self, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:
@@ -126,26 +134,35 @@ class TorchOptimizer(ClassOptimizer):
     def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> None:
         check_grads(grads, params)
         check_grad_layouts(self.cls, grads)
-        lr = self._lr(state.count)
-        if isinstance(lr, Tensor) and lr.requires_grad:
+        values = self._values(state.count, state.hyper)
+        if isinstance(lr := values.get("lr"), Tensor) and lr.requires_grad:
             raise OptimError(
                 f"{self}: the learning rate of step {state.count} requires grad, and this update is in place, which "
                 'has no derivative. Use overlap="backward", or detach the rate.'
             )
-        self._run(grads, states, params, count=state.count, lr=lr)
+        self._run(grads, states, params, count=state.count, values=values)
 
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
         if self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):
+            return None
+        if any(isinstance(own, Adjustable) for own in self._varying.values()):  # they mustn't change either
             return None
         conditional = copy(self)
         object.__setattr__(conditional, "_skip", skip)
         return conditional
 
     def _run(
-        self, grads: Tensors, states: LeafStates, params: Tensors, differentiable: bool = False, *, count: int, lr: Rate
+        self,
+        grads: Tensors,
+        states: LeafStates,
+        params: Tensors,
+        differentiable: bool = False,
+        *,
+        count: int,
+        values: Mapping[str, Any],
     ) -> None:
         """One update in place, each leaf through the fastest kernel that it admits."""
-        run = partial(self.kernel.run, lr=lr, skip=self._skip)
+        run = partial(self.kernel.run, hyper=values, skip=self._skip)
         if differentiable:
             run(grads, states, params, fused=False, differentiable=True)
             return
@@ -170,7 +187,7 @@ class TorchOptimizer(ClassOptimizer):
         check_state(self, state, TorchState)
         return leaves_like(spec, state.per_param, "the optimizer's state")
 
-    def _traced(self, lr: Rate, count: int) -> Tensor | None:
+    def _traced(self, lr: Rate | None, count: int) -> Tensor | None:
         """The learning rate, if somebody differentiates or batches it: torch's classes take most rates for numbers."""
         if not isinstance(lr, Tensor) or traced.recording():
             return None
@@ -182,9 +199,6 @@ class TorchOptimizer(ClassOptimizer):
                 f"{self.cls.__name__} isn't proportional to its rate. Detach it, or use another class, such as Adam."
             )
         return lr
-
-    def _lr(self, count: int) -> Rate:
-        return scheduled_lr(self.lr, count) if callable(self.lr) else self.kernel.group["lr"]
 
 
 def _times(lr: Callable[[int], Any], factor: float, count: int) -> Any:
@@ -231,8 +245,9 @@ def from_torch(
             caller's to form.
         lr: a number, or a function from the number of updates done so far (0 first) to a number or 0-dim tensor, as
             optax's schedules; None is torch's default. (ASGD and Rprop keep a rate in their state; it starts as that of
-            step 0.)
-        kwargs: the hyperparameters of `cls`, by torch's names.
+            step 0.) Or what is kept in the state: :func:`adjustable`, :func:`reduce_on_plateau`.
+        kwargs: the hyperparameters of `cls`, by torch's names. Where `cls` takes a number, or several as ``betas``,
+            each may be a function or be kept in the state, as `lr` may.
 
     Raises:
         ltx.errors.OptimError: if torch refuses the hyperparameters, one is unknown, or `cls` can't run on explicit
@@ -248,10 +263,11 @@ def from_torch(
 @traced.at_trace_time
 def _prepare_trace(optimizer: TorchOptimizer) -> str:
     """The key of `optimizer` in a graph."""
-    if callable(optimizer.lr):
+    if optimizer._varying:
+        names = " and ".join(sorted(optimizer._varying))
         raise UnsupportedError(
-            f"{optimizer!r}: a compiled step can't ask for the learning rate of each step, as Python doesn't run "
-            "there. Give a fixed lr, or compile the loss alone: ltx.data_parallel(torch.compile(loss), strategy)."
+            f"{optimizer!r}: a compiled step can't ask for the {names} of each step, as Python doesn't run "
+            "there. Give numbers, or compile the loss alone: ltx.data_parallel(torch.compile(loss), strategy)."
         )
     if not optimizer.kernel.traceable:
         raise UnsupportedError(
@@ -274,7 +290,7 @@ def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tenso
     traced_in_lists = traced.recording() and not private.in_transform()
     with torch.no_grad():
         # Neither path reads a number off a tensor.
-        run = partial(optimizer.kernel.run, list(tensors[:count]), news, params, lr=optimizer._lr(0), fused=False)
+        run = partial(optimizer.kernel.run, list(tensors[:count]), news, params, fused=False)
         run(traced=True) if traced_in_lists else run(differentiable=True)
     return (
         *params,

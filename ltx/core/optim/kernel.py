@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Kernel:
         states: LeafStates,
         params: Tensors,
         *,
-        lr: Rate | None,
+        hyper: Mapping[str, Any] = MappingProxyType({}),
         fused: bool,
         differentiable: bool = False,
         traced: bool = False,
@@ -84,9 +85,10 @@ class Kernel:
     ) -> None:
         """One update of `params` and `states`, in place; none if `skip` is true, which fused kernels look at.
 
+        `hyper`: the values of those hyperparameters that vary.
         `traced`: read no number off a tensor, and take lists of tensors in one operation where the class can do both.
         """
-        changes: dict[str, Any] = {"lr": lr, "fused": fused}
+        changes: dict[str, Any] = {**hyper, "fused": fused}
         if traced and "foreach" in self.group and ("capturable" in self.group or self._is(torch.optim.SGD)):
             changes |= {"foreach": True, "capturable": True}
         else:
@@ -194,7 +196,7 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
         raise NotGatheredError(f"{cls.__name__} has no _init_group.")
     one = torch.zeros(1, 1)
     made, held = kernel.materialise(one, False, None), kernel.materialise(one, False, None)
-    kernel.run([one.clone()], [held], [one], lr=group.get("lr"), fused=False)
+    kernel.run([one.clone()], [held], [one], fused=False)
     if held.keys() != made.keys():
         raise NotGatheredError(f"{cls.__name__} doesn't make its state {sorted(held.keys() - made.keys())} there.")
     return kernel

@@ -11,7 +11,7 @@ between the ranks is :class:`ltx.strategies.qadam.QAdam`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,11 +68,19 @@ class QAdamOptimizer(TorchOptimizer):
         return state
 
     def _run(
-        self, grads: Tensors, states: LeafStates, params: Tensors, differentiable: bool = False, *, count: int, lr: Rate
+        self,
+        grads: Tensors,
+        states: LeafStates,
+        params: Tensors,
+        differentiable: bool = False,
+        *,
+        count: int,
+        values: Mapping[str, Any],
     ) -> None:
         if count < self.warmup_steps - self.bagua_exact:
-            super()._run(grads, states, params, differentiable, count=count, lr=lr)
+            super()._run(grads, states, params, differentiable, count=count, values=values)
             return
+        lr: Rate = values.get("lr", self.kernel.group["lr"])
         step, (beta1, beta2) = count + 1, self.betas
         settled = (1 - beta2**step) ** 0.5
         rate = lr * settled / (1 - beta1**step)
@@ -116,7 +124,7 @@ class QAdamOptimizer(TorchOptimizer):
         return f"qadam({', '.join(written)})"
 
 
-@checked("betas", "bagua_exact")
+@checked("betas", "eps", "weight_decay", "bagua_exact")
 def qadam(
     lr: float | Callable[[int], float] = 1e-3,
     *,

@@ -1,17 +1,24 @@
-"""Learning rates as functions of the number of updates done so far."""
+"""Hyperparameters that change: functions of the number of updates done so far, and values that the state keeps."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ltx.core.base import tree
 from ltx.core.base.arguments import brief, check_fields, number, whole
 from ltx.core.base.errors import OptimError
+from ltx.core.gradients.planning import any_derivative
+from ltx.core.optim.base import LossState, TorchState, at_nodes
+from ltx.core.ranks.batched import unwrapped
+from ltx.typing import Tree
 
 
 @dataclass(frozen=True)
@@ -156,3 +163,166 @@ def from_scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], lr: flo
             f"StepLR(optimizer, 30), got {brief(make)}."
         )
     return FromScheduler(make, float(number("from_scheduler: lr", lr, 0, OptimError)))
+
+
+class Kept(NamedTuple):
+    """What a state keeps of a hyperparameter: the value, on the host, and what the next follows from."""
+
+    value: Tree
+    more: Tree = ()
+
+
+@dataclass(frozen=True)
+class Adjustable:
+    """A hyperparameter that the state of :func:`from_torch`'s optimizer keeps; made by :func:`adjustable`."""
+
+    start: float | tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for each in self.start if isinstance(self.start, tuple) else (self.start,):
+            number("adjustable: value", each, 0, OptimError)
+
+    def init(self) -> Kept:
+        """What the first state keeps."""
+        return Kept(_tensors(self.start))
+
+    def after(self, kept: Kept, count: int) -> Kept:
+        """What the next state keeps, after an update that followed `count` others. Pure, and it reads no number."""
+        return kept
+
+
+def _tensors(value: Any) -> Tree:
+    return tree.map(lambda x: torch.tensor(float(x), dtype=torch.float64), value)
+
+
+def number_in(name: str, x: Tensor) -> float | Tensor:
+    """The hyperparameter kept as `x`: a number where all examples of a batch (simulated ranks) have the same."""
+    values = unwrapped(x).detach().flatten()
+    alike = bool((values == values[0]).all()) and not any_derivative([x])
+    if not (alike or name == "lr"):
+        raise OptimError(f"{name} in the optimizer's state is differentiated or batched, which only the lr can be.")
+    return float(values[0]) if alike else x
+
+
+def adjustable(value: float | tuple[float, ...]) -> Any:
+    """A hyperparameter for :func:`from_torch` that its state keeps, to be changed between steps by :func:`adjust`.
+
+    >>> import torch, ltx
+    >>> sgd = ltx.optim.from_torch(torch.optim.SGD, lr=adjustable(0.5), momentum=adjustable(0.0))
+    >>> state = adjust(sgd.init({"w": torch.zeros(1)}), lr=2.0)
+    >>> sgd.apply({"w": torch.ones(1)}, state, {"w": torch.zeros(1)})[0], state.hyper["lr"].value.item()
+    ({'w': tensor([-2.])}, 2.0)
+
+    Any that is a number, or a tuple as Adam's ``betas``. As optax's ``inject_hyperparams``, but for schedules, which
+    needn't be kept.
+
+    Raises:
+        ltx.errors.OptimError: the value is no number >= 0, nor a tuple of them.
+    """
+    return Adjustable(value)
+
+
+def adjust(state: Tree, **values: float | tuple[float, ...]) -> Tree:
+    """An optimizer's state with other values of hyperparameters that it keeps (:func:`adjustable`), on all ranks alike.
+
+    Of a train state: ``dataclasses.replace(state, opt_state=ltx.optim.adjust(state.opt_state, lr=0.01))``; of a group
+    of a :func:`partition`: ``opt_state | {label: adjust(opt_state[label], lr=0.01)}``.
+
+    Raises:
+        ltx.errors.OptimError: the state keeps none of that name.
+    """
+    found = set[str]()
+
+    def changed(node: TorchState) -> TorchState:
+        hyper = dict(node.hyper)
+        mine = {name: hyper[name]._replace(value=_tensors(values[name])) for name in values.keys() & hyper.keys()}
+        found.update(mine)
+        return replace(node, hyper=hyper | mine or ())
+
+    after = at_nodes(state, changed, TorchState)
+    if missing := sorted(values.keys() - found):
+        raise OptimError(
+            f"adjust: this state keeps no {' and no '.join(missing)}. Make the optimizer with it: "
+            f"ltx.optim.from_torch(cls, {missing[0]}=ltx.optim.adjustable(value))."
+        )
+    return after
+
+
+@dataclass(frozen=True)
+class ReduceOnPlateau(Adjustable):
+    """Made by :func:`reduce_on_plateau`."""
+
+    factor: float
+    patience: int
+    threshold: float
+    cooldown: int
+    least: float
+    every: int
+
+    def __post_init__(self) -> None:
+        number("reduce_on_plateau: lr", self.start, number("least", self.least, 0, OptimError), OptimError)
+        number("reduce_on_plateau: factor", self.factor, 0, OptimError, below=1)
+        number("reduce_on_plateau: threshold", self.threshold, 0, OptimError)
+        for name, least in (("patience", 0), ("cooldown", 0), ("every", 1)):
+            whole(f"reduce_on_plateau: {name}", getattr(self, name), least, OptimError)
+
+    def init(self) -> Kept:
+        begun = {"total": 0.0, "best": math.inf, "bad": 0.0, "cooldown": 0.0}
+        return Kept(_tensors(self.start), _tensors(begun) | {"seen": LossState()})
+
+    def after(self, kept: Kept, count: int) -> Kept:
+        value, more = kept
+        total, best, bad, cooldown = more["total"] + more["seen"].loss, more["best"], more["bad"], more["cooldown"]
+        if (count + 1) % self.every:
+            return Kept(value, more | {"total": total})
+        mean = (total / self.every).to(value.device)  # the host waits for an accelerator here
+        better = mean < best * (1 - self.threshold)
+        bad = torch.where(better | (cooldown > 0), 0.0, bad + 1)
+        due = bad > self.patience
+        more = more | {
+            "total": torch.zeros_like(total),
+            "best": torch.where(better, mean, best),
+            "bad": torch.where(due, 0.0, bad),
+            "cooldown": torch.where(due, self.cooldown, (cooldown - 1).clamp(min=0)),
+        }
+        return Kept(torch.where(due, (value * self.factor).clamp(min=self.least), value), more)
+
+
+def reduce_on_plateau(
+    lr: float,
+    factor: float = 0.1,
+    patience: int = 10,
+    *,
+    threshold: float = 1e-4,
+    cooldown: int = 0,
+    least: float = 0.0,
+    every: int = 1,
+) -> Any:
+    """A rate for :func:`from_torch` that falls where the loss doesn't: torch's ``ReduceLROnPlateau``, within the step.
+
+    >>> import torch, ltx
+    >>> sgd = ltx.optim.from_torch(torch.optim.SGD, lr=reduce_on_plateau(1.0, factor=0.5, patience=0))
+    >>> state = sgd.init({"w": torch.zeros(1)})
+    >>> for loss in (2.0, 3.0):  # which a train step would tell it
+    ...     state = ltx.optim.with_loss(state, torch.tensor(loss))
+    ...     params, state = sgd.apply({"w": torch.ones(1)}, state, {"w": torch.zeros(1)})
+    >>> state.hyper["lr"].value.item()
+    0.5
+
+    The loss is that of the training, the mean over all ranks (:class:`LossState`), so that all decide alike. That of
+    one batch is noisy; `every` takes the mean of several. On a held-out loss decide by hand: :func:`adjust`. A step
+    that the guard skips doesn't count.
+
+    Args:
+        lr: the rate that it begins with.
+        factor: what it is multiplied by, from 0 to less than 1.
+        patience: so many decisions in a row may be without a better loss.
+        threshold: by what part of the best loss another has to be less, to be better.
+        cooldown: so many decisions after a reduction aren't counted.
+        least: the rate isn't reduced below.
+        every: of how many updates' mean loss a decision is. On an accelerator the host waits for that.
+
+    Raises:
+        ltx.errors.OptimError: an argument is out of range.
+    """
+    return ReduceOnPlateau(lr, factor, patience, threshold, cooldown, least, every)

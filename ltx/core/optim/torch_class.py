@@ -15,6 +15,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -22,11 +23,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ltx.core.base import traced
+from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import check_tensors, describe, flatten
 from ltx.core.optim.base import Optimizer, TorchState, check_grads, differentiated, donated, leaf_name, leaves_like
+from ltx.core.optim.schedules import Adjustable, number_in
 from ltx.typing import Tree
 
 _REAL_ONLY = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
@@ -43,11 +45,35 @@ class ClassOptimizer(Optimizer):
     lr: float | Callable[[int], float] | None
     kwargs: Mapping[str, Any]
     _kwargs: ClassVar[dict[str, Any]]  # not a field: the same
+    _varying: ClassVar[dict[str, Any]]  # those hyperparameters that aren't numbers, but say what they are at an update
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
         # For compiled steps: Dynamo refuses to read a mapping proxy once the step has changed any dict.
         object.__setattr__(self, "_kwargs", dict(self.kwargs))
+        given = {"lr": self.lr, **self.kwargs}
+        varying = {name: value for name, value in given.items() if _varies(self.cls, name, value)}
+        object.__setattr__(self, "_varying", varying)
+
+    @property
+    def _hyper(self) -> Tree:
+        """What the first state keeps of hyperparameters."""
+        return {name: own.init() for name, own in self._varying.items() if isinstance(own, Adjustable)} or ()
+
+    def _hyper_after(self, state: TorchState) -> Tree:
+        """What the next state keeps of them."""
+        return {name: self._varying[name].after(own, state.count) for name, own in dict(state.hyper).items()} or ()
+
+    def _values(self, count: int, hyper: Tree, but: str = "") -> dict[str, Any]:
+        """The hyperparameters that vary, in the update after `count` others; all `but` one."""
+        kept = dict(hyper)
+        if kept.keys() != {name for name, own in self._varying.items() if isinstance(own, Adjustable)}:
+            raise OptimError(f"{self} expected the state that its init(params) made; this one keeps {sorted(kept)}.")
+        return {
+            name: tree.map(partial(number_in, name), kept[name].value) if name in kept else scheduled(name, own, count)
+            for name, own in self._varying.items()
+            if name != but
+        }
 
     @checked("donate")
     def update(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
@@ -110,7 +136,7 @@ def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> Mapping[str
         )
     if isinstance(lr, type):
         raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got the class {lr}.")
-    if not (lr is None or callable(lr) or isinstance(lr, Real)):
+    if not (lr is None or callable(lr) or isinstance(lr, Real | Adjustable)):
         hint = " A schedule may return a tensor: lr=lambda count: tensor." if isinstance(lr, Tensor) else ""
         raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got {brief(lr)}.{hint}")
     return MappingProxyType({key: _hashable(name, key, value) for key, value in kwargs.items()})
@@ -129,14 +155,23 @@ def _hashable(name: str, key: str, value: Any) -> Any:
     return value
 
 
-def scheduled_lr(schedule: Callable[[int], Any], count: int) -> float | Tensor:
-    """The schedule's learning rate after `count` updates."""
-    lr = schedule(count)
-    if isinstance(lr, Tensor) and lr.dim() == 0:
-        return lr
-    if not isinstance(lr, Real) or not float(lr) >= 0:
-        raise OptimError(f"the schedule lr({count}) must be a number >= 0 or a 0-dim tensor, got {brief(lr)}.")
-    return float(lr)
+def _varies(cls: type, name: str, value: Any) -> bool:
+    """Whether a function is a schedule: where the class takes a number or several, and no function itself."""
+    default = getattr(inspect.signature(cls).parameters.get(name), "default", None)
+    takes_numbers = name == "lr" or (isinstance(default, Real | tuple) and not isinstance(default, bool))
+    return isinstance(value, Adjustable) or (callable(value) and takes_numbers)
+
+
+def scheduled(name: str, schedule: Callable[[int], Any], count: int) -> Any:
+    """The schedule's value after `count` updates: a number, or those of a tuple such as betas."""
+    value = schedule(count)
+    if name == "lr" and isinstance(value, Tensor) and value.dim() == 0:
+        return value
+    several = value if isinstance(value, tuple) and name != "lr" else (value,)
+    if not all(isinstance(each, Real) and float(each) >= 0 for each in several):
+        allowed = "a 0-dim tensor" if name == "lr" else "a tuple of such numbers"
+        raise OptimError(f"the schedule {name}({count}) must be a number >= 0 or {allowed}, got {brief(value)}.")
+    return tuple(map(float, several)) if several is value else float(value)
 
 
 def check_params(cls: type, params: Tree, fused: Sequence[bool] | None) -> None:
@@ -188,7 +223,7 @@ class OpaqueOptimizer(ClassOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._instance([torch.zeros(1, 1, requires_grad=True)], 0)
+        self._instance([torch.zeros(1, 1, requires_grad=True)], 0, self._hyper)
 
     def init(self, params: Tree) -> TorchState:
         check_tensors(params, "params")
@@ -196,7 +231,7 @@ class OpaqueOptimizer(ClassOptimizer):
         leaves, spec = flatten(params)
         # A step on gradients of ones shows which state the class keeps; its values begin at the first gradient.
         probes = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-        instance = self._instance(probes, 0)
+        instance = self._instance(probes, 0, hyper := self._hyper)
         try:
             group = self._step(instance, probes, [torch.ones_like(leaf) for leaf in leaves], None)
         except (OptimError, torch.OutOfMemoryError):
@@ -208,7 +243,7 @@ class OpaqueOptimizer(ClassOptimizer):
                 "functions: ltx.optim.from_functions."
             ) from error
         kept = [_before(self._taken(instance, p)) for p in probes]
-        return TorchState({"params": spec.unflatten(kept), "group": _before(group)})
+        return TorchState({"params": spec.unflatten(kept), "group": _before(group)}, hyper=hyper)
 
     @checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
@@ -224,7 +259,7 @@ class OpaqueOptimizer(ClassOptimizer):
         targets = leaves if donate else [leaf.clone() for leaf in leaves]
         with torch.no_grad():
             aliases = [x.detach().requires_grad_() for x in targets]
-        instance = self._instance(aliases, state.count)
+        instance = self._instance(aliases, state.count, state.hyper)
         for alias, own in zip(aliases, kept, strict=True):
             if own.get(_BEGUN):
                 instance.state[alias] = _put(own, donate)
@@ -239,14 +274,13 @@ class OpaqueOptimizer(ClassOptimizer):
                 target.copy_(alias.detach())
         after = [_begun(self._taken(instance, alias)) or own for alias, own in zip(aliases, kept, strict=True)]
         per_param = {"params": spec.unflatten(after), "group": _begun(group)}
-        return spec.unflatten(targets), TorchState(per_param, state.count + 1)
+        return spec.unflatten(targets), TorchState(per_param, state.count + 1, self._hyper_after(state))
 
-    def _instance(self, params: list[Tensor], count: int) -> Any:
-        lr = scheduled_lr(self.lr, count) if callable(self.lr) else self.lr
-        if isinstance(lr, Tensor):
+    def _instance(self, params: list[Tensor], count: int, hyper: Tree) -> Any:
+        arguments = ({} if self.lr is None else {"lr": self.lr}) | self._kwargs | self._values(count, hyper)
+        if isinstance(lr := arguments.get("lr"), Tensor):
             self._refuse_if(differentiated([lr]))
-            lr = float(lr)
-        arguments: dict[str, Any] = dict(self.kwargs) if lr is None else {"lr": lr, **self.kwargs}
+            arguments["lr"] = float(lr)
         try:
             return self.cls(params, **arguments)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -274,7 +308,7 @@ class OpaqueOptimizer(ClassOptimizer):
         after = _kept_elsewhere(instance)
         if carried is None:
             carried = [key for key in settings if group[key] is not settings[key] and group[key] != settings[key]]
-        held = self._group(group, [key for key in carried if not (key == "lr" and callable(self.lr))])
+        held = self._group(group, [key for key in carried if key not in self._varying])
         for place in before | after:
             name = place.removeprefix(_GROUP)
             if before.get(place) != after.get(place) and not {name, f"{_NUMBER}{name}"} & set(held):

@@ -23,7 +23,7 @@ from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_s
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import any_derivative, differentiable
 from ltx.core.gradients.schedule import ProcessSchedule
-from ltx.core.optim.base import Update
+from ltx.core.optim.base import Update, with_loss
 from ltx.core.optim.from_torch import TorchOptimizer
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.backward import (
@@ -273,7 +273,7 @@ class Step:
         try:
             work.warn_of_unused()
             with uninterrupted(self._in_place):
-                updated = self._updated(done, states, finite, about_to_write)
+                updated = self._updated(done, states, finite, mean, about_to_write)
                 if train.confirms and self.late and info.axis.comm is not None:
                     comm.confirm(info.axis.comm)
                 next_sync = state.held("sync_state").advanced(updated.states)
@@ -304,7 +304,12 @@ class Step:
         return finished
 
     def _updated(
-        self, done: BackwardResult, states: Any, finite: bool | torch.Tensor | None, on_overwriting: Callable[[], None]
+        self,
+        done: BackwardResult,
+        states: Any,
+        finite: bool | torch.Tensor | None,
+        mean: torch.Tensor,
+        on_overwriting: Callable[[], None],
     ) -> Updated:
         """Run the optimizer, unless it has run bucket by bucket, and the strategy's part."""
         train, state, strategy = self.train, self.state, self.train.step.strategy
@@ -319,7 +324,7 @@ class Step:
             filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]
             del reduced
             grads, later = tree.unflatten(spec, filled), self.late and train.donate
-            of_state = state.held("params"), grads, state.held("opt_state")
+            of_state = state.held("params"), grads, with_loss(state.held("opt_state"), mean)
             update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting)
             updated = strategy.update(update, states, self.info, self.pending)
             return check_updated(strategy, updated, update, states)
@@ -430,7 +435,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     if isinstance(finite, torch.Tensor) and should_raise(train, state) and not bool(plain_values(finite).all()):
         raise not_finite_error(train, state, batch, info, tree.flatten(grads)[0], drawn, loss_scale)
     states, buffers = kept_if_skipped(train, finite, state, states, buffers)
-    update = Update(train.optimizer, state.trained, grads, state.opt_state, finite=finite)
+    update = Update(train.optimizer, state.trained, grads, with_loss(state.opt_state, loss), finite=finite)
     updated = check_updated(strategy, strategy.update(update, states, info, pending), update, states)
     if updated.pending is not None:
         raise UnsupportedError(

@@ -16,7 +16,7 @@ from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StepErro
 from ltx.core.base.needs import require
 from ltx.core.gradients.planning import in_step
 from ltx.core.optim import Optimizer
-from ltx.core.optim.base import differentiated, is_transforming
+from ltx.core.optim.base import differentiated, is_transforming, sees_loss
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
 from ltx.core.training.guard import must_sync_finite, scaling
@@ -84,6 +84,10 @@ class TrainStep(TrainSettings):
             if leaf.is_complex():
                 require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
+        if sees_loss(opt_state):
+            require("loss, strategy", strategy, repr(self.optimizer))
+            if self.overlap == "update":
+                require("loss, overlap", 'overlap="update"', repr(self.optimizer))
         dynamic = scaling(self)
         loss_scale: Any = () if dynamic is None else dynamic.start()
         if leaves := tree.flatten(params)[0]:
