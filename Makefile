@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.demo
 	$(BIN)/ltx demo $(DEMO)
 
-# In two processes: PYTEST="--shard 1/4" is one.
+# In two processes, of which each takes a module when it is done with one. PYTEST="--shard 1/4" runs a quarter.
 test: $(VENV)/.test
 	$(BIN)/python -m tests.shards $(PYTEST)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -27,6 +28,7 @@ from ltx.core.ranks.axis import axes_in_scope, set_world_axes
 from ltx.errors import CallFailedError, WorkerError
 from tests.covering import fast
 from tests.forks import Ranks
+from tests.shards import claimed
 from tests.streams.pool import StreamedPool
 
 # Below pytest's timeout of 60 s, so that the error of a run that hangs is the pool's, which names the ranks.
@@ -40,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shard", default="1/1", help="k/n runs the k-th of n parts of everything; n runs together do all"
     )
+    parser.addoption("--claims", type=Path, help="runs the modules that no other process has claimed in this folder")
 
 
 def pytest_configure() -> None:
@@ -67,6 +70,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept &= _share(items, config.getoption("--shard"), "shard")
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With --claims: as pytest's own, but which tests these are shows while others run their share."""
+    claims = session.config.getoption("--claims")
+    if claims is None or session.testsfailed or session.config.option.collectonly:
+        return None
+    mine = claimed(session.items, claims)
+    item = next(mine, None)
+    while item is not None:
+        following = next(mine, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = following
+    return True
 
 
 def _share(items: list[pytest.Item], which: str, salt: str = "") -> set[pytest.Item]:

@@ -1,12 +1,18 @@
-"""The suite in parts side by side: ``python -m tests.shards --full -k psum`` gives pytest these arguments in each."""
+"""The suite in processes side by side: ``python -m tests.shards --full -k psum`` gives each pytest these arguments.
+
+Each takes a module of tests when it is done with the one before, so that they end together.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
 from typing import IO
 
 import pytest
@@ -18,19 +24,24 @@ COUNT = 2
 def run(arguments: Sequence[str], count: int = COUNT) -> int:
     """Run `count` shards, show their lines as they come, then how each ended, and give the first bad exit status.
 
-    A shard without a test is none that failed, unless all are so. Where `arguments` name a shard, it is run alone.
+    A shard without a test is none that failed, unless all are so.
     """
-    named = any(argument.startswith("--shard") for argument in arguments)
-    parts = [[]] if named else [["--shard", f"{k}/{count}"] for k in range(1, count + 1)]
+    with tempfile.TemporaryDirectory() as claims:
+        return _run([sys.executable, "-u", "-m", "pytest", *arguments, "--claims", claims], count)
+
+
+def claimed(items: Iterable[pytest.Item], claims: Path) -> Iterator[pytest.Item]:
+    """Of `items` those of the modules that no other process has claimed in the folder `claims`, each when it is due."""
+    for module, its_items in groupby(items, lambda item: item.nodeid.partition("::")[0]):
+        with suppress(FileExistsError):
+            (claims / module.replace("/", "+")).touch(exist_ok=False)
+            yield from its_items
+
+
+def _run(command: list[str], count: int) -> int:
     shards = [
-        subprocess.Popen(
-            [sys.executable, "-u", "-m", "pytest", *arguments, *part],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        for part in parts
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        for _ in range(count)
     ]
     ends: list[list[str]] = [[] for _ in shards]
     readers = [
@@ -50,7 +61,7 @@ def run(arguments: Sequence[str], count: int = COUNT) -> int:
             shard.kill()
         for reader in readers:
             reader.join()
-    # The shards end minutes apart, and the tests that failed in the first would be far above the last lines.
+    # The tests that failed in the shard that ends first would be far above the last lines.
     print("".join(f"{k}| {line}" for k, end in enumerate(ends, 1) for line in end), end="", flush=True)
     failed = [status for status in statuses if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)]
     return int(failed[0] if failed else min(statuses))

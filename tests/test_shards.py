@@ -1,0 +1,22 @@
+"""Processes that share the suite run each module once."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.shards import claimed
+
+
+def test_each_module_is_run_by_one_process_alone(tmp_path: Path) -> None:
+    items: list[Any] = [
+        SimpleNamespace(nodeid=f"tests/{m}.py::test_{k}") for m in "abcd" for k in range(1 + ord(m) % 3)
+    ]
+    shares = list(zip_longest(claimed(items, tmp_path), claimed(items, tmp_path)))  # in turns
+    first, second = ([item.nodeid for item in share if item] for share in zip(*shares, strict=True))
+    assert sorted([*first, *second]) == sorted(item.nodeid for item in items)
+    assert not {name.partition("::")[0] for name in first} & {name.partition("::")[0] for name in second}
+    assert first
+    assert second
