@@ -157,13 +157,14 @@ def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) 
         )
 
 
-def check_index(what: str, name: str, index: int, size: int) -> None:
-    """Raise unless `index`, the argument `name` of the collective `what`, is a rank of an axis of `size` ranks."""
+def checked_index(what: str, name: str, index: int, size: int) -> int:
+    """`index`, the argument `name` of the collective `what`. Raises unless it is a rank of an axis of `size` ranks."""
     if not 0 <= index < size:
         raise AxisError(
             f"{what}: {name}={index} isn't an index on an axis of {size} ranks, 0 to {size - 1}. It counts on the "
             "axis, not in the world."
         )
+    return index
 
 
 def refuse_background(what: str, axis: Any) -> None:

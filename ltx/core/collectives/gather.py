@@ -18,7 +18,7 @@ import torch
 from ltx.core.base import tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import AxisError
-from ltx.core.collectives.calls import GradScale, check_index, collective, grouped, scale_gradient, tensors_of
+from ltx.core.collectives.calls import GradScale, checked_index, collective, grouped, scale_gradient, tensors_of
 from ltx.core.collectives.futures import one_message
 from ltx.core.collectives.linear import Static, add_rule, only_at
 from ltx.core.collectives.psum import countable
@@ -235,8 +235,7 @@ def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: 
     """
 
     def static(x: torch.Tensor, n: int) -> Static:
-        check_index("gather", "dst", dst, n)
-        return (dst, *_place_of("gather", x, dim, tiled, new_dim=not tiled))
+        return (checked_index("gather", "dst", dst, n), *_place_of("gather", x, dim, tiled, new_dim=not tiled))
 
     return collective("gather", value, axis, static)
 
@@ -273,8 +272,7 @@ def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled:
     """
 
     def static(x: torch.Tensor, n: int) -> Static:
-        check_index("scatter", "src", src, n)
-        return (src, *_place_of("scatter", x, dim, tiled, new_dim=False, parts=n))
+        return (checked_index("scatter", "src", src, n), *_place_of("scatter", x, dim, tiled, new_dim=False, parts=n))
 
     return collective("scatter", value, axis, static)
 

@@ -24,8 +24,8 @@ from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import InputError, TreeError, UnsupportedError
 from ltx.core.collectives.calls import (
     GradScale,
-    check_index,
     check_sums,
+    checked_index,
     collective,
     grouped,
     prepare_trace,
@@ -36,7 +36,7 @@ from ltx.core.collectives.calls import (
     traced_size,
 )
 from ltx.core.collectives.futures import one_message
-from ltx.core.collectives.linear import Static, add_rule, only_at
+from ltx.core.collectives.linear import add_rule, only_at
 from ltx.core.collectives.uneven import gathered, told
 from ltx.core.comm.operations import as_it_is
 from ltx.typing import Tree
@@ -267,12 +267,8 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
         >>> ltx.vmap(lambda x: ltx.broadcast(x, src=1))(torch.tensor([1.0, 2.0]))
         tensor([2., 2.])
     """
-
-    def static(x: torch.Tensor, n: int) -> Static:
-        check_index("broadcast", "src", src, n)
-        return (src,)
-
-    return collective("broadcast", scale_gradient(value, axis, grad_scale, lambda n: 1 / n), axis, static)
+    scaled = scale_gradient(value, axis, grad_scale, lambda n: 1 / n)
+    return collective("broadcast", scaled, axis, lambda x, n: (checked_index("broadcast", "src", src, n),))
 
 
 @one_message
@@ -303,12 +299,8 @@ def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
 
     Source: ``torch.distributed.reduce``, which leaves something unspecified on the other ranks.
     """
-
-    def static(x: torch.Tensor, n: int) -> Static:
-        check_index("psum_to", "dst", dst, n)
-        return (dst,)
-
-    return collective("psum_to", countable(tensors_of(value, axis)), axis, static)
+    counted = countable(tensors_of(value, axis))
+    return collective("psum_to", counted, axis, lambda x, n: (checked_index("psum_to", "dst", dst, n),))
 
 
 @checked()

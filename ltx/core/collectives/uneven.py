@@ -17,7 +17,7 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked, shown
 from ltx.core.base.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
-from ltx.core.collectives.calls import check_dense, check_index, collective, movable, refuse_background, tensors_of
+from ltx.core.collectives.calls import check_dense, checked_index, collective, movable, refuse_background, tensors_of
 from ltx.core.collectives.futures import in_step
 from ltx.core.collectives.linear import apply
 from ltx.core.comm.operations import from_bytes
@@ -356,7 +356,7 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
 
     found = comm.resolve(axis)
     if src is not None:
-        check_index(what, "src", src, found.size)
+        checked_index(what, "src", src, found.size)
     found.ranks.need(
         "objects",
         f"{what} has no form under ltx.vmap: the ranks of axis {found.name!r} share all objects. Use the object "

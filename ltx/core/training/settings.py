@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ltx.core.base import traced, tree
-from ltx.core.base.arguments import brief, whole
+from ltx.core.base.arguments import brief, check_fields, whole
 from ltx.core.base.errors import OptimError, StepError, StrategyError
 from ltx.core.base.needs import require
 from ltx.core.base.readable import Readable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ltx.core.training.mixed_precision import Precision
 
 
-def check_pieces(step: Any, optimizer: Any, guard: str) -> None:
+def check_pieces(step: Any, optimizer: Any) -> None:
     """Raise unless these make a train step."""
     if not isinstance(step, DataParallel):
         raise StepError(
@@ -39,8 +39,6 @@ def check_pieces(step: Any, optimizer: Any, guard: str) -> None:
             f"optimizer must be an ltx.optim.Optimizer, got {brief(optimizer)}. Use "
             "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
         )
-    if guard not in ("off", "skip", "raise"):
-        raise StrategyError(f'guard must be "off", "skip" or "raise", got {brief(guard)}.')
     step.strategy.check_optimizer(optimizer)
 
 
@@ -86,9 +84,6 @@ def check_loss_scale(step: DataParallel) -> None:
 
 def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
     """Raise unless a step of these pieces can apply its buckets as `overlap` says."""
-    if overlap not in ("backward", "update"):
-        fix = ' "step", which was never faster than "update", is gone: use "update".' if overlap == "step" else ""
-        raise StrategyError(f'overlap must be "backward" or "update", got {brief(overlap)}.{fix}')
     if overlap == "backward":
         return
     require("overlap, strategy", step.strategy)
@@ -165,7 +160,8 @@ class TrainSettings(Readable):
         check_trainable(self.trainable)
         if isinstance(self.trainable, list):
             object.__setattr__(self, "trainable", tuple(self.trainable))
-        check_pieces(self.step, self.optimizer, self.guard)
+        check_fields(self, StrategyError, "guard", "overlap")
+        check_pieces(self.step, self.optimizer)
         check_every(self.check_every, self.step.strategy)
         check_loss_scale(self.step)
         check_overlap(self.overlap, self.step, self.optimizer, self.guard)

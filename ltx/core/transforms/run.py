@@ -117,10 +117,7 @@ class StepSettings(Readable):
                 f"{brief(self.argnums)}, so it would split the parameters and leave the batch whole. Wrap the plain "
                 f"step first: ltx.accumulate(ltx.data_parallel(step, argnums={brief(self.argnums)}), steps)."
             )
-        if self.outputs not in ("local", "mean"):
-            raise StrategyError(f'outputs must be "local" or "mean", got {brief(self.outputs)}.')
-        if self.returns not in ("value", "grads"):
-            raise StrategyError(f'returns must be "value" or "grads", got {brief(self.returns)}.')
+        check_fields(self, StrategyError, "outputs", "returns")
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             if hasattr(self.fn, name):
                 object.__setattr__(self, name, getattr(self.fn, name))

@@ -426,7 +426,7 @@ def test_not_bucket_by_bucket(guard: Any) -> None:
 
 
 def test_unknown() -> None:
-    with pytest.raises(StrategyError, match='guard must be "off", "skip" or "raise", got True'):
+    with pytest.raises(StrategyError, match="guard must be 'off' or 'skip' or 'raise', got True"):
         ltx.train_step(ltx.data_parallel(lambda w: w.sum()), ADAM, guard=True)  # type: ignore[arg-type]
 
 
