@@ -198,12 +198,6 @@ def peers(n: int, k: int) -> tuple[int, ...]:
     return tuple((k + r) % half + half if r < half else (r - half - k) % half for r in range(n))
 
 
-@lru_cache(maxsize=16)
-def pairing(n: int, k: int) -> tuple[int, ...]:
-    """The same as a permutation: source, destination, source, ..."""
-    return tuple(rank for pair in enumerate(peers(n, k)) for rank in pair)
-
-
 @dataclass(frozen=True)
 class ShiftOne(CommHook):
     """The mean of what this rank and its peer give, at communication ``step // communication_interval``."""
@@ -222,8 +216,10 @@ class ShiftOne(CommHook):
             return inputs.flat, inputs.states
         assert isinstance(inputs.step, int)  # no graph holds this hook
         mine = inputs.flat.clone()  # a buffer belongs to the channel once it is sent
-        pairs = pairing(inputs.axis_size, inputs.step // self.communication_interval)
-        theirs = yield CollectiveRequest("ppermute", inputs.flat, arguments=pairs)
+        pairs = enumerate(peers(inputs.axis_size, inputs.step // self.communication_interval))
+        theirs = yield CollectiveRequest(
+            "ppermute", inputs.flat, arguments=tuple(rank for pair in pairs for rank in pair)
+        )
         return theirs.add_(mine).div_(2), inputs.states
 
 

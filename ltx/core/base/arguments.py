@@ -327,10 +327,6 @@ def _items_test(origin: Any, arguments: tuple[Any, ...], names: dict[str, Any]) 
     )
 
 
-def _is_bool(x: Any) -> bool:
-    return isinstance(x, bool) or (type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_"))
-
-
 def is_whole(x: Any) -> TypeGuard[int]:
     """Whether it is an int and no bool; NumPy's and symbolic ones are ints too."""
     return type(x) is int or (isinstance(x, numbers.Integral | torch.SymInt) and not isinstance(x, bool))
@@ -348,7 +344,7 @@ _TESTS: dict[Any, Test | None] = {
     object: None,
     None: lambda x: x is None,
     type(None): lambda x: x is None,
-    bool: _is_bool,
+    bool: lambda x: isinstance(x, bool) or (type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")),
     int: is_whole,
     float: is_number,
 }

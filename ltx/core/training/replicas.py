@@ -6,7 +6,6 @@ parameters changed by hand on one rank. Gradients are averaged all the same, so 
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from typing import Any, TypeVar, cast
 
@@ -17,7 +16,7 @@ from ltx.core.base import private, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.placements import Placements
 from ltx.core.training.train_state import TrainState, counted, updates_of
-from ltx.core.transforms.compare import check_leaves, digest, digests_by_rank, tensors_by_path, values
+from ltx.core.transforms.compare import check_leaves, digest, digests_by_rank, hash_of, tensors_by_path, values
 from ltx.typing import Tree
 
 State = TypeVar("State")
@@ -104,8 +103,7 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
 def fingerprint(state: TrainState) -> str:
     """Equal on ranks whose replicated parts have the same bits. It doesn't communicate."""
     leaves = [*_replicated(state), *_counts(state)]
-    digests = "".join(f"{path} {digest(values(leaf))}" for path, leaf in leaves)
-    return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+    return hash_of(f"{path} {digest(values(leaf))}" for path, leaf in leaves)
 
 
 def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
