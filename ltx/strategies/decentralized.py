@@ -216,10 +216,9 @@ class ShiftOne(CommHook):
             return inputs.flat, inputs.states
         assert isinstance(inputs.step, int)  # no graph holds this hook
         mine = inputs.flat.clone()  # a buffer belongs to the channel once it is sent
-        pairs = enumerate(peers(inputs.axis_size, inputs.step // self.communication_interval))
-        theirs = yield CollectiveRequest(
-            "ppermute", inputs.flat, arguments=tuple(rank for pair in pairs for rank in pair)
-        )
+        peer_of = peers(inputs.axis_size, inputs.step // self.communication_interval)
+        pairs = tuple(rank for pair in enumerate(peer_of) for rank in pair)
+        theirs = yield CollectiveRequest("ppermute", inputs.flat, arguments=pairs)
         return theirs.add_(mine).div_(2), inputs.states
 
 
