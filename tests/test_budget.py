@@ -25,24 +25,24 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1538, 10),
-    "all": Size(40577, 164),
+    "all": Size(40550, 164),
     "checkpoint": Size(1636, 7),
     "core": Size(1, 1),
-    "core/base": Size(2124, 11),
-    "core/collectives": Size(3146, 11),
+    "core/base": Size(2120, 11),
+    "core/collectives": Size(3137, 11),
     "core/comm": Size(6274, 22),
     "core/gradients": Size(2277, 8),
     "core/optim": Size(2971, 11),
     "core/ranks": Size(1161, 5),
-    "core/training": Size(3444, 13),
-    "core/transforms": Size(3259, 12),
+    "core/training": Size(3438, 13),
+    "core/transforms": Size(3256, 12),
     "core/world": Size(1626, 7),
     "demo": Size(480, 3),
     "hooks": Size(2434, 12),
     "notebook": Size(197, 2),
     "profile": Size(1118, 4),
     "runtime": Size(4267, 14),
-    "strategies": Size(2624, 11),
+    "strategies": Size(2619, 11),
 }
 
 
