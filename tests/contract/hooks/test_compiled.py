@@ -44,6 +44,8 @@ BY_INDUCTOR = [
     "quantize per channel",
     "bf16, fed back",
 ]
+#: Compiled by `torch.func.grad` too, whose graph differs from that of `ltx.grad` in nothing that is a hook's.
+BOTH_WAYS = {"powersgd 1", "randomk in eight bits", "bytegrad, fed back"}
 CASES = [
     *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in NAMES),
     *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in BY_INDUCTOR),
@@ -82,6 +84,8 @@ def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
     def by_ltx(params: Params, state: Any, x: Tensor) -> Any:
         return ltx.grad(step)(params, x, sync_state=state)
 
+    ways = (by_func, by_ltx) if name in BOTH_WAYS else (by_ltx,)
+
     def on_rank() -> Any:
         from torch._dynamo.utils import counters
 
@@ -90,14 +94,13 @@ def test_equals_eager(backend: str, name: str, ranks: Ranks) -> None:
         torch._dynamo.reset()
         counters.clear()
         compiled = [
-            run(torch.compile(way, backend=backend, fullgraph=True), params, step.init(params), mine)
-            for way in (by_func, by_ltx)
+            run(torch.compile(way, backend=backend, fullgraph=True), params, step.init(params), mine) for way in ways
         ]
         return eager, compiled, counters["stats"]["unique_graphs"]
 
     found = list(ranks(2).run(on_rank, timeout_s=550.0))
     for eager, compiled, graphs in found:
-        assert graphs == 2
+        assert graphs == len(ways)
         for results in compiled:
             tolerance = 0 if backend == "aot_eager" else 1e-9
             torch.testing.assert_close(results, eager, rtol=tolerance, atol=tolerance)
