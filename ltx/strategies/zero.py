@@ -103,7 +103,7 @@ class ZeroStrategy(Strategy):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         super().check_optimizer(optimizer)
         for member in members_of(optimizer):
-            if not isinstance(member, ClipByGlobalNorm):
+            if not (isinstance(member, ClipByGlobalNorm) and member.takes_parts):
                 needs.require("ZeRO, optimizer", member)
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Shards:

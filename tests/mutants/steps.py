@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         name="precision: the loss scale never comes down",
         where="DynamicLossScale.after.scale",
-        old="torch.where(finite, after_good, state.scale * self.backoff)",
+        old="torch.where(finite, after_good, (state.scale * self.backoff).clamp(min=self.least))",
         new="torch.where(finite, after_good, state.scale)",
         breaks="all steps are skipped once gradients overflow",
         tests=("tests/contract/training/test_mixed_precision.py::test_scales_and_skips_are_those_of_gradscaler",),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ltx.core.base import traced
-from ltx.core.base.arguments import brief, check_fields, number
+from ltx.core.base.arguments import brief, check_fields, name_of, number
 from ltx.core.base.errors import OptimError, UnsupportedError
 from ltx.core.base.noise import key_of, normal
 from ltx.core.base.tree import check_tensors, flatten, places_with_none
@@ -73,6 +73,11 @@ class ClipByGlobalNorm(Optimizer):
             raise OptimError(f"clip_by_global_norm: max_norm must be > 0, got {brief(self.max_norm)}.")
         number("clip_by_global_norm: eps", self.eps, 0, OptimError)
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether its norm follows from those of parts of the gradients, as the Euclidean one does."""
+        return getattr(self.norm, "takes_parts", self.norm is global_norm)
+
     def init(self, params: Tree) -> ClipState:
         leaves, _ = flatten(params)
         dtypes = [leaf.dtype.to_real() for leaf in leaves]
@@ -97,7 +102,8 @@ class ClipByGlobalNorm(Optimizer):
     def __repr__(self) -> str:
         if self.max_norm == math.inf:
             return "measure_global_norm()"
-        return f"clip_by_global_norm({self.max_norm}{'' if self.eps == 1e-6 else f', eps={self.eps}'})"
+        norm = "" if self.takes_parts else f", norm={name_of(self.norm)}"
+        return f"clip_by_global_norm({self.max_norm}{'' if self.eps == 1e-6 else f', eps={self.eps}'}{norm})"
 
 
 def clip_by_global_norm(max_norm: float, *, eps: float = 1e-6) -> Optimizer:

@@ -214,8 +214,9 @@ def on_any(train: TrainSettings, bad: torch.Tensor, info: StepInfo) -> torch.Ten
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:
     """Whether gradients that aren't finite raise: with dynamic loss scaling, only once the scale isn't the cause."""
+    dynamic = scaling(train)
     return train.guard == "raise" and (
-        scaling(train) is None or bool((plain_values(state.loss_scale.scale) <= 1).all())
+        dynamic is None or bool((plain_values(state.loss_scale.scale) <= max(1, dynamic.least)).all())
     )
 
 

@@ -56,6 +56,7 @@ class DynamicLossScale:
         growth: it is multiplied by this after `growth_interval` steps in a row with finite gradients.
         backoff: it is multiplied by this after a step with others.
         growth_interval: see `growth`.
+        least: it doesn't shrink below. ``train_step(guard="raise")`` raises once it has come down to that, or to 1.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
@@ -65,6 +66,7 @@ class DynamicLossScale:
     growth: float = 2.0
     backoff: float = 0.5
     growth_interval: int = 2000
+    least: float = 0.0
 
     def __post_init__(self) -> None:
         for name, low, high in (("init", 0.0, float("inf")), ("growth", 1.0, float("inf")), ("backoff", 0.0, 1.0)):
@@ -72,6 +74,7 @@ class DynamicLossScale:
             value = number(what, getattr(self, name), low, StrategyError, more=True, below=high)
             object.__setattr__(self, name, value)
         check_whole(self, 1, "growth_interval")
+        number("DynamicLossScale.least", self.least, 0.0, StrategyError, below=self.init)
 
     def start(self) -> LossScale:
         """The state before the first step."""
@@ -82,7 +85,7 @@ class DynamicLossScale:
         finite = torch.as_tensor(finite, device=state.scale.device)
         full, grown = state.good_steps + 1 >= self.growth_interval, state.scale * self.growth
         after_good = torch.where(full & grown.isfinite(), grown, state.scale)
-        scale = torch.where(finite, after_good, state.scale * self.backoff)
+        scale = torch.where(finite, after_good, (state.scale * self.backoff).clamp(min=self.least))
         return LossScale(scale, torch.where(finite & ~full, state.good_steps + 1, torch.zeros_like(state.good_steps)))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -190,6 +190,8 @@ def _parameter_of(path: str, params: Any) -> str | None:
 class NormOfParts:
     """The norm of gradients that lie on meshes so, from this rank's parts: each number counts once."""
 
+    takes_parts: ClassVar[bool] = True
+
     placements: Placements
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
@@ -218,7 +220,7 @@ def _on_parts(optimizer: Optimizer, placements: Placements) -> Optimizer:
     """`optimizer` for parameters of which ranks hold parts."""
     if optimizer.offers.elementwise or placements.first_split is None:
         return optimizer
-    if isinstance(optimizer, ClipByGlobalNorm):
+    if isinstance(optimizer, ClipByGlobalNorm) and optimizer.takes_parts:
         return replace(optimizer, norm=NormOfParts(placements))
     if isinstance(optimizer, Chain):
         return replace(optimizer, members=tuple(_on_parts(member, placements) for member in optimizer.members))

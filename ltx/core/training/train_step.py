@@ -277,7 +277,7 @@ def train_step(
             counted, ``metrics.skipped`` says so, and what a strategy does to parameters besides (averages) it still
             does. "raise": the same NotFiniteError on every rank, which names ranks and leaves; the state may be used
             again. Ranks that don't share gradients ask one another at every step. With :class:`ltx.DynamicLossScale`,
-            which skips such steps anyway, "raise" raises once the scale has come down to 1.
+            which skips such steps anyway, "raise" raises once the scale has come down to 1, or its least value.
         overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
             complete. The step commits whole: if anything fails before that, the state is as it was. "update": the
             optimizer runs on each bucket when it is complete, which is faster and not atomic: after a failure in the

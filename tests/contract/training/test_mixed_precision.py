@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
-from ltx.errors import StepError, StrategyError, UnsupportedError
+from ltx.errors import NotFiniteError, StepError, StrategyError, UnsupportedError
 from tests.contract.strategies.test_failures import BrokenError
 from tests.contract.strategies.test_protocol import Anchored, Gossip, LocalSGD
 from tests.covering import some
@@ -475,6 +475,19 @@ def test_the_scale_itself_doesnt_overflow() -> None:
     assert rule.after(rule.start(), False).scale == rule.start().scale / 2
 
 
+def test_the_scale_stays_above_its_least_value_and_then_raises() -> None:
+    rule = ltx.DynamicLossScale(init=32.0, least=10.0)
+    step = ltx.data_parallel(lambda w, x: (w * x).sum())
+    half = ltx.mixed_precision(step, ltx.Precision(compute=torch.float16, loss_scale=rule))
+    state, scales = ltx.train_step(half, adamw()).init(torch.ones(2)), []
+    for _ in range(4):
+        state, metrics = ltx.train_step(half, adamw())(state, torch.tensor([torch.inf, 1.0]))
+        scales.append(float(metrics.loss_scale))
+    assert scales == [32.0, 16.0, 10.0, 10.0]
+    with pytest.raises(NotFiniteError):
+        ltx.train_step(half, adamw(), guard="raise")(state, torch.tensor([torch.inf, 1.0]))
+
+
 def test_metrics_without_dynamic_scaling_have_none() -> None:
     for precision in (BF16, replace(BF16, loss_scale=8)):
         train = ltx.train_step(ltx.mixed_precision(STEP, precision), sgd())
@@ -537,7 +550,7 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
         (
             lambda: ltx.train_step(ltx.mixed_precision(STEP, FP16), sgd(), overlap="update"),
             StrategyError,
-            "growth_interval=3) needs all gradients before the optimizer runs",
+            "growth_interval=3, least=0.0) needs all gradients before the optimizer runs",
         ),
         *(
             (
@@ -599,7 +612,16 @@ def test_bad_precisions(fields: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"init": 0}, {"growth": 1.0}, {"backoff": 1.0}, {"growth_interval": 0}, {"init": float("inf")}], ids=str
+    "fields",
+    [
+        {"init": 0},
+        {"growth": 1.0},
+        {"backoff": 1.0},
+        {"growth_interval": 0},
+        {"init": float("inf")},
+        {"least": 2.0**16},
+    ],
+    ids=str,
 )
 def test_bad_scales(fields: dict[str, Any]) -> None:
     with pytest.raises(StrategyError, match=re.escape(f"DynamicLossScale.{next(iter(fields))} must be a")):

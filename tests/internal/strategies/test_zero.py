@@ -199,8 +199,12 @@ def ratio(grads: Params, state: Any, params: Params) -> Any:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [ltx.optim.from_torch(torch.optim.Adafactor), ltx.optim.from_functions(lambda params: (), ratio)],
-    ids=["Adafactor", "functions"],
+    [
+        ltx.optim.from_torch(torch.optim.Adafactor),
+        ltx.optim.from_functions(lambda params: (), ratio),
+        ltx.extend.ClipByGlobalNorm(1.0, norm=torch.nn.utils.get_total_norm),  # of the whole, whatever it is
+    ],
+    ids=["Adafactor", "functions", "another norm"],
 )
 @pytest.mark.parametrize("chained", [False, True])
 def test_optimizers_that_need_whole_parameters_are_refused(optimizer: Any, chained: bool) -> None:
