@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 # The file: what the numbers are that its main() returns, and by what.
 PICTURES = {
     "train_gpt": ("loss", "step"),
+    "shard_gpt": ("loss", "step"),
     "resnet_digits": ("loss", "step"),
     "hf_finetune": ("loss", "step"),
     "maml": ("loss after adapting", "step"),
@@ -22,6 +23,7 @@ PICTURES = {
     "hessian_spectrum": ("eigenvalue", "number"),
     "compare_hooks": ("loss", "step"),
 }
+SHARED = {"shard_gpt": "train_gpt"}  # the twins of others
 
 
 def run(name, steps):
@@ -57,7 +59,7 @@ def main():
     with ltx.Pool(2) as pool:
         for name in options.names or PICTURES:
             found = pool.run(run, name, options.steps)[0]
-            draw(name, found, run(f"plain.{name}", options.steps))
+            draw(name, found, run(f"plain.{SHARED.get(name, name)}", options.steps))
             print(f"pictures/{name}.svg", flush=True)
 
 

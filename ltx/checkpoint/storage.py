@@ -102,16 +102,16 @@ def leaves_of(state: TrainState) -> list[Piece]:
                 "checkpoint_id=path), and load(...) the same."
             )
         part, _, rest = path.partition(".")
+        kind: LeafLayout = getattr(layout, part, "replicated")
         if part == "opt_state" and shards is not None:
             path = f"opt_state.{rest.removeprefix(shards.name + '.')}"
-            cut = tensor.ndim == 1  # others are counters
-            leaves.append(
-                Piece(path, tensor, "sharded", shards.ranks, shards.rank or 0) if cut else Piece(path, tensor)
-            )
+            cut = (shards.ranks, shards.rank or 0) if tensor.ndim == 1 else None  # others are counters
+            leaves.append(Piece(path, tensor, "sharded", *cut) if cut else Piece(path, tensor))
         elif path in ("sync_state.uses", "sync_state.clock"):
             leaves.append(Piece(path, tensor))  # guards, which are the same in every state that can be saved
+        elif kind == "sharded" and not (part == "opt_state" and isinstance(state.opt_state, Shards)):
+            leaves.append(Piece(path, tensor, "per_rank"))  # how they fit together, their strategy alone knows
         else:
-            kind: LeafLayout = getattr(layout, part, "replicated")
             leaves.append(Piece(path, tensor, "replicated" if kind == "sharded" else kind))
     return leaves
 

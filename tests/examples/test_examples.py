@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.covering import some
 from tests.kinds import Ranks
@@ -23,6 +26,7 @@ EXAMPLES = ROOT / "examples"
 # batch norm and Adam magnify it.
 TWINS = {
     "train_gpt": (6, 1e-4),
+    "shard_gpt": (6, 1e-4),
     "resnet_digits": (6, 1e-3),
     "hf_finetune": (6, 1e-4),
     "maml": (20, 1e-4),
@@ -32,18 +36,26 @@ TWINS = {
     "hessian_spectrum": (30, 1e-6),
     "compare_hooks": (10, 1e-4),
 }
+SHARED = {"shard_gpt": "train_gpt"}  # the twins of others
 
 
-def main_of(name: str, *args: Any) -> Any:
-    """What main() of an example returns, which is imported as Python does where it is started as a script."""
+@contextmanager
+def imported(name: str) -> Iterator[Any]:
+    """An example, as Python imports it where it is started as a script."""
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
         try:
-            return importlib.import_module(name).main(*args)
+            yield importlib.import_module(name)
         finally:
             for new in {each for each in sys.modules if each.partition(".")[0] in ("plain", name)} - before:
                 del sys.modules[new]
+
+
+def main_of(name: str, *args: Any) -> Any:
+    """What main() of an example returns."""
+    with imported(name) as example:
+        return example.main(*args)
 
 
 def script(*command: str, folder: Path) -> str:
@@ -61,7 +73,7 @@ def script(*command: str, folder: Path) -> str:
 @pytest.mark.parametrize("name", some(TWINS, "maml"))
 def test_two_ranks_come_to_what_plain_torch_comes_to(name: str, ranks: Ranks) -> None:
     steps, rtol = TWINS[name]
-    plain = main_of(f"plain.{name}", steps)
+    plain = main_of(f"plain.{SHARED.get(name, name)}", steps)
     for found in ranks(2).run(main_of, name, steps):
         if isinstance(found, dict):
             found = found["AllReduce()"]  # the others lose something
@@ -82,6 +94,29 @@ def test_the_gpt_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     command = ["-m", "ltx", "run", "-n", "2", str(EXAMPLES / "train_gpt.py"), "--checkpoints", "here", "--steps"]
     assert "step 2: loss" in script(*command, "3", folder=tmp_path)
     assert re.findall(r"step (\d+): loss", script(*command, "5", folder=tmp_path)) == ["4"]
+
+
+def test_a_sharded_layer_is_whole_only_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: list[StorageWeakRef] = []
+    left: list[int] = []
+    with imported("shard_gpt") as example:
+        gather, loss_fn = example.gather, example.cross_entropy
+
+        def noted(*args: Any) -> list[torch.Tensor]:
+            tensors: list[torch.Tensor] = gather(*args)
+            whole.extend(StorageWeakRef(x.untyped_storage()) for x in tensors)
+            return tensors
+
+        def after_forward(*args: Any) -> torch.Tensor:
+            left.append(sum(not memory.expired() for memory in whole))
+            loss: torch.Tensor = loss_fn(*args)
+            return loss
+
+        monkeypatch.setattr(example, "gather", noted)
+        monkeypatch.setattr(example, "cross_entropy", after_forward)
+        example.main(1)
+    assert left == [5], "the two embeddings, the last norm's two and the head lie outside of the layers"
+    assert len(whole) > 2 * 3 * 12, "the backward pass gathers anew what the three layers gave back"
 
 
 @pytest.mark.full
@@ -112,7 +147,7 @@ def test_the_gallery_shows_every_example() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md", "gallery.py"}
     assert {f"{name}.py" for name in TWINS} | {"slurm.sbatch", "k8s.yaml", "ray_train.py"} == files
-    assert {path.stem for path in (EXAMPLES / "plain").glob("*.py")} == set(TWINS)
+    assert {path.stem for path in (EXAMPLES / "plain").glob("*.py")} == set(TWINS) - set(SHARED)
     for file in files:
         assert f"]({file})" in page
     for name in TWINS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -146,10 +146,6 @@ class TrainState(Readable):
         """Whether a step has taken this state's tensors over."""
         return isinstance(self._lease[0], int)
 
-    def renew(self, made: Callable[[Tree], Tree]) -> None:
-        """Replace each part by what `made` makes of it; for a state that the user hasn't read yet."""
-        self.__dict__.update({f"_{name}": made(self.__dict__[f"_{name}"]) for name in _PARTS})
-
     def donate(self) -> None:
         """Mark this state as donated: from now on reading it raises."""
         self._lease[0] = self.step + 1
@@ -187,6 +183,8 @@ class TrainState(Readable):
         self.check_finished("state_dict")
         tensors = tree.flatten(self)[0]
         own = [part for part in ("params", "opt_state") if getattr(self.layout, part) == "per_rank"]
+        if self.layout.params == "sharded":  # a sharded optimizer state says in its paths whose part it is
+            own.append("params")
         if self.layout.sync_state == "per_rank" or on_mesh(tensors):
             own.append("sync_state.leaves")
         kept = dict(map(partial(_of_this_rank, own), tree.leaf_paths(self), tensors))
@@ -334,7 +332,8 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
     held = {id(x): x for x in leaves}  # parameters may be communication state too
     state.donate()
     if held:
-        following.renew(lambda part: tree.map(lambda x: x.detach() if id(x) in held else x, part))
+        apart = {name: tree.map(lambda x: x.detach() if id(x) in held else x, following.held(name)) for name in _PARTS}
+        following.__dict__.update({f"_{name}": part for name, part in apart.items()})
         give_away(
             held.values(),
             f"this tensor was read off the TrainState of step {state.step}, and that state was donated to the step "

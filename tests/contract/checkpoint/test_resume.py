@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ltx
 from ltx.errors import CheckpointError, InputError, RankMismatchError, UnsupportedError
+from ltx.strategies import StateLayout
 from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.table import KINDS, ROWS
 from tests.contract.strategies.test_conformance import tensors, trainer
@@ -369,6 +370,31 @@ def test_what_is_each_ranks_own_needs_as_many_ranks(ranks: Ranks, tmp_path: Path
         assert data in (None, [{"at": 0}, {"at": 1}])
         for name, x in params.items():
             assert torch.equal(x, ((mine[0][name].double() + mine[1][name].double()) / 2).float())
+
+
+@dataclass(frozen=True)
+class Cut(ltx.Strategy):
+    """Ranks hold parts of the parameters, as a strategy of somebody else's may cut them."""
+
+    layout: ClassVar[StateLayout] = StateLayout(params="sharded", opt_state="sharded")
+
+    def hook(self, step: int) -> None:
+        return None
+
+
+def test_each_rank_gets_its_parts_back_from_whatever_cuts_them(ranks: Ranks, tmp_path: Path) -> None:
+    def saved_and_loaded() -> tuple[Any, Any, set[str]]:
+        train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), Cut()), ADAMW)
+        state, _ = train(train.init(torch.ones(2)), torch.tensor([1.0, -1.0]) * (1 - 2 * int(ltx.axis_index())))
+        ltx.checkpoint.save(tmp_path, state)
+        restored = ltx.checkpoint.load(tmp_path, train.init(torch.ones(2))).state
+        return bits(state), bits(restored), {path for path in state.state_dict() if path.startswith("params")}
+
+    each = ranks(2).run(saved_and_loaded)
+    for mine, loaded, _ in each:
+        torch.testing.assert_close(loaded, mine, rtol=0.0, atol=0.0)
+    assert not torch.equal(each[0][0][0], each[1][0][0])
+    assert [paths for *_, paths in each] == [{"params.rank_0_of_2"}, {"params.rank_1_of_2"}]
 
 
 def test_states_that_dont_fit_are_refused(tmp_path: Path) -> None:
