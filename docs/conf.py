@@ -127,7 +127,6 @@ INTERNAL = {
         "check_owned",
         "donate",
         "invalidate",
-        "renew",
         "seen",
         "unseen",
     },
