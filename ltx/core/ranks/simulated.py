@@ -8,7 +8,7 @@ from typing import Any, Literal
 import optree
 import torch
 
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
@@ -114,14 +114,14 @@ def vmap(
         structure, is_tensor, rest, placed = known[0]
         results = iter(stacked)
         filled = [next(results) if ok else other for ok, other in zip(is_tensor, rest, strict=True)]
-        for i, (dim, differs) in enumerate(placed):
+        for i, (dim, path) in enumerate(placed):
             if is_tensor[i]:
-                if dim is None and differs:
-                    _check_equal(filled[i], structure, i)
+                if path is not None:
+                    _check_equal(filled[i], path)
                 filled[i] = _place(filled[i], dim)
         return tree.unflatten(structure, filled)
 
-    return mapped
+    return traced.whole(mapped)
 
 
 #: What torch says of what its vmap can't run, and what to do instead.
@@ -165,25 +165,33 @@ _ADVICE = (
 )
 
 
-def _check_equal(result: torch.Tensor, structure: Any, place: int) -> None:
-    """Raise unless all entries of leaf `place` of an output, stacked by rank, are equal to the last bit."""
+def _check_equal(result: torch.Tensor, path: str) -> None:
+    """Raise unless all entries of the leaf at `path` of an output, stacked by rank, are equal to the last bit."""
     if result.is_meta:
         return
+    advice = "Give it a dimension, or return what is the same on all of them, such as its ltx.pmean."
     first = result[:1]
     same = (result == first) | ((result != result) & (first != first))  # NaN is NaN
-    same = unwrapped(same)  # by a transform outside: all of its entries
-    if torch.compiler.is_compiling() or not bool(same.all()):
-        path = tree.leaf_paths(tree.unflatten(structure, list(range(structure.num_leaves))))[place]
-        raise AxisError(
-            f"out_dims=None: the output {path!r} differs between ranks{' or may' * torch.compiler.is_compiling()}. "
-            "Give it a dimension, or return what is the same on all of them, such as its ltx.pmean."
+    if not torch.compiler.is_compiling():
+        if not bool(unwrapped(same).all()):  # by a transform outside: all of its entries
+            raise AxisError(f"out_dims=None: the output {path!r} differs between ranks. {advice}")
+    elif _level():
+        traced.refuse(f"out_dims=None: the output {path!r} may differ between ranks. {advice}", AxisError)
+    else:
+        torch._assert_async(
+            same.all(), f"AxisError: out_dims=None: the output {path!r} differs between ranks. {advice}"
         )
 
 
-def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[tuple[int | None, bool]]:
+@traced.at_trace_time
+def _level() -> int:
+    return private.maybe_current_level() or 0
+
+
+def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[tuple[int | None, str | None]]:
     """One entry of `out_dims` for each leaf of `output`, as one rank returned it at this level of torch.func.
 
-    And, where that is None, whether it has a value for each rank.
+    And, where that is None though the leaf has a value for each rank, its path.
     """
     if out_dims is None or is_whole(out_dims):
         dims: list[int | None] = [out_dims] * len(leaves)
@@ -192,10 +200,25 @@ def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[
     for dim in dims:
         if dim is not None and not is_whole(dim):
             raise AxisError(f"out_dims must be an int, None or a tree of them, got {shown(dim)}.")
-    return [  # with out_dims a number nobody asks, and Dynamo couldn't
-        (dim, dim is None and isinstance(leaf, torch.Tensor) and below_wrappers(leaf, level)[1] is not None)
+    if torch.compiler.is_compiling():
+        _let_ask()
+    differ = [
+        dim is None and isinstance(leaf, torch.Tensor) and _has_rank_dim(leaf, level).shape[0] > 0
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
+    paths = tree.leaf_paths(output) if any(differ) else [""] * len(leaves)
+    return [(dim, path if own else None) for dim, path, own in zip(dims, paths, differ, strict=True)]
+
+
+@traced.node
+def _has_rank_dim(leaf: torch.Tensor, level: int) -> torch.Tensor:
+    """Of length 1 if `leaf` has a value for each rank, else 0: of what is in a tensor, Dynamo knows the shape alone."""
+    return torch.empty(int(below_wrappers(leaf, level)[1] is not None))
+
+
+@traced.at_trace_time
+def _let_ask() -> None:
+    traced.keep("nothing", None)
 
 
 def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:

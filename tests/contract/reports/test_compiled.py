@@ -142,3 +142,42 @@ def test_steps_of_trainings_that_are_at_different_steps_compile(seed: int) -> No
             expected = expected - 0.1 * 2 / 3 * expected * x * x
         torch.testing.assert_close(state.params, expected)
         assert state.step == before + 3
+
+
+client = torch.func.grad(ltx.data_parallel(lambda params, x: torch.tanh(x @ params["w"]).square().mean()))
+
+
+def a_round(params: dict[str, Tensor], xs: Tensor) -> dict[str, Tensor]:
+    """Of federated averaging, on simulated ranks."""
+    grads = ltx.vmap(client, in_dims=(None, 0), out_dims=None)(params, xs)
+    return {name: param - 0.1 * grads[name] for name, param in params.items()}
+
+
+def test_what_simulated_ranks_share_is_one_output_of_a_graph(seed: int) -> None:
+    torch._dynamo.reset()
+    params, xs = {"w": torch.randn(3, 2)}, torch.randn(4, 5, 3)
+    w = params["w"].clone().requires_grad_()
+    torch.tanh(xs @ w).square().mean().backward()
+    found = torch.compile(a_round, fullgraph=True, backend="aot_eager")(params, xs)
+    torch.testing.assert_close(found["w"], params["w"] - 0.1 * w.grad)
+
+    rest = ltx.vmap(lambda x: {"rest": ltx.psum(x) - x}, out_dims=None)
+    f = torch.compile(lambda xs: rest(xs)["rest"], fullgraph=True, backend="aot_eager")
+    same = xs[:1].expand(4, 5, 3)
+    torch.testing.assert_close(f(same), 3 * xs[0])
+    with pytest.raises(
+        RuntimeError, match=r"AxisError: out_dims=None: the output 'rest' differs between ranks\. Give it"
+    ):
+        f(xs)
+
+
+def test_simulated_ranks_are_compiled_as_a_whole() -> None:
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return (x @ w).sum()
+
+    gradients = ltx.vmap(torch.func.grad(ltx.data_parallel(step)), in_dims=(None, 0))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        torch.compile(lambda w, x: gradients(w, x), backend="eager")(torch.ones(3), torch.ones(2, 4, 3))
+    torch._dynamo.reset()
