@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import gelu, mse_loss
@@ -32,6 +33,18 @@ class Block(nn.Module):
         weights = (q @ k.transpose(-1, -2) / 2).softmax(-1)
         x = x + self.o((weights @ v).transpose(1, 2).flatten(-2))
         return x + self.down(gelu(self.up(self.norm2(x))))
+
+
+def drawn() -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The weights of a block, and a batch."""
+    return Block().state_dict(), torch.randn(4, LENGTH, WIDTH), torch.randn(4, LENGTH, WIDTH)
+
+
+def model_of(weights: dict[str, Tensor]) -> Block:
+    """The block that has these weights."""
+    model = Block()
+    model.load_state_dict(weights)
+    return model
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from importlib.metadata import requires
 
+import pytest
+
 SCRIPT = """
 import sys, torch
 before = set(sys.modules)
@@ -36,6 +38,7 @@ def test_without_numpy() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.full
 def test_with_the_oldest_torch() -> None:
     """What ltx does otherwise for older versions of torch is looked at when it is imported."""
     oldest = next(line for line in requires("ltx") or [] if line.startswith("torch")).partition(">=")[2]

@@ -92,6 +92,7 @@ def test_what_is_missing_is_installed_beside_torch(still: list[str], monkeypatch
     assert len(ran) == 1
 
 
+@pytest.mark.full
 def test_what_is_tried_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(gpu.NoGpuError, match="ltx doesn't run on the GPU: "):
         gpu.check(sys.executable)

@@ -17,33 +17,9 @@ import ltx
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from tests import inside
 from tests.kinds import Params, Ranks
+from tests.twins.phases import InTwoPhases, OftenInTwoPhases
 
 NAMES = ["e", "c", "a", "f", "b", "d"]  # in the order of the forward pass
-
-
-@dataclass(frozen=True)
-class InTwoPhases(CommHook):
-    """The mean as a reduce-scatter and an all-gather: two collectives that wait for each other."""
-
-    phases: ClassVar[int] = 2
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        n, numel = inputs.axis_size, inputs.flat.numel()
-        padded = torch.nn.functional.pad(inputs.flat, (0, -numel % n))
-        part = yield CollectiveRequest("psum_scatter", padded.reshape(n, -1))
-        whole = yield CollectiveRequest("all_gather", part.contiguous())
-        return whole.reshape(-1)[:numel], inputs.states
-
-
-@dataclass(frozen=True)
-class OftenInTwoPhases(InTwoPhases):
-    """As above for the buckets with even indices, one sum for the others: phases of unequal lengths."""
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        if inputs.bucket.index % 2 == 0:
-            return (yield from super().reduce(inputs))
-        total = yield CollectiveRequest("psum", inputs.flat)
-        return total, inputs.states
 
 
 @dataclass(frozen=True)

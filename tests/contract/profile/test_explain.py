@@ -24,32 +24,9 @@ from tests.contract.strategies.test_protocol import STRATEGIES, Gossip, LocalSGD
 from tests.covering import some
 from tests.kinds import Params, Ranks
 from tests.twins.feedback import ErrorFeedback
+from tests.twins.phases import InTwoPhases, OftenInTwoPhases
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
-
-
-@dataclass(frozen=True)
-class InTwoPhases(CommHook):
-    """The mean as a reduce-scatter and an all-gather."""
-
-    phases: ClassVar[int] = 2
-
-    def reduce(self, share: BucketInput) -> Reduction:
-        n, numel = share.axis_size, share.flat.numel()
-        padded = torch.nn.functional.pad(share.flat, (0, -numel % n))
-        part = yield CollectiveRequest("psum_scatter", padded.reshape(n, -1))
-        whole = yield CollectiveRequest("all_gather", part.contiguous())
-        return whole.reshape(-1)[:numel], share.states
-
-
-@dataclass(frozen=True)
-class OftenInTwoPhases(InTwoPhases):
-    """As above for the buckets with even indices, one sum for the others."""
-
-    def reduce(self, share: BucketInput) -> Reduction:
-        if share.bucket.index % 2 == 0:
-            return (yield from super().reduce(share))
-        return (yield CollectiveRequest("psum", share.flat)), share.states
 
 
 @dataclass(frozen=True)

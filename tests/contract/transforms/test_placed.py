@@ -15,25 +15,14 @@ import ltx
 from ltx.errors import LtxError, StepError, UnsupportedError
 from tests import inside
 from tests.kinds import Ranks
-from tests.meshes import LENGTH, WIDTH, Block, full, loss_of, mesh_of, parallelize, placements
+from tests.meshes import drawn, full, loss_of, mesh_of, model_of, parallelize, placements
 
 pytestmark = pytest.mark.full  # importing DTensors takes seconds, in each of four processes
 
 
-def _drawn() -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The weights of a block, and a batch."""
-    return Block().state_dict(), torch.randn(4, LENGTH, WIDTH), torch.randn(4, LENGTH, WIDTH)
-
-
-def _model(weights: dict[str, Tensor]) -> Block:
-    model = Block()
-    model.load_state_dict(weights)
-    return model
-
-
 def _expected(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """The gradients on one process, of the whole batch."""
-    model = _model(weights)
+    model = model_of(weights)
     params = dict(model.named_parameters())
     return dict(zip(params, torch.autograd.grad(mse_loss(model(x), y), list(params.values())), strict=True))
 
@@ -58,7 +47,7 @@ def test_gradients_are_those_of_one_process(sequence: bool, ranks: Ranks, seed: 
 
     def run(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[bool, dict[str, dict[str, Tensor]], Any]:
         with mesh_of(2, 2) as mesh:
-            model = parallelize(_model(weights), mesh["model"], sequence)
+            model = parallelize(model_of(weights), mesh["model"], sequence)
             params = dict(model.named_parameters())
             loss = loss_of(model, mesh["model"], sequence)
             step, batch = ltx.data_parallel(loss, axis=mesh["data"]), ltx.shard((x, y), axis=mesh["data"])
@@ -83,8 +72,8 @@ def test_gradients_are_those_of_one_process(sequence: bool, ranks: Ranks, seed: 
             value = step(params, *batch)
             return kept, {name: full(grads) for name, grads in ways.items()}, (type(value), value.item())
 
-    weights, x, y = _drawn()
-    expected, loss = _expected(weights, x, y), mse_loss(_model(weights)(x), y).item()
+    weights, x, y = drawn()
+    expected, loss = _expected(weights, x, y), mse_loss(model_of(weights)(x), y).item()
     values = []
     for kept, ways, (kind, value) in ranks(4).run(run, weights, x, y):
         assert kept
@@ -344,7 +333,7 @@ def test_fully_sharded_modules(ranks: Ranks, seed: int) -> None:
         from torch.distributed.fsdp import fully_shard
 
         with mesh_of(2, 2) as mesh:
-            model = _model(weights)
+            model = model_of(weights)
             fully_shard(model.up, mesh=mesh["model"])
             fully_shard(model, mesh=mesh["model"])
             params = dict(model.named_parameters())
@@ -354,7 +343,7 @@ def test_fully_sharded_modules(ranks: Ranks, seed: int) -> None:
             grads, _ = ltx.sync_gradients({name: p.grad for name, p in params.items()}, axis=mesh["data"])
             return text, placements(grads) == placements(params), full(grads)
 
-    weights, x, y = _drawn()
+    weights, x, y = drawn()
     expected = _expected(weights, x, y)
     for text, kept, grads in ranks(4).run(run, weights, x, y):
         assert "functional_call: FSDPBlock is under torch's fully_shard" in text

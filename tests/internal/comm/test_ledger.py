@@ -41,7 +41,7 @@ ISSUES: dict[str, tuple[Callable[[int], Any], float, int]] = {
 }
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_bytes(ranks: Ranks, n: int) -> None:
     def run() -> dict[str, tuple[int, int]]:
         seen = {}

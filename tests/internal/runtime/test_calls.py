@@ -90,6 +90,7 @@ def test_cached_functions_begin_with_an_empty_cache(modules: Callable[[str, str]
     assert _call_elsewhere(pack_call(1, own.f, (3,), {}).pickled) == "(6, 1, 7)"
 
 
+@pytest.mark.full
 @pytest.mark.slow_compile
 def test_what_goes_by_value_can_be_compiled(
     modules: Callable[[str, str], ModuleType], ranks: Callable[[int], Pool]

@@ -126,6 +126,7 @@ def test_a_workers_traceback_points_at_what_pythons_own_does() -> None:
     assert text_of(caught.value) == "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.full
 def test_a_rank_that_prints_without_end_is_not_waited_for_without_end() -> None:
     def flood() -> None:
         while True:

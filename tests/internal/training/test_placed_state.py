@@ -23,7 +23,7 @@ from ltx.errors import (
     UnsupportedError,
 )
 from tests.kinds import Ranks
-from tests.meshes import LENGTH, WIDTH, Block, full, loss_of, mesh_of, parallelize, placements
+from tests.meshes import drawn, full, loss_of, mesh_of, model_of, parallelize, placements
 
 STEPS = 3
 
@@ -32,22 +32,11 @@ def _sgd() -> optim.Optimizer:
     return optim.from_torch(torch.optim.SGD, lr=0.3, momentum=0.9)
 
 
-def _drawn() -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The weights of a block, and a batch."""
-    return Block().state_dict(), torch.randn(4, LENGTH, WIDTH), torch.randn(4, LENGTH, WIDTH)
-
-
-def _model(weights: dict[str, Tensor]) -> Block:
-    model = Block()
-    model.load_state_dict(weights)
-    return model
-
-
 def _trained(
     weights: dict[str, Tensor], x: Tensor, y: Tensor, clip: float | None = None, only: str = ""
 ) -> tuple[dict[str, Tensor], float, float]:
     """(parameters, last loss, last norm) of plain torch on one process and the whole batch."""
-    model, norm = _model(weights), 0.0
+    model, norm = model_of(weights), 0.0
     trained = [p for name, p in model.named_parameters() if name.startswith(only)]
     optimizer = torch.optim.SGD(trained, lr=0.3, momentum=0.9)
     for _ in range(STEPS):
@@ -68,7 +57,7 @@ def _text(error: type[LtxError], f: Callable[[], Any]) -> str:
 
 def _wrapped(weights: dict[str, Tensor], mesh: Any, strategy: Any = None) -> tuple[Any, dict[str, Any]]:
     """A data-parallel step of a block split over `mesh`, and its parameters."""
-    model = parallelize(_model(weights), mesh["model"], sequence=True)
+    model = parallelize(model_of(weights), mesh["model"], sequence=True)
     step = ltx.data_parallel(loss_of(model, mesh["model"], sequence=True), strategy, axis=mesh["data"])
     return step, dict(model.named_parameters())
 
@@ -97,11 +86,11 @@ def test_training_is_that_of_one_process(overlap: Any, donate: bool, ranks: Rank
             momenta = {name: own["momentum_buffer"] for name, own in state.opt_state.per_param.items()}
             assert placements(state.params) == placements(momenta) == placements(params)
             torch.testing.assert_close(full({**params}), {name: weights[name] for name in params})  # copied
-            again = ltx.to_module(_model(weights), {name: x.clone() for name, x in full(state.params).items()})
+            again = ltx.to_module(model_of(weights), {name: x.clone() for name, x in full(state.params).items()})
             assert torch.equal(again.up.weight, state.params["up.weight"].full_tensor())
             return full(state.params), metrics.loss
 
-    weights, x, y = _drawn()
+    weights, x, y = drawn()
     expected, loss, _ = _trained(weights, x, y)
     for params, found in ranks(4).run(run, weights, x, y):
         torch.testing.assert_close(params, expected, rtol=1e-3, atol=1e-5)
@@ -129,7 +118,7 @@ def test_the_norm_counts_each_number_once(sharded: bool, ranks: Ranks, seed: int
                 assert placements(optim.averaged(state.opt_state)) == placements(params)
             return full(state.params), metrics.grad_norm.item()
 
-    weights, x, y = _drawn()
+    weights, x, y = drawn()
     expected, _, norm = _trained(weights, x, y, clip=0.1)
     for params, found in ranks(4).run(run, weights, x, y):
         torch.testing.assert_close(params, expected, rtol=1e-3, atol=1e-5)
@@ -188,7 +177,7 @@ def test_frozen_parameters_and_accumulation(ranks: Ranks, seed: int) -> None:
             assert set(placements(state.opt_state.per_param)) == {"q.weight", "q.bias"} | set(params)
             return full(state.params)
 
-    weights, x, y = _drawn()
+    weights, x, y = drawn()
     expected, _, _ = _trained(weights, x, y, only="q")
     for params in ranks(4).run(run, weights, x, y):
         torch.testing.assert_close(params, expected, rtol=1e-3, atol=1e-5)
