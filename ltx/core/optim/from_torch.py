@@ -96,6 +96,8 @@ class TorchOptimizer(ClassOptimizer):
         has_grad = [index for index, grad in enumerate(grad_leaves) if grad is not None]
         grad_leaves = [grad_leaves[index] for index in has_grad]
         picked = [states[index] for index in has_grad], [leaves[index] for index in has_grad]
+        if self._varying and traced.recording():
+            _prepare_trace(self)  # refuses it
         values = self._values(state.count, state.hyper)
         rate = self._traced(values.get("lr"), state.count)
         rule = partial(self._run, count=state.count, values=values if rate is None else values | {"lr": 1.0})
@@ -116,10 +118,10 @@ class TorchOptimizer(ClassOptimizer):
                 ((old + rate.to(old.device) * (new - old)).to(old.dtype), own)
                 for old, (new, own) in zip(leaves, pairs, strict=True)
             ]
-        if not any(own for _, own in pairs):  # Dynamo takes empty dicts for constants, and can't put those in a tree
-            return spec.unflatten([leaf for leaf, _ in pairs]), TorchState(state.per_param, next_count, hyper)
-        new_state = TorchState(spec.unflatten([own for _, own in pairs]), next_count, hyper)
-        return spec.unflatten([leaf for leaf, _ in pairs]), new_state
+        after = [own for _, own in pairs]
+        # Dynamo takes empty dicts for constants, and can't put those in a tree.
+        per_param = spec.unflatten(after) if any(after) else state.per_param
+        return spec.unflatten([leaf for leaf, _ in pairs]), TorchState(per_param, next_count, hyper)
 
     def _in_graph(self, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:
         """The update as nodes of a compiled graph."""
@@ -143,9 +145,8 @@ class TorchOptimizer(ClassOptimizer):
         self._run(grads, states, params, count=state.count, values=values)
 
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
-        if self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):
-            return None
-        if any(isinstance(own, Adjustable) for own in self._varying.values()):  # they mustn't change either
+        changes = self._hyper != ()  # what the state keeps of hyperparameters, which a kernel doesn't
+        if changes or self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):
             return None
         conditional = copy(self)
         object.__setattr__(conditional, "_skip", skip)

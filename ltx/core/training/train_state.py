@@ -23,7 +23,7 @@ from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateErro
 from ltx.core.base.placements import local, on_mesh, own_part
 from ltx.core.base.readable import Readable, text_of
 from ltx.core.optim import TorchState
-from ltx.core.optim.base import advanced
+from ltx.core.optim.base import advanced, all_of
 from ltx.core.transforms.strategy_update import StateLayout
 from ltx.typing import Tree
 
@@ -250,13 +250,8 @@ def counted(state: TrainState, step: int, updates: int) -> TrainState:
 
 def updates_of(state: TrainState) -> int:
     """How often the optimizer has run: not at every step, with a strategy that accumulates gradients of several."""
-    counts = [state.step]
-    tree.map(
-        lambda node: counts.append(node.count) if isinstance(node, TorchState) else None,
-        state.opt_state,
-        is_leaf=lambda node: isinstance(node, TorchState),
-    )
-    return counts[-1]
+    counts: list[int] = [node.count for node in all_of(state.opt_state, TorchState)]
+    return counts[-1] if counts else state.step
 
 
 def _children(state: TrainState) -> tuple[str, ...]:

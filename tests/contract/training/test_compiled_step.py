@@ -59,13 +59,36 @@ def test_inductor(ranks: Ranks) -> None:
 
 
 @pytest.mark.full
-def test_a_schedule_of_the_learning_rate_is_refused() -> None:
-    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step), momentum=0.9)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", lambda step: 0.1 / (1 + step)),
+        ("momentum", lambda step: 0.9),
+        ("lr", ltx.optim.adjustable(0.1)),
+        ("lr", ltx.optim.reduce_on_plateau(0.1)),
+    ],
+)
+def test_hyperparameters_that_change_are_refused(name: str, value: Any) -> None:
+    sgd = ltx.optim.from_torch(torch.optim.SGD, **{"lr": 0.1, "momentum": 0.9, name: value})
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), sgd)
     torch._dynamo.reset()
     refused = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
-    with pytest.raises(refused, match="can't ask for the lr of each step"):
+    with pytest.raises(refused, match=f"can't ask for the {name} of each step"):
         torch.compile(train, fullgraph=True, backend="eager")(train.init(torch.ones(2)), torch.ones(2))
+
+
+def test_an_optimizer_that_sees_the_loss() -> None:
+    def update(grads: torch.Tensor, state: ltx.optim.LossState, params: torch.Tensor) -> Any:
+        return -state.loss * grads, state
+
+    own = ltx.optim.from_functions(lambda params: ltx.optim.LossState(), update)
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), own)
+    torch._dynamo.reset()
+    compiled = torch.compile(train, fullgraph=True, backend="eager")
+    state = train.init(torch.ones(2))
+    for _ in range(2):
+        state, _ = compiled(state, torch.tensor([1.0, 2.0]))
+    assert state.params.tolist() == [10.0, 19.0]  # 1 - 3 - -12, 1 - 6 - -24
 
 
 @pytest.mark.full
