@@ -99,6 +99,10 @@ class FromTorch(CommHook):
                 )
 
     @property
+    def alike(self) -> bool:
+        return self._name not in ("noop_hook", "post_localSGD_hook")
+
+    @property
     def _name(self) -> str:
         hook = getattr(self.hook, "func", self.hook)  # a partial's
         return str(getattr(hook, "__qualname__", type(hook).__qualname__))

@@ -31,6 +31,7 @@ class Noop(CommHook):
 
     exact: ClassVar[bool] = False
     averages: ClassVar[bool] = False
+    alike: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     sums: ClassVar[bool] = False
 

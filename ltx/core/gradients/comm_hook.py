@@ -39,6 +39,7 @@ class HookOffers:
             second derivatives.
         averages: the result stands for the sum of the shares, exactly or not. Hooks of which that isn't true have no
             derivative, and can't do another hook's sums.
+        alike: all ranks get the same result, so that parameters stay the same on all.
         elementwise: each element's result depends on that element alone, so that gradients of several samples can be
             reduced side by side (``vmap`` of ``grad`` between processes).
         needs_whole: the result for a parameter depends on the whole of it (its rows and columns, its norm), or in a way
@@ -65,6 +66,7 @@ class HookOffers:
 
     exact: bool = True
     averages: bool = True
+    alike: bool = True
     elementwise: bool = False
     needs_whole: bool = False
     sums: bool = True

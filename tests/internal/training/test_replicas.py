@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 import ltx
+from ltx import hooks
 from ltx.core.training.train_state import counted
 from ltx.core.transforms.compare import digest, values
 from ltx.errors import DonatedStateError, ReplicaDivergedError, StrategyError
@@ -202,8 +204,24 @@ def test_alone() -> None:
 def test_wrong_arguments(every: Any) -> None:
     with pytest.raises(StrategyError, match="check_every must be None or a whole number of at least 1, got"):
         trainer(check_every=every)
-    with pytest.raises(StrategyError, match=r"alike on all ranks, which LocalSGDStrategy\(period=2\) doesn't"):
-        trainer(ltx.LocalSGDStrategy(2), check_every=1)
+
+
+APART = {
+    "strategy": (ltx.LocalSGDStrategy(2), r"parameters alike on all ranks, which LocalSGDStrategy\(period=2\)"),
+    "hook": (ltx.DDPStrategy(comm_hook=hooks.Noop()), r"the same result on all ranks, which Noop\(\)"),
+    "hook later": (ltx.HorovodStrategy(compression=hooks.after(3, hooks.Noop())), r"which Noop\(\)"),
+    "hook of torch": (
+        ltx.DDPStrategy(comm_hook=hooks.from_torch(noop_hook)),
+        r"which FromTorch\(noop_hook, NoneType\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("part", APART)
+def test_what_lets_ranks_drift_apart_is_not_compared(part: str) -> None:
+    strategy, said = APART[part]
+    with pytest.raises(StrategyError, match=rf"check_every needs .*{said} doesn't offer: leave it out"):
+        trainer(strategy, check_every=1)
 
 
 # --- digests ---------------------------------------------------------------------------------------------------------
