@@ -139,7 +139,7 @@ class Together:
                 f"{said_of(error)[1]}"
             ) from error
         name = hashlib.sha1(f"{self.comm.label} of {self.comm.watcher.world}".encode()).hexdigest()[:12]
-        self._exchange = self.comm.store_exchange.in_file(self._folder / f"{EXCHANGE}{name}", self.comm.lost)
+        self._exchange = self.comm.store_exchange.in_file(self._folder / f"{EXCHANGE}{name}")
 
     @contextmanager
     def leaving(self) -> Iterator[None]:

@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from ltx.core.base.private import PrefixStore, Store
 from ltx.core.comm.backends import looking_out
+from ltx.core.comm.diagnosis import RECORDS, Watched
 from ltx.core.comm.pickling import KEY, proof
 from ltx.core.comm.signature import Signature, explain_mismatch
 from ltx.core.comm.store_exchange import TimeoutStore, poll_until
-from ltx.core.comm.watcher import Watched, Watcher, last_records
+from ltx.core.comm.watcher import Watcher
 from ltx.core.world.placement import Placement
 from ltx.errors import AuthenticationError, PeerLostError, WorldError
 
@@ -314,9 +315,9 @@ class Membership(Watched):
     def _look(self, store: Store) -> None:
         """Count the newcomers that are alive: those whose beats go on. In the thread of the beats."""
         new = self._asking = [number for number in _asked(store, self.token) if number not in self.known]
-        now, beats = time.monotonic(), last_records(store, new)
-        for number, beat in beats.items():
-            before, _ = self._last.get(number, (None, 0.0))
+        now, records = time.monotonic(), PrefixStore(RECORDS, store)
+        for number in [number for number in new if records.check([str(number)])]:
+            beat, (before, _) = records.get(str(number)), self._last.get(number, (None, 0.0))
             if before != beat:
                 self._last[number] = (beat, now if before is not None else 0.0)  # one may be from long ago
         alive = [number for number in new if number in self._last and now - self._last[number][1] < self._heartbeat_s]

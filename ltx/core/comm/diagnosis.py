@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError
 
@@ -31,6 +31,8 @@ OPENED = "opened"
 AGAIN = "again"
 #: And of which this tells how often it has left a pass halfway.
 LEFT = "left"
+#: How the keys of records begin in a store.
+RECORDS = "ltx/records/"
 #: What ranks are on while ``ltx.init`` makes their world.
 INIT = "ltx.init"
 
@@ -95,6 +97,25 @@ class Status:
     abandoned: tuple[str, bool] | None = None  # (why its world ends, whether because a peer is lost)
     ended: bool = False  # in good order
     issued: dict[str, int] = field(default_factory=dict)  # how many buffers on each channel, by its address
+
+
+class Watched(Protocol):
+    """An axis of this process, as far as its watcher looks after it."""
+
+    label: str
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """Those that are on it, this one among them, in an order that says who looks after whom."""
+        ...
+
+    def status(self) -> Status:
+        """What this rank says of itself there."""
+        return Status()
+
+    def look_after_device(self) -> None:
+        """Called with each tick, in the watcher's thread: abort what the device waits for in vain."""
+        return
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class StoreCaller:
     """Calls the store in a thread of its own, so that the one that asks can give up after `limit_s`."""
 
     def __init__(self, rank: int, limit_s: float, why_gone: Callable[[], str], when_idle: Callable[[], None]):
-        self.limit_s = limit_s
+        self.limit_s, self.held_by = limit_s, "rank 0's, or the launcher's on its machine"
         self._rank, self._why_gone, self._when_idle = rank, why_gone, when_idle
         self._gone: str | None = None  # its text; the error itself would keep frames alive, and what is in them
         self._late: Future[Any] | None = None
@@ -73,8 +73,7 @@ class StoreCaller:
         """The error for a store that hasn't answered in time."""
         return PeerLostError(
             f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.limit_s:g} s. The "
-            "process that holds it (rank 0's, or the launcher's on its machine) has been stopped, or its machine or "
-            "the link to it is down."
+            f"process that holds it ({self.held_by}) has been stopped, or its machine or the link to it is down."
         )
 
     def _put(self, question: Callable[[], T]) -> Future[T]:
@@ -205,10 +204,10 @@ class StoreExchange:
         self.begun = 0  # how many places :meth:`new_place` has returned
         self._threads: list[threading.Thread] = []
 
-    def in_file(self, file: Path, lost: Callable[[], list[int]]) -> StoreExchange:
+    def in_file(self, file: Path) -> StoreExchange:
         """An exchange of the same ranks in a file that all of them see. The last one alive to close it removes it."""
-        store = cast(TimeoutStore, FileStore(str(file), self.size - len(lost())))  # which has the same methods
-        return StoreExchange(store, self.rank, self.size, self.timeout_s, lost)
+        store = cast(TimeoutStore, FileStore(str(file), self.size - len(self._lost())))  # which has the same methods
+        return StoreExchange(store, self.rank, self.size, self.timeout_s, self._lost)
 
     def close(self) -> None:
         """Let go of the file: nothing is exchanged any more."""

@@ -12,6 +12,9 @@ says whom it finds silent. So every rank knows of a silent one, and none reads t
 A rank that waits asks its watcher, not the store. Where a device waits, and the host with it, nobody asks: there the
 watcher aborts what the device waits for.
 
+The store may end before the ranks do, with the launcher that held it. Then their records go to a second one, which a
+rank has held since their world was made, empty: nothing is compared there, but who lives is known.
+
 Calls to the store can block forever too, and are given up after one heartbeat timeout. Python computation doesn't stop
 the beats. C code that holds Python's lock for longer than the heartbeat timeout does.
 """
@@ -24,14 +27,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ltx.core.base.errors import LtxError, RankMismatchError
 from ltx.core.base.private import PrefixStore, Store
-from ltx.core.comm.diagnosis import INIT, Node, Record, Status, ThreadWait, Told, silent_of, stuck
+from ltx.core.comm.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadWait, Told, Watched, silent_of, stuck
 from ltx.core.comm.signature import list_values
 from ltx.core.comm.store_exchange import ENDING_S, StoreCaller, poll_until
 
@@ -50,25 +54,6 @@ _HEARD_S = 2.0
 _PAST = 16  # axes that have ended, of which a record still tells
 
 
-class Watched(Protocol):
-    """An axis of this process, as far as its watcher looks after it."""
-
-    label: str
-
-    @property
-    def global_ranks(self) -> list[int]:
-        """Those that are on it, this one among them, in an order that says who looks after whom."""
-        ...
-
-    def status(self) -> Status:
-        """What this rank says of itself there."""
-        return Status()
-
-    def look_after_device(self) -> None:
-        """Called with each tick, in the watcher's thread: abort what the device waits for in vain."""
-        return
-
-
 class Watcher:
     """The watcher of this process, which is `rank` of the world. A peer without a beat for `heartbeat_s` is lost.
 
@@ -83,9 +68,12 @@ class Watcher:
         self.heartbeat_s = heartbeat_s
         self.store = store
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
-        self._own = PrefixStore("ltx/records/", self._connection)
+        self._own = PrefixStore(RECORDS, self._connection)
         #: Called with each beat, in the watcher's thread and with its connection to `store`.
         self.on_beat: Callable[[Store], None] = lambda store: None
+        #: The rank that holds a second store, and how to connect to that; and it itself, on that rank.
+        self.second: tuple[int, Callable[[], Store]] | None = None
+        self.held: Store | None = None
         #: The axes that it looks after, by label.
         self.axes: dict[str, Watched] = {}
         self.deadlocks = Deadlocks(self, rank)
@@ -230,6 +218,8 @@ class Watcher:
 
     def leave(self, axis: Watched) -> None:
         """`axis` has ended. What this rank said last of it stays in its record, as long as few have ended since."""
+        if self.held is not None and self._gone_s:  # the peers may lose it next
+            self.wait_until_heard()
         if self.axes.pop(axis.label, None) is not None:
             self._past[axis.label] = axis.status()
             for label in [past for past in self._past if past != INIT][:-_PAST]:
@@ -249,43 +239,59 @@ class Watcher:
         self.store_caller.close()
         if self._thread is not threading.current_thread():
             self._thread.join(ENDING_S)
-        del self.store  # its connection may be closed, even if something still holds this watcher
+        del self.store, self.held  # connections may be closed, even if something still holds this watcher
         return True
 
     # --- the watcher's own thread ---
 
     def _watch(self) -> None:
-        due_s = 0.0
         with suppress(dist.DistError):  # the store is gone: threads that call it see that
-            while not self._ended:
-                now = time.monotonic()
-                waited_for = now - self._wanted_s < _LEASE_S
-                self._woken.wait(max(0.0, min(due_s, now + self._tick_s if waited_for else due_s) - now))
-                self._woken.clear()
-                now = self._under_way_s = time.monotonic()
-                beats = now >= due_s
-                if beats or self._news:
-                    self._write()
-                if self.axes:
-                    self._read()
-                    if beats:
-                        self._look_after_peers(now)
-                if beats:
-                    due_s = now + self._pause_s
-                    self.on_beat(self._connection)
-                self._under_way_s = None
-                self._tick_s = min(1.3 * self._tick_s, _LAST_TICK_S, self.heartbeat_s / 4)
-                self._look_after_devices()
-                with self._round:
-                    self._rounds += 1
-                    self._round.notify_all()
-            self._under_way_s = time.monotonic()
-            if not self._gone:
-                self._write()
+            self._go_round_by_round()
+        if not self._ended and self.second is not None:
+            (holder, connect), self._gone_s = self.second, self._gone_s or time.monotonic()
+            self.store_caller.held_by = f"rank {holder}'s"
+            with suppress(dist.DistError):
+                self._connection = connect()
+                self._own = PrefixStore(RECORDS, self._connection)
+                # Nobody has a record there yet, and how long peers are silent counts from now on.
+                self.on_beat, self.version, self._news, self._with_record = lambda store: None, 0, True, set()
+                self._looked_s = 0.0
+                self._go_round_by_round()
+            lost = self.records.get(holder, Record())
+            if lost.beat and not all(lost.on(label).ended for label in list(self.axes)):  # with the second store
+                said = replace(self._mine, silent={**self._silent, holder: lost.beat})
+                self.records = {**self.records, self._rank: said}
         self._gone, self._gone_s, self._under_way_s = True, self._gone_s or time.monotonic(), None
         with self._round:
             self._round.notify_all()
         del self._own, self._connection  # closed now, even if something still holds this watcher
+
+    def _go_round_by_round(self) -> None:
+        due_s = 0.0
+        while not self._ended:
+            now = time.monotonic()
+            waited_for = now - self._wanted_s < _LEASE_S
+            self._woken.wait(max(0.0, min(due_s, now + self._tick_s if waited_for else due_s) - now))
+            self._woken.clear()
+            now = self._under_way_s = time.monotonic()
+            beats = now >= due_s
+            if beats or self._news:
+                self._write()
+            if self.axes:
+                self._read()
+                if beats:
+                    self._look_after_peers(now)
+            if beats:
+                due_s = now + self._pause_s
+                self.on_beat(self._connection)
+            self._under_way_s = None
+            self._tick_s = min(1.3 * self._tick_s, _LAST_TICK_S, self.heartbeat_s / 4)
+            self._look_after_devices()
+            with self._round:
+                self._rounds += 1
+                self._round.notify_all()
+        self._under_way_s = time.monotonic()
+        self._write()
 
     def _write(self) -> None:
         news, self._news = self._news, False
@@ -312,7 +318,7 @@ class Watcher:
                 self._write()
 
     def _records_of(self, ranks: set[int]) -> dict[int, Record]:
-        """The records of `ranks`, as far as they have one; this one's own isn't asked for."""
+        """The records of `ranks`: here, else the last one known, as far as there is one. Its own isn't asked for."""
         new = sorted(ranks - self._with_record - {self._rank})
         if new and self._own.check([str(rank) for rank in new]):
             self._with_record.update(new)
@@ -320,7 +326,11 @@ class Watcher:
             self._with_record.update(rank for rank in new if self._own.check([str(rank)]))
         there = sorted(ranks & self._with_record)
         texts = self._own.multi_get([str(rank) for rank in there]) if there else []
-        records, now = {rank: Record.of(text) for rank, text in zip(there, texts, strict=True)}, time.monotonic()
+        known = {rank: self.records[rank] for rank in ranks & self.records.keys()}
+        records, now = (
+            known | {rank: Record.of(text) for rank, text in zip(there, texts, strict=True)},
+            time.monotonic(),
+        )
         for rank, record in records.items():
             if self._beats.get(rank, (-1.0, 0.0))[0] != record.beat:
                 self._beats[rank] = record.beat, now
@@ -464,12 +474,6 @@ class Deadlocks:
         return still.isdisjoint(nodes)
 
 
-def last_records(store: Store, ranks: Sequence[int]) -> dict[int, bytes]:
-    """The last records of those of `ranks` that have had one."""
-    held = PrefixStore("ltx/records/", store)
-    return {rank: held.get(str(rank)) for rank in ranks if held.check([str(rank)])}
-
-
 # By the store of a world's process group.
 _watchers: dict[int, tuple[Store, Watcher]] = {}
 
@@ -492,6 +496,5 @@ def hold_watcher(store: Store, rank: int, heartbeat_s: float) -> Watcher:
 def release_watcher(watcher: Watcher) -> None:
     """The counterpart of :func:`hold_watcher`."""
     if watcher.release():
-        for key, (_, known) in list(_watchers.items()):
-            if known is watcher:
-                del _watchers[key]
+        for key in [key for key, (_, known) in _watchers.items() if known is watcher]:
+            del _watchers[key]

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ltx.core.base.errors import PeerLostError, WorldError
 from ltx.core.comm import close_axis, open_axis
 from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, look_out, looking_out, set_up_watchdog
-from ltx.core.comm.diagnosis import INIT, Status
+from ltx.core.comm.diagnosis import INIT, Status, Watched
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
-from ltx.core.comm.watcher import Watched, Watcher, release_watcher, watch_by
+from ltx.core.comm.watcher import Watcher, release_watcher, watch_by
 from ltx.core.ranks.axis import Axis
 from ltx.core.world.launchers import UNSURE
 from ltx.core.world.placement import LOOPBACK, Placement
@@ -75,7 +76,8 @@ def make_group(
     try:
         store = process.stores.get(placement)
         if store is None:
-            store = _open_store(address, port, world, timeout)
+            holds = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            store = _open_store(address, port, holds, timeout)
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
                 store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -88,11 +90,16 @@ def make_group(
         meeting = Meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
         meanwhile.callback(meeting.close)
         meanwhile.enter_context(looking_out(meeting.look))
-        addresses = meeting.gather(own_address_towards(address, port))
+        own, last = own_address_towards(address, port), world.size - 1
+        held = meeting.watcher.held = _open_store(own, 0, True, timeout) if own and world.rank == last else None
+        addresses, ports = zip(*meeting.gather([own, getattr(held, "port", 0)]), strict=True)
         meeting.watcher.expect_answers()
         # A node may know itself by a loopback address, where its peers don't find it.
         outside = [other for other in addresses if other and not is_loopback(other)]
         mine = addresses[world.rank]
+        if ports[last] and not (outside and is_loopback(addresses[last])):
+            second = addresses[last], ports[last], False, timedelta(seconds=heartbeat_s)
+            meeting.watcher.second = last, partial(_open_store, *second)
         interface = interface_of(own_address_towards(outside[0], port) if outside and is_loopback(mine) else mine)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -141,8 +148,11 @@ def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
             )
 
 
-def _open_store(address: str, port: int, world: World, timeout: timedelta) -> Store:
-    """The store at which the ranks meet; rank 0 holds it, unless their launcher does."""
+def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Store:
+    """The store at `address`, such as that at which the ranks meet.
+
+    `holds`: this process holds it, at a free port for 0; for this machine alone where that is what `address` is.
+    """
     try:
         socket.getaddrinfo(address, None)
     except OSError as error:  # torch would try until the timeout
@@ -150,15 +160,15 @@ def _open_store(address: str, port: int, world: World, timeout: timedelta) -> St
             f"the ranks are to meet at {address!r}, a host that isn't known here: {error}. Check MASTER_ADDR, or the "
             "master that ltx.init was given: the name or address of rank 0's machine."
         ) from error
-    holds = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listening: dict[str, Any] = {}
     if holds and is_loopback(address):
         with suppress(OSError):  # this process holds one there already; or another does, and torch says so
-            listening["master_listen_fd"] = loopback_listener(address, port).detach()
-    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            at = LOOPBACK if address == "localhost" else address, port
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listening["master_listen_fd"] = socket.create_server(at, family=family, backlog=2048).detach()
+    return dist.TCPStore(  # type: ignore[attr-defined]
         address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=True, **listening
     )
-    return store
 
 
 def is_loopback(address: str) -> bool:
@@ -169,27 +179,9 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def loopback_listener(address: str, port: int) -> socket.socket:
-    """A socket that listens at `port` for this machine alone; at a free port if that is 0. Raises OSError."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    host = LOOPBACK if address == "localhost" else address
-    return socket.create_server((host, port), family=family, backlog=2048)
-
-
 def loopback_store(port: int) -> Any:
-    """A new store that this process holds at `port`, or at a free one if that is 0, for this machine alone.
-
-    Its port is bound at once, so no other process can take it in between.
-    """
-    listener = loopback_listener(LOOPBACK, port)
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
+    """A new store that this process holds at `port`, or at a free one if that is 0, for this machine alone."""
+    return _open_store(LOOPBACK, port, True, timedelta(minutes=5))
 
 
 def own_address_towards(host: str, port: int) -> str:
@@ -261,13 +253,13 @@ class Meeting(Watched):
         look_out()
         return []
 
-    def gather(self, address: str) -> list[str]:
-        """The addresses of all ranks, once they are here; this one's is `address`.
+    def gather(self, own: Any) -> list[Any]:
+        """What all ranks say of themselves, which is JSON, once they are here; this one says `own`.
 
         Raises WorldError if they don't agree on their number, TimeoutError if they don't come.
         """
-        world, here = self.world, dict[int, tuple[int, str]]()
-        self._store.append("here", f"{json.dumps([world.rank, world.size, address])}\n")
+        world, here = self.world, dict[int, tuple[int, Any]]()
+        self._store.append("here", f"{json.dumps([world.rank, world.size, own])}\n")
 
         def all_are_here() -> bool:
             lines = self._store.get("here").splitlines() if self._store.check(["here"]) else []

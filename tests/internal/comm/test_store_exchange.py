@@ -95,7 +95,7 @@ def test_who_is_gone_has_come_though_another_one_is_slow() -> None:
 
 def test_a_file_in_place_of_a_store(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    first, second, third = (ranks.in_file(path, list) for ranks in exchanges())
+    first, second, third = (ranks.in_file(path) for ranks in exchanges())
     assert on_all(lambda ranks: ranks.exchange("here", ranks.rank, "saving"), [first, second, third]) == [[0, 1, 2]] * 3
     assert path.exists()
     for ranks in (first, second, third):

@@ -344,6 +344,40 @@ def test_rank_0_dies_with_the_store_while_ranks_save(at: str, tmp_path: Path, st
     assert not list(tmp_path.glob(".ltx-exchange-*"))
 
 
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("what", ["save", "sum"])
+@pytest.mark.parametrize(
+    ("size", "gone", "how"),
+    [(3, 1, signal.SIGKILL), (2, 0, signal.SIGSTOP), (4, 3, signal.SIGKILL), (3, 2, signal.SIGSTOP)],
+)
+def test_a_peer_that_goes_after_the_store(
+    size: int, gone: int, how: signal.Signals, what: str, tmp_path: Path, started: Callable[..., Ranks]
+) -> None:
+    """The last rank holds a second store, in which the others see who lives; they see it too if that rank goes."""
+    over = get_context("fork").Event()
+
+    def body(tell: Callable[[Any], None]) -> None:
+        state = ltx.train_step(ltx.data_parallel(torch.sum), ltx.optim.from_torch(torch.optim.SGD, lr=0.1)).init(
+            torch.ones(3)
+        )
+        ltx.psum(torch.ones(3))
+        tell("up")
+        assert over.wait(30)
+        if ltx.world().rank == gone:
+            os.kill(os.getpid(), how)
+        ltx.checkpoint.save(tmp_path, state) if what == "save" else ltx.psum(torch.ones(3))
+
+    world = started(size, body, sockets=True, timeout_s=60.0)
+    assert [world.told(rank) for rank in range(size)] == ["up"] * size
+    world.holder.kill()
+    world.holder.join()
+    over.set()
+    began, others = time.monotonic(), [rank for rank in range(size) if rank != gone]
+    for rank in others:
+        assert world.told(rank).startswith(f"PeerLostError: rank {rank}: ")
+    assert time.monotonic() - began < 40  # of 60; some 3 on an idle machine
+
+
 def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Callable[..., Ranks]) -> None:
     """gloo may not tell it of a connection that has ended while the process was stopped."""
 
