@@ -20,6 +20,7 @@ from ltx.checkpoint.together import Together
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.training.train_state import TrainState, counted, set_random_states
+from ltx.core.transforms.strategy_update import StateLayout
 from ltx.errors import CheckpointError, InputError
 
 T = TypeVar("T")
@@ -250,7 +251,7 @@ def _check_names(opened: Opened, wanted: set[str]) -> None:
             )
 
 
-def _pieces(opened: Opened, leaf: Piece, per_rank: str) -> list[Piece]:
+def _pieces(opened: Opened, leaf: Piece, per_rank: str, layout: StateLayout) -> list[Piece]:
     """What this rank reads for `leaf`: one piece, or all ranks' to be averaged; raises InputError if it doesn't fit."""
     if opened.has(leaf.name):  # one value, of which this rank wants all or a part
         _check_like(opened, leaf, leaf.name)
@@ -259,12 +260,13 @@ def _pieces(opened: Opened, leaf: Piece, per_rank: str) -> list[Piece]:
         own = name_on(opened.rank, leaf.name)
         _check_like(opened, leaf, own)
         return [Piece(own, _room(leaf))]
-    if per_rank == "refuse":
+    is_shard = getattr(layout, leaf.name.partition(".")[0], None) == "sharded"  # of which a mean is of no use
+    if per_rank == "refuse" or is_shard:
         how = f"here are {opened.size} ranks" if leaf.kind == "per_rank" else "here it should be the same on every rank"
         raise InputError(
             f"checkpoint.load: leaf {leaf.name!r} was each rank's own, saved by {opened.saved_ranks} ranks with "
-            f"{opened.manifest['strategy']}, and {how}. Load it on {opened.saved_ranks} ranks, or give every rank the "
-            'mean of those saved: per_rank="mean".'
+            f"{opened.manifest['strategy']}, and {how}. Load it on {opened.saved_ranks} ranks"
+            + ("." if is_shard else ', or give every rank the mean of those saved: per_rank="mean".')
         )
     names = [name_on(rank, leaf.name) for rank in range(opened.saved_ranks)]
     for name in names:
@@ -301,7 +303,7 @@ def _read(
     """What is read, and this rank's random number generators; raises InputError where the checkpoint doesn't fit."""
     manifest, leaves = opened.manifest, leaves_of(state)
     _check_names(opened, {leaf.name for leaf in leaves})
-    plan = [_pieces(opened, leaf, per_rank) for leaf in leaves]
+    plan = [_pieces(opened, leaf, per_rank, state.layout) for leaf in leaves]
     common, same_size = manifest["data"] == "common", opened.saved_ranks == opened.size
     if data == "own" and not common and not same_size:
         raise InputError(

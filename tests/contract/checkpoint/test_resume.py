@@ -395,6 +395,9 @@ def test_each_rank_gets_its_parts_back_from_whatever_cuts_them(ranks: Ranks, tmp
         torch.testing.assert_close(loaded, mine, rtol=0.0, atol=0.0)
     assert not torch.equal(each[0][0][0], each[1][0][0])
     assert [paths for *_, paths in each] == [{"params.rank_0_of_2"}, {"params.rank_1_of_2"}]
+    alone = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), Cut()), ADAMW).init(torch.ones(2))
+    with pytest.raises(InputError, match=r"leaf 'params' was each rank's own.*Load it on 2 ranks\.$"):
+        ltx.checkpoint.load(tmp_path, alone, per_rank="mean")
 
 
 def test_states_that_dont_fit_are_refused(tmp_path: Path) -> None:
