@@ -8,19 +8,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import ltx
 from ltx.core.training.train_step import TrainStep
 from ltx.errors import InputError, PeerLostError, StrategyError, UnsupportedError
-from tests.contract.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
+from tests.contract.runtime.elastic_training import (
+    SAMPLES,
+    START,
+    STEPS,
+    assert_every_sample_once,
+    batch,
+    close_to,
+    make,
+    undisturbed,
+    values,
+)
 from tests.forks import open_now, settles
 from tests.kinds import Started
 
@@ -46,28 +54,6 @@ def training(trouble: Callable[[int, int], None], epochs: int = 3, **kwargs: Any
         return {"state": values(state), "position": position, "seen": seen, "resets": resets, "world": ltx.world()}
 
     return body
-
-
-def undisturbed(epochs: int = 3) -> list[Any]:
-    train, state = make()
-    return values(ltx.elastic(train, state, batch, START, epochs=epochs)[0])
-
-
-def close_to(a: Any, b: Any) -> bool:
-    return all(
-        torch.allclose(torch.tensor(x), torch.tensor(y), rtol=1e-4, atol=1e-5) for x, y in zip(a, b, strict=True)
-    )
-
-
-def assert_every_sample_once(ended: list[Any], lost_share: dict[int, list[int]], epochs: int = 3) -> None:
-    """`lost_share`: by step, what lost ranks took of steps that were done whole with them."""
-    for epoch in range(epochs):
-        seen = Counter[int]()
-        for step in range(epoch * STEPS + 1, (epoch + 1) * STEPS + 1):
-            for rank in ended:
-                seen.update(rank["seen"].get(step, []))
-            seen.update(lost_share.get(step, []))
-        assert seen == Counter(range(SAMPLES)), epoch
 
 
 def shares(rank: int, size: int, steps: int) -> dict[int, list[int]]:
@@ -96,7 +82,7 @@ def test_a_rank_that_is_killed_or_stopped(how: signal.Signals, sockets: bool, st
     assert [end["world"].rank for end in ended] == [0, 1]
     assert [len(end["resets"]) for end in ended] == [1, 1]
     assert ended[0]["state"][0] == 3 * STEPS
-    assert_every_sample_once(ended, shares(1, 3, 7))
+    assert_every_sample_once(shares(1, 3, 7), *(end["seen"] for end in ended))
     assert close_to(ended[0]["state"], undisturbed())
     if how == signal.SIGSTOP:  # it comes back too late
         os.kill(world.processes[1].pid, signal.SIGCONT)
@@ -133,7 +119,7 @@ def test_a_connection_that_breaks_costs_no_rank(started: Started) -> None:
     assert [end["world"].size for end in ends["cut"]] == [2, 2]
     assert [len(end["resets"]) for end in ends["cut"]] == [1, 1]
     assert {str(end["state"]) for run in ends.values() for end in run} == {str(ends["cut"][0]["state"])}
-    assert_every_sample_once(ends["cut"], {})
+    assert_every_sample_once(*(end["seen"] for end in ends["cut"]))
 
 
 @pytest.mark.full
@@ -211,7 +197,7 @@ def test_a_rank_that_raises_is_left_behind_at_once(started: Started) -> None:
     ended = [world.told(rank) for rank in (0, 2)]
     assert all(isinstance(end, dict) for end in ended), ended
     assert time.monotonic() - began < 18  # before the timeout
-    assert_every_sample_once(ended, shares(1, 3, 4))
+    assert_every_sample_once(shares(1, 3, 4), *(end["seen"] for end in ended))
 
 
 def test_who_holds_the_store_is_needed(started: Started) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -28,7 +27,16 @@ from ltx.core.world import groups
 from ltx.errors import PeerLostError
 from ltx.runtime.elastic import ElasticRun as Run
 from ltx.runtime.membership import Membership, Regroup, _asked, _asks
-from tests.contract.runtime.elastic_training import SAMPLES, START, STEPS, batch, make, values
+from tests.contract.runtime.elastic_training import (
+    START,
+    STEPS,
+    assert_every_sample_once,
+    batch,
+    close_to,
+    make,
+    undisturbed,
+    values,
+)
 from tests.forks import Body, Ranks, noticed
 from tests.kinds import Started
 
@@ -111,27 +119,8 @@ def all_of(world: Ranks, *which: int) -> list[Any]:
     return ended
 
 
-def assert_every_sample_once(*seen: dict[int, list[int]]) -> None:
-    """`seen`: what each rank took, by step."""
-    for epoch in range(EPOCHS):
-        steps = range(epoch * STEPS + 1, (epoch + 1) * STEPS + 1)
-        counted = Counter(sample for each in seen for step in steps for sample in each.get(step, []))
-        assert counted == Counter(range(SAMPLES)), epoch
-
-
 def begun(world: Ranks, size: int) -> None:
     assert [world.told(rank) for rank in range(size)] == ["begun"] * size
-
-
-def undisturbed() -> list[Any]:
-    train, state = make()
-    return values(ltx.elastic(train, state, batch, START, epochs=EPOCHS)[0])
-
-
-def close_to(a: Any, b: Any) -> bool:
-    return all(
-        torch.allclose(torch.tensor(x), torch.tensor(y), rtol=1e-4, atol=1e-5) for x, y in zip(a, b, strict=True)
-    )
 
 
 @pytest.mark.full(but=1)
