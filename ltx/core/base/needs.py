@@ -75,8 +75,8 @@ TABLE = {
     ),
     "loss, strategy": Need(
         "an optimizer that sees the loss",
-        "one that all ranks share, as they share parameters",
-        lambda x: x.layout.params != "per_rank",
+        "one that all ranks share, as they share its state",
+        lambda x: "per_rank" not in (x.layout.params, x.layout.opt_state),
         f"{_DDP}, or decide outside of the step: ltx.optim.adjust",
     ),
     "guard, overlap": Need("a guard or dynamic loss scale", "all gradients before the optimizer runs", _never, _WAIT),

@@ -286,11 +286,17 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum())
             lambda: ltx.train_step(ltx.data_parallel(STEP.fn, ltx.LocalSGDStrategy(period=2)), PLATEAU).init(
                 torch.zeros(1)
             ),
-            "needs one that all ranks share, as they share parameters, which LocalSGDStrategy(",
+            "needs one that all ranks share, as they share its state, which LocalSGDStrategy(",
         ),
         (
             lambda: ltx.train_step(ltx.data_parallel(STEP.fn, ltx.HorovodStrategy(scale_lr=True)), PLATEAU),
             "Scale its rate yourself",
+        ),
+        (
+            lambda: ltx.train_step(ltx.data_parallel(STEP.fn, ltx.HorovodStrategy(op="adasum")), PLATEAU).init(
+                torch.zeros(1)
+            ),
+            "needs one that all ranks share, as they share its state, which HorovodStrategy(",
         ),
         (lambda: ltx.optim.qadam(weight_decay=lambda n: 0.1, warmup_steps=1), "weight_decay must be"),
     ],
