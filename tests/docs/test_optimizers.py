@@ -140,6 +140,7 @@ def ends(folder: str) -> dict[str, Any]:
     return {name: getattr(found[name], "params", found[name]) for name in (*TWINS, "first", "batches")}
 
 
+@pytest.mark.full
 def test_they_end_where_the_formulas_do(ranks: Callable[[int], ltx.Pool], tmp_path: Path) -> None:
     for found in ranks(2).run(ends, str(tmp_path)):
         plain = Sgd()
