@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -234,7 +235,7 @@ def states_of(hook: CommHook, entries: LeafState) -> LeafState:
 
 
 def program_of(hook: CommHook, inputs: BucketInput) -> Program:
-    return Program(hook.reduce(inputs), [inputs.flat, *(x for state in inputs.states for x in state.values())])
+    return Program(hook.reduce(inputs), [inputs.flat, *chain.from_iterable(map(dict.values, inputs.states))])
 
 
 def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput) -> Reduced:

@@ -151,11 +151,10 @@ def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.
             f"a hook's reduce returned a buffer of shape {list(flat.shape)} for bucket {bucket.index}: expected "
             f"{bucket.numel} elements, as inputs.flat has. Cut off what was padded."
         )
-    batch, parts = flat.shape[:-1], (flat.to(bucket.dtype) if cast else flat).split(bucket.sizes, dim=-1)
-    return [
-        part if len(leaf.shape) == 1 and not batch else part.reshape((*batch, *leaf.shape))
-        for part, leaf in zip(parts, bucket.leaves, strict=True)
-    ]
+    batch, parts = flat.shape[:-1], list((flat.to(bucket.dtype) if cast else flat).split(bucket.sizes, dim=-1))
+    for place in range(len(parts)) if batch else bucket.folded:
+        parts[place] = parts[place].reshape((*batch, *bucket.leaves[place].shape))
+    return parts
 
 
 def is_plain(x: torch.Tensor) -> bool:

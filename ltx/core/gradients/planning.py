@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
 import torch
@@ -95,6 +97,8 @@ def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
 
 def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The places of those that can have a gradient."""
+    if all(map(torch.is_floating_point, tensors)):
+        return list(range(len(tensors)))
     return [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
 
 
@@ -115,7 +119,8 @@ class Plan:
         bucket: Bucket, leaves: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
     ) -> list[torch.Tensor]:
         """``[*leaves, *state tensors]`` of a bucket."""
-        return [*(leaves[m] for m in bucket.members), *(x for m in bucket.members for x in states[m])]
+        its_states = chain.from_iterable(map(states.__getitem__, bucket.members))
+        return [*map(leaves.__getitem__, bucket.members), *its_states]
 
     def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
         """State tensors of a bucket, by leaf and name; without tensors each leaf has none."""
@@ -130,7 +135,7 @@ class Plan:
 
     def states_by_leaf(self, bucket: Bucket, states: Sequence[LeafState]) -> dict[int, LeafState]:
         """The states of a bucket by leaf, each with the names that the plan knows; empty for a hook without states."""
-        names = [self.state_names[member] for member in bucket.members]
+        names = list(map(self.state_names.__getitem__, bucket.members))
         if not any(names):
             return {}
         if len(states) != len(names) or not all(map(set.issuperset, map(set, states), names)):
@@ -374,9 +379,9 @@ def make_plan(
     on which a hook has one phase. `grouped`: whether the strategy's groups hold, which are of parameters.
     """
     hook = hook.at(step)
-    # Once it has traced several models Dynamo takes sizes for variables; a plan, and so the graph, is for these sizes.
-    shapes = [t.shape if compare else torch.Size(map(int, t.shape)) for t in tensors]
-    leaves = tuple((shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True))
+    leaves = tuple(map(attrgetter("shape", "dtype", "device"), tensors))
+    if not compare:  # once it has traced several models Dynamo takes sizes for variables; a plan is for these sizes
+        leaves = tuple((torch.Size(map(int, shape)), dtype, device) for shape, dtype, device in leaves)
     agreement = None
     key = (operation, owner, hook, leaves, names, structure)  # not the order: it may differ
 
@@ -397,7 +402,7 @@ def make_plan(
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
     network = _network(owner, axis, compare, background)
     sizes = owner.sizes
-    on_streams = any(axis.ranks.stream_of(x.device) for x in tensors)
+    on_streams = any(map(axis.ranks.stream_of, set(map(itemgetter(2), leaves))))
     if sizes[0] == DEFAULT_BYTES and not background and on_streams:
         sizes = (DEFAULT_STREAM_BYTES, sizes[1])
     groups = owner.grouping(paths, order) if grouped else ()

@@ -80,6 +80,11 @@ class Bucket:
         return [leaf.numel for leaf in self.leaves]
 
     @cached_property
+    def folded(self) -> list[int]:
+        """The places of the leaves that aren't flat themselves."""
+        return [place for place, leaf in enumerate(self.leaves) if len(leaf.shape) != 1]
+
+    @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """(first leaf, end) of runs of leaves that are best copied together: several small ones, or one large one."""
         runs: list[tuple[int, int]] = []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import optree
@@ -94,20 +95,21 @@ class TorchOptimizer(ClassOptimizer):
         check_grads(grad_leaves, leaves, params)
         check_grad_layouts(self.cls, grad_leaves, params)
         has_grad = [index for index, grad in enumerate(grad_leaves) if grad is not None]
-        grad_leaves = [grad_leaves[index] for index in has_grad]
-        picked = [states[index] for index in has_grad], [leaves[index] for index in has_grad]
+        picked: tuple[Tensors, LeafStates, Tensors] = (grad_leaves, states, leaves)
+        if len(has_grad) < len(leaves):
+            picked = ([grad_leaves[i] for i in has_grad], [states[i] for i in has_grad], [leaves[i] for i in has_grad])
         if self._varying and traced.recording():
             _prepare_trace(self)  # refuses it
         values = self._values(state.count, state.hyper)
         rate = self._traced(values.get("lr"), state.count)
         rule = partial(self._run, count=state.count, values=values if rate is None else values | {"lr": 1.0})
         hyper, next_count = self._hyper_after(state), state.count + 1
-        if donate and rate is None and donated(picked[1], grad_leaves, *map(dict.values, picked[0])):
-            increment_version(picked[1])  # before anything is written; fused kernels don't
-            rule(grad_leaves, *picked)
+        if donate and rate is None and donated(picked[2], picked[0], *map(dict.values, picked[1])):
+            increment_version(picked[2])  # before anything is written; fused kernels don't
+            rule(*picked)
             return params, TorchState(state.per_param, next_count, hyper)
         pure = self._in_graph if traced.recording() else partial(run_pure, rule)
-        updated = zip(*pure(grad_leaves, *picked), strict=True)
+        updated = zip(*pure(*picked), strict=True)
         by_index = dict(zip(has_grad, updated, strict=True))
         pairs = [
             by_index[index] if index in by_index else (leaf.clone(), {key: t.clone() for key, t in own.items()})
@@ -167,16 +169,17 @@ class TorchOptimizer(ClassOptimizer):
         if differentiable:
             run(grads, states, params, fused=False, differentiable=True)
             return
-        fused = [can and not grad.is_sparse for can, grad in zip(self._fused(params), grads, strict=True)]
-        for choice in (True, False):
-            if fused.count(choice) == len(fused):
-                lists = (grads, states, params)
-            else:
+        fused = self._fused(params)
+        if any(map(attrgetter("is_sparse"), grads)):
+            fused = [can and not grad.is_sparse for can, grad in zip(fused, grads, strict=True)]
+        for choice in sorted(set(fused), reverse=True):
+            lists = (grads, states, params)
+            if fused.count(choice) < len(fused):
                 picked = [index for index, is_fused in enumerate(fused) if is_fused is choice]
                 lists = ([grads[i] for i in picked], [states[i] for i in picked], [params[i] for i in picked])
-            if lists[0] and choice:
+            if choice:
                 run_aligned(partial(run, fused=True), *lists)
-            elif lists[0]:
+            else:
                 run(*lists, fused=False)
 
     def _fused(self, params: Sequence[Tensor]) -> list[bool]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -167,10 +168,18 @@ def _hand_over(
     keys: tuple[str, ...], result: Any, grads: Tensors, states: LeafStates, params: Tensors, group: Any, *lists: Tensors
 ) -> Any:
     """What ``_init_group`` does where the state is complete, and all is real and dense: that is its `result`."""
-    found = (params, grads, *([state[key] for state in states if key in state] for key in keys))
+    found = (params, grads, *(_of_all(states, key) for key in keys))
     for gathered, tensors in zip(lists, found, strict=True):
         gathered.extend(tensors)
     return result
+
+
+def _of_all(states: LeafStates, key: str) -> Tensors:
+    """What is called `key` in the states that have it: all of them, or none."""
+    try:
+        return list(map(itemgetter(key), states))  # in half of a comprehension's time
+    except KeyError:
+        return [state[key] for state in states if key in state]
 
 
 def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> Kernel:
@@ -204,7 +213,7 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
 
 def fusable(cls: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> list[bool]:
     """For each parameter, whether torch has a fused kernel of `cls` that works for its dtype and device."""
-    kinds, devices = [(param.dtype, param.device) for param in params], _get_fused_kernels_supported_devices()
+    kinds, devices = list(map(attrgetter("dtype", "device"), params)), _get_fused_kernels_supported_devices()
     # Fused SGD on CPU leaves half-precision parameters as they are and fills momentum with garbage, where a vector lane
     # is full (torch issue 191763, in 2.13 and before).
     broken = ((torch.float16, "cpu"), (torch.bfloat16, "cpu")) if issubclass(cls, torch.optim.SGD) else ()
@@ -212,12 +221,12 @@ def fusable(cls: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> list[
         (dtype, device): dtype.is_floating_point and device.type in devices and (dtype, device.type) not in broken
         for dtype, device in set(kinds)
     }
-    return [answers[kind] for kind in kinds]
+    return list(map(answers.__getitem__, kinds))
 
 
 def run_aligned(run: Callable[..., None], grads: Tensors, states: LeafStates, params: Tensors) -> None:
     """``run(grads, states, params)``, in place, for a `run` that supposes that the tensors of a leaf lie alike."""
-    in_states = chain.from_iterable(state.values() for state in states)
+    in_states = chain.from_iterable(map(dict.values, states))
     if all(map(Tensor.is_contiguous, chain(grads, params, in_states))):
         run(grads, states, params)
         return

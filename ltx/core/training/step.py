@@ -319,10 +319,12 @@ class Step:
             return Updated(params, done.opt_state, after, self.pending)
         with comm.span("update"):
             leaves, spec = self._params
-            reduced = dict(zip(self._trained, done.grads, strict=True))
+            filled = list(done.grads)
             done.grads.clear()  # so that the optimizer's are all that is left of them
-            filled = [reduced[i] if i in reduced else torch.zeros_like(x) for i, x in enumerate(leaves)]
-            del reduced
+            if len(filled) < len(leaves):
+                of_trained = dict(zip(self._trained, filled, strict=True))
+                filled = [of_trained[i] if i in of_trained else torch.zeros_like(x) for i, x in enumerate(leaves)]
+                del of_trained
             grads, later = tree.unflatten(spec, filled), self.late and train.donate
             of_state = state.held("params"), grads, with_loss(state.held("opt_state"), mean)
             update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting)

@@ -162,14 +162,16 @@ def mark(
     if not wanted:
         return Marked(leaves, as_given=True)
     paths = functools.cache(lambda: tree.leaf_paths(params))
+    mine = [leaves[i] for i in wanted]
     states = states_of_leaves(sync_state, paths, wanted, hook, returned=source is not None)
+    tensors = [tuple(state.values()) for state in states] if hook.state_names else [()] * len(mine)
     plan = make_plan(
         step_fn.strategy,
         hook,
         axis,
-        [leaves[i] for i in wanted],
+        mine,
         functools.partial(arrival_order, params, wanted),
-        tuple(tuple(state) for state in states),
+        tuple(map(tuple, states)),
         step,
         lambda: [paths()[i] for i in wanted],
         "data_parallel",
@@ -186,11 +188,11 @@ def mark(
     if own:
         schedule.unreduced = functools.partial(_unreduced, axis, given, own, paths)
     if isinstance(schedule, ProcessSchedule) and source is not None and not marker.can_raise_priority():
-        hooks = LeafHooks(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states])
+        hooks = LeafHooks(schedule, mine, tensors)
         schedule.on_end = hooks.finish
         return Marked(at_places(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)
-    marked, tokens = marker.put_on(schedule, [leaves[i] for i in wanted], [list(s.values()) for s in states], source)
-    filled = at_places(leaves, wanted, marked)
+    marked, tokens = marker.put_on(schedule, mine, tensors, source)
+    filled = marked if len(mine) == len(leaves) else at_places(leaves, wanted, marked)
     if source is not None:
         return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs), schedule, [source])
     carried = {paths()[i] for i in wanted} if sync_state is not None else set()
