@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="gradients: buckets launched as they come",
-        where="ProcessSchedule._launch_ready",
+        where="ProcessSchedule._due",
         old="while (program := self._ready.pop(len(self.pending), None)) is not None:",
         new="while self._ready and (program := self._ready.pop(next(iter(self._ready)))) is not None:",
         breaks="ranks whose gradients come in another order issue their buckets in another order",

@@ -122,7 +122,8 @@ class Work:
         elif self._event is not None:
             now = time.perf_counter()
             self._event.waited_s, self._event.completed_s = now - began, self._event.completed_s or now
-        self._value = self._finish(self._value)
+        if self._finish is not as_it_is:
+            self._value = self._finish(self._value)
         return self._value
 
     def read(self) -> HostCopy:

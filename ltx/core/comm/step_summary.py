@@ -229,9 +229,12 @@ def send_summary(
 ) -> Work:
     """Issue this rank's part."""
     limbs = [float((said.digest >> (_LIMB_BITS * i)) & _MASK) for i in range(_LIMBS)]
-    given = [0.0 if isinstance(x, torch.Tensor) else x for x in (total, weight)]
-    numbers = to_device(torch.tensor([*given, *(y for d in limbs for y in (d, d * d))], dtype=torch.float64), device)
-    for place, x in enumerate((total, weight)):
+    # To write into an element takes longer than to read one; where waits block the host it may read.
+    reads = not channel.orders_streams(device)
+    given = [x.item() if isinstance(x, torch.Tensor) and reads else x for x in (total, weight)]
+    known = [0.0 if isinstance(x, torch.Tensor) else x for x in given]
+    numbers = to_device(torch.tensor([*known, *(y for d in limbs for y in (d, d * d))], dtype=torch.float64), device)
+    for place, x in enumerate(given):
         if isinstance(x, torch.Tensor):
             numbers[place] = x.detach()
     return channel.issue("psum", numbers, "summary")

@@ -336,12 +336,16 @@ class Tie(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        Begin.apply(ctx.schedule)
-        # Zero in value, but batched and differentiable wherever the cotangents and parameters are, so that the markers
-        # take part at every level of every transform.
-        link = torch.zeros_like(cotangents[0].sum())
         tokens, successors = ctx.saved_tensors[: ctx.tokens], ctx.saved_tensors[ctx.tokens :]
-        links = (token * link.to(token.dtype) for token in tokens)
+        if _plain():
+            ctx.schedule.begin()
+            links = [torch.zeros_like(token) for token in tokens]
+        else:
+            Begin.apply(ctx.schedule)
+            # Zero in value, but batched and differentiable wherever the cotangents and parameters are, so that the
+            # markers take part at every level of every transform.
+            link = torch.zeros_like(cotangents[0].sum())
+            links = [token * link.to(token.dtype) for token in tokens]
         return (None, None, None, *links, *successors, *(None,) * ctx.kept, *cotangents)
 
     @staticmethod

@@ -15,7 +15,7 @@ the meta device, where :func:`ltx.profile.explain` counts what they send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,15 @@ class _Launched:
     then: Callable[[Reduced], None] | None = None
     total: float | None = None  # of all elements of the result, if the transport knows it
     fence: StreamFence | None = None  # until the stream that waits is behind the result
+
+    def put_behind(self) -> None:
+        """Let the current stream wait for the result, which is complete or enqueued."""
+        if self.fence is None or self.completed is None:
+            return
+        flat, states = self.completed
+        used = () if self.program is None else self.program.reads
+        self.fence([flat, *(tensor for state in states for tensor in state.values())], used)
+        self.fence, self.program = None, None
 
 
 class Pending:
@@ -131,31 +140,34 @@ class Pending:
 
     # --- its buckets -------------------------------------------------------------------------------------------------
 
-    def launch(self, program: Program, hook: CommHook, then: Callable[[Reduced], None] | None = None) -> None:
-        """Start the program of the next bucket in order, which is that of `hook`.
+    def launch(
+        self, programs: Iterable[Program], hook: CommHook, then: Callable[[Reduced], None] | None = None
+    ) -> None:
+        """Start the `programs` of the next buckets in order, which are those of `hook`.
 
-        `then` is given the result as soon as it is complete, on the stream that makes it.
+        `then` is given each result as soon as it is complete, on the stream that makes it.
 
         A hook without collectives of its own may wait for something else. Peers that are still in their backward pass
         can't be made to wait for that, so such a hook runs when the bucket is waited for.
         """
-        pending = _Launched(hook, program, then=then)
-        self._launched.append(pending)
-        if hook.phases_on(self._comm.size) == 0:
-            return
-        device = program.reads[0].device
-        stream = self._comm.stream_of(device)
-        if stream is None or not self._channel_of(self._comm, 0).orders_streams(device):
-            self._advance(len(self) - 1)
-            return
-        with stream.behind_current():
-            while pending.completed is None:
+        for program in programs:
+            pending = _Launched(hook, program, then=then)
+            self._launched.append(pending)
+            if hook.phases_on(self._comm.size) == 0:
+                continue
+            device = program.reads[0].device
+            stream = self._comm.stream_of(device)
+            if stream is None or not self._channel_of(self._comm, 0).orders_streams(device):
                 self._advance(len(self) - 1)
-        pending.fence, pending.program = stream.fence(), program
+                continue
+            with stream.behind_current():
+                while pending.completed is None:
+                    self._advance(len(self) - 1)
+            pending.fence, pending.program = stream.fence(), program
 
     def reduce(self, hook: CommHook, inputs: BucketInput, then: Callable[[Reduced], None] | None = None) -> None:
         """Start the reduction of the next bucket in order by `hook`, and go on with those before it."""
-        self.launch(program_of(hook, inputs), hook, then)
+        self.launch([program_of(hook, inputs)], hook, then)
         self.poll()
 
     def _advance(self, place: int) -> None:
@@ -207,16 +219,6 @@ class Pending:
         self.poll()
         return all(pending.completed is not None for pending in self._launched)
 
-    def completed(self, place: int) -> Reduced | None:
-        """The result of a bucket, if it is complete, for the current stream."""
-        pending = self._launched[place]
-        if pending.fence is not None and pending.completed is not None:
-            flat, states = pending.completed
-            used = () if pending.program is None else pending.program.reads
-            pending.fence([flat, *(tensor for state in states for tensor in state.values())], used)
-            pending.fence, pending.program = None, None
-        return pending.completed
-
     def total(self, place: int) -> float | None:
         """The sum of all elements of a complete bucket, or NaN; None if it wasn't taken."""
         return self._launched[place].total
@@ -230,7 +232,8 @@ class Pending:
             for place in range(given, len(self)):
                 if self._launched[place].completed is None:
                     self._advance(place)
-                while given < len(self) and (reduced := self.completed(given)) is not None:
+                while given < len(self) and (reduced := self._launched[given].completed) is not None:
+                    self._launched[given].put_behind()
                     yield reduced
                     given += 1
 

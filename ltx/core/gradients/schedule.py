@@ -257,7 +257,7 @@ class ProcessSchedule(Schedule):
             if self.fenced and self.has_later_phases:
                 self.pending.flush_others()
             if not self._held:
-                self._launch_ready()
+                self.pending.launch(self._due(), self.hook)
             self.pending.poll()
         return tuple(tensors)
 
@@ -284,12 +284,13 @@ class ProcessSchedule(Schedule):
         """The backward pass is over: launch what isn't yet."""
         on_end, self.on_end = self.on_end, lambda: None
         on_end()
-        self._launch_ready()
+        self.pending.launch(self._due(), self.hook)
         self.program_of = None  # it holds the step
 
-    def _launch_ready(self) -> None:
-        while (program := self._ready.pop(len(self.pending), None)) is not None:  # one that is early waits its turn
-            self.pending.launch(program, self.hook)
+    def _due(self) -> Iterator[Program]:
+        """The programs whose turn it is, each once those before it are launched."""
+        while (program := self._ready.pop(len(self.pending), None)) is not None:
+            yield program
 
     def program(
         self,

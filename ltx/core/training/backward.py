@@ -263,7 +263,7 @@ class CollectGradients(Completion):
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         super().__init__(work, schedule)
-        self._scale, self._probes = scale, work.probes
+        self._scale, self._scales, self._probes = scale, not is_one(scale.factor), work.probes
         self._grads: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor | float] = []
 
@@ -273,7 +273,8 @@ class CollectGradients(Completion):
         # A multiple (of at most 1) of finite numbers is finite.
         known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
         total = self._schedule.total(bucket) if self._probes is not None and known else None
-        self._scale.apply(grads)
+        if self._scales:
+            self._scale.apply(grads)
         if total is not None:
             self._sums.append(total)
         elif self._probes is not None:

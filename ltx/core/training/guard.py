@@ -241,8 +241,8 @@ def next_state(
     finite: bool | torch.Tensor | None,
 ) -> tuple[TrainState, Metrics]:
     """The next state, and the metrics that can be read off it."""
-    norm = grad_norm(updated.opt_state)  # in a tensor that the next step may write into
-    metrics = replace(metrics, grad_norm=None if norm is None else norm.clone())
+    if (norm := grad_norm(updated.opt_state)) is not None:
+        metrics = replace(metrics, grad_norm=norm.clone())  # the next step may write into it
     loss_scale: Any = state.held("loss_scale")
     if finite is not None and checks_finite(train):
         skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))

@@ -6,7 +6,7 @@ import importlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FrameType
@@ -69,10 +69,10 @@ def uninterrupted(wanted: bool) -> Iterator[None]:
         yield
         return
     came: dict[int, FrameType | None] = {}
-    found = {number: _signals.getsignal(number) for number in _SIGNALS}
-    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    found = zip(_SIGNALS, map(_signals.getsignal, _SIGNALS), strict=True)
+    handlers = [(number, handler) for number, handler in found if callable(handler)]
     with ExitStack() as stack:
-        for number, handler in handlers.items():
+        for number, handler in handlers:
             stack.callback(_handle_late, number, handler, came)
             _signals.signal(number, came.__setitem__)
         yield
@@ -276,10 +276,10 @@ class Step:
                 updated = self._updated(done, states, finite, mean, about_to_write)
                 if train.confirms and self.late and info.axis.comm is not None:
                     comm.confirm(info.axis.comm)
-                next_sync = state.held("sync_state").advanced(updated.states)
+                next_sync = state.held("sync_state").advanced(updated.states, info.step)
                 metrics = Metrics(mean, forward.aux)
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
-                with uninterrupted(updated.finish is not None):
+                with nullcontext() if updated.finish is None else uninterrupted(True):
                     if updated.finish is not None:
                         state.begin_writing()
                         updated.finish()

@@ -67,10 +67,14 @@ class SyncState:
         steps = self.step + int(max(_numbers(self.clock)))
         return replace(self, step=steps, clock=torch.zeros_like(self.clock))
 
-    def advanced(self, leaves: dict[str, LeafState] | None = None) -> SyncState:
-        """The state after one more step, its steps counted in the structure; with other `leaves`, if given."""
-        leaves, step = self.leaves if leaves is None else leaves, self.checked_step() + 1
-        return replace(self, leaves=leaves, step=step, clock=torch.zeros_like(self.clock))
+    def advanced(self, leaves: dict[str, LeafState] | None = None, step: int | None = None) -> SyncState:
+        """The state after one more step, its steps counted in the structure; with other `leaves`, if given.
+
+        `step`: what :meth:`checked_step` has given, if it was asked already.
+        """
+        after = (self.checked_step() if step is None else step) + 1
+        leaves = self.leaves if leaves is None else leaves
+        return SyncState(leaves, self.uses, torch.zeros_like(self.clock), after, self.choice)
 
 
 def check_state(state: Any) -> None:

@@ -61,7 +61,7 @@ def test_what_completes_first_waits_for_the_buckets_before_it() -> None:
         channel_of=lambda axis_comm, phase: cast(comm.Channel, channels[phase]),
     )
     for _ in range(3):
-        pending.launch(program_of(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2)), Twice())
+        pending.launch([program_of(Twice(), BucketInput(torch.ones(2), cast(Bucket, None), 2))], Twice())
     assert first.issued == ["bucket 0", "bucket 1", "bucket 2"]
     first.works[2].done = first.works[1].done = True
     pending.poll()
