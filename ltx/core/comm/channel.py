@@ -114,8 +114,6 @@ class Work:
             raise
         finally:
             self._channel.negotiation.deadlocks.done()
-        if isinstance(work, SharedMemoryWork):
-            self.total = work.total
         self._work = None  # not before: a failed or interrupted wait leaves the collective incomplete
         if self._ordered:
             ledger.note_on_device(self._event, self._value.device)
@@ -192,6 +190,7 @@ class Work:
                 "collective here, or the same ones in another order. Nothing of it was used. Wrap the program in "
                 "ltx.debug_checks() to see which call differs."
             )
+        self.total = work.total
 
 
 _DIGEST_PRIME = (1 << 61) - 1

@@ -119,8 +119,8 @@ class Plan:
         bucket: Bucket, leaves: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
     ) -> list[torch.Tensor]:
         """``[*leaves, *state tensors]`` of a bucket."""
-        its_states = chain.from_iterable(map(states.__getitem__, bucket.members))
-        return [*map(leaves.__getitem__, bucket.members), *its_states]
+        its_states = map(states.__getitem__, bucket.members)
+        return [*map(leaves.__getitem__, bucket.members), *chain.from_iterable(its_states)]
 
     def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
         """State tensors of a bucket, by leaf and name; without tensors each leaf has none."""

@@ -348,6 +348,8 @@ def _issued_in_graphs() -> int:
     return sum(axis.comm.issued_in_graphs for axis in comm.open_axes() if axis.comm is not None)
 
 
-def schedule_for(plan: Plan, deferred: bool = False) -> Schedule:
-    """The eager schedule of `plan`; `deferred` is that of :class:`ProcessSchedule`."""
-    return ProcessSchedule(plan, deferred) if plan.axis.ranks.overlaps else ImmediateSchedule(plan)
+def schedule_for(plan: Plan, deferred: bool = False, compiled: bool = False) -> Schedule:
+    """The schedule of `plan`, eager or in a compiled graph; `deferred` is that of :class:`ProcessSchedule`."""
+    if not plan.axis.ranks.overlaps:
+        return ImmediateSchedule(plan)
+    return GraphSchedule(plan) if compiled else ProcessSchedule(plan, deferred)

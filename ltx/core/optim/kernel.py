@@ -168,18 +168,10 @@ def _hand_over(
     keys: tuple[str, ...], result: Any, grads: Tensors, states: LeafStates, params: Tensors, group: Any, *lists: Tensors
 ) -> Any:
     """What ``_init_group`` does where the state is complete, and all is real and dense: that is its `result`."""
-    found = (params, grads, *(_of_all(states, key) for key in keys))
+    found = (params, grads, *(list(map(itemgetter(key), states)) if key in states[0] else [] for key in keys))
     for gathered, tensors in zip(lists, found, strict=True):
         gathered.extend(tensors)
     return result
-
-
-def _of_all(states: LeafStates, key: str) -> Tensors:
-    """What is called `key` in the states that have it: all of them, or none."""
-    try:
-        return list(map(itemgetter(key), states))  # in half of a comprehension's time
-    except KeyError:
-        return [state[key] for state in states if key in state]
 
 
 def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> Kernel:

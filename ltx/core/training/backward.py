@@ -54,17 +54,14 @@ class Backward:
 
     optimizer: Optimizer
     state: TrainState
-    leaves: list[torch.Tensor]  # the parameters that are trained
-    trained: list[int]  # their places among the leaves of all parameters
-    sync_leaves: list[torch.Tensor]  # the communication state
-    sync_spec: Any  # its structure
+    forward: Forward
     inputs: list[torch.Tensor]  # what the loss is differentiated with respect to: the leaves, or one source for all
     donate: bool  # parameters and optimizer state are updated in place
     loss_scale: float | torch.Tensor = 1.0  # the factor of the loss; a tensor where the host doesn't wait for it
     #: Gives sums of complete gradients, where the guard wants them.
     probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     #: At a training's first step, the paths of parameters that the loss doesn't depend on on this rank, by their places
-    #: among `trained`. Those are taken out whose gradients other ranks have.
+    #: among the leaves. Those are taken out whose gradients other ranks have.
     unused: dict[int, str] = field(default_factory=dict)
 
     def objective(self, total: torch.Tensor) -> torch.Tensor | None:
@@ -84,11 +81,11 @@ class Backward:
             with comm.span("backward"):
                 torch.autograd.backward(objective, inputs=self.inputs)
         found = [None if objective is None else x.grad for x in self.inputs]
-        count = len(self.leaves)
-        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.leaves, found, strict=False)]
+        count = len(self.forward.leaves)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(self.forward.leaves, found, strict=False)]
         grads = self.divided(grads, divisor)
-        states = [x if g is None else g for x, g in zip(self.sync_leaves, found[count:], strict=True)]
-        return BackwardResult(grads, tree.unflatten(self.sync_spec, [x.detach() for x in states]))
+        states = [x if g is None else g for x, g in zip(self.forward.sync_leaves, found[count:], strict=True)]
+        return BackwardResult(grads, tree.unflatten(self.forward.sync_spec, [x.detach() for x in states]))
 
     def divided(self, grads: list[torch.Tensor], divisor: torch.Tensor | None) -> list[torch.Tensor]:
         """Gradients of this rank alone: divided by a Weighted's `divisor`, and without the loss scale."""
@@ -98,7 +95,7 @@ class Backward:
         return grads if is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]
 
     def look(self, members: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """Take parameters out of :attr:`unused` that have gradients: `grads`, of these places among `trained`."""
+        """Take parameters out of :attr:`unused` that have gradients: `grads`, of these places among the leaves."""
         for member, grad in zip(members, grads, strict=True):
             if member in self.unused and bool(grad.any()):
                 del self.unused[member]
@@ -255,7 +252,7 @@ class Completion:
 
     def _states_after(self, params: Tree) -> dict[str, LeafState]:
         before = self._work.state.held("sync_state").leaves
-        return states_after(self._plan, self._states, before, params, self._work.trained)
+        return states_after(self._plan, self._states, before, params)
 
 
 class CollectGradients(Completion):
@@ -284,7 +281,7 @@ class CollectGradients(Completion):
     def result(self) -> BackwardResult:
         after = self._states_after(self._work.state.held("params"))
         sums = self._sums if self._probes is not None else None
-        grads = [self._grads[m] for m in range(len(self._work.trained))]
+        grads = [self._grads[m] for m in range(len(self._work.forward.leaves))]
         return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
 
 
@@ -298,15 +295,14 @@ class UpdateBuckets(Completion):
             self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
         self._leaves = tree.flatten(self._params)[0]
         self._leaf_states = work.optimizer.leaf_states(self._opt_state, self._params)
-        self._applied = scale.conditional(work.optimizer, [self._leaves[i] for i in work.trained])
+        self._applied = scale.conditional(work.optimizer, self._leaves)
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
         """Update the bucket's parameters with its gradients, which are overwritten."""
         grads = unpack(reduced[0].view(-1), bucket)
         self._begin_update(bucket, grads)
         self._scale.apply(grads)
-        at = [self._work.trained[m] for m in bucket.members]
-        states, params = [self._leaf_states[i] for i in at], [self._leaves[i] for i in at]
+        states, params = [self._leaf_states[m] for m in bucket.members], [self._leaves[m] for m in bucket.members]
         with comm.span("update"):
             apply_leaves(self._applied, grads, states, params, self._opt_state)
         self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
@@ -337,11 +333,10 @@ class UpdateThenSend(Completion):
         state, optimizer = work.state, work.optimizer
         opt_state = hook.own(state.held("opt_state"), self._axis)
         self._opt_state = opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
-        at = optimizer.leaf_states(opt_state, state.held("params"))
-        self._opt_states = [at[place] for place in work.trained]
+        self._opt_states = optimizer.leaf_states(opt_state, state.held("params"))
         paths = tree.leaf_paths(state.held("params")) if any(self._plan.state_names) else []
-        known = [state.sync_state.leaves[paths[place]] if paths else {} for place in work.trained]
-        old = Old([x.detach() for x in work.leaves], known, self._axis.size)
+        known = [state.sync_state.leaves[path] for path in paths] or [{} for _ in work.forward.leaves]
+        old = Old([x.detach() for x in work.forward.leaves], known, self._axis.size)
         self._old = with_overwriting(hook, old, work.donate, opt_state)
         self._params = list(old.params)
         self._optimizer = optimizer
@@ -380,8 +375,6 @@ class UpdateThenSend(Completion):
             finish()
 
     def result(self) -> BackwardResult:
-        whole, spec = tree.flatten(params := self._work.state.held("params"))
-        for place, param in zip(self._work.trained, self._params, strict=True):
-            whole[place] = param
+        spec = tree.flatten(params := self._work.state.held("params"))[1]
         opt_state = self._hook.held(advanced(self._opt_state), self._axis)
-        return BackwardResult(None, self._states_after(params), tree.unflatten(spec, whole), opt_state)
+        return BackwardResult(None, self._states_after(params), tree.unflatten(spec, self._params), opt_state)

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -20,8 +19,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import LtxError, UnsupportedError, WeightError
 from ltx.core.base.placements import refuse_in_graph as refuse_meshes
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
-from ltx.core.collectives.linear import at_places
-from ltx.core.gradients.planning import any_derivative, differentiable
+from ltx.core.gradients.planning import any_derivative
 from ltx.core.gradients.schedule import ProcessSchedule
 from ltx.core.optim.base import Update, with_loss
 from ltx.core.optim.from_torch import TorchOptimizer
@@ -91,7 +89,7 @@ _signals: Any = importlib.import_module("_signal")
 _SIGNALS = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
     """One call of a train step, after the strategy's `begin`: forward, backward, wait, apply, commit."""
 
@@ -104,6 +102,10 @@ class Step:
     late: bool  # ranks communicate after the optimizer
     post_update_hook: PostUpdateHook | None  # what they do with each bucket then, if buckets don't wait for each other
     commit: Callable[[], None]  # called when the step commits
+
+    def __post_init__(self) -> None:
+        self._in_place = self.train.donate and (self.post_update_hook is not None or not self.late)
+        self._params, self._spec = tree.flatten(self.state.held("params"))
 
     def run(self) -> tuple[TrainState, Metrics]:
         drawn = torch_states() if self.train.guard == "raise" else {}
@@ -118,25 +120,12 @@ class Step:
             done, mean = self._backward(forward, forward.schedule, work)
         return self._apply(forward, work, done, mean if forward.mean is None else forward.mean, drawn)
 
-    @cached_property
-    def _in_place(self) -> bool:
-        return self.train.donate and (self.post_update_hook is not None or not self.late)
-
-    @cached_property
-    def _params(self) -> tuple[list[torch.Tensor], Any]:
-        """The leaves of the parameters, and their structure."""
-        return tree.flatten(self.state.held("params"))
-
     @property
     def _versions(self) -> list[int]:
         """How often each tensor that the optimizer writes into has been written to."""
         counts_first = isinstance(self.train.optimizer, TorchOptimizer)  # on the parameters, before it writes anything
         states = [] if counts_first else tree.flatten(self.state.held("opt_state"))[0]
-        return [x._version for x in (*self._params[0], *states)]
-
-    @cached_property
-    def _trained(self) -> list[int]:
-        return differentiable(self._params[0])
+        return [x._version for x in (*self._params, *states)]
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -144,7 +133,7 @@ class Step:
         """Run the user's step on the marked parameters."""
         train, strategy, sync = self.train, self.train.step.strategy, self.state.held("sync_state")
         held = self.state.held("buffers")
-        leaves, spec = self._params
+        leaves = self._params
         if train.donate and not self.late and sync.leaves:
             # The optimizer writes into the parameters; the last step may have returned one tensor as both.
             sync = replace(sync, leaves=unshared(sync.leaves, self.state.held("params")))
@@ -153,7 +142,7 @@ class Step:
         if hook is None and not marks_on_wire(train.step.hook_as_chosen(sync), self.info.step, training=True):
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
             sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
-        given = tree.unflatten(spec, leaves)
+        given = tree.unflatten(self._spec, leaves)
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         options = CallOptions(deferred=True, step=self.info.step, hook=hook, frozen=self.state.frozen)
@@ -176,11 +165,10 @@ class Step:
         train, given = self.train, forward.run.inputs
         loss_scale = loss_scale_of(train, self.state)
         factor: float | torch.Tensor = 1.0 if loss_scale is None else loss_scale
-        ahead = runs_ahead(self.info, self._params[0])
+        ahead = runs_ahead(self.info, self._params)
         if isinstance(factor, torch.Tensor) and not ahead:
             factor = float(factor)
-        leaves = [forward.leaves[i] for i in self._trained]
-        sync = forward.sync_leaves, forward.sync_spec
+        leaves = forward.leaves
         inputs = [*leaves, *forward.sync_leaves] if given is None else given
         look = probes if checks_finite(train) and not ahead else None
         unused: dict[int, str] = {}
@@ -189,9 +177,8 @@ class Step:
             missing = unreached(forward.total, leaves, None if schedule is None else schedule.plan)
             if missing and (len(missing) < len(leaves) or self.info.axis.size == 1):  # a rank without data can't say
                 paths = tree.leaf_paths(self.state.trained)
-                unused = {member: paths[self._trained[member]] for member in missing}
-        work = train.optimizer, self.state, leaves, self._trained, *sync, inputs, self._in_place, factor, look, unused
-        return Backward(*work)
+                unused = {member: paths[member] for member in missing}
+        return Backward(train.optimizer, self.state, forward, inputs, self._in_place, factor, look, unused)
 
     def _backward(
         self, forward: Forward, schedule: ProcessSchedule, work: Backward
@@ -257,8 +244,7 @@ class Step:
             if done.skip is not None and finite is not False:
                 finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
             if finite is False and should_raise(train, state):
-                reduced = at_places(forward.leaves, self._trained, done.grads)
-                raise not_finite_error(train, state, self.batch, info, reduced, drawn, loss_scale_of(train, state))
+                raise not_finite_error(train, state, self.batch, info, done.grads, drawn, loss_scale_of(train, state))
             states, buffers = kept_if_skipped(train, finite, state, states, buffers)
 
         # If a signal comes while tensors are updated in place, the step is finished first. If its handler raises, the
@@ -318,14 +304,8 @@ class Step:
             params, after = check_next(strategy, "after_update", got, done.params, states)
             return Updated(params, done.opt_state, after, self.pending)
         with comm.span("update"):
-            leaves, spec = self._params
-            filled = list(done.grads)
+            grads, later = tree.unflatten(self._spec, done.grads), self.late and train.donate
             done.grads.clear()  # so that the optimizer's are all that is left of them
-            if len(filled) < len(leaves):
-                of_trained = dict(zip(self._trained, filled, strict=True))
-                filled = [of_trained[i] if i in of_trained else torch.zeros_like(x) for i, x in enumerate(leaves)]
-                del of_trained
-            grads, later = tree.unflatten(spec, filled), self.late and train.donate
             of_state = state.held("params"), grads, with_loss(state.held("opt_state"), mean)
             update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting)
             updated = strategy.update(update, states, self.info, self.pending)

@@ -200,7 +200,7 @@ def _by_plain_autograd(
         found = tree.unflatten(spec, placements.placed(grads))
     if sync_state is None:
         return found, value
-    after = states_after(schedule.plan, states, sync_state.leaves, params, range(len(leaves)))
+    after = states_after(schedule.plan, states, sync_state.leaves, params)
     return (found, sync_state.advanced(after)), value
 
 

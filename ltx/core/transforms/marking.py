@@ -26,7 +26,7 @@ from ltx.core.gradients import marker
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, states_of
 from ltx.core.gradients.marker import LeafHooks, reduce_gradients
 from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, differentiable, make_plan, tracked
-from ltx.core.gradients.schedule import GraphSchedule, ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
+from ltx.core.gradients.schedule import ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
 from ltx.core.ranks.batched import unwrapped
@@ -84,11 +84,7 @@ def _schedule_in_graph(
     strategy, hook, axis = traced.kept(key)
     plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, list, operation, None, compare=False)
     # Reductions run below every level of torch.func.
-    return _in_graph(replace(plan, clock=None if clock is None else unwrapped(clock)))
-
-
-def _in_graph(plan: Plan) -> Schedule:
-    return GraphSchedule(plan) if plan.axis.ranks.overlaps else ImmediateSchedule(plan)
+    return schedule_for(replace(plan, clock=None if clock is None else unwrapped(clock)), compiled=True)
 
 
 @traced.node
@@ -107,7 +103,7 @@ def _mark_node(
 def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Outputs tied, of ``*tokens, *kept, *successors, *outputs``."""
     _, hook, axis = traced.kept(key)
-    return tuple(marker.Tie.apply(_in_graph(Plan(axis, hook, (), ())), tokens, kept, *tensors))
+    return tuple(marker.Tie.apply(schedule_for(Plan(axis, hook, (), ()), compiled=True), tokens, kept, *tensors))
 
 
 @traced.node

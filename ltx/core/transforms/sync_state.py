@@ -8,7 +8,7 @@ whose gradient was accumulated); `clock`, whose cotangent is itself plus 1, coun
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -68,10 +68,7 @@ class SyncState:
         return replace(self, step=steps, clock=torch.zeros_like(self.clock))
 
     def advanced(self, leaves: dict[str, LeafState] | None = None, step: int | None = None) -> SyncState:
-        """The state after one more step, its steps counted in the structure; with other `leaves`, if given.
-
-        `step`: what :meth:`checked_step` has given, if it was asked already.
-        """
+        """The state after one more step, with other `leaves`, if given. `step`: what :meth:`checked_step` has given."""
         after = (self.checked_step() if step is None else step) + 1
         leaves = self.leaves if leaves is None else leaves
         return SyncState(leaves, self.uses, torch.zeros_like(self.clock), after, self.choice)
@@ -154,17 +151,14 @@ def kept_beside(
 
 
 def states_after(
-    plan: Plan, states: dict[int, LeafState], before: dict[str, LeafState], params: Tree, places: Sequence[int]
+    plan: Plan, states: dict[int, LeafState], before: dict[str, LeafState], params: Tree
 ) -> dict[str, LeafState]:
-    """Communication state by path: that of `states`, by leaf of `plan`, the rest as it was `before`.
-
-    `places`: of the plan's leaves among the parameters.
-    """
+    """Communication state by path: that of `states`, by leaf of `plan` and `params`, the rest as it was `before`."""
     entries = {path: dict(entry) for path, entry in before.items()}
     if any(plan.state_names):
         paths = tree.leaf_paths(params)
         for member, state in states.items():
             if state:
-                entries[paths[places[member]]].update(state)
+                entries[paths[member]].update(state)
     after: dict[str, LeafState] = tree.detached(entries)
     return after
