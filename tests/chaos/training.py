@@ -80,10 +80,13 @@ def training(
 
 
 def _more(now: dict[str, int], before: dict[str, int]) -> list[str]:
-    """Of what there is more `now`. A connection and two threads for each of a line's channels and each peer more."""
+    """Of what there is more `now`. A connection and two threads for each of a line's channels and each peer more.
+
+    And the second store, of a rank that has come to be the last.
+    """
     if not before:
         return []
-    spare = {"socket": 16, "/memfd:ltx segment (deleted)": 12, "/memfd:ltx lock (deleted)": 12}
+    spare = {"anon_inode": 6, "socket": 16, "/memfd:ltx segment (deleted)": 12, "/memfd:ltx lock (deleted)": 12}
     return [kind for kind in now if now[kind] > before.get(kind, 0) + spare.get(kind, 2)]
 
 
