@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
 from typing import IO
 
@@ -27,12 +26,16 @@ def run(arguments: Sequence[str], count: int = COUNT) -> int:
     A shard without a test is none that failed, unless all are so.
     """
     with tempfile.TemporaryDirectory() as claims:
-        return _run([sys.executable, "-u", "-m", "pytest", *arguments, "--claims", claims], count)
+        # With a space in place of "=", pytest would take the folder for one of tests.
+        return _run([sys.executable, "-u", "-m", "pytest", *arguments, f"--claims={claims}"], count)
 
 
 def claimed(items: Iterable[pytest.Item], claims: Path) -> Iterator[pytest.Item]:
     """Of `items` those of the modules that no other process has claimed in the folder `claims`, each when it is due."""
-    for module, its_items in groupby(items, lambda item: item.nodeid.partition("::")[0]):
+    by_module: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_module.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for module, its_items in by_module.items():
         with suppress(FileExistsError):
             (claims / module.replace("/", "+")).touch(exist_ok=False)
             yield from its_items
