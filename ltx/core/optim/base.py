@@ -109,12 +109,15 @@ def advanced(state: Tree, by: Callable[[int], int] = lambda count: count + 1) ->
 
 def at_nodes(state: Tree, made: Callable[[Any], Any], *kinds: type) -> Tree:
     """`state` with what `made` gives in place of each outermost node of these classes."""
-    return optree.tree_map(
-        lambda x: made(x) if isinstance(x, kinds) else x,
-        state,
-        is_leaf=lambda x: isinstance(x, kinds),
-        namespace=NAMESPACE,
-    )
+    options: Any = {"is_leaf": lambda x: isinstance(x, kinds), "namespace": NAMESPACE}
+    if torch.compiler.is_compiling():  # in whose graphs no handlers can stand
+        return optree.tree_map(lambda x: made(x) if isinstance(x, kinds) else x, state, **options)
+    try:
+        nodes, spec = optree.tree_flatten(state, **options)
+    except RecursionError:
+        flatten(state)  # says so if it is the tree's fault
+        raise
+    return spec.unflatten([made(x) if isinstance(x, kinds) else x for x in nodes])
 
 
 def with_loss(state: Tree, loss: Tensor) -> Tree:
@@ -127,6 +130,8 @@ def with_loss(state: Tree, loss: Tensor) -> Tree:
 
     def told(node: LossState | TorchState) -> LossState | TorchState:
         if isinstance(node, LossState):
+            if not isinstance(loss, Tensor) or loss.ndim:
+                raise OptimError(f"with_loss: loss must be a 0-dim tensor, got {brief(loss)}.")
             return LossState(loss.clone())  # the metrics' own isn't given away with the state
         return replace(node, hyper=with_loss(node.hyper, loss)) if node.hyper else node
 

@@ -179,20 +179,21 @@ class Adjustable:
     start: float | tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for each in self.start if isinstance(self.start, tuple) else (self.start,):
-            number("adjustable: value", each, 0, OptimError)
+        self.init()
 
     def init(self) -> Kept:
         """What the first state keeps."""
-        return Kept(_tensors(self.start))
+        return Kept(_tensors("adjustable: value", self.start))
 
     def after(self, kept: Kept, count: int) -> Kept:
         """What the next state keeps, after an update that followed `count` others. Pure, and it reads no number."""
         return kept
 
 
-def _tensors(value: Any) -> Tree:
-    return tree.map(lambda x: torch.tensor(float(x), dtype=torch.float64), value)
+def _tensors(what: str, value: Any) -> Tree:
+    several = [number(what, each, 0, OptimError) for each in (value if isinstance(value, tuple) else (value,))]
+    made = tuple(torch.tensor(each, dtype=torch.float64) for each in several)
+    return made if isinstance(value, tuple) else made[0]
 
 
 def number_in(name: str, x: Tensor) -> float | Tensor:
@@ -229,13 +230,19 @@ def adjust(state: Tree, **values: float | tuple[float, ...]) -> Tree:
     of a :func:`partition`: ``opt_state | {label: adjust(opt_state[label], lr=0.01)}``.
 
     Raises:
-        ltx.errors.OptimError: the state keeps none of that name.
+        ltx.errors.OptimError: the state keeps none of that name, or another number of numbers.
     """
     found = set[str]()
 
     def changed(node: TorchState) -> TorchState:
         hyper = dict(node.hyper)
-        mine = {name: hyper[name]._replace(value=_tensors(values[name])) for name in values.keys() & hyper.keys()}
+        mine = {
+            name: hyper[name]._replace(value=_tensors(f"adjust: {name}", values[name]))
+            for name in values.keys() & hyper.keys()
+        }
+        for name, own in mine.items():
+            if tree.flatten(own.value)[1] != tree.flatten(hyper[name].value)[1]:
+                raise OptimError(f"adjust: {name} is kept as {brief(hyper[name].value)}, got {brief(values[name])}.")
         found.update(mine)
         return replace(node, hyper=hyper | mine or ())
 
@@ -262,13 +269,14 @@ class ReduceOnPlateau(Adjustable):
     def __post_init__(self) -> None:
         number("reduce_on_plateau: lr", self.start, number("least", self.least, 0, OptimError), OptimError)
         number("reduce_on_plateau: factor", self.factor, 0, OptimError, below=1)
-        number("reduce_on_plateau: threshold", self.threshold, 0, OptimError)
+        number("reduce_on_plateau: threshold", self.threshold, 0, OptimError, below=1)
         for name, least in (("patience", 0), ("cooldown", 0), ("every", 1)):
             whole(f"reduce_on_plateau: {name}", getattr(self, name), least, OptimError)
 
     def init(self) -> Kept:
         begun = {"total": 0.0, "best": math.inf, "bad": 0.0, "cooldown": 0.0}
-        return Kept(_tensors(self.start), _tensors(begun) | {"seen": LossState()})
+        kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in begun.items()}
+        return Kept(_tensors("reduce_on_plateau: lr", self.start), kept | {"seen": LossState()})
 
     def after(self, kept: Kept, count: int) -> Kept:
         value, more = kept

@@ -427,6 +427,20 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.optim.Optimizer": [],
         "ltx.optim.ClipState": [],
         "ltx.optim.TorchState": [],
+        "ltx.optim.LossState": [],
+        "ltx.optim.with_loss": [Call(optim.with_loss, ({"seen": optim.LossState()}, torch.tensor(0.5)))],
+        "ltx.optim.adjustable": [Call(optim.adjustable, (0.1,), {}, _scheduled)],
+        "ltx.optim.adjust": [
+            Call(optim.adjust, (optim.from_torch(torch.optim.SGD, lr=optim.adjustable(0.1)).init(params()),), {"lr": 0.2})
+        ],
+        "ltx.optim.reduce_on_plateau": [
+            Call(
+                optim.reduce_on_plateau,
+                (0.1,),
+                {"factor": 0.5, "patience": 1, "threshold": 0.0, "cooldown": 0, "least": 0.0, "every": 1},
+                _scheduled,
+            )
+        ],
         "ltx.optim.apply_updates": [Call(optim.apply_updates, (params(), params()), {"donate": False})],
         "ltx.optim.chain": [Call(optim.chain, (optim.clip_by_global_norm(1.0), adam), {}, _optimized)],
         "ltx.optim.measure_global_norm": [Call(optim.measure_global_norm, (), {}, _optimized)],
