@@ -431,7 +431,9 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.optim.with_loss": [Call(optim.with_loss, ({"seen": optim.LossState()}, torch.tensor(0.5)))],
         "ltx.optim.adjustable": [Call(optim.adjustable, (0.1,), {}, _scheduled)],
         "ltx.optim.adjust": [
-            Call(optim.adjust, (optim.from_torch(torch.optim.SGD, lr=optim.adjustable(0.1)).init(params()),), {"lr": 0.2})
+            Call(
+                optim.adjust, (optim.from_torch(torch.optim.SGD, lr=optim.adjustable(0.1)).init(params()),), {"lr": 0.2}
+            )
         ],
         "ltx.optim.reduce_on_plateau": [
             Call(
