@@ -83,5 +83,7 @@ set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_fram
 #: Context managers as public ones are, and faster or for one thing alone.
 inference, without_autocast = torch._C._InferenceMode, torch._C._DisableAutocast
 plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+#: Raises RuntimeError with a text, once the device has come so far, unless a 0-dim bool is true; in graphs too.
+assert_later: Callable[[torch.Tensor, str], None] = torch._assert_async
 #: The number of tensors on a storage; None where torch doesn't tell.
 storage_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)

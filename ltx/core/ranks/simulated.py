@@ -178,7 +178,7 @@ def _check_equal(result: torch.Tensor, path: str) -> None:
     elif _level():
         traced.refuse(f"out_dims=None: the output {path!r} may differ between ranks. {advice}", AxisError)
     else:
-        torch._assert_async(
+        private.assert_later(
             same.all(), f"AxisError: out_dims=None: the output {path!r} differs between ranks. {advice}"
         )
 

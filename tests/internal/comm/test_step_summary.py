@@ -22,6 +22,9 @@ class Wire:
         self.axis_name = "data"
         self.sum: Tensor = torch.zeros(())
 
+    def orders_streams(self, device: torch.device) -> bool:
+        return False
+
     def issue(self, operation: str, buffer: Tensor, label: str) -> Any:
         assert operation == "psum"
         self.sum = self.sum + buffer
