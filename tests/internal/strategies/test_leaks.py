@@ -42,7 +42,7 @@ def _trainers(overlap: Overlap) -> dict[str, Any]:
 def _live() -> Counter[str]:
     """How many objects of each of ltx' and torch's types live: schedules, tickets, tensors, nodes of graphs, ...
 
-    Shapes aren't counted, of which there are logs of bounded length, nor what ranks say of themselves: the watcher holds
+    Shapes aren't counted, of which there are logs of bounded length, nor what ranks say of themselves: the watcher has
     one record of each, which it reads when it comes to that.
     """
     gc.collect()
