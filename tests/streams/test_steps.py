@@ -309,6 +309,28 @@ def test_a_guarded_step_reads_nothing(scale: float | None, ranks: Ranks) -> None
         torch.testing.assert_close(params, expected)
 
 
+def test_a_limit_on_skipped_steps_reads_now_and_then(ranks: Ranks) -> None:
+    def run() -> tuple[list[bool], int, str]:
+        module, rank = model(), int(ltx.axis_index())
+        step = ltx.data_parallel(loss_of(module), ltx.DDPStrategy(**SMALL))
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2), guard="skip", max_skipped=3)
+        state, reads = train.init(dict(module.named_parameters())), []
+        try:
+            for number in range(12):
+                x, y = batch(rank, number)
+                log().clear()
+                state, _ = train(state, x * (float("nan") if (number > 1, rank) == (True, 1) else 1.0), y)
+                reads.append(any(ON_HOST not in line and OF_LAST_STEP not in line for line in log().reads))
+        except FloatingPointError as error:
+            return reads[2:], state.step, str(error)
+        raise AssertionError
+
+    for reads, step, said in StreamedPool(ranks(2)).run(run):
+        assert reads == [False, True, False, False]  # steps 2 to 5
+        assert step == 6
+        assert "gradients of step 6 aren't finite. rank 1: " in said
+
+
 def test_a_class_that_runs_as_it_is_begins_after_a_skipped_step(ranks: Ranks) -> None:
     """Whether its state has begun is for the host to know, which waits for it; the rest of the partition with it."""
 

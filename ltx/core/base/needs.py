@@ -102,7 +102,9 @@ TABLE = {
         lambda x, step=0: x.constant_after is not None and step >= x.constant_after,
         f"take the first steps eagerly until it no longer changes, or {_INSIDE}",
     ),
-    "guard, graph": _unsupported('guard="raise"', "to look at gradients", _never, f'use guard="skip", or {_INSIDE}'),
+    "guard, graph": _unsupported(
+        'guard="raise" or max_skipped', "to look at gradients", _never, f'use guard="skip" alone, or {_INSIDE}'
+    ),
     "guard in a graph, strategy": _unsupported(
         "a check of gradients in a compiled graph", "them alike on all ranks", lambda x: x.shares_gradients(0), _INSIDE
     ),

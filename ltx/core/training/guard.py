@@ -22,7 +22,7 @@ from ltx.core.optim.base import chosen
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of
 from ltx.core.training.placed_state import on_any_rank
 from ltx.core.training.settings import TrainSettings
-from ltx.core.training.train_state import Metrics, TrainState, drawn_again
+from ltx.core.training.train_state import LossScale, Metrics, TrainState, drawn_again
 from ltx.core.transforms.plain_autograd import gradients
 from ltx.core.transforms.run import CallOptions, Weighted
 from ltx.core.transforms.strategy_update import StepInfo, Updated
@@ -109,10 +109,12 @@ def not_finite_error(
         found = ["parts of the parameters (DTensors) that other ranks of their mesh hold have the ones that aren't"]
     elif not found:
         found = [f"each rank's own are finite when taken again, what came of them together isn't: {_listed(together)}"]
+    limit = train.max_skipped if over_limit(train, state) else None
+    before = "" if limit is None else f" Nor were those of {limit} steps before, which were skipped."
+    fix = 'guard="skip" leaves such steps out' if limit is None else f"max_skipped={limit} allows no more in a row"
     return NotFiniteError(
-        f"train_step: gradients of step {info.step} aren't finite. {'; '.join(found)}. The state is as it was before "
-        'the step, and may be used again. guard="skip" leaves such steps out; torch.autograd.detect_anomaly() finds '
-        "the operation."
+        f"train_step: gradients of step {info.step} aren't finite. {'; '.join(found)}.{before} The state is as it was "
+        f"before the step, and may be used again. {fix}; torch.autograd.detect_anomaly() finds the operation."
     )
 
 
@@ -163,6 +165,19 @@ def checks_finite(train: TrainSettings) -> bool:
     return scaling(train) is not None or train.guard != "off"
 
 
+def may_raise(train: TrainSettings) -> bool:
+    """Whether a step may raise because of its gradients, and not only skip them."""
+    return train.guard == "raise" or train.max_skipped is not None
+
+
+def host_asks(train: TrainSettings, step: int) -> bool:
+    """Whether the host waits at this step for a device to say if gradients are finite.
+
+    For a limit of n skipped steps it does so at every n-th step, and what is over the limit by then raises there.
+    """
+    return train.guard == "raise" or (train.max_skipped is not None and step % train.max_skipped == 0)
+
+
 def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
     """Whether ranks have to ask each other if gradients are finite, because they don't share them."""
     return checks_finite(train) and info.axis.size > 1 and not train.step.strategy.shares_gradients(info.step)
@@ -180,13 +195,14 @@ def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | flo
     """The factor of the loss; None for 1."""
     if scaling(train) is None:
         return None if train.step.precision is None else train.step.precision.fixed_scale
-    if isinstance(state.loss_scale, tuple):
+    scale: Any = getattr(state.loss_scale, "scale", ())
+    if isinstance(scale, tuple):
         raise StepError(
             "train_step: this state has no loss scale, so it was made by another train step. Make it with this "
             "one's init, or add it: dataclasses.replace(state, loss_scale=ltx.DynamicLossScale(...).start())."
         )
-    scale: torch.Tensor = state.loss_scale.scale
-    return scale
+    found: torch.Tensor = scale
+    return found
 
 
 def all_finite(
@@ -213,11 +229,23 @@ def on_any(train: TrainSettings, bad: torch.Tensor, info: StepInfo) -> torch.Ten
 
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:
-    """Whether gradients that aren't finite raise: with dynamic loss scaling, only once the scale isn't the cause."""
+    """Whether gradients that aren't finite raise: with dynamic loss scaling, only once the scale isn't the cause.
+
+    Or once as many steps in a row as the limit allows were skipped.
+    """
     dynamic = scaling(train)
-    return train.guard == "raise" and (
-        dynamic is None or bool((plain_values(state.loss_scale.scale) <= max(1, dynamic.least)).all())
+    return (
+        over_limit(train, state)
+        or (train.guard == "raise"
+        and (dynamic is None or bool((plain_values(state.loss_scale.scale) <= max(1, dynamic.least)).all())))
     )
+
+
+def over_limit(train: TrainSettings, state: TrainState) -> bool:
+    """Whether as many steps in a row have been skipped as may be."""
+    if train.max_skipped is None or isinstance(state.loss_scale, tuple):
+        return False
+    return bool((plain_values(state.loss_scale.good_steps) <= -train.max_skipped).any())
 
 
 def kept_if_skipped(
@@ -250,6 +278,9 @@ def next_state(
         if (dynamic := scaling(train)) is not None:
             metrics = replace(metrics, loss_scale=loss_scale.scale)
             loss_scale = dynamic.after(loss_scale, finite)
+        elif train.max_skipped is not None:
+            before = LossScale() if isinstance(loss_scale, tuple) else loss_scale  # a state of a step without a limit
+            loss_scale = LossScale(good_steps=before.run_after(finite))
     following = TrainState(
         updated.params,
         buffers,

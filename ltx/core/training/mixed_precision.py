@@ -23,28 +23,13 @@ from ltx.core.base.arguments import brief, check_whole, is_whole, number
 from ltx.core.base.errors import StepError, StrategyError
 from ltx.core.base.readable import Readable
 from ltx.core.training.accumulate import Accumulated
+from ltx.core.training.train_state import LossScale
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.strategy import steps_ahead
 from ltx.typing import Step
 
 _COMPUTE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REDUCE = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, eq=False)
-class LossScale:
-    """The state of dynamic loss scaling, the same on every rank."""
-
-    scale: torch.Tensor  # 0-dim float32: what the next loss is multiplied by
-    good_steps: torch.Tensor  # 0-dim int32: steps with finite gradients since the scale changed last
-
-
-tree.register_node(
-    LossScale,
-    lambda state: ((state.scale, state.good_steps), None),
-    lambda children, _: LossScale(*children),
-    names=("scale", "good_steps"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +63,15 @@ class DynamicLossScale:
 
     def start(self) -> LossScale:
         """The state before the first step."""
-        return LossScale(torch.tensor(float(self.init)), torch.tensor(0, dtype=torch.int32))
+        return LossScale(torch.tensor(float(self.init)))
 
     def after(self, state: LossScale, finite: torch.Tensor | bool) -> LossScale:
         """The state after a step whose gradients were `finite` on all ranks, or weren't."""
         finite = torch.as_tensor(finite, device=state.scale.device)
-        full, grown = state.good_steps + 1 >= self.growth_interval, state.scale * self.growth
-        after_good = torch.where(full & grown.isfinite(), grown, state.scale)
+        run, grown = state.run_after(finite, self.growth_interval), state.scale * self.growth
+        after_good = torch.where((run == 0) & grown.isfinite(), grown, state.scale)
         scale = torch.where(finite, after_good, (state.scale * self.backoff).clamp(min=self.least))
-        return LossScale(scale, torch.where(finite & ~full, state.good_steps + 1, torch.zeros_like(state.good_steps)))
+        return LossScale(scale, run)
 
 
 @dataclass(frozen=True, kw_only=True)

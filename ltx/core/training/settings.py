@@ -96,6 +96,18 @@ def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard:
         require("guard, overlap", 'overlap="update"', asked)
 
 
+def check_max_skipped(steps: Any, guard: str, step: DataParallel) -> None:
+    """Raise unless steps may be skipped, so many in a row."""
+    if steps is None:
+        return
+    whole("train_step: max_skipped", steps, 1, StrategyError, besides="None or ")
+    if guard != "skip" and (step.precision is None or step.precision.dynamic is None):
+        raise StrategyError(
+            f'train_step: max_skipped={steps} is a limit on skipped steps, and guard="{guard}" skips none. Use '
+            'guard="skip", or an ltx.DynamicLossScale.'
+        )
+
+
 @traced.at_trace_time
 def check_layout(strategy: Strategy, step: int) -> None:
     """Raise where ranks come to differ at `step` and the strategy hasn't said so.
@@ -112,9 +124,9 @@ def check_layout(strategy: Strategy, step: int) -> None:
 
 
 @traced.at_trace_time
-def refuse_in_graph(strategy: Strategy, checks_finite: bool, guard: str) -> None:
+def refuse_in_graph(strategy: Strategy, checks_finite: bool, may_raise: bool) -> None:
     """Run by Dynamo at trace time, where the axis isn't known. `checks_finite`: the step checks its gradients."""
-    if guard == "raise":
+    if may_raise:
         require("guard, graph", "a compiled graph")
     if checks_finite:
         require("guard in a graph, strategy", strategy)
@@ -153,6 +165,7 @@ class TrainSettings(Readable):
     has_aux: bool = False
     check_every: int | None = None
     trainable: Trainable = None
+    max_skipped: int | None = None
     #: Before the state before is written to, the host waits until all ranks have all that they are sent. Else it runs
     #: ahead of an accelerator, and hears of a lost peer when the memory of the state before is that of the next one.
     #: Set by :func:`ltx.elastic`, which goes on from the state before.
@@ -167,3 +180,4 @@ class TrainSettings(Readable):
         check_every(self.check_every, self.step.strategy)
         check_loss_scale(self.step)
         check_overlap(self.overlap, self.step, self.optimizer, self.guard)
+        check_max_skipped(self.max_skipped, self.guard, self.step)

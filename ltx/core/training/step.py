@@ -39,8 +39,10 @@ from ltx.core.training.backward import (
 from ltx.core.training.guard import (
     all_finite,
     checks_finite,
+    host_asks,
     kept_if_skipped,
     loss_scale_of,
+    may_raise,
     next_state,
     not_finite_error,
     probes,
@@ -108,7 +110,7 @@ class Step:
         self._params, self._spec = tree.flatten(self.state.held("params"))
 
     def run(self) -> tuple[TrainState, Metrics]:
-        drawn = torch_states() if self.train.guard == "raise" else {}
+        drawn = torch_states() if may_raise(self.train) else {}
         forward = self._forward()
         work = self._second_half(forward)
         if forward.schedule is None:
@@ -239,7 +241,7 @@ class Step:
                 work.look(range(len(done.grads)), done.grads)
             if checks_finite(train):
                 finite = all_finite(train, done.grads, info, done.sums)
-            if isinstance(finite, torch.Tensor) and train.guard == "raise":  # the host has to know
+            if isinstance(finite, torch.Tensor) and host_asks(train, state.step):  # the host has to know
                 finite = bool(info.axis.ranks.read(finite, "the guard"))
             if done.skip is not None and finite is not False:
                 finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
@@ -359,7 +361,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
             check_replicas(state, train.step.axis)
     strategy, sync = train.step.strategy, state.sync_state
     if traced.recording():
-        refuse_in_graph(strategy, checks_finite(train), train.guard)
+        refuse_in_graph(strategy, checks_finite(train), may_raise(train))
         axis = Axis("data", 1)
     else:
         axis = comm.resolve(train.step.axis)
@@ -368,7 +370,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     check_layout(strategy, info.step)
     if not traced.recording():
         _check_derivative(train, state, batch)
-    drawn = torch_states() if train.guard == "raise" else {}
+    drawn = torch_states() if may_raise(train) else {}
     stateful = bool(sync.leaves) or strategy.stateful
     loss_scale = loss_scale_of(train, state)
     others: list[Any] = []

@@ -34,6 +34,34 @@ _PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
 _WRITTEN = ("params", "opt_state", "sync_state")
 
 
+@dataclass(frozen=True, eq=False)
+class LossScale:
+    """What a step knows of the ones before about gradients that aren't finite, the same on every rank.
+
+    Attributes:
+        scale: 0-dim float32: what the next loss is multiplied by; () without dynamic loss scaling.
+        good_steps: 0-dim int32: steps in a row with finite gradients since the scale changed last; of steps in a row
+            that were skipped, their number below 0.
+    """
+
+    scale: Any = ()
+    good_steps: torch.Tensor = field(default_factory=lambda: torch.tensor(0, dtype=torch.int32))
+
+    def run_after(self, finite: torch.Tensor | bool, interval: int = 1) -> torch.Tensor:
+        """The next `good_steps`, which begin anew after so many."""
+        good = self.good_steps.clamp(min=0) + 1
+        good = good * (good < interval)
+        return torch.where(torch.as_tensor(finite, device=good.device), good, self.good_steps.clamp(max=0) - 1)
+
+
+tree.register_node(
+    LossScale,
+    lambda state: ((state.scale, state.good_steps), None),
+    lambda children, _: LossScale(*children),
+    names=("scale", "good_steps"),
+)
+
+
 # Which step a state was donated to, or why it is invalid: one cell, which copies of the state share. A list, because a
 # compiled graph can't make objects.
 _Lease = list[int | str | None]
@@ -59,7 +87,7 @@ class TrainState(Readable):
         sync_state: the communication state, an :class:`ltx.SyncState`.
         step: the number of steps done, a Python int.
         layout: how each part relates across ranks.
-        loss_scale: the :class:`ltx.core.training.mixed_precision.LossScale` of dynamic loss scaling; else ().
+        loss_scale: the :class:`LossScale` of dynamic loss scaling or of a limit on skipped steps; else ().
         pending: what the strategy has under way between two steps, None for most; not part of the tree, and not saved.
         frozen: the parameters that aren't trained, with None in the places of the others; None if all are trained.
     """

@@ -26,7 +26,7 @@ from ltx.core.training.placed_state import init_on_parts, on_parts
 from ltx.core.training.replicas import check_replicas
 from ltx.core.training.settings import TrainSettings, check_devices, check_kept, check_layout
 from ltx.core.training.step import Step, step_purely
-from ltx.core.training.train_state import Metrics, TrainState
+from ltx.core.training.train_state import LossScale, Metrics, TrainState
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, check_next
@@ -89,7 +89,8 @@ class TrainStep(TrainSettings):
             if self.overlap == "update":
                 require("loss, overlap", 'overlap="update"', repr(self.optimizer))
         dynamic = scaling(self)
-        loss_scale: Any = () if dynamic is None else dynamic.start()
+        loss_scale: Any = () if self.max_skipped is None else LossScale()
+        loss_scale = loss_scale if dynamic is None else dynamic.start()
         if leaves := tree.flatten(params)[0]:
             loss_scale = tree.map(lambda x: x.to(leaves[0].device), loss_scale)
         layout = replace(strategy.layout, strategy=repr(self.step.hook_as_chosen(sync_state).strategy))
@@ -257,6 +258,7 @@ def train_step(
     has_aux: bool = False,
     check_every: int | None = None,
     trainable: Trainable = None,
+    max_skipped: int | None = None,
 ) -> TrainStep:
     """A whole training step: gradients, their reduction, the optimizer, the strategy's work on parameters.
 
@@ -292,6 +294,9 @@ def train_step(
             (:func:`ltx.check_replicas`). None: never. Compiled graphs never compare.
         trainable: which parameters are trained, of those that :meth:`TrainStep.init` wouldn't freeze: a pattern of
             their paths such as ``"head.*"``, a list of such patterns, or a function of a path. None: all.
+        max_skipped: how many steps in a row may be skipped (by ``guard="skip"``, or :class:`ltx.DynamicLossScale`); one
+            more raises as ``guard="raise"`` does. None: any number. An accelerator is waited for at every so many steps
+            only, so that it raises there.
 
     Returns:
         A :class:`TrainStep`: ``.init(params, buffers=None) -> TrainState`` copies, and broadcasts from rank 0;
@@ -303,7 +308,8 @@ def train_step(
         RankMismatchError: ranks differ in their parameters, or have issued different collectives; before the update.
         WeightError: all weights of a Weighted step are 0; before the update.
         ReplicaDivergedError: ranks have different parameters, with `check_every`; before the step.
-        NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``; before the update.
+        NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``, or for more steps in a
+            row than `max_skipped`; before the update.
         InvalidStateError: something failed while a step with overlap="update" was being applied.
         StepError, StrategyError, OptimError: the pieces don't fit, at once.
 
@@ -318,4 +324,4 @@ def train_step(
     """
     if isinstance(step, DataParallel):
         step = as_loss(step)
-    return TrainStep(step, optimizer, donate, guard, overlap, has_aux, check_every, trainable)
+    return TrainStep(step, optimizer, donate, guard, overlap, has_aux, check_every, trainable, max_skipped)

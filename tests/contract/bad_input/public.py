@@ -329,7 +329,14 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             Call(
                 ltx.train_step,
                 (dp, adam),
-                {"donate": False, "guard": "off", "overlap": "backward", "has_aux": False, "check_every": None},
+                {
+                    "donate": False,
+                    "guard": "skip",
+                    "overlap": "backward",
+                    "has_aux": False,
+                    "check_every": None,
+                    "max_skipped": 2,
+                },
                 lambda made: made(made.init(params()), batch()),
             ),
             Call(step.init, (params(), None)),

@@ -381,6 +381,92 @@ def test_dynamic_loss_scaling_skips_until_it_isnt_to_blame(ranks: Ranks) -> None
         assert "gradients of step 3 aren't finite. rank 1: leaf " in said
 
 
+# --- a limit ---------------------------------------------------------------------------------------------------------
+
+#: Which steps are bad, with two in a row allowed: the last of them is the third.
+BAD = [False, True, True, False, True, True, True]
+
+
+def until_too_many(train: Any, x: Callable[[bool], Tensor]) -> tuple[list[Any], str, bool, bool]:
+    """What is skipped, the error after that, whether it has left the state alone, and the next bad step's metrics."""
+    state, skipped = start(train), []
+    for bad in BAD[:-1]:
+        state, metrics = train(state, x(bad))
+        skipped.append(metrics.skipped.unique().tolist())
+    before = bits(state)
+    with pytest.raises(NotFiniteError) as error:
+        train(state, x(True))
+    kept = all(map(torch.equal, bits(state), before))
+    state, _ = train(state, x(False))
+    return skipped, str(error.value), kept, train(state, x(True))[1].skipped.all().item()
+
+
+def check_too_many(found: tuple[list[Any], str, bool, bool], culprit: int) -> None:
+    skipped, said, kept, again = found
+    assert skipped == [[bad] for bad in BAD[:-1]]
+    assert said.startswith(f"train_step: gradients of step 6 aren't finite. rank {culprit}: leaf 'b'")
+    assert " Nor were those of 2 steps before, which were skipped. The state is as it was before the step" in said
+    assert "max_skipped=2 allows no more in a row" in said
+    assert kept
+    assert again
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("name", [name for name in RAISING if name not in ("several buckets", "adasum")])
+def test_no_more_than_so_many_in_a_row(name: str, ranks: Ranks) -> None:
+    train = ltx.train_step(ltx.data_parallel(linear, RAISING[name]), SGD, guard="skip", max_skipped=2)
+
+    def on_a_rank() -> Any:
+        rank = int(ltx.axis_index())
+        return until_too_many(train, lambda bad: torch.full((3, 4), NAN if bad and rank == 1 else 0.5))
+
+    for found in ranks(2).run(on_a_rank):
+        check_too_many(found, culprit=1)
+
+
+def test_no_more_than_so_many_alone_and_on_simulated_ranks() -> None:
+    train = ltx.train_step(ltx.data_parallel(linear), SGD, guard="skip", max_skipped=2)
+    check_too_many(until_too_many(train, lambda bad: torch.full((3, 4), NAN if bad else 0.5)), culprit=0)
+
+    def of_ranks(state: Any, x: Tensor) -> Any:
+        x = torch.stack([torch.full_like(x, 0.5), x])
+        return ltx.vmap(train, in_dims=(None if state.step == 0 else 0, 0))(state, x)
+
+    of_ranks.init = train.init  # type: ignore[attr-defined]
+    check_too_many(until_too_many(of_ranks, lambda bad: torch.full((3, 4), NAN if bad else 0.5)), culprit=1)
+
+
+def test_a_limit_beside_a_loss_scale_and_in_a_checkpoint() -> None:
+    precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0, growth_interval=2))
+    step = ltx.mixed_precision(ltx.data_parallel(linear), precision)
+    train = ltx.train_step(step, SGD, max_skipped=2)
+    check_too_many(until_too_many(train, lambda bad: torch.full((3, 4), NAN if bad else 0.5)), culprit=0)
+
+    for made in (train, ltx.train_step(ltx.data_parallel(linear), SGD, guard="skip", max_skipped=2)):
+        state, bad = start(made), torch.full((3, 4), NAN)
+        for _ in range(2):
+            state, _ = made(state, bad)
+        resumed = start(made)
+        resumed.load_state_dict(state.state_dict())
+        with pytest.raises(NotFiniteError, match="step 2 aren't finite"):
+            made(resumed, bad)
+    unlimited = start(ltx.train_step(ltx.data_parallel(linear), SGD))  # whose state counts from here on
+    assert made(unlimited, bad)[0].loss_scale.good_steps == -1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"guard": "skip", "max_skipped": 0}, "max_skipped must be None or"),
+        ({"max_skipped": 2}, 'max_skipped=2 is a limit on skipped steps, and guard="off" skips none'),
+        ({"guard": "raise", "max_skipped": 2}, 'guard="raise" skips none'),
+    ],
+)
+def test_a_limit_that_cant_be(kwargs: dict[str, Any], said: str) -> None:
+    with pytest.raises(StrategyError, match=said):
+        ltx.train_step(ltx.data_parallel(linear), SGD, **kwargs)
+
+
 def test_error_feedback_is_kept_by_loss_scaling_too(ranks: Ranks) -> None:
     def on_a_rank() -> bool:
         precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0))
@@ -431,7 +517,9 @@ def test_unknown() -> None:
 
 
 @pytest.mark.slow_compile
-def test_compiled_steps_cant_raise() -> None:
-    train = ltx.train_step(ltx.data_parallel(linear), ADAM, guard="raise", donate=False)
-    with pytest.raises((UnsupportedError, torch._dynamo.exc.TorchDynamoException), match='guard="raise" needs to look'):
+@pytest.mark.parametrize("kwargs", [{"guard": "raise"}, {"guard": "skip", "max_skipped": 2}], ids=str)
+def test_compiled_steps_cant_raise(kwargs: dict[str, Any]) -> None:
+    train = ltx.train_step(ltx.data_parallel(linear), ADAM, donate=False, **kwargs)
+    refused = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
+    with pytest.raises(refused, match='guard="raise" or max_skipped needs to look'):
         torch.compile(train, backend="eager", fullgraph=True)(start(train), torch.randn(5, 4))
