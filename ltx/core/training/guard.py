@@ -234,10 +234,9 @@ def should_raise(train: TrainSettings, state: TrainState) -> bool:
     Or once as many steps in a row as the limit allows were skipped.
     """
     dynamic = scaling(train)
-    return (
-        over_limit(train, state)
-        or (train.guard == "raise"
-        and (dynamic is None or bool((plain_values(state.loss_scale.scale) <= max(1, dynamic.least)).all())))
+    return over_limit(train, state) or (
+        train.guard == "raise"
+        and (dynamic is None or bool((plain_values(state.loss_scale.scale) <= max(1, dynamic.least)).all()))
     )
 
 
