@@ -25,7 +25,7 @@ MUTANTS = (
         old="result if rank == static[0] else torch.zeros_like(result)",
         new="result",
         breaks="ranks other than the source get its gradient too, between processes",
-        tests=("tests/contract/collectives/test_broadcast.py",),
+        tests=("tests/contract/collectives/test_scatter.py::test_only_src_s_values_matter",),
     ),
     Mutant(
         name="collectives: simulated broadcast from rank 0",
@@ -73,7 +73,7 @@ MUTANTS = (
         old="found.append(w * total / whole if backward",
         new="found.append(w * total if backward",
         breaks="pmax of equal values has n times its gradient",
-        tests=("tests/contract/collectives/test_extremum.py::test_ties_share_the_cotangent",),
+        tests=("tests/contract/conformance/test_properties.py::test_cotangents",),
     ),
     Mutant(
         name="collectives: a NaN on one rank isn't seen",
@@ -193,7 +193,7 @@ MUTANTS = (
         old="if job.rank == job.arguments[0]:",
         new="if True:",
         breaks="ranks that aren't dst get its result too",
-        tests=("tests/contract/collectives/test_scatter.py::test_dtypes_and_shapes",),
+        tests=("tests/contract/conformance/test_dtypes.py",),
     ),
     Mutant(
         name="axis: names of an outer axis hide those of an inner one",

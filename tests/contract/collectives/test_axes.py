@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import ltx
 from ltx.errors import AxisError
@@ -208,22 +207,6 @@ def test_gradients_through_nested_axes(ranks: Ranks, seed: int) -> None:
     simulated = ltx.vmap(ltx.vmap(_of_both, axis_name="data"), axis_name="node")(xs)
     for a, b in zip(simulated, _expected_of_both(xs), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.full
-def test_dimensions_of_a_mesh(ranks: Ranks, seed: int) -> None:
-    def run(xs: Tensor) -> tuple[Found, Found]:
-        # In a world of its own, with which the mesh's process groups go away.
-        with _nested():
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-            x = xs[divmod(dist.get_rank(), 2)]
-            return _on_rank(x, mesh["rows"]), _on_rank(x, mesh["columns"])
-
-    xs = _draw()
-    for rank, (on_rows, on_columns) in enumerate(ranks(4).run(run, xs)):
-        row, column = divmod(rank, 2)
-        _check(on_rows, _expected(xs[:, column]), row)
-        _check(on_columns, _expected(xs[row]), column)
 
 
 def test_nested_simulated_axes(seed: int) -> None:

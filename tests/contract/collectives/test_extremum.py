@@ -19,12 +19,6 @@ def _both(x: Tensor) -> tuple[Tensor, Tensor]:
     return ltx.pmax(x), ltx.pmin(x)
 
 
-def test_strides(ranks: Ranks) -> None:
-    xs = torch.randn(2, 4, 6)
-    found = ranks(2).run(lambda xs: ltx.pmax(xs[ltx.axis_index()].T[::2]), xs).replicated()
-    assert torch.equal(found, xs.amax(0).T[::2])
-
-
 @pytest.mark.full
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("whose", [0, 1, 2])
@@ -46,16 +40,6 @@ def test_nan_over_sockets(on_new_axis: Callable[..., Any]) -> None:
     torch.testing.assert_close(found, (xs.amax(0), xs.amin(0)), rtol=0, atol=0, equal_nan=True)
 
 
-def test_ties_share_the_cotangent() -> None:
-    """Ranks 0 and 2 tie in the first element, all in the second; rank r's cotangent is r + 1."""
-
-    def loss(x: Tensor) -> Tensor:
-        return (ltx.pmax(x) * (1 + ltx.axis_index())).sum()
-
-    grads = ltx.vmap(torch.func.grad(loss))(torch.tensor([[4.0, 1.0], [3.0, 1.0], [4.0, 1.0]]))
-    assert torch.equal(grads, torch.tensor([[3.0, 2.0], [0.0, 2.0], [3.0, 2.0]]))
-
-
 def test_a_backward_graph_waits_for_all_that_it_issues(ranks: Ranks) -> None:
     """torch computes what depends on no cotangent in the forward graph, and issues it in the backward graph too."""
     unwaited: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
@@ -75,16 +59,6 @@ def test_a_backward_graph_waits_for_all_that_it_issues(ranks: Ranks) -> None:
 def test_complex_numbers_have_no_order() -> None:
     with pytest.raises(UnsupportedError, match=r"leaf 'z' is complex64\[2\]"):
         ltx.pmax({"a": torch.ones(1), "z": torch.zeros(2, dtype=torch.complex64)})
-
-
-def test_ranks_that_disagree(ranks: Ranks) -> None:
-    def run() -> str:
-        with pytest.raises(ltx.errors.RankMismatchError) as caught:
-            ltx.pmax({"w": torch.ones(2 + int(ltx.axis_index()))})
-        return str(caught.value)
-
-    message = ranks(2).run(run).replicated()
-    assert all(part in message for part in ("pmax", "'w'", "rank 0: float32[2]", "rank 1: float32[3]"))
 
 
 def test_no_gradient_for_integers() -> None:

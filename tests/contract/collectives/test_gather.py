@@ -81,16 +81,3 @@ def test_all_gather_of_what_has_no_such_dimension() -> None:
         ltx.all_gather(torch.zeros(3), dim=2)
     with pytest.raises(AxisError, match=r"shape \[\]\. Stack 0-dim tensors with tiled=False\."):
         ltx.all_gather(torch.zeros(()), tiled=True)
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
-@pytest.mark.parametrize("tiled", [False, True])
-def test_dimensions(dim: int, tiled: bool, seed: int) -> None:
-    xs = torch.randn(3, 2, 3, 4)
-    join = torch.cat if tiled else torch.stack
-    if tiled and dim == 2:
-        dim = -3
-    gathered = ltx.vmap(lambda x: ltx.all_gather(x, dim=dim, tiled=tiled))(xs)
-    assert torch.equal(gathered[1], join(xs.unbind(), dim))
-    scattered = ltx.vmap(lambda x: ltx.psum_scatter(ltx.all_gather(x, dim=dim, tiled=tiled), dim=dim, tiled=tiled))(xs)
-    torch.testing.assert_close(scattered, 3 * xs)

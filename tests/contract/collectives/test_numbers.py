@@ -23,6 +23,7 @@ def called(rank: int) -> dict[str, Any]:
         "gathered": ltx.tree.map(torch.Tensor.tolist, gathered),
         "sent": ltx.broadcast(rank, 1).item(),
         "ranks": ltx.psum(1).item(),
+        "at one": ltx.broadcast(ltx.psum_to(2, 1), 1).item(),
     }
 
 
@@ -38,6 +39,7 @@ WANT = {
     "gathered": {"int": [0, 1], "scalar": [0, 1]},
     "sent": 1,
     "ranks": 2,
+    "at one": 4,
 }
 
 

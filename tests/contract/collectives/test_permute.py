@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import AxisError, RankMismatchError
+from ltx.errors import AxisError
 from tests.kinds import Ranks
 
 
@@ -104,12 +104,3 @@ def test_arguments(call: Callable[[Tensor], Tensor], message: str) -> None:
     with pytest.raises(AxisError) as caught:
         ltx.vmap(call)(torch.ones(2, 3, 4))
     assert message in str(caught.value)
-
-
-def test_permutations_that_differ_between_ranks(ranks: Ranks) -> None:
-    def run() -> str:
-        with pytest.raises(RankMismatchError) as caught:
-            ltx.ppermute(torch.ones(2), [(0, 1)] if ltx.axis_index() == 0 else [(1, 0)])
-        return str(caught.value)
-
-    assert "ppermute" in ranks(2).run(run).replicated()

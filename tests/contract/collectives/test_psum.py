@@ -28,39 +28,6 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _what_happens_to_inputs(x: Tensor) -> dict[str, tuple[bool, bool, bool]]:
-    """For each collective: was the input left alone, is the result another object, could it be written to?"""
-    seen = {}
-    for name, collective in COLLECTIVES.items():
-        for kind, mine in {"": x.clone(), " of a transposed tensor": x.T.clone().T}.items():
-            before, version = mine.clone(), mine._version
-            result = collective({"x": mine})["x"]
-            same = torch.equal(mine, before) and mine._version == version
-            seen[name + kind] = (same, result is not mine, not result.requires_grad)
-    return seen
-
-
-def test_inputs_stay_as_they_are_and_results_are_new(ranks: Ranks, seed: int) -> None:
-    x = torch.randn(4, 2)
-    on_processes = ranks(2).run(_what_happens_to_inputs, x)
-    for by_name in [*on_processes, _what_happens_to_inputs(x)]:
-        assert by_name == dict.fromkeys(by_name, (True, True, True))
-
-
-@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "pvary"])  # the identity: a view
-def test_results_have_memory_of_their_own(ranks: Ranks, name: str) -> None:
-    """Writing into a result doesn't reach the input."""
-
-    def write(x: Tensor) -> Tensor:
-        COLLECTIVES[name](x).zero_()
-        return x
-
-    x = torch.ones(2, 2)
-    assert torch.equal(ranks(2).run(write, x).replicated(), torch.ones(2, 2)), "processes"
-    assert torch.equal(ltx.vmap(write)(x.clone()), torch.ones(2, 2)), "simulated"
-    assert torch.equal(write(x), torch.ones(2, 2)), "alone"
-
-
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_leaves_that_are_no_tensors(name: str) -> None:
     with pytest.raises(TreeError, match=r"must be a tree of tensors, but leaf 'b.1' is of type str"):

@@ -66,19 +66,6 @@ def test_means_of_integers_whose_sums_are_too_large(ranks: Ranks, dtype: torch.d
     assert torch.equal(ranks(2).run(of_sparse).replicated(), want[0])
 
 
-@pytest.mark.full
-def test_the_gradient_of_a_product(ranks: Ranks) -> None:
-    """A zero on one rank has a gradient all the same."""
-    xs = torch.tensor([[2.0, 0.0], [3.0, 4.0], [5.0, 6.0]])
-
-    def run(xs: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: ltx.reduce(x, "product").sum())(xs[ltx.axis_index()])
-
-    want = 3 * torch.func.grad(lambda xs: xs.prod(0).sum())(xs)
-    for rank, found in enumerate(ranks(3).run(run, xs)):
-        torch.testing.assert_close(found, want[rank])
-
-
 def test_an_unknown_op() -> None:
     with pytest.raises(CollectiveError, match="op must be one of avg, band, bor, bxor, max, mean, min, product, sum"):
         ltx.reduce(torch.ones(1), "median")

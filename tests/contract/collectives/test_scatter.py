@@ -1,4 +1,4 @@
-"""gather, scatter and psum_to: what the conformance table leaves out."""
+"""gather, scatter, broadcast and psum_to: what the conformance table leaves out."""
 
 from __future__ import annotations
 
@@ -13,35 +13,6 @@ from torch import Tensor
 import ltx
 from ltx.errors import AxisError, RankMismatchError
 from tests.kinds import Ranks
-
-DTYPES = [torch.bool, torch.int64, torch.uint16, torch.float8_e4m3fn, torch.bfloat16, torch.complex64]
-SHAPES = [(), (0,), (3, 2), (2, 0)]
-
-
-def _draw(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return (torch.randn(n, *shape) * 3).abs().to(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_and_shapes(ranks: Ranks, dtype: torch.dtype, seed: int) -> None:
-    """Also what torch can't add up, empty and 0-dim; there and back is the identity."""
-    n = 3
-
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        gathered = ltx.gather(x, dst=2)
-        return gathered, ltx.scatter(gathered, src=2)
-
-    for shape in SHAPES:
-        xs = _draw(n, shape, dtype)
-        want = [torch.zeros_like(xs)] * (n - 1) + [xs]
-        results = list(ranks(n).run(lambda xs: run(xs[int(ltx.axis_index())]), xs))
-        results.extend(zip(*ltx.vmap(run)(xs), strict=True))
-        for i, (gathered, back) in enumerate(results):
-            rank = i % n
-            assert gathered.dtype == back.dtype == dtype
-            assert torch.equal(gathered.view(torch.uint8), want[rank].view(torch.uint8))
-            assert torch.equal(back, xs[rank]) or dtype is torch.float8_e4m3fn
-        assert (ltx.gather(xs[0]).shape, ltx.scatter(xs[:1]).shape) == ((1, *shape), shape)  # a world of one
 
 
 @pytest.mark.full
@@ -73,16 +44,19 @@ def test_large_ones_as_in_torch(on_new_axis: Callable[..., Any], sockets: bool) 
 def test_only_src_s_values_matter(ranks: Ranks) -> None:
     """NaN on the others doesn't leak, forward or backward."""
 
-    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def run(x: Tensor) -> tuple[Tensor, ...]:
         mine = torch.where(ltx.axis_index() == 1, x, torch.nan)
         grad, value = torch.func.grad_and_value(lambda x: (ltx.scatter(x, src=1) * (1 + ltx.axis_index())).sum())(mine)
-        return grad, value, torch.func.grad(lambda x: ltx.gather(x, dst=1).sum())(x)
+        of_broadcast, total = torch.func.grad_and_value(lambda x: ltx.broadcast(x, src=1).sum())(mine)
+        return grad, value, torch.func.grad(lambda x: ltx.gather(x, dst=1).sum())(x), of_broadcast, total
 
     x = torch.tensor([3.0, 5.0])
-    for grad, value, of_gather in (ltx.vmap(run)(x.expand(2, 2)), ranks(2).run(run, x).stack()):
-        assert value.tolist() == [3.0, 10.0]
-        assert grad.tolist() == [[0.0, 0.0], [1.0, 2.0]]
-        assert of_gather.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    for found in (ltx.vmap(run)(x.expand(2, 2)), ranks(2).run(run, x).stack()):
+        grad, value, of_gather, of_broadcast, total = (y.tolist() for y in found)
+        assert (value, total) == ([3.0, 10.0], [8.0, 8.0])
+        assert grad == [[0.0, 0.0], [1.0, 2.0]]
+        assert of_gather == [[1.0, 1.0], [1.0, 1.0]]
+        assert of_broadcast == [[0.0, 0.0], [2.0, 2.0]]
 
 
 def test_what_is_sent(ranks: Ranks) -> None:
@@ -99,22 +73,12 @@ def test_what_is_sent(ranks: Ranks) -> None:
     assert ranks(2).run(run).replicated() == [("gather", 32), ("scatter", 16), ("psum", 32)]
 
 
-def test_whole_numbers(ranks: Ranks) -> None:
-    """Booleans count as int64, and numbers as tensors, as in psum."""
-
-    def run() -> tuple[Tensor, Tensor]:
-        return ltx.psum_to(torch.tensor([True, False])), ltx.psum_to(2)
-
-    (flags, two), (none, nothing) = ranks(2).run(run)
-    assert flags.tolist() == [2, 0]
-    assert flags.dtype == none.dtype == torch.int64
-    assert (two.item(), nothing.item()) == (4, 0)
-
-
 CALLS: dict[str, Callable[[Tensor, int], Any]] = {
     "gather: dst": lambda x, rank: ltx.gather(x, dst=rank),
     "scatter: src": lambda x, rank: ltx.scatter(x, src=rank),
     "psum_to: dst": lambda x, rank: ltx.psum_to(x, dst=rank),
+    "broadcast: src": lambda x, rank: ltx.broadcast(x, src=rank),
+    "broadcast_object: src": lambda x, rank: ltx.broadcast_object(1, src=rank),
 }
 
 
@@ -135,7 +99,7 @@ def test_ranks_that_are_not_on_the_axis(ranks: Ranks, call: str, rank: int) -> N
 def test_ranks_that_disagree(ranks: Ranks) -> None:
     def run() -> list[str]:
         rank, found = int(ltx.axis_index()), []
-        for call in CALLS.values():
+        for call in (*list(CALLS.values())[:4], lambda x, rank: ltx.ppermute(x, [(rank, 1 - rank)])):
             with pytest.raises(RankMismatchError) as caught:
                 call(torch.ones(2, 11), rank)  # which is new to both
             found.append(str(caught.value))

@@ -33,7 +33,9 @@ def _mine(xs: list[Tensor]) -> Tensor:
 def test_gather_all_tensors(ranks: Ranks, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
     xs = [(torch.randn(shape) * 3).to(dtype) for shape in shapes]
     found = ranks(3).run(lambda xs: ltx.gather_all_tensors(_mine(xs)), xs).replicated()
-    assert all(torch.equal(got, x) and got.dtype == x.dtype for got, x in zip(found, xs, strict=True))
+    for got, x in zip(found, xs, strict=True):
+        assert (type(got), got.dtype) == (Tensor, x.dtype)
+        assert torch.equal(got, x)
 
 
 @pytest.mark.full

@@ -44,6 +44,10 @@ def product(xs: Tensor) -> Tensor:
     return xs.prod(0, dtype=torch.int64 if xs.dtype == torch.bool else xs.dtype)
 
 
+def only_at(y: Tensor, rank: int, at: int) -> Tensor:
+    return y if rank == at else torch.zeros_like(y)
+
+
 #: name: (what a rank calls on a tensor of shape (2, 2), the same of all ranks' stacked tensors on rank r, its dtypes)
 OPS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor, int], Tensor], Any]] = {
     "psum": (ltx.psum, lambda xs, r: total(xs), SUMS),
@@ -62,6 +66,9 @@ OPS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor, int], Tensor], A
         lambda xs, r: torch.cat([x.chunk(len(xs))[r] for x in xs], 1),
         PLAIN,
     ),
+    "gather": (lambda x: ltx.gather(x, ltx.axis_size() - 1), lambda xs, r: only_at(xs, r, len(xs) - 1), PLAIN),
+    "scatter": (lambda x: ltx.scatter(x, tiled=True), lambda xs, r: xs[0].chunk(len(xs))[r], PLAIN),
+    "psum_to": (ltx.psum_to, lambda xs, r: only_at(total(xs), r, 0), SUMS),
     "ppermute": (lambda x: ltx.ppermute(x, around(ltx.axis_size())), lambda xs, r: xs[r - 1], PLAIN),
     "gather_all_tensors": (lambda x: torch.stack(ltx.gather_all_tensors(x)), lambda xs, r: xs, PLAIN),
     "broadcast_object": (ltx.broadcast_object, lambda xs, r: xs[0], PLAIN),
@@ -193,6 +200,7 @@ def test_int16_in_a_compiled_graph(ranks: Callable[[int], Any]) -> None:
     def run(xs: Tensor) -> list[Tensor]:
         compiled = torch.compile(lambda x: [OPS[name][0](x) for name in names], fullgraph=True, backend="aot_eager")
         results: list[Tensor] = compiled(xs[int(ltx.axis_index())])
+        assert all(type(y) is Tensor for y in results), "none is pending"
         return results
 
     for rank, found in enumerate(ranks(2).run(run, xs)):

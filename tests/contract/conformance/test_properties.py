@@ -121,6 +121,11 @@ def _reduced(xs: Tensor, op: str | None, keep_dtype: bool) -> Tensor:
             return _everywhere(functools.reduce(bits, xs.unbind(0)), n)
 
 
+def _at(y: Tensor, rank: int, n: int) -> Tensor:
+    """What `rank` has; the others have zeros."""
+    return torch.stack([y if r == rank else torch.zeros_like(y) for r in range(n)])
+
+
 def _dims(dims: int) -> st.SearchStrategy[int]:
     return st.integers(-dims, dims - 1)
 
@@ -128,6 +133,16 @@ def _dims(dims: int) -> st.SearchStrategy[int]:
 def _gather_arguments(n: int, dims: int) -> st.SearchStrategy[Arguments]:
     stacked = st.fixed_dictionaries({"dim": _dims(dims + 1), "tiled": st.just(False)})
     return stacked | st.fixed_dictionaries({"dim": _dims(dims), "tiled": st.just(True)}) if dims else stacked
+
+
+def _cut_arguments(n: int, dims: int) -> st.SearchStrategy[Arguments]:
+    return st.fixed_dictionaries({"dim": _dims(dims), "tiled": st.booleans()})
+
+
+def _with_rank(
+    name: str, others: Callable[[int, int], st.SearchStrategy[Arguments]] = lambda n, dims: st.just({})
+) -> Callable[[int, int], st.SearchStrategy[Arguments]]:
+    return lambda n, dims: st.builds(lambda rank, rest: {name: rank, **rest}, st.integers(0, n - 1), others(n, dims))
 
 
 def _scatter_shape(draw: Any, shape: list[int], n: int, arguments: Arguments) -> list[int]:
@@ -161,14 +176,28 @@ OPS: dict[str, Op] = {
     "psum_scatter": Op(
         ltx.psum_scatter,
         _scattered,
-        lambda n, dims: st.fixed_dictionaries({"dim": _dims(dims), "tiled": st.booleans()}),
+        _cut_arguments,
         _scatter_shape,
         least_dims=1,
     ),
-    "broadcast": Op(
-        ltx.broadcast,
-        lambda xs, src: _everywhere(xs[src], len(xs)),
-        lambda n, dims: st.fixed_dictionaries({"src": st.integers(0, n - 1)}),
+    "broadcast": Op(ltx.broadcast, lambda xs, src: _everywhere(xs[src], len(xs)), _with_rank("src")),
+    "psum_to": Op(ltx.psum_to, lambda xs, dst: _at(_sum(xs), dst, len(xs)), _with_rank("dst")),
+    "gather": Op(
+        ltx.gather,
+        lambda xs, dst, **how: _at(_gathered(xs, **how)[0], dst, len(xs)),
+        _with_rank("dst", _gather_arguments),
+    ),
+    "scatter": Op(
+        ltx.scatter,
+        lambda xs, src, dim, tiled: torch.stack(xs[src].tensor_split(len(xs), dim) if tiled else xs[src].unbind(dim)),
+        _with_rank("src", _cut_arguments),
+        _scatter_shape,
+        least_dims=1,
+    ),
+    "weighted_mean": Op(
+        lambda tree, **named: ltx.weighted_mean(tree, 2, **named),
+        lambda xs: _everywhere(xs.double().mean(0).to(xs.dtype if xs.is_floating_point() else torch.float32), len(xs)),
+        dtypes=REAL_DTYPES,
     ),
     "all_to_all": Op(
         ltx.all_to_all,
@@ -362,15 +391,16 @@ def _own_way(tree: Any, rank: int) -> Any:
 
 
 def _on_rank(calls: list[tuple[str, Arguments, Any]]) -> list[tuple[Any, bool]]:
-    """The results, and whether the inputs were left alone and share no memory with them."""
+    """The results; and whether they are plain tensors, and inputs were left alone and share no memory with them."""
     found = []
     rank = int(ltx.axis_index())
     for name, arguments, stacked in calls:
         mine = _own_way(optree.tree_map(lambda xs: xs[rank], stacked), rank)
         before = [x.clone() for x in optree.tree_leaves(mine)]
         got = OPS[name].call(mine, **arguments)
-        untouched = all(map(torch.equal, optree.tree_leaves(mine), before))
-        found.append((got, untouched and (name == "pvary" or not _memory(got) & _memory(mine))))
+        pure = all(map(torch.equal, optree.tree_leaves(mine), before))
+        pure &= all(type(y) is Tensor for y in optree.tree_leaves(got))
+        found.append((got, pure and (name == "pvary" or not _memory(got) & _memory(mine))))
     return found
 
 
