@@ -233,6 +233,13 @@ def _let_go(groups: list[Any]) -> None:
         del group
 
 
+@pytest.fixture(autouse=True)
+def traced_anew() -> None:
+    """A test finds nothing that others have compiled: Dynamo counts it, and gives up code whose tracing has raised."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
 @pytest.fixture
 def seed() -> int:
     """A fresh random seed, with which torch, numpy and random are seeded; LTX_SEED fixes it.

@@ -138,7 +138,6 @@ def test_simulated(name: str) -> None:
         )
 
     state = ltx.tree.map(lambda t: torch.stack([t] * 3), step.init(params))
-    torch._dynamo.reset()
     counters.clear()
     compiled = run(torch.compile(gradient, backend="aot_eager", fullgraph=True), params, state, list(x))
     assert counters["stats"]["unique_graphs"] == 1

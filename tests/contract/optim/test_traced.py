@@ -30,7 +30,6 @@ CLASSES: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(("cls", "options"), CLASSES, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_a_class(cls: Any, options: dict[str, Any], backend: str, seed: int) -> None:
-    torch._dynamo.reset()
     optimizer = from_torch(cls, lr=0.02, **options)
     params = {"a": torch.randn(3, 4), "b": torch.randn(5), "0-dim": torch.randn(())}
     graphs: list[str] = []

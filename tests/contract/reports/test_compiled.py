@@ -106,7 +106,6 @@ REFUSED: dict[str, tuple[torch.nn.Module, Callable[..., Any], Any, str]] = {
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, seed: int) -> None:
-    torch._dynamo.reset()
     module, loss, error, text = REFUSED[name]
     train = ltx.train_step(ltx.data_parallel(lambda p, x: loss(p, x).square().mean()), SGD)
     state = train.init(ltx.to_module(module, {k: torch.randn(p.shape) for k, p in module.named_parameters()}))
@@ -128,7 +127,6 @@ class CountsSteps(ltx.DDPStrategy):
 @pytest.mark.full
 def test_steps_of_trainings_that_are_at_different_steps_compile(seed: int) -> None:
     """In one process: Dynamo takes what has been another number for a variable, and hooks need a constant."""
-    torch._dynamo.reset()  # Dynamo never compiles code again whose tracing raised a program's own error
     torch.manual_seed(seed)
     w = torch.randn(3)
     for before in (0, 1, 5):
@@ -154,7 +152,6 @@ def a_round(params: dict[str, Tensor], xs: Tensor) -> dict[str, Tensor]:
 
 
 def test_what_simulated_ranks_share_is_one_output_of_a_graph(seed: int) -> None:
-    torch._dynamo.reset()
     params, xs = {"w": torch.randn(3, 2)}, torch.randn(4, 5, 3)
     w = params["w"].clone().requires_grad_()
     torch.tanh(xs @ w).square().mean().backward()
@@ -177,7 +174,5 @@ def test_simulated_ranks_are_compiled_as_a_whole() -> None:
         return (x @ w).sum()
 
     gradients = ltx.vmap(torch.func.grad(ltx.data_parallel(step)), in_dims=(None, 0))
-    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
         torch.compile(lambda w, x: gradients(w, x), backend="eager")(torch.ones(3), torch.ones(2, 4, 3))
-    torch._dynamo.reset()

@@ -25,7 +25,6 @@ def assert_alike(state: Any, other: Any) -> None:
 @pytest.mark.full
 def test_models_of_other_sizes_one_after_the_other() -> None:
     """From the second on Dynamo takes sizes for variables."""
-    torch._dynamo.reset()
     step = ltx.data_parallel(lambda params, x: (x @ params["w"]).square().mean())
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=0.1))
     compiled = torch.compile(train, fullgraph=True, backend="aot_eager")
@@ -71,7 +70,6 @@ def test_inductor(ranks: Ranks) -> None:
 def test_hyperparameters_that_change_are_refused(name: str, value: Any) -> None:
     sgd = ltx.optim.from_torch(torch.optim.SGD, **{"lr": 0.1, "momentum": 0.9, name: value})
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), sgd)
-    torch._dynamo.reset()
     refused = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
     with pytest.raises(refused, match=f"can't ask for the {name} of each step"):
         torch.compile(train, fullgraph=True, backend="eager")(train.init(torch.ones(2)), torch.ones(2))
@@ -83,7 +81,6 @@ def test_an_optimizer_that_sees_the_loss() -> None:
 
     own = ltx.optim.from_functions(lambda params: ltx.optim.LossState(), update)
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), own)
-    torch._dynamo.reset()
     compiled = torch.compile(train, fullgraph=True, backend="eager")
     state = train.init(torch.ones(2))
     for _ in range(2):

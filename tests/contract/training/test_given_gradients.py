@@ -287,7 +287,6 @@ def test_what_is_refused(returned: Any, text: str) -> None:
 @pytest.mark.slow_compile
 @pytest.mark.full
 def test_compiled(seed: int) -> None:
-    torch._dynamo.reset()
     params, x, y = problem()
     train = ltx.train_step(ltx.data_parallel(gradients, returns="grads"), SGD)
     eager, _ = train(train.init(params), x, y)
