@@ -43,7 +43,7 @@ def on_streams(
     before_pieces, packing.IN_PIECES = packing.IN_PIECES, frozenset()
     before = axes_in_scope()
     group = dist.new_group(backend=NAME)
-    # Closed as users' axes are: plans that are kept hold the axis, and its groups' threads wake a hundred times a second.
+    # Its close lets go of groups, whose threads wake a hundred times a second: plans that are kept hold the axis.
     axis = comm.open_axis("data", group, timedelta(seconds=30), make=partial(GroupAxis, owns_group=True))
     set_world_axes((axis,))
     LOG.clear()
