@@ -54,7 +54,7 @@ finally:
 if TYPE_CHECKING:
     from ltx import checkpoint, profile
     from ltx.core.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
-    from ltx.data import DataPosition, uneven
+    from ltx.data import DataPosition, rank_zero_first, share_out, uneven
     from ltx.runtime.elastic import elastic
     from ltx.runtime.per_rank import PerRank
     from ltx.runtime.pool import Pool, launch
@@ -81,6 +81,8 @@ _LATER = {
     "launch": "ltx.runtime.pool",
     "mixed_precision": "ltx.core.training.mixed_precision",
     "progress": "ltx.runtime.show",
+    "rank_zero_first": "ltx.data",
+    "share_out": "ltx.data",
     "show": "ltx.runtime.show",
     "simulate": "ltx.runtime.simulation",
     "uneven": "ltx.data",
@@ -134,6 +136,8 @@ __all__ = [
     "optim",
     "profile",
     "progress",
+    "rank_zero_first",
+    "share_out",
     "show",
     "shutdown",
     "simulate",

@@ -1,5 +1,7 @@
 """The data of a run: DataPosition, how far it is, and uneven, for ranks that have different numbers of batches.
 
+Beside them share_out gives each rank its share of any items, and rank_zero_first lets rank 0 prepare what all read.
+
 With a DataPosition a step takes the next ``batch_size`` samples of the epoch's order, and the ranks share these out. So
 what a step takes doesn't depend on how many ranks there are, and their number may change between any two steps.
 
@@ -11,9 +13,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -21,6 +24,8 @@ import ltx
 from ltx.errors import ArgumentError, DataError, InputError, UnsupportedError
 from ltx.extend import Axis, arguments, brief, comm, told, tree
 from ltx.typing import Tree
+
+Items = TypeVar("Items")
 
 # What the seed of a torch.Generator may be, twice over: that of an epoch is the sum of two of these.
 _LARGEST = (1 << 62) - 1
@@ -292,9 +297,100 @@ class _Blank:
 
 def _raise_everywhere(states: list[int], error: Exception | None, axis: Axis) -> None:
     failed = [rank for rank, state in enumerate(states) if state == _FAILED]
-    text = "".join(traceback.format_exception_only(error)).strip() if error is not None else ""
-    text = ltx.broadcast_object(text, failed[0], axis)
+    text = ltx.broadcast_object(_text(error), failed[0], axis)
     others = f" Those of ranks {failed[1:]} failed at the same step." if failed[1:] else ""
     raise DataError(
         f"uneven: the iterable of rank {failed[0]} on axis {axis.name!r} raised {text}.{others} All ranks stop here."
     ) from error
+
+
+def _text(error: BaseException | None) -> str:
+    return "" if error is None else "".join(traceback.format_exception_only(error)).strip()
+
+
+@arguments.checked("pad")
+def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
+    """This rank's share of items that every rank holds: texts, paths, samples of any kind, in any number.
+
+    The shares lie one behind the other, so that ``sum(ltx.all_gather_object(share), [])`` is the whole list again.
+    :func:`ltx.shard` is for batches of tensors, in equal parts.
+
+    Args:
+        items: a list, tuple or tensor, or a dict of such, all of one length.
+        axis: as in :func:`ltx.psum`.
+        pad: all shares have one length; the last item fills up those that would be shorter. So ranks can communicate
+            in each turn of a loop over their shares. Cut what comes of the padding: ``whole[: len(items)]``.
+
+    Returns:
+        What each rank sees: its share, a container like `items`. Without `pad` lengths differ by one at most.
+
+    Raises:
+        InputError: (a ValueError) `items` is something else, or lengths in a dict differ.
+        AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
+
+    Source: accelerate's ``split_between_processes``, whose padding is each share's own last item.
+
+    Example:
+        >>> import ltx
+        >>> ltx.simulate(lambda: ltx.share_out(["a", "b", "c"], pad=True), ranks=2)()
+        PerRank(rank 0: ['a', 'b'], rank 1: ['c', 'c'])
+    """
+    found = comm.resolve(axis)
+    found.ranks.need("objects", f"share_out has no form under ltx.vmap, for axis {found.name!r}: use ltx.shard.")
+    parts = items if isinstance(items, dict) else {"items": items}
+    if not all(isinstance(x, list | tuple) or (isinstance(x, torch.Tensor) and x.ndim) for x in parts.values()):
+        raise InputError(f"share_out: items must be a list, tuple or tensor, or a dict of such, got {brief(items)}.")
+    lengths: dict[Any, int] = {name: len(x) for name, x in parts.items()}
+    if len(set(lengths.values())) > 1:
+        raise InputError(f"share_out: what is in a dict must have one length, got {lengths}.")
+    length = max(lengths.values(), default=0)
+    rank, size = found.ranks.rank, found.size
+    each = -(-length // size)
+    start, stop = (rank * each, (rank + 1) * each) if pad else (rank * length // size, (rank + 1) * length // size)
+    taken = [min(place, length - 1) for place in range(start, stop)]
+
+    def share(x: Any) -> Any:
+        return x[taken] if isinstance(x, torch.Tensor) else type(x)(x[place] for place in taken)
+
+    shares: Any = {name: share(x) for name, x in parts.items()}
+    return shares if isinstance(items, dict) else shares["items"]
+
+
+@contextmanager
+def rank_zero_first(axis: Any = None) -> Iterator[None]:
+    """``with rank_zero_first():`` rank 0 runs the block, and then the others do: it downloads, they read.
+
+    Args:
+        axis: as in :func:`ltx.psum`, at the time of this call. With the axis of a node's ranks
+            (:func:`ltx.extend.inner`) the first rank of each node goes first, for what lies on a disk of its own.
+
+    The others wait for at most the world's `timeout`, see :func:`ltx.init`. Nothing may communicate in the block.
+
+    Raises:
+        DataError: on the other ranks, when the block has raised something on rank 0, where that comes through as it is.
+        AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
+
+    Source: Lightning Fabric's ``rank_zero_first`` and accelerate's ``main_process_first``; in these the others go on
+    after an error.
+
+    Example:
+        >>> import ltx
+        >>> with ltx.rank_zero_first():
+        ...     print("rank", ltx.world().rank)
+        rank 0
+    """
+    found = comm.resolve(axis)
+    found.ranks.need("objects", f"rank_zero_first: the ranks of axis {found.name!r} run as one under ltx.vmap.")
+    if found.ranks.rank:
+        if said := ltx.broadcast_object("", 0, found):
+            raise DataError(f"rank_zero_first: rank 0 of axis {found.name!r} raised {said}. All ranks stop here.")
+        yield
+        return
+    text = ""
+    try:
+        yield
+    except BaseException as error:
+        text = _text(error)
+        raise
+    finally:
+        ltx.broadcast_object(text, 0, found)

@@ -1,0 +1,135 @@
+"""share_out and rank_zero_first: on processes, on simulated ranks, and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.errors import AxisError, DataError, InputError
+from tests.kinds import Ranks
+
+WORDS = ["a", "b", "c", "d", "e"]
+
+#: What is shared out among how many ranks, padded or not, and each rank's share.
+SHARES: dict[str, tuple[Any, int, bool, list[Any]]] = {
+    "list": (WORDS, 2, False, [WORDS[:2], WORDS[2:]]),
+    "padded": (WORDS, 2, True, [WORDS[:3], ["d", "e", "e"]]),
+    "padded twice": (WORDS, 4, True, [["a", "b"], ["c", "d"], ["e", "e"], ["e", "e"]]),
+    "fewer than ranks": (["a"], 3, False, [[], [], ["a"]]),
+    "fewer, padded": (("a",), 3, True, [("a",)] * 3),
+    "none": ([], 2, True, [[], []]),
+    "none in a dict": ({}, 2, True, [{}, {}]),
+    "equal": (tuple(WORDS[:4]), 2, True, [("a", "b"), ("c", "d")]),
+    "lists of lists": ([[1], [2, 3], [4]], 2, False, [[[1]], [[2, 3], [4]]]),
+    "dict": (
+        {"text": WORDS[:3], "tokens": torch.tensor([[1, 2], [3, 4], [5, 6]])},
+        2,
+        True,
+        [
+            {"text": ["a", "b"], "tokens": torch.tensor([[1, 2], [3, 4]])},
+            {"text": ["c", "c"], "tokens": torch.tensor([[5, 6], [5, 6]])},
+        ],
+    ),
+    "alone": (WORDS, 1, True, [WORDS]),
+}
+
+
+def plain(shares: Any) -> Any:
+    """With lists for tensors, in which `==` is one answer."""
+    return ltx.tree.map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, list(shares))
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_each_rank_gets_its_share(name: str) -> None:
+    items, size, pad, expected = SHARES[name]
+    assert plain(ltx.simulate(lambda: ltx.share_out(items, pad=pad), ranks=size)()) == plain(expected)
+
+
+def test_processes_get_their_shares_and_join_them(ranks: Ranks) -> None:
+    def on_a_rank() -> tuple[Any, bool]:
+        shares = [ltx.share_out(items, pad=pad) for items, size, pad, _ in SHARES.values() if size == 2]
+        joined = [ltx.all_gather_object(ltx.share_out(WORDS, pad=pad)) for pad in (False, True)]
+        return shares, [list(chain(*parts))[:5] for parts in joined] == [WORDS, WORDS]
+
+    shares, joined = zip(*ranks(2).run(on_a_rank), strict=True)
+    assert all(joined)
+    by_rank = zip(*(expected for _, size, _, expected in SHARES.values() if size == 2), strict=True)
+    assert plain(shares) == plain(map(list, by_rank))
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        ({"text": ["a"], "label": [1, 2]}, "must have one length, got {'text': 1, 'label': 2}"),
+        ("abc", "must be a list, tuple or tensor, or a dict of such, got 'abc'"),
+        ({"text": 3}, "got {'text': 3}"),
+        (torch.tensor(1.0), "must be a list, tuple or tensor"),
+    ],
+)
+def test_what_cant_be_shared_out(items: Any, said: str) -> None:
+    with pytest.raises(InputError) as error:
+        ltx.share_out(items)
+    assert said in str(error.value)
+
+
+def seen_first(folder: Path) -> Callable[[], tuple[list[bool], list[int]]]:
+    """What each rank finds there, twice, and writes if it isn't; and who came there."""
+
+    def on_a_rank() -> tuple[list[bool], list[int]]:
+        found, came = [], []
+        for name in ("first", "second"):
+            with ltx.rank_zero_first():
+                found.append((folder / name).exists())
+                (folder / name).touch()
+                came.append(int(ltx.axis_index()))
+        return found, came
+
+    return on_a_rank
+
+
+def failing() -> tuple[str, str, float]:
+    try:
+        with ltx.rank_zero_first():
+            if int(ltx.axis_index()) == 0:
+                raise OSError("no such host")
+            raise AssertionError("this rank comes after an error")
+    except (OSError, DataError) as error:
+        return type(error).__name__, str(error), ltx.psum(torch.tensor(1.0)).item()  # all go on together
+
+
+@pytest.mark.parametrize("kind", ["processes", "simulated"])
+def test_rank_zero_goes_first_and_its_errors_reach_all(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    run = ranks(2).run if kind == "processes" else lambda f: ltx.simulate(f, ranks=2)()
+    found: Any = run(seen_first(tmp_path))
+    assert list(found) == [([False] * 2, [0, 0]), ([True] * 2, [1, 1])]
+    first, second = run(failing)
+    assert first == ("OSError", "no such host", 2.0)
+    assert second[0::2] == ("DataError", 2.0)
+    assert "rank 0 of axis 'data' raised OSError: no such host. All ranks stop here." in second[1]
+
+
+def test_an_interrupt_of_rank_zero_reaches_all() -> None:
+    def on_a_rank() -> str:
+        try:
+            with ltx.rank_zero_first():
+                raise KeyboardInterrupt
+        except (KeyboardInterrupt, DataError) as error:
+            return repr(error)
+
+    first, second = ltx.simulate(on_a_rank, ranks=2)()
+    assert first == "KeyboardInterrupt()"
+    assert "raised KeyboardInterrupt" in second
+
+
+def test_alone_and_under_vmap() -> None:
+    with pytest.raises(OSError, match="disk"), ltx.rank_zero_first():
+        raise OSError("disk")
+    for call in (lambda x: ltx.rank_zero_first().__enter__(), lambda x: ltx.share_out([x])):
+        with pytest.raises(AxisError, match=r"under ltx\.vmap"):
+            ltx.vmap(call)(torch.ones(2))
