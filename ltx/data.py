@@ -337,10 +337,10 @@ def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
     """
     found = comm.resolve(axis)
     found.ranks.need("objects", f"share_out has no form under ltx.vmap, for axis {found.name!r}: use ltx.shard.")
-    parts = items if isinstance(items, dict) else {"items": items}
+    parts: dict[Any, Any] = items if isinstance(items, dict) else {"items": items}
     if not all(isinstance(x, list | tuple) or (isinstance(x, torch.Tensor) and x.ndim) for x in parts.values()):
         raise InputError(f"share_out: items must be a list, tuple or tensor, or a dict of such, got {brief(items)}.")
-    lengths: dict[Any, int] = {name: len(x) for name, x in parts.items()}
+    lengths = {name: len(x) for name, x in parts.items()}
     if len(set(lengths.values())) > 1:
         raise InputError(f"share_out: what is in a dict must have one length, got {lengths}.")
     length = max(lengths.values(), default=0)
@@ -352,8 +352,9 @@ def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
     def share(x: Any) -> Any:
         return x[taken] if isinstance(x, torch.Tensor) else type(x)(x[place] for place in taken)
 
-    shares: Any = {name: share(x) for name, x in parts.items()}
-    return shares if isinstance(items, dict) else shares["items"]
+    shares = {name: share(x) for name, x in parts.items()}
+    own: Items = shares if isinstance(items, dict) else shares["items"]  # type: ignore[assignment]
+    return own
 
 
 @contextmanager

@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1832, 11),
-    "all": Size(40786, 163),
+    ".": Size(1833, 11),
+    "all": Size(40787, 163),
     "checkpoint": Size(1638, 7),
     "core": Size(1, 1),
     "core/base": Size(2125, 11),
