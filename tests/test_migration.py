@@ -42,7 +42,7 @@ SHARED = {
     "cluster_environment": "internal/world/test_world.py::test_environments",
     "checkpoint_io": "contract/checkpoint/test_resume.py::test_every_strategy_goes_on_bit_for_bit",
     "precision_plugin": "contract/training/test_mixed_precision.py::test_what_overflows_on_one_rank_is_skipped_by_all",
-    "barrier": "internal/collectives/test_objects.py::test_barriers_of_different_names",
+    "barrier": "contract/comm/test_axis_comm.py::test_barriers_of_which_one_is_known",
     "broadcast": "internal/collectives/test_objects.py::test_objects_arrive",
     "reduce": REDUCED,
     "teardown": "internal/world/test_init.py::test_teardown_after_an_exception_and_again",

@@ -119,16 +119,6 @@ def test_sparse_sums(ranks: Ranks) -> None:
     torch.testing.assert_close(ltx.psum(_sparse(0)).to_dense(), _sparse(0).to_dense())
 
 
-def test_a_sparse_embedding_s_gradient(ranks: Ranks) -> None:
-    def run() -> Tensor:
-        table = torch.nn.Embedding(5, 2, sparse=True)
-        table(torch.tensor([int(ltx.axis_index()), 4])).sum().backward()
-        assert table.weight.grad is not None
-        return ltx.psum(table.weight.grad).to_dense()[:, 0]
-
-    assert ranks(2).run(run).replicated().tolist() == [1.0, 1.0, 0.0, 0.0, 2.0]
-
-
 def test_sparse_tensors_elsewhere(ranks: Ranks) -> None:
     with pytest.raises(UnsupportedError, match=r"all_gather: leaf 's' has layout torch.sparse_coo.*to_dense"):
         ltx.all_gather({"s": _sparse(0)})

@@ -134,20 +134,6 @@ def test_sums_of_sparse_and_dense_leaves(ranks: Ranks, seed: int, count: int) ->
             torch.testing.assert_close(got, want)
 
 
-def listed(seed: int) -> list[float]:
-    torch.manual_seed(seed)
-    x, y = torch.randn(2), torch.randn(3)
-    rank = int(ltx.axis_index())
-    total = ltx.psum((x, y) if rank else [x, y])
-    assert type(total) is (tuple if rank else list)
-    assert torch.equal(torch.cat(tuple(total)), 2 * torch.cat([x, y]))
-    return [float(ltx.psum(torch.tensor(1.0 + rank))) for _ in range(2)]
-
-
-def test_a_list_on_one_rank_and_a_tuple_on_the_other(ranks: Ranks, seed: int) -> None:
-    assert ranks(2).run(listed, seed).replicated() == [3.0, 3.0]
-
-
 def sparse_gradient(seed: int) -> tuple[Tensor, Tensor]:
     """The derivative of a sum of sparse tensors with respect to their values."""
     torch.manual_seed(seed)

@@ -45,15 +45,6 @@ def test_results_are_in_the_order_of_ranks(ranks: Ranks) -> None:
     assert list(results) == [(0, 2, "pool"), (1, 2, "pool")]
 
 
-def test_collectives_work_in_the_function(ranks: Ranks) -> None:
-    total = ranks(2).run(lambda x: ltx.psum(x * (1 + ltx.axis_index())), torch.ones(3))
-    assert total.replicated().tolist() == [3.0, 3.0, 3.0]
-
-
-def test_four_ranks(ranks: Ranks) -> None:
-    assert ranks(4).run(lambda: ltx.axis_index()).stack().tolist() == [0, 1, 2, 3]
-
-
 def test_functions_of_this_module_and_what_they_call(ranks: Ranks) -> None:
     assert ranks(2).run(scaled, torch.tensor(2.0), factor=0.5).replicated().item() == 10.0
     assert ranks(2).run(functools.partial(scaled, factor=3.0), torch.tensor(1.0)).replicated().item() == 30.0
@@ -127,30 +118,6 @@ def test_init_in_the_function_uses_the_workers_world(ranks: Ranks) -> None:
 
     assert ranks(2).run(step).replicated() == 1.0
     assert ranks(2).run(step).replicated() == 1.0, "the inner with didn't take the worker's world down"
-
-
-def test_nested_axes(ranks: Ranks) -> None:
-    def sums() -> tuple[float, float, float, int, int]:
-        shutdown()
-        try:
-            with init(mesh={"node": 2, "data": 2}) as here:
-                x = torch.tensor(float(10**here.rank))
-                place = int(ltx.axis_index("node")), int(ltx.axis_index("data"))
-                return (
-                    float(ltx.psum(x, axis="node")),
-                    float(ltx.psum(x, axis="data")),
-                    float(ltx.psum(x, ("node", "data"))),
-                    *place,
-                )
-        finally:
-            init()
-
-    results = ranks(4).run(sums)
-    assert results.rank(0) == (101.0, 11.0, 1111.0, 0, 0)
-    assert results.rank(1) == (1010.0, 11.0, 1111.0, 0, 1)
-    assert results.rank(2) == (101.0, 1100.0, 1111.0, 1, 0)
-    assert results.rank(3) == (1010.0, 1100.0, 1111.0, 1, 1)
-    assert ranks(4).run(lambda: ltx.psum(torch.ones(1))).replicated().item() == 4.0
 
 
 def test_worlds_one_after_the_other(ranks: Ranks) -> None:

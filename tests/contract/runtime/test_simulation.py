@@ -351,15 +351,6 @@ def test_objects_are_copies() -> None:
         ltx.simulate(lambda: ltx.broadcast_object(threading.Lock(), src=1), ranks=2)()
 
 
-def test_sparse_gradients_of_other_rows() -> None:
-    def f() -> Tensor:
-        table = nn.Embedding(4, 2, sparse=True)
-        table(torch.tensor([here()])).sum().backward()
-        return ltx.psum(table.weight.grad).to_dense()
-
-    assert ltx.simulate(f, ranks=3)().replicated().tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
-
-
 def test_uneven_batches() -> None:
     def f() -> list[tuple[float, float]]:
         batches = [torch.tensor([float(1 + here())])] * here()
