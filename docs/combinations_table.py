@@ -44,7 +44,7 @@ HOOKS: dict[str, hooks.CommHook] = {
         hooks.Adasum(),
         hooks.Noop(),
     )
-}
+} | {"partition": hooks.partition({"*": hooks.BF16()})}
 OPTIMIZERS: dict[str, optim.Optimizer] = {
     "from_torch(SGD)": optim.from_torch(torch.optim.SGD, lr=0.1),
     "from_torch(AdamW)": optim.from_torch(torch.optim.AdamW, lr=0.1),

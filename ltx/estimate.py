@@ -134,12 +134,13 @@ class Counted(Exchange):
         super().__init__(plan, *args)
 
     def at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
-        plan, hook, bucket = self._plan, self._plan.hook, self._plan.buckets[place]
+        plan, bucket = self._plan, self._plan.buckets[place]
+        hook = plan.hook_of(bucket)
         assert isinstance(hook, hooks.CommHook)
         _, given = self._of(bucket, tensors)
         states = [{name: meta(x.shape, x.dtype) for name, x in state.items()} for state in given]
         shapes = tuple((name, x.shape, x.dtype) for state in states for name, x in state.items())
-        kind = bucket.leaves, shapes, place == len(plan.buckets) - 1
+        kind = hook, bucket.leaves, shapes, place == len(plan.buckets) - 1
         if kind not in self._alike:
             there = replace(bucket, leaves=tuple(replace(leaf, device=torch.device("meta")) for leaf in bucket.leaves))
             with self._steps.asking(hook, f"bucket {place}{self._what}") as asked:
@@ -160,7 +161,7 @@ class Counted(Exchange):
         rows = []
         for bucket, found in zip(self._plan.buckets, self.found, strict=True):
             of = tuple(paths[member] for member in bucket.members), bucket.numel, bucket.dtype
-            nbytes, hook = bucket.numel * bucket.dtype.itemsize, self._plan.hook
+            nbytes, hook = bucket.numel * bucket.dtype.itemsize, self._plan.hook_of(bucket)
             rows.append(BucketExplanation(bucket.index, *of, nbytes, hook, found, exchange, background))
         return tuple(rows)
 

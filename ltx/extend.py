@@ -63,7 +63,7 @@ Buffers and messages.
 Modules, of which what is named here is stable.
 
 * :mod:`tree`: ``flatten``, ``unflatten``, ``map``, ``leaf_paths``, ``describe``, ``register_node``, ``check_dense``,
-  ``check_open``: trees of tensors, with dicts' keys sorted on every rank.
+  ``check_open``, ``wanted``: trees of tensors, with dicts' keys sorted on every rank.
 * :mod:`arguments`: ``shown``, ``name_of`` for messages; ``checked``, ``check_fields``, ``check_whole``,
   ``check_number``, ``whole``, ``number``, ``is_whole``, ``is_number`` for what users give.
 * :mod:`needs`: ``TABLE``, what needs something of a hook, strategy or optimizer; ``require`` raises by a row of it.

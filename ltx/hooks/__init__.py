@@ -8,6 +8,7 @@ from ltx.hooks.plain import Noop
 
 if TYPE_CHECKING:
     from ltx.hooks.adasum import Adasum
+    from ltx.hooks.by_path import partition
     from ltx.hooks.combined import after, cast, chain
     from ltx.hooks.ddp import from_torch, to_torch
     from ltx.hooks.eight_bit import QSGD, ByteGrad, Quantize
@@ -44,6 +45,7 @@ __all__ = [
     "error_feedback",
     "from_functions",
     "from_torch",
+    "partition",
     "to_torch",
 ]
 
@@ -57,6 +59,7 @@ _LATER = {
     **dict.fromkeys(("BF16", "FP16"), "half"),
     **dict.fromkeys(("CompressedAllReduce", "LossyHook", "error_feedback"), "lossy"),
     "OneBit": "onebit",
+    "partition": "by_path",
     **dict.fromkeys(("BatchedPowerSGD", "PowerSGD"), "powersgd"),
     **dict.fromkeys(("RandomK", "TopK"), "sparse"),
 }

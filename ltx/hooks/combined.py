@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -28,7 +29,36 @@ from ltx.hooks.plain import EXACT
 
 
 @dataclass(frozen=True)
-class After(CommHook):
+class Several(CommHook):
+    """A hook made of others, of which a bucket has one."""
+
+    @property
+    def members(self) -> tuple[CommHook, ...]:
+        raise NotImplementedError
+
+    def of(self, make: Callable[[CommHook], CommHook]) -> CommHook:
+        """The same of what `make` makes of each."""
+        raise NotImplementedError
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for hook in self.members for name in hook.state_names))
+
+    @property
+    def by_path(self) -> bool:
+        return any(hook.by_path for hook in self.members)
+
+    def cast(self, dtype: torch.dtype) -> CommHook:
+        return self.of(lambda hook: cast(hook, dtype))
+
+    def with_error_feedback(self) -> CommHook | None:
+        if all(hook.with_error_feedback() is None for hook in self.members):
+            return None
+        return self.of(lambda hook: hook.with_error_feedback() or hook)
+
+
+@dataclass(frozen=True)
+class After(Several):
     """`first` at the synchronised steps before `step`, `hook` from then on; what :func:`after` returns."""
 
     reads_step: ClassVar[bool] = True
@@ -42,8 +72,11 @@ class After(CommHook):
         arguments.check_whole(self, 0, "step")
 
     @property
-    def state_names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.first.state_names, *self.hook.state_names)))
+    def members(self) -> tuple[CommHook, ...]:
+        return self.first, self.hook
+
+    def of(self, make: Callable[[CommHook], CommHook]) -> CommHook:
+        return replace(self, hook=make(self.hook), first=make(self.first))
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         first, later = self.first.init(param, path), self.hook.init(param, path)
@@ -59,18 +92,10 @@ class After(CommHook):
     def at(self, step: int) -> CommHook:
         return self.first.at(step) if step < self.step else self.hook.at(step)
 
-    def cast(self, dtype: torch.dtype) -> CommHook:
-        return replace(self, hook=cast(self.hook, dtype), first=cast(self.first, dtype))
-
     @property
     def constant_after(self) -> int | None:
         last_change = self.hook.constant_after
         return None if last_change is None else max(self.step, last_change)
-
-    def with_error_feedback(self) -> CommHook | None:
-        first, later = self.first.with_error_feedback(), self.hook.with_error_feedback()
-        fed = replace(self, hook=later or self.hook, first=first or self.first)
-        return fed if first or later else None
 
 
 def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
@@ -226,10 +251,10 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
 
 def _chained(hook: CommHook, inner: CommHook) -> CommHook:
     # A schedule of chains, so that none of them is refused only at the step from which on it would be in force.
-    if isinstance(hook, After):
-        return replace(hook, hook=_chained(hook.hook, inner), first=_chained(hook.first, inner))
-    if isinstance(inner, After):
-        return replace(inner, hook=_chained(hook, inner.hook), first=_chained(hook, inner.first))
+    if isinstance(hook, Several):
+        return hook.of(lambda member: _chained(member, inner))
+    if isinstance(inner, Several):
+        return inner.of(lambda member: _chained(hook, member))
     return Chain(hook, inner)
 
 

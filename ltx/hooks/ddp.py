@@ -26,6 +26,7 @@ from ltx.extend import (
     Reduction,
     arguments,
     comm,
+    needs,
     pack,
     states_of,
     unpack,
@@ -258,6 +259,7 @@ class ToTorch:
                 "to_torch: names must be None, a DistributedDataParallel or its named parameters, got "
                 f"{arguments.shown(names)}."
             )
+        needs.require("bucket of DDP, hook", hook)
         self.hook = hook
         self.step = 0
         self._group = names.process_group if isinstance(names, DistributedDataParallel) else None

@@ -112,6 +112,7 @@ class DiLoCoStrategy(Strategy):
                 f"DiLoCoStrategy.fragments must be at most the number of parameters, {len(leaves)}, got "
                 f"{self.fragments!r}."
             )
+        resolved(self.outer_hook).each(tree.leaf_paths(params))  # raises where paths don't fit
         return super().init_optimizer(optimizer, params, axis)
 
     def due(self, step: int) -> int | None:

@@ -45,6 +45,8 @@ _LOSSY = "use it for lossy hooks such as hooks.ByteGrad() or hooks.OneBit()"
 _SUMS = "put a hook that asks for sums (AllReduce, RandomK, PowerSGD, ...) first"
 _MAKES_SUMS = "put a hook behind it that makes sums (FP16, BF16, ByteGrad, ...)"
 _AROUND = "put error feedback around the chain: hooks.error_feedback(hooks.chain(...))"
+_OWN = "use a hook of ltx.hooks in its place"
+_ONE = "train with ltx.train_step, or use one hook for all"
 _PARTS = "a parameter of which ranks hold parts (a DTensor)"
 
 #: By what it is about, and the part that something is needed of.
@@ -141,6 +143,12 @@ TABLE = {
     ),
     "state in a chain, inner hook": Need(
         "chain: the outer hook", "a hook without state of parameters", lambda x: not x.state_names, _AROUND
+    ),
+    "partition, hook": Need(
+        "hooks.partition", "collectives of ltx's, in the order of buckets", lambda x: x.phases_on(2) != 0, _OWN
+    ),
+    "bucket of DDP, hook": Need(
+        "hooks.to_torch", "one hook for all parameters, as DDP fills the buckets", lambda x: not x.by_path, _ONE
     ),
     "error feedback, hook": Need(
         "error_feedback", "an error to feed back", lambda x: x.with_error_feedback() is not None, _LOSSY

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -61,6 +61,7 @@ class HookOffers:
         phases: the largest number of requests that ``reduce`` yields for a bucket. Each has a channel of its own, which
             ranks open together when a plan is new; in the backward pass they couldn't, as they arrive in any order.
         phases_on: ``phases_on(axis_size)``, where `phases` depends on the number of ranks.
+        by_path: parameters have different hooks, which `each` gives. A bucket is that of one of them.
         within: ``within(axis)``, the part of `axis` that a reduction stays in, if it does: one of ``axes(axis)``. None
             for all ranks. The step summary, with losses and weights, stays there too.
     """
@@ -79,6 +80,7 @@ class HookOffers:
     bucket_factor: int = 1
     phases: int = 1
     phases_on: Callable[[int], int] = follows(lambda hook: lambda axis_size: hook.phases)
+    by_path: bool = False
     within: Callable[[Axis], Axis | None] = follows(lambda hook: lambda axis: None)
 
 
@@ -113,6 +115,10 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
         What the hook in force asks for has the same shapes at every step.
         """
         return self
+
+    def each(self, paths: Sequence[str], *, part: bool = False) -> Sequence[CommHook]:
+        """The hook for each of the parameters at `paths`, where that isn't one for all; `part`: there are others."""
+        return [self] * len(paths)
 
     def with_error_feedback(self) -> CommHook | None:
         """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""
@@ -182,6 +188,10 @@ def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -
 
 
 def _of_field(field: str, name: str, inherited: Any) -> Any:
+    if inherited is CommHook.each:
+        return lambda self, *args, **kwargs: [
+            replace(self, **{field: hook}) for hook in getattr(self, field).each(*args, **kwargs)
+        ]
     if not callable(inherited):  # a property, or a variable of the class
         return property(lambda self: getattr(getattr(self, field), name))
 

@@ -298,8 +298,9 @@ class Exchange:
         """What bucket `place` of `tensors` is reduced to; :mod:`ltx.estimate` counts here."""
         plan, bucket = self._plan, self._plan.buckets[place]
         mine, own = self._of(bucket, tensors)
-        flat = pack_pure(mine, bucket, plan.hook, plan.axis.size, own)
-        return reduce_at_once(plan.hook, plan.axis, plan.bucket_input(bucket, flat, own))
+        hook = plan.hook_of(bucket)
+        flat = pack_pure(mine, bucket, hook, plan.axis.size, own)
+        return reduce_at_once(hook, plan.axis, plan.bucket_input(bucket, flat, own))
 
     def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, name = self._plan, "an exchange of the strategy"
@@ -314,8 +315,9 @@ class Exchange:
             self._pending.send_summary(name, plan.agreement)
         for bucket in plan.buckets:
             mine, states = self._of(bucket, tensors)
-            flat = pack(mine, bucket, plan.hook, plan.axis.size, states)
-            self._pending.reduce(plan.hook, plan.bucket_input(bucket, flat, states))
+            hook = plan.hook_of(bucket)
+            flat = pack(mine, bucket, hook, plan.axis.size, states)
+            self._pending.reduce(hook, plan.bucket_input(bucket, flat, states))
 
     @property
     def done(self) -> bool:

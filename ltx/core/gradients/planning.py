@@ -107,12 +107,17 @@ class Plan:
     """What one synchronised step does: constant from step to step."""
 
     axis: Axis
-    hook: CommHook  # what is done to each bucket
+    hook: CommHook  # what is done to buckets
     buckets: tuple[Bucket, ...]  # in the order of launches
     state_names: Names
     step: int | None = None  # the number of synchronised steps before this one; None if the hook doesn't read it
     clock: torch.Tensor | None = None  # what a compiled graph, where `step` is a constant, adds to it; None elsewhere
+    hooks: tuple[CommHook, ...] = ()  # of the buckets, where `hook` gives parameters different ones
     agreement: comm.Agreement | None = None  # what ranks compared when the plan was new; None if there is nothing
+
+    def hook_of(self, bucket: Bucket) -> CommHook:
+        """What is done to `bucket`."""
+        return self.hooks[bucket.index] if self.hooks else self.hook
 
     @staticmethod
     def tensors_of(
@@ -183,24 +188,27 @@ def plan_buckets(
     bucket_bytes: int,
     first_bucket_bytes: int,
     groups: tuple[int, ...] = (),
+    hooks: tuple[CommHook, ...] = (),
 ) -> tuple[Bucket, ...]:
     """Fill buckets with `leaves` in the order in which their gradients are expected: that of the places in `arrival`.
 
     A bucket is closed before its gradients would exceed its size; a larger leaf has a bucket of its own. The first
     bucket is small, so that communication starts early. A bucket holds one dtype on one device. The leaves of a group
     have a bucket of their own, whatever their sizes. `groups`: for each leaf the number of its group, -1 for none;
-    empty if there are no groups.
+    empty if there are no groups. `hooks`: for each leaf its own, which the others in its bucket have too, and whose
+    factor sizes have; empty if all have the same.
 
     Buckets come in the order of launches, which is the order in which their last gradients are expected.
     """
-    open_members: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
-    filled: dict[tuple[torch.dtype, torch.device, int], int] = {}
+    open_members: dict[Any, list[int]] = {}
+    filled: dict[Any, int] = {}
     closed: list[list[int]] = []
     for position in arrival:
         leaf = leaves[position]
         group = groups[position] if groups else -1
-        kind = (leaf.dtype, leaf.device, group)
-        limit = bucket_bytes if closed else first_bucket_bytes
+        hook = hooks[position] if hooks else None
+        kind = (leaf.dtype, leaf.device, group, hook)
+        limit = bucket_bytes * (hook.bucket_factor if hook else 1) if closed else first_bucket_bytes
         if group < 0 and open_members.get(kind) and filled[kind] + leaf.nbytes > limit:
             closed.append(open_members.pop(kind))
         if kind not in open_members:
@@ -287,14 +295,16 @@ def _plan(
     leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
     arrival: tuple[int, ...],
     groups: tuple[int, ...],
+    each: tuple[CommHook, ...],
     names: Names,
     agreement: comm.Agreement | None,
     network: comm.Network | None,
 ) -> Plan:
     found = tuple(Leaf(*leaf) for leaf in leaves)
     bucket, first = chosen_sizes(sizes, network, hook, axis.size, sum(leaf.nbytes for leaf in found))
-    buckets = plan_buckets(found, arrival, hook.bucket_factor * bucket, first, groups)
-    return Plan(axis, hook, buckets, names, agreement=agreement)
+    buckets = plan_buckets(found, arrival, bucket if each else hook.bucket_factor * bucket, first, groups, each)
+    hooks = tuple(each[bucket.members[0]] for bucket in buckets) if each else ()
+    return Plan(axis, hook, buckets, names, hooks=hooks, agreement=agreement)
 
 
 def chosen_sizes(
@@ -406,6 +416,7 @@ def make_plan(
     if sizes[0] == DEFAULT_BYTES and not background and on_streams:
         sizes = (DEFAULT_STREAM_BYTES, sizes[1])
     groups = owner.grouping(paths, order) if grouped else ()
+    each = tuple(hook.each(paths(), part=not grouped)) if hook.by_path else ()
     make = _plan if axis.ranks.lasting else _plan.__wrapped__
-    plan: Plan = make(axis, hook, sizes, leaves, order, groups, names, agreement, network)
+    plan: Plan = make(axis, hook, sizes, leaves, order, groups, each, names, agreement, network)
     return replace(plan, step=step) if hook.stateful else plan

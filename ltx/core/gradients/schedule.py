@@ -57,10 +57,15 @@ class Schedule(ABC):
         #: Called when a backward pass has begun: what ``.grad`` holds of this rank alone, which ranks compare.
         self.unreduced: Callable[[], str] = lambda: ""
 
+    def hook_of(self, bucket: Bucket | None = None) -> CommHook:
+        """What this pass does to a bucket, or to all."""
+        hook = self.plan.hook if bucket is None else self.plan.hook_of(bucket)
+        return ExactSum(hook.derivative_scale(self.plan.axis.size)) if self.again else hook
+
     @property
     def hook(self) -> CommHook:
         """What this pass does to its buckets."""
-        return ExactSum(self.plan.hook.derivative_scale(self.plan.axis.size)) if self.again else self.plan.hook
+        return self.hook_of()
 
     def in_forward(self) -> AbstractContextManager[None]:
         """Surrounds the forward pass of a plain step."""
@@ -94,7 +99,8 @@ class ImmediateSchedule(Schedule):
         self.plan.axis.ranks.begin_pass(self.plan.agreement, self.unreduced())
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        plan, bucket, hook = self.plan, self.plan.buckets[index], self.hook
+        plan, bucket = self.plan, self.plan.buckets[index]
+        hook = self.hook_of(bucket)
 
         def one_rank(axis: Axis, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
             flat, following = reduce_at_once(hook, axis, replace(plan, axis=axis).packed(hook, bucket, mine))
@@ -164,7 +170,8 @@ class GraphSchedule(Schedule):
         self._check_batchable(dims, tensors[len(grads) :])
         # Samples lie side by side in the buffer: as far as unpacking goes, each leaf is a larger one.
         leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
-        reduction = self.hook.reduce(self.plan.packed(self.hook, bucket, tensors))
+        hook = self.hook_of(bucket)
+        reduction = hook.reduce(self.plan.packed(hook, bucket, tensors))
         self._started[index] = (reduction, replace(bucket, leaves=leaves), self._go_on(reduction, None))
         return tuple(t.view_as(t) for t in tensors)
 
@@ -300,7 +307,7 @@ class ProcessSchedule(Schedule):
         update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
     ) -> Program:
         """The reduction of `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
-        hook, plan, batch = self.hook, self.plan, self._batches[bucket.index]
+        hook, plan, batch = self.hook_of(bucket), self.plan, self._batches[bucket.index]
         room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index)
         flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
         return program_of(hook, plan.bucket_input(bucket, flat.view(-1), states, update))
@@ -314,7 +321,7 @@ class ProcessSchedule(Schedule):
 
     def total(self, bucket: Bucket) -> float | None:
         """The sum of all gradients of a complete bucket, or NaN; None if it wasn't taken."""
-        same = self.hook.wire_dtype(bucket.dtype) == bucket.dtype
+        same = self.hook_of(bucket).wire_dtype(bucket.dtype) == bucket.dtype
         return self.pending.total(bucket.index) if same else None
 
     @property

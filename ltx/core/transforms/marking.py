@@ -47,8 +47,10 @@ def prepare_trace(
     blocked: bool = False,
     dtype: torch.dtype | None = None,
     choice: str = "",
-) -> tuple[str, tuple[str, ...]]:
-    """(the key of a step's settings in a graph, the names of a leaf's states); "" where gradients stay local.
+) -> tuple[str, tuple[str, ...], bool]:
+    """(the key of a step's settings in a graph, the names of a leaf's states, whether hooks go by paths).
+
+    The key is "" where gradients stay local.
 
     `with_state`: the step was given its communication state. `dtype`: as in :func:`in_dtype`. `choice`: the state's.
     """
@@ -62,14 +64,14 @@ def prepare_trace(
             "in a compiled graph a step whose gradients stay local takes bare parameters, not ltx.Synced."
         )
     if hook is None:
-        return "", ()
+        return "", (), False
     if (hook.stateful or strategy.auto_hook) and not with_state:
         raise SyncStateError(
             f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
             "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
         )
     key = f"{strategy!r} at step {step} on {found!r} in {dtype}"
-    return traced.keep(key, (strategy, hook, found)), hook.state_names
+    return traced.keep(key, (strategy, hook, found)), hook.state_names, hook.by_path
 
 
 def _schedule_in_graph(
@@ -78,22 +80,33 @@ def _schedule_in_graph(
     tensors: Sequence[torch.Tensor],
     arrival: tuple[int, ...],
     names: Names,
+    paths: tuple[str, ...],
     step: int = 0,
     clock: torch.Tensor | None = None,
 ) -> Schedule:
+    """`paths`: of the tensors, if they are asked for."""
     strategy, hook, axis = traced.kept(key)
-    plan = make_plan(strategy, hook, axis, tensors, lambda: arrival, names, step, list, operation, None, compare=False)
+    of = list(paths)
+    plan = make_plan(
+        strategy, hook, axis, tensors, lambda: arrival, names, step, lambda: of, operation, None, compare=False
+    )
     # Reductions run below every level of torch.func.
     return schedule_for(replace(plan, clock=None if clock is None else unwrapped(clock)), compiled=True)
 
 
 @traced.node
 def _mark_node(
-    key: str, arrival: tuple[int, ...], names: Names, step: int, clock: torch.Tensor | None, *tensors: torch.Tensor
+    key: str,
+    arrival: tuple[int, ...],
+    names: Names,
+    paths: tuple[str, ...],
+    step: int,
+    clock: torch.Tensor | None,
+    *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """(marked parameters, tokens) of ``*parameters, *states``, at the step `step` + `clock`."""
     count = len(arrival)
-    schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, step, clock)
+    schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, paths, step, clock)
     states = iter(tensors[count:])
     marked, tokens = marker.put_on(schedule, tensors[:count], [[next(states) for _ in leaf] for leaf in names])
     return (*marked, *tokens)
@@ -107,11 +120,18 @@ def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple
 
 
 @traced.node
-def reduce_in_graph(key: str, arrival: tuple[int, ...], *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def reduce_in_graph(
+    key: str, arrival: tuple[int, ...], paths: tuple[str, ...], *grads: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Reduced gradients, by a hook without state."""
     none: list[tuple[()]] = [() for _ in grads]
-    schedule = _schedule_in_graph(key, "sync_gradients", grads, arrival, tuple(none))
+    schedule = _schedule_in_graph(key, "sync_gradients", grads, arrival, tuple(none), paths)
     return tuple(reduce_gradients(schedule, grads, none)[0])
+
+
+def _paths_in_graph(params: Tree, wanted: Sequence[int]) -> tuple[str, ...]:
+    paths = tree.plain_paths(params)
+    return tuple([paths[i] for i in wanted])
 
 
 def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:
@@ -276,7 +296,7 @@ def mark_in_graph(
     step_fn: StepSettings, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
 ) -> Marked:
     """:func:`mark` inside a compiled graph, at the `step` that it is compiled at."""
-    key, all_names = prepare_trace(
+    key, all_names, by_path = prepare_trace(
         step_fn.strategy,
         step_fn.axis,
         step,
@@ -298,8 +318,9 @@ def mark_in_graph(
         states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
         kept = kept_beside(sync_state, {paths[i] for i in wanted}, all_names)
     arrival = tuple(arrival_order(params, wanted))
+    of = _paths_in_graph(params, wanted) if by_path else ()
     clock = None if sync_state is None else sync_state.clock
-    outs = _mark_node(key, arrival, names, step, clock, *[leaves[i] for i in wanted], *states)
+    outs = _mark_node(key, arrival, names, of, step, clock, *[leaves[i] for i in wanted], *states)
     tokens = outs[len(wanted) :]
     before, after = [x for x, _ in kept], [y for _, y in kept]
 
@@ -366,8 +387,9 @@ def sync_gradients(
     arrival = functools.partial(arrival_order, grads, wanted)
     mine = [leaves[i] for i in wanted]
     if compiling:
-        key, _ = prepare_trace(strategy, axis, 0, False)
-        reduced = list(reduce_in_graph(key, tuple(arrival()), *mine)) if key and mine else mine
+        key, _, by_path = prepare_trace(strategy, axis, 0, False)
+        of = _paths_in_graph(grads, wanted) if by_path else ()
+        reduced = list(reduce_in_graph(key, tuple(arrival()), of, *mine)) if key and mine else mine
     else:
         paths = tree.leaf_paths(grads)
         reduced, sync_state = _reduce(strategy, axis, mine, arrival, [paths[i] for i in wanted], sync_state)

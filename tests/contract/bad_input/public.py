@@ -397,6 +397,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         # --- hooks
         "ltx.hooks.Adasum": [Call(hooks.Adasum, (torch.float32,), {}, _reduced)],
         "ltx.hooks.after": [Call(hooks.after, (2, lossy), {"first": exact}, _reduced)],
+        "ltx.hooks.partition": [Call(hooks.partition, ({"*": lossy},), {}, _reduced)],
         "ltx.hooks.chain": [Call(hooks.chain, (hooks.FP16(), exact), {}, _reduced)],
         "ltx.hooks.cast": [Call(hooks.cast, (exact, torch.float16), {}, _reduced)],
         "ltx.hooks.error_feedback": [Call(hooks.error_feedback, (hooks.FP16(),), {}, _reduced)],

@@ -243,6 +243,7 @@ HOOKS = [
     ltx.hooks.RandomK(0.3),
     ltx.hooks.QSGD(),
     ltx.hooks.after(4, ltx.hooks.OneBit()),
+    ltx.hooks.partition({"w": ltx.hooks.PowerSGD(rank=2, start_step=1), "*": ltx.hooks.OneBit()}),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -41,6 +42,29 @@ def with_feedback(send: Callable[..., Any]) -> Twin:
             for name, state in following[rank].items():
                 if "residual" in states[rank][name]:
                     state["residual"] = given[rank][name] - part[name]
+        return total, following
+
+    return twin
+
+
+def exact(shares: list[dict[str, Tensor]], states: States, step: int) -> tuple[dict[str, Tensor], States]:
+    return {name: sum((share[name] for share in shares), torch.zeros(())) for name in shares[0]}, states
+
+
+def by_path(twins: dict[str, Twin]) -> Twin:
+    """Each twin for the parameters whose paths its pattern is the first to fit, as if there were no others."""
+
+    def twin(shares: list[dict[str, Tensor]], states: States, step: int) -> tuple[dict[str, Tensor], States]:
+        total: dict[str, Tensor] = {}
+        following: States = [{} for _ in shares]
+        for pattern, own in twins.items():
+            names = [name for name in shares[0] if name not in total and fnmatchcase(name, pattern)]
+            if names:
+                some = [[{name: of[name] for name in names} for of in each] for each in (shares, states)]
+                sums, after = own(*some, step)
+                total.update(sums)
+                for state, new in zip(following, after, strict=True):
+                    state.update(new)
         return total, following
 
     return twin

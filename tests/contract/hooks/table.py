@@ -12,7 +12,9 @@ from ltx.hooks import CommHook
 from tests.contract.hooks.reference import (
     Twin,
     batched_power,
+    by_path,
     eight_bit,
+    exact,
     one_bit,
     power,
     qsgd,
@@ -81,6 +83,14 @@ COMBINED: dict[str, CommHook] = {
     "a chain, fed back": FED(hooks.chain(hooks.AllReduce(), hooks.ByteGrad())),
     "functions, fed back": hooks.from_functions(quarter, spread, error_feedback=True),
     "warm-up in halves": hooks.after(2, hooks.TopK(0.25), first=FED(hooks.BF16())),
+}
+
+#: With other hooks for other parameters, for suites whose parameters have such names.
+BY_PATH: dict[str, Row] = {
+    "by path": Row(
+        hooks.partition({"b*": hooks.AllReduce(), "*e*": hooks.PowerSGD(1, start_step=0), "*": FED(hooks.ByteGrad())}),
+        by_path({"b*": exact, "*e*": power(1), "*": scattered(eight_bit(False, None))}),
+    )
 }
 
 HOOKS: dict[str, CommHook] = {**{name: row.hook for name, row in ROWS.items()}, **COMBINED}

@@ -163,6 +163,9 @@ WRONG = {
     "needs sums that it could make": lambda: hooks.chain(hooks.ByteGrad(), hooks.FP16()),
     "needs a hook without state of parameters": lambda: hooks.chain(hooks.AllReduce(), hooks.OneBit()),
     "dtype must be": lambda: hooks.cast(hooks.AllReduce(), torch.int8),
+    "expected hooks by pattern, got {}": lambda: hooks.partition({}),
+    r"got <class '.*FP16'> for '\*'": lambda: hooks.partition({"*": hooks.FP16}),
+    "hooks.partition needs collectives of ltx's": lambda: hooks.partition({"*": hooks.from_torch(print)}),
     "needs an error to feed back": lambda: hooks.error_feedback(hooks.AllReduce()),
 }
 

@@ -33,6 +33,7 @@ NAMES = [
     "quantize per channel",
     "bf16, fed back",
     "powersgd in bf16",
+    "by path",
 ]
 # Inductor takes three times as long: one of each kind of kernels.
 BY_INDUCTOR = [
@@ -50,7 +51,11 @@ CASES = [
     *(pytest.param("aot_eager", name, marks=pytest.mark.full) for name in NAMES),
     *(pytest.param("inductor", name, marks=[pytest.mark.full, pytest.mark.inductor]) for name in BY_INDUCTOR),
 ]
-EXAMPLES = {**HOOKS, "powersgd, cold": hooks.PowerSGD(1, start_step=0, warm_start=False, seed=6)}
+EXAMPLES = {
+    **HOOKS,
+    "powersgd, cold": hooks.PowerSGD(1, start_step=0, warm_start=False, seed=6),
+    "by path": hooks.partition({"list.0": hooks.ByteGrad(), "*": hooks.PowerSGD(1, start_step=0)}),
+}
 
 
 def loss(params: Params, x: Tensor) -> Tensor:

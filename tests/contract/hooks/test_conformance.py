@@ -17,11 +17,13 @@ from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.hooks import CommHook
 from tests.contract.hooks.reference import flat
-from tests.contract.hooks.table import FED_BACK, HOOKS, MOST, ROWS
+from tests.contract.hooks.table import BY_PATH, FED_BACK, HOOKS, MOST, ROWS
 from tests.covering import some
 from tests.kinds import Ranks
 
 Grads = dict[str, Tensor]
+TWINS = ROWS | BY_PATH
+EVERY = HOOKS | {name: row.hook for name, row in BY_PATH.items()}
 STEPS = 4
 SHAPES = {"weight": (12, 10), "bias": (7,), "scale": (), "kernel": (6, 3, 5), "none": (0, 4)}
 #: Classes that hooks' functions make, by the names that reprs show.
@@ -71,20 +73,20 @@ def simulated(hook: CommHook, grads: list[Grads], bucket_bytes: int = 1 << 20) -
 
 
 @pytest.mark.full(but=3)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", TWINS)
 def test_ranks_in_turns_give_what_they_give_at_once(name: str, seed: int) -> None:
     grads = gradients(3)
-    found = ltx.simulate(lambda *gs: run(strategy_of(ROWS[name].hook, 64), list(gs)))(*grads)
-    results, leaves = simulated(ROWS[name].hook, grads, 64)
+    found = ltx.simulate(lambda *gs: run(strategy_of(TWINS[name].hook, 64), list(gs)))(*grads)
+    results, leaves = simulated(TWINS[name].hook, grads, 64)
     torch.testing.assert_close(ltx.PerRank([r for r, _ in found]).stack(), results, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(ltx.PerRank([s.leaves for _, s in found]).stack(), leaves, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", TWINS)
 def test_equals_its_slow_twin(name: str, n: int) -> None:
-    row, grads = ROWS[name], gradients(n)
+    row, grads = TWINS[name], gradients(n)
     results, leaves = simulated(row.hook, grads)
     step = ltx.data_parallel(lambda p: p, strategy_of(row.hook))
     begun = step.init(of_rank(grads[0], 0)).leaves
@@ -104,9 +106,9 @@ def test_equals_its_slow_twin(name: str, n: int) -> None:
 
 
 @pytest.mark.full(but=2)
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", [*MOST, *BY_PATH])
 def test_processes_equal_simulated_ranks_and_one_another(name: str, ranks: Ranks) -> None:
-    hook, grads = HOOKS[name], gradients(2)
+    hook, grads = EVERY[name], gradients(2)
     expected, leaves = simulated(hook, grads, 700)
 
     def on_rank() -> Any:
@@ -125,19 +127,19 @@ def test_processes_equal_simulated_ranks_and_one_another(name: str, ranks: Ranks
 @pytest.mark.full(but=5)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("name", FED_BACK)
+@pytest.mark.parametrize("name", [*FED_BACK, *BY_PATH])
 def test_what_was_sent_and_what_is_left_add_up_to_the_gradients(name: str, n: int) -> None:
     grads = gradients(n)
-    results, leaves = simulated(HOOKS[name], grads, 700)
+    results, leaves = simulated(EVERY[name], grads, 700)
     for path in SHAPES:
         left = leaves.get(path, {}).get("residual")
         sent = sum(result[path][0] for result in results) + (left.sum(0) if left is not None else 0)
         torch.testing.assert_close(sent, sum(given[path].mean(0) for given in grads), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.error is not None])
+@pytest.mark.parametrize("name", [name for name, row in TWINS.items() if row.error is not None])
 def test_error_of_one_step(name: str) -> None:
-    row, grads = ROWS[name], gradients(3, steps=1)
+    row, grads = TWINS[name], gradients(3, steps=1)
     (result,), _ = simulated(row.hook, grads)
     mean = {path: x.mean(0) for path, x in grads[0].items()}
     error = flat(of_rank(result, 0)) - flat(mean)
@@ -145,9 +147,9 @@ def test_error_of_one_step(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", some([name for name, row in ROWS.items() if row.unbiased], "randomk, unbiased"))
+@pytest.mark.parametrize("name", some([name for name, row in TWINS.items() if row.unbiased], "randomk, unbiased"))
 def test_the_mean_is_preserved(name: str) -> None:
-    hook, (given,) = ROWS[name].hook, gradients(2, steps=1)
+    hook, (given,) = TWINS[name].hook, gradients(2, steps=1)
     draws = 300
     results, _ = simulated(hook, [given] * draws)
     found = torch.stack([flat(of_rank(result, 0)) for result in results])
@@ -160,11 +162,11 @@ def test_the_mean_is_preserved(name: str) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", EVERY)
 def test_what_isnt_finite_reaches_every_rank_and_isnt_kept(name: str, value: float) -> None:
     grads = gradients(3, steps=5)
     grads[2]["weight"][1, 3, 4] = value
-    results, leaves = simulated(HOOKS[name], grads)
+    results, leaves = simulated(EVERY[name], grads)
     for rank in range(3):
         assert not flat(of_rank(results[2], rank)).isfinite().all()
         for t in (0, 1, 3, 4):
@@ -172,11 +174,11 @@ def test_what_isnt_finite_reaches_every_rank_and_isnt_kept(name: str, value: flo
     assert all(x.isfinite().all() for x in ltx.tree.flatten(leaves)[0])
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", EVERY)
 def test_zeros_stay_zeros_and_are_no_dead_end(name: str) -> None:
     grads = gradients(2, steps=4)
     zeros = ltx.tree.map(torch.zeros_like, grads[0])
-    results, _ = simulated(HOOKS[name], [zeros, zeros, *grads])
+    results, _ = simulated(EVERY[name], [zeros, zeros, *grads])
     assert all(not x.any() for result in results[:2] for x in result.values())
     assert all(x.any() for path, x in results[-1].items() if path in ("weight", "kernel"))
 
@@ -184,11 +186,11 @@ def test_zeros_stay_zeros_and_are_no_dead_end(name: str) -> None:
 @pytest.mark.full(but=3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", EVERY)
 def test_dtypes(name: str, dtype: torch.dtype) -> None:
     grads = gradients(2, dtype)
-    results, leaves = simulated(HOOKS[name], grads)
-    exact, _ = simulated(HOOKS[name], [ltx.tree.map(Tensor.double, given) for given in grads])
+    results, leaves = simulated(EVERY[name], grads)
+    exact, _ = simulated(EVERY[name], [ltx.tree.map(Tensor.double, given) for given in grads])
     for result in results:
         assert all(x.dtype == dtype and x.isfinite().all() for x in result.values())
     assert all(x.dtype == torch.float32 for x in ltx.tree.flatten(leaves)[0])
@@ -205,14 +207,14 @@ def test_complex_gradients_are_refused() -> None:
                 ltx.sync_gradients(torch.ones(8, dtype=torch.complex64), strategy_of(hook), state)
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", EVERY)
 def test_is_a_value(name: str) -> None:
-    hook = HOOKS[name]
+    hook = EVERY[name]
     assert pickle.loads(pickle.dumps(hook)) == hook
     assert hash(pickle.loads(pickle.dumps(hook))) == hash(hook)
     assert "\n" not in repr(hook)
     assert replace(strategy_of(hook), bucket_bytes=1) != strategy_of(hook)
-    if name in ROWS:
+    if name in TWINS:
         assert eval(repr(hook), {known: getattr(hooks, known) for known in dir(hooks)} | KINDS) == hook
     assert not hook.exact or name.startswith("onebit after") or type(hook).__name__ == "After"
 
@@ -261,10 +263,10 @@ def decided(strategy: ltx.Strategy, params: Grads) -> tuple[Tensor, Grads]:
 
 
 @pytest.mark.full(but=1)
-@pytest.mark.parametrize("name", some(HOOKS, "powersgd 1", "bytegrad"))
+@pytest.mark.parametrize("name", some(EVERY, "powersgd 1", "bytegrad", "by path"))
 def test_training(name: str, ranks: Ranks) -> None:
     """train_step on processes and simulated ranks, saved and restored halfway, by grad_and_value, and accumulated."""
-    strategy, params = strategy_of(HOOKS[name], 700), parameters()
+    strategy, params = strategy_of(EVERY[name], 700), parameters()
     x, expected = decided(strategy, params)
 
     def on_rank() -> Any:
@@ -293,9 +295,9 @@ def test_training(name: str, ranks: Ranks) -> None:
         torch.testing.assert_close(accumulated, at_once, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["powersgd 1", "bytegrad, fed back", "onebit", "onebit after 1", "topk"])
+@pytest.mark.parametrize("name", ["powersgd 1", "bytegrad, fed back", "onebit", "onebit after 1", "topk", "by path"])
 def test_a_state_goes_on_with_other_buckets(name: str) -> None:
-    hook, grads = HOOKS[name], gradients(2)
+    hook, grads = EVERY[name], gradients(2)
 
     def rebucketed(*given: Grads) -> Any:
         results, state = run(strategy_of(hook, 1 << 20), list(given[:2]))
@@ -336,7 +338,7 @@ class Late(torch.autograd.Function):
 @pytest.mark.parametrize("name", ["powersgd 1", "batched powersgd", "onebit", "powersgd in eight bits"])
 def test_buckets_that_arrive_in_any_order(name: str, ranks: Ranks, seed: int) -> None:
     """Where torch's PowerSGD hook aborts: several buckets, and ranks whose gradients come at different times."""
-    strategy = strategy_of(HOOKS[name], 100)
+    strategy = strategy_of(EVERY[name], 100)
     params = {f"w{i}": torch.randn(6, 8, dtype=torch.float64) for i in range(8)}
 
     def branches(params: Grads, factor: Tensor, delays_s: list[float]) -> Tensor:

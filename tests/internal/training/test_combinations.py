@@ -56,6 +56,7 @@ HOOKS = (
     hooks.BatchedPowerSGD(start_step=0),
     hooks.after(1, hooks.ByteGrad()),
     hooks.Adasum(),
+    hooks.partition({"w": hooks.BF16(error_feedback=True), "*": hooks.Adasum()}),
 )
 SGD, ADAM = (lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5)), (lambda p: torch.optim.Adam(p, lr=0.125))
 #: The optimizer, and what makes torch's, for which gradients are cut to a norm or not.

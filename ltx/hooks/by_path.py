@@ -1,0 +1,131 @@
+"""partition: another hook for each group of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+
+import torch
+
+from ltx.errors import StrategyError
+from ltx.extend import Axis, CommHook, HookOffers, LeafState, brief, needs, tree
+from ltx.hooks.combined import Several
+
+
+@dataclass(frozen=True, repr=False)
+class Partition(Several):
+    """Hooks by patterns of paths; made by :func:`partition`."""
+
+    patterns: tuple[str, ...]
+    hooks: tuple[CommHook, ...]
+
+    @property
+    def members(self) -> tuple[CommHook, ...]:
+        return self.hooks
+
+    def of(self, make: Callable[[CommHook], CommHook]) -> Partition:
+        return Partition(self.patterns, tuple(map(make, self.hooks)))
+
+    @property
+    def offers(self) -> HookOffers:
+        each = [hook.offers for hook in self.members]
+        ends = [one.constant_after for one in each if one.constant_after is not None]
+
+        def within(axis: Axis) -> Axis | None:
+            first, *others = (one.within(axis) for one in each)
+            return first if all(other == first for other in others) else None
+
+        return HookOffers(
+            exact=all(one.exact for one in each),
+            averages=all(one.averages for one in each),
+            alike=all(one.alike for one in each),
+            elementwise=all(one.elementwise for one in each),
+            needs_whole=any(one.needs_whole for one in each),
+            sums=all(one.sums for one in each),
+            gives_gradients=all(one.gives_gradients for one in each),
+            state_names=super().state_names,
+            reads_step=any(one.reads_step for one in each),
+            constant_after=max(ends) if len(ends) == len(each) else None,
+            stateful=any(one.stateful for one in each),
+            bucket_factor=max(one.bucket_factor for one in each),
+            phases=max(one.phases for one in each),
+            phases_on=lambda axis_size: max(one.phases_on(axis_size) for one in each),
+            by_path=True,
+            within=within,
+        )
+
+    def each(self, paths: Sequence[str], *, part: bool = False) -> list[CommHook]:
+        found: list[CommHook] = [self] * len(paths)
+        for hook, places in zip(self.members, _places(self.patterns, tuple(paths), part), strict=True):
+            own = hook.each([paths[place] for place in places], part=part)
+            for place, one in zip(places, own, strict=True):
+                found[place] = one
+        return found
+
+    def init(self, param: torch.Tensor, path: str = "") -> LeafState:
+        (hook,) = self.each([path], part=True)
+        return hook.init(param, path)
+
+    def at(self, step: int) -> Partition:
+        return self.of(lambda hook: hook.at(step))
+
+    def axes(self, axis: Axis) -> tuple[Axis, ...]:
+        return tuple(dict.fromkeys(chain.from_iterable(hook.axes(axis) for hook in self.members)))
+
+    def __repr__(self) -> str:
+        return f"partition({dict(zip(self.patterns, self.members, strict=True))!r})"
+
+
+@lru_cache(maxsize=64)
+def _places(patterns: tuple[str, ...], paths: tuple[str, ...], part: bool) -> list[list[int]]:
+    """The places among `paths` of what each pattern is the first to fit."""
+    left, found = dict.fromkeys(range(len(paths))), []
+    for pattern in patterns:
+        fitting = tree.wanted(pattern, paths, StrategyError, "hooks.partition: ", (pattern,) if part else ())
+        found.append([place for place in left if paths[place] in fitting])
+        for place in found[-1]:
+            del left[place]
+    if left:
+        missing = [paths[place] for place in left]
+        raise StrategyError(
+            f"hooks.partition: no pattern fits {', '.join(missing[:6])}{', ...' if len(missing) > 6 else ''}. Give the "
+            'rest a hook: {..., "*": hooks.AllReduce()}.'
+        )
+    return found
+
+
+def partition(hooks: Mapping[str, CommHook]) -> Partition:
+    """Another hook for each group of parameters: low rank for matrices, half precision for embeddings.
+
+    A bucket has parameters of one hook, so each reduces its own as if there were no others; state is kept by
+    parameter, as ever. :func:`cast`, :func:`chain` and :func:`error_feedback` are those of each hook in it.
+
+    Args:
+        hooks: by patterns of paths (as in :mod:`fnmatch`, such as ``"*.norm.*"``), of which the first that fits counts.
+            Paths are those of errors and of ``module.named_parameters()``. By size: ``{name: ltx.hooks.PowerSGD() if
+            p.ndim == 2 else ltx.hooks.BF16() for name, p in module.named_parameters()}``.
+
+    Raises:
+        StrategyError: they aren't hooks by pattern, or one issues collectives of its own (:func:`from_torch`); in a
+            step, a pattern fits no parameter that has a gradient, or none fits one that has.
+
+    Example:
+        >>> import torch, ltx
+        >>> hook = ltx.hooks.partition({"embed": ltx.hooks.TopK(0.5, error_feedback=False), "*": ltx.hooks.AllReduce()})
+        >>> grads = {"embed": torch.tensor([[1.0, 8.0]] * 2), "w": torch.tensor([[1.0, 8.0]] * 2)}
+        >>> reduced = ltx.vmap(lambda g: ltx.sync_gradients(g, ltx.DDPStrategy(comm_hook=hook))[0])(grads)
+        >>> reduced["embed"][0], reduced["w"][0]
+        (tensor([0., 8.]), tensor([1., 8.]))
+    """
+    if not isinstance(hooks, Mapping) or not hooks:
+        raise StrategyError(f"hooks.partition expected hooks by pattern, got {brief(hooks)}.")
+    for pattern, hook in hooks.items():
+        if not isinstance(pattern, str) or not isinstance(hook, CommHook):
+            raise StrategyError(
+                f"hooks.partition expected an ltx.hooks.CommHook for a pattern of paths, got {brief(hook)} for "
+                f"{brief(pattern)}."
+            )
+        needs.require("partition, hook", hook)
+    return Partition(tuple(hooks), tuple(hooks.values()))

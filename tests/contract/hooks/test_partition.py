@@ -1,0 +1,109 @@
+"""Another hook for each parameter: buckets, what is refused, exchanges of a part. Its numbers: tests of conformance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from ltx import hooks
+from ltx.errors import StrategyError
+from tests.kinds import Params, Ranks
+
+SHAPES = {"embed": (40, 8), "first": (12, 10), "bias": (10,), "last": (10, 30)}
+BY_NAME = hooks.partition({"embed": hooks.FP16(), "*s*": hooks.ByteGrad(), "*": hooks.AllReduce()})
+
+
+def loss(params: Params, x: Tensor) -> Tensor:
+    return sum((p * x).square().sum() for p in params.values())
+
+
+def start() -> Params:
+    return {name: torch.linspace(-1, 1, 400)[: torch.Size(shape).numel()].view(shape) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_a_bucket_has_one_hook(bucket_bytes: int) -> None:
+    strategy = ltx.DDPStrategy(comm_hook=BY_NAME, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+    step = ltx.data_parallel(loss, strategy)
+    found = ltx.profile.explain(step, start(), torch.ones(()), world=4).buckets
+    assert {path: repr(bucket.hook) for bucket in found for path in bucket.paths} == {
+        "embed": "FP16()",
+        "first": "ByteGrad()",
+        "bias": "ByteGrad()",
+        "last": "ByteGrad()",
+    }
+    assert len(found) == (4 if bucket_bytes == 1 else 2)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+def test_training(overlap: str, ranks: Ranks) -> None:
+    """The embedding's gradients are rounded to halves; the others' are exact."""
+    hook = hooks.partition({"embed": hooks.FP16(), "*": hooks.AllReduce()})
+    params, xs = start(), [0.3, 1.7]
+
+    def run() -> Params:
+        step = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=hook, bucket_bytes=1000))
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1), overlap=overlap)
+        state, _ = train(train.init(params), torch.tensor(xs[int(ltx.axis_index())]))
+        return state.params
+
+    shares = [{name: 2 * p * torch.tensor(x) ** 2 / 2 for name, p in params.items()} for x in xs]
+    for found in ranks(2).run(run):
+        for name, p in params.items():
+            sent = [share[name].half() if name == "embed" else share[name] for share in shares]
+            torch.testing.assert_close(found[name], p - 0.1 * (sent[0] + sent[1]).float(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_part_of_them_is_exchanged(ranks: Ranks) -> None:
+    """DiLoCo's fragments, in each of which some pattern fits nothing."""
+    outer = hooks.partition({"embed": hooks.BF16(), "*": hooks.AllReduce()})
+
+    def run(hook: hooks.CommHook) -> Params:
+        strategy = ltx.DiLoCoStrategy(2, outer_hook=hook, fragments=2)
+        train = ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state = train.init(start())
+        for _ in range(2):
+            state, _ = train(state, torch.tensor(0.3 + int(ltx.axis_index())))
+        return state.params
+
+    (found, *_), (exact, *_), (rounded, *_) = (ranks(2).run(run, h) for h in (outer, outer.hooks[1], outer.hooks[0]))
+    assert all(torch.equal(found[name], (rounded if name == "embed" else exact)[name]) for name in SHAPES)
+
+
+REFUSED = {
+    r"'head\.\*' fits no parameter\. Their paths: bias, embed": {"head.*": hooks.FP16(), "*": hooks.AllReduce()},
+    r'no pattern fits first.*\. Give the rest a hook: \{\.\.\., "\*"': {"embed": hooks.FP16(), "b*": hooks.BF16()},
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_patterns_that_dont_fit(text: str) -> None:
+    hook = hooks.partition(REFUSED[text])
+    with pytest.raises(StrategyError, match=text):
+        ltx.grad(ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=hook)))(start(), torch.ones(()))
+    step = ltx.data_parallel(loss, ltx.DiLoCoStrategy(2, outer_hook=hook))
+    with pytest.raises(StrategyError, match=text):
+        ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1)).init(start())
+
+
+def test_it_isnt_for_ddp() -> None:
+    with pytest.raises(StrategyError, match=r"to_torch needs one hook for all parameters, as DDP fills the"):
+        hooks.to_torch(hooks.after(2, BY_NAME))
+
+
+def test_what_is_around_it_is_around_each() -> None:
+    def each(make: Any) -> Any:
+        return hooks.partition({"a": make(hooks.RandomK(0.5)), "*": make(hooks.FP16())})
+
+    both = each(lambda hook: hook)
+    for make in (
+        hooks.error_feedback,
+        lambda hook: hooks.cast(hook, torch.bfloat16),
+        lambda hook: hooks.chain(hook, hooks.ByteGrad()),
+    ):
+        assert make(both) == each(make)
+    assert hooks.partition({"a": both, "*": hooks.BF16()}).each(["a", "b"]) == [hooks.RandomK(0.5), hooks.BF16()]
