@@ -267,6 +267,7 @@ class Step:
                 next_sync = state.held("sync_state").advanced(updated.states, info.step)
                 metrics = Metrics(mean, forward.aux)
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
+                following.__dict__["sees_loss"] = state.sees_loss
                 with nullcontext() if updated.finish is None else uninterrupted(True):
                     if updated.finish is not None:
                         state.begin_writing()
@@ -308,7 +309,9 @@ class Step:
         with comm.span("update"):
             grads, later = tree.unflatten(self._spec, done.grads), self.late and train.donate
             done.grads.clear()  # so that the optimizer's are all that is left of them
-            of_state = state.held("params"), grads, with_loss(state.held("opt_state"), mean)
+            opt_state = state.held("opt_state")
+            opt_state = with_loss(opt_state, mean) if state.sees_loss else opt_state
+            of_state = state.held("params"), grads, opt_state
             update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting)
             updated = strategy.update(update, states, self.info, self.pending)
             return check_updated(strategy, updated, update, states)

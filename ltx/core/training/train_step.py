@@ -16,7 +16,7 @@ from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StepErro
 from ltx.core.base.needs import require
 from ltx.core.gradients.planning import in_step
 from ltx.core.optim import Optimizer
-from ltx.core.optim.base import differentiated, is_transforming, sees_loss
+from ltx.core.optim.base import differentiated, is_transforming
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
 from ltx.core.training.guard import must_sync_finite, scaling
@@ -84,10 +84,6 @@ class TrainStep(TrainSettings):
             if leaf.is_complex():
                 require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
-        if sees_loss(opt_state):
-            require("loss, strategy", strategy, repr(self.optimizer))
-            if self.overlap == "update":
-                require("loss, overlap", 'overlap="update"', repr(self.optimizer))
         dynamic = scaling(self)
         loss_scale: Any = () if self.max_skipped is None else LossScale()
         loss_scale = loss_scale if dynamic is None else dynamic.start()
@@ -95,6 +91,10 @@ class TrainStep(TrainSettings):
             loss_scale = tree.map(lambda x: x.to(leaves[0].device), loss_scale)
         layout = replace(strategy.layout, strategy=repr(self.step.hook_as_chosen(sync_state).strategy))
         state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
+        if state.sees_loss:
+            require("loss, strategy", strategy, repr(self.optimizer))
+            if self.overlap == "update":
+                require("loss, overlap", 'overlap="update"', repr(self.optimizer))
         return state.unseen()
 
     @on_parts

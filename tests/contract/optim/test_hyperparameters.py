@@ -248,6 +248,46 @@ def test_an_optimizer_of_ones_own_sees_the_loss(ranks: Ranks, seed: int) -> None
     assert same_bits(told, (LossState(torch.tensor(2.0)), {"a": torch.ones(1)}))
 
 
+class Watched:
+    """A node of a state, which counts how often somebody looks into it."""
+
+    looks = 0
+
+    def __init__(self, inside: Any):
+        self.inside = inside
+
+    @staticmethod
+    def flatten(node: Watched) -> Any:
+        Watched.looks += 1
+        return (node.inside,), None
+
+
+ltx.tree.register_node(Watched, Watched.flatten, lambda children, _: Watched(*children), ("inside",))
+
+
+@pytest.mark.parametrize("guard", ["off", "skip"])
+def test_a_place_for_the_loss_is_looked_for_once(guard: Any) -> None:
+    def update(grads: Tensor, state: Watched, params: Tensor) -> Any:
+        return -state.inside.loss * grads if isinstance(state.inside, LossState) else -grads, state
+
+    def looks(state: Any) -> tuple[Any, int]:
+        Watched.looks = 0
+        return train(state, torch.ones(1))[0], Watched.looks
+
+    optimizer = from_functions(lambda params: Watched(torch.zeros(1)), update)
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), optimizer, guard=guard)
+    state, first = looks(train.init(torch.tensor([3.0])))
+    state, later = looks(state)
+    assert later == first
+    ltx.tree.flatten(state)  # as making one by hand does, so that its tensors may be held by the user
+    state, held = looks(state)
+    state, by_hand = looks(dataclasses.replace(state))
+    assert by_hand == held + 1
+    assert looks(state)[1] == first
+    state, _ = looks(dataclasses.replace(train.init(torch.tensor([3.0])), opt_state=Watched(LossState())))
+    assert looks(state)[0].params.item() == 3 - 3 - 0  # the loss is 3, and then 0
+
+
 def test_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
     sgd = from_torch(SGD, lr=reduce_on_plateau(1.0, 0.5, patience=0), momentum=adjustable(0.5))
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x) ** 2), sgd)
