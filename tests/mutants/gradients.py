@@ -64,9 +64,9 @@ MUTANTS = (
     ),
     Mutant(
         name="gradients: gradients of gradients go through the hook",
-        where="Schedule.hook",
-        old="return ExactSum(self.plan.hook.derivative_scale(self.plan.axis.size)) if self.again else self.plan.hook",
-        new="return self.plan.hook",
+        where="Schedule.hook_of",
+        old="return ExactSum(hook.derivative_scale(self.plan.axis.size)) if self.again else hook",
+        new="return hook",
         breaks="second derivatives are compressed",
         tests=("tests/internal/hooks/test_hooks.py::test_gradients_of_gradients_are_exact",),
     ),
