@@ -31,8 +31,8 @@ from tests.forks import Ranks
 from tests.shards import claimed
 from tests.streams.pool import StreamedPool
 
-# Below pytest's timeout of 60 s, so that the error of a run that hangs is the pool's, which names the ranks.
-RUN_TIMEOUT_S = 50.0
+# Below pytest's timeout of 120 s, so that the error of a run that hangs is the pool's, which names the ranks.
+RUN_TIMEOUT_S = 100.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -202,7 +202,7 @@ def on_new_axis() -> Iterator[Callable[..., PerRank[Any]]]:
             finally:
                 set_world_axes(world_axes)
 
-    with Pool(2, timeout_s=50.0) as pool:
+    with Pool(2, timeout_s=RUN_TIMEOUT_S) as pool:
         yield lambda fn, timeout_s=10.0, sockets=False: pool.run(run, fn, timeout_s, sockets)
         with pytest.raises(WorkerError):  # to end in order would be to wait for all that was left waiting
             pool.run(os._exit, 0)
