@@ -423,7 +423,6 @@ def _finds(name: str, file: str | None) -> bool:
     return spec is not None and file is not None and spec.origin == file
 
 
-@functools.lru_cache
 class Modules:
     """The user's modules in this process, each as its file was when it was read."""
 
