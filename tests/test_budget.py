@@ -25,22 +25,22 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1834, 11),
-    "all": Size(41018, 164),
+    "all": Size(41017, 164),
     "checkpoint": Size(1638, 7),
     "core": Size(1, 1),
-    "core/base": Size(2133, 11),
+    "core/base": Size(2151, 11),
     "core/collectives": Size(3137, 11),
-    "core/comm": Size(6300, 22),
-    "core/gradients": Size(2329, 8),
+    "core/comm": Size(6290, 22),
+    "core/gradients": Size(2322, 8),
     "core/optim": Size(2995, 11),
     "core/ranks": Size(1184, 5),
     "core/training": Size(3489, 13),
-    "core/transforms": Size(3274, 12),
+    "core/transforms": Size(3273, 12),
     "core/world": Size(1618, 7),
     "demo": Size(480, 3),
     "hooks": Size(2600, 13),
     "profile": Size(1118, 4),
-    "runtime": Size(4268, 14),
+    "runtime": Size(4267, 14),
     "strategies": Size(2620, 11),
 }
 

@@ -136,6 +136,24 @@ def _by_address(fn: Any) -> Any:
 
 
 @at_trace_time
+def _assume_static(wanted: bool) -> bool:
+    """Whether Dynamo takes numbers for constants until they have changed; gives what it did before."""
+    config = torch._dynamo.config
+    before, config.assume_static_by_default = bool(config.assume_static_by_default), wanted
+    return before
+
+
+def one_more(count: int) -> int:
+    """`count` + 1, of what every call counts: in graphs a variable at once, or the second call would compile anew."""
+    if not torch.compiler.is_compiling():
+        return count + 1
+    before = _assume_static(False)
+    after = count + 1
+    _assume_static(before)
+    return after
+
+
+@at_trace_time
 def refuse(text: str, error: type[LtxError] = UnsupportedError) -> NoReturn:
     """Raise, so that it reaches the user in compiled graphs too."""
     raise error(text)

@@ -59,10 +59,6 @@ def _nothing(*_: object) -> None:
 NO_CHUNK = Chunk(0, torch.uint8, _nothing, _nothing)
 
 
-def _give(chunk: torch.Tensor, slot: torch.Tensor) -> None:
-    slot.view(chunk.shape).copy_(chunk)
-
-
 def _cut(
     x: torch.Tensor, take: Take, gives: bool = True, reduce: Callable[..., torch.Tensor] | None = None
 ) -> Iterator[Chunk]:
@@ -72,7 +68,7 @@ def _cut(
     for start in range(0, length, most):
         at = slice(start, min(start + most, length))
         chunk = x[..., at]
-        give = partial(_give, chunk) if gives else _nothing
+        give = (lambda slot, chunk=chunk: slot.view(chunk.shape).copy_(chunk)) if gives else _nothing
         yield Chunk(chunk.numel(), chunk.dtype, give, partial(take, at), reduce)
 
 

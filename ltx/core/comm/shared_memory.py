@@ -201,22 +201,16 @@ class SharedMemoryTransport:
                     while self._empty() or self._reduce() or self._fill():
                         moved = True
                 except Exception:
-                    if self._fails_again():
+                    try:  # what raises again when it is repeated has failed
+                        while self._empty() or self._reduce() or self._fill():
+                            pass
+                    except Exception as error:
+                        self._fail(error)
                         return moved
                     raise
         finally:
             self._turn.release()
         return moved
-
-    def _fails_again(self) -> bool:
-        """Whether the phase raises again when it is repeated; then the transport has failed."""
-        try:
-            while self._empty() or self._reduce() or self._fill():
-                pass
-        except Exception as error:
-            self._fail(error)
-            return True
-        return False
 
     def _fail(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {message_of(error)}".encode()[: COUNTERS_BYTES - REASON]

@@ -107,10 +107,11 @@ class Peeled(Function):
             index: Any,
             *tensors: torch.Tensor,
         ) -> tuple[Any, Any]:
-            here, stacked = _peel(schedule.plan.axis, info.batch_size, tensors, in_dims[4:])
+            axis, level = schedule.plan.axis, (private.maybe_current_level() or 0) + 1
+            stacked, here = in_front(info.batch_size, tensors, in_dims[4:]), level in axis.ranks.levels
             dims = (here, *dims)
             if here:
-                index = None if _left(schedule.plan.axis, dims) is None else index_below(index, in_dims[3])
+                index = None if _left(axis, dims) is None else index_below(index, in_dims[3])
             outs = cls.apply(schedule, bucket, dims, index, *stacked)
             return outs, (0,) * len(outs)
 
@@ -120,14 +121,6 @@ class Peeled(Function):
 def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     shape, dtype, device = like.shape, like.dtype, like.device
     return lambda: torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _peel(
-    axis: Axis, batch_size: int, tensors: Sequence[torch.Tensor], dims: Sequence[int | None]
-) -> tuple[bool, list[torch.Tensor]]:
-    """The tensors with the current vmap level's dimension in front, and whether that level is the axis."""
-    level = (private.maybe_current_level() or 0) + 1
-    return level in axis.ranks.levels, in_front(batch_size, tensors, dims)
 
 
 def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

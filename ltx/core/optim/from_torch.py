@@ -100,10 +100,10 @@ class TorchOptimizer(ClassOptimizer):
             picked = ([grad_leaves[i] for i in has_grad], [states[i] for i in has_grad], [leaves[i] for i in has_grad])
         if self._varying and traced.recording():
             _prepare_trace(self)  # refuses it
+        next_count, hyper = traced.one_more(state.count), self._hyper_after(state)
         values = self._values(state.count, state.hyper)
         rate = self._traced(values.get("lr"), state.count)
         rule = partial(self._run, count=state.count, values=values if rate is None else values | {"lr": 1.0})
-        hyper, next_count = self._hyper_after(state), state.count + 1
         if donate and rate is None and donated(picked[2], picked[0], *map(dict.values, picked[1])):
             increment_version(picked[2])  # before anything is written; fused kernels don't
             rule(*picked)

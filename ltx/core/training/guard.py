@@ -285,7 +285,7 @@ def next_state(
         buffers,
         updated.opt_state,
         sync,
-        state.step + 1,
+        traced.one_more(state.step),
         replace(train.step.strategy.layout, strategy=state.layout.strategy),
         loss_scale,
         updated.pending,

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import compress
 from types import FrameType
 from typing import Any
 
@@ -69,8 +70,8 @@ def uninterrupted(wanted: bool) -> Iterator[None]:
         yield
         return
     came: dict[int, FrameType | None] = {}
-    found = zip(_SIGNALS, map(_signals.getsignal, _SIGNALS), strict=True)
-    handlers = [(number, handler) for number, handler in found if callable(handler)]
+    found = [*map(_signals.getsignal, _SIGNALS)]
+    handlers = compress(zip(_SIGNALS, found, strict=True), map(callable, found))  # without a line of Python for each
     with ExitStack() as stack:
         for number, handler in handlers:
             stack.callback(_handle_late, number, handler, came)
@@ -313,8 +314,7 @@ class Step:
             opt_state = with_loss(opt_state, mean) if state.sees_loss else opt_state
             of_state = state.held("params"), grads, opt_state
             update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting)
-            updated = strategy.update(update, states, self.info, self.pending)
-            return check_updated(strategy, updated, update, states)
+            return check_updated(strategy, strategy.update(update, states, self.info, self.pending), update, states)
 
 
 # --- without side effects --------------------------------------------------------------------------------------------

@@ -144,9 +144,8 @@ class DataParallel(StepSettings):
             with marked.schedule.in_forward() if marked.schedule and options.step is None else nullcontext():
                 output = self._call(self._replaced(args, given), kwargs, marked, options.deferred)
         refuse_gradients(output, leaves, spec)
-        tied = marked.tied(output)
         mean = self.outputs == "mean" and not self.blocked
-        return Run(tied, self.axis, marked.schedule, mean, local, within, marked.inputs)
+        return Run(marked.tied(output), self.axis, marked.schedule, mean, local, within, marked.inputs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, deferred: bool) -> Any:
         """Call the user's step, and see to what it does besides returning something."""

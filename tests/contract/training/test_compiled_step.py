@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,21 +84,51 @@ def test_an_optimizer_that_sees_the_loss() -> None:
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), own)
     compiled = torch.compile(train, fullgraph=True, backend="eager")
     state = train.init(torch.ones(2))
-    for _ in range(2):
-        state, _ = compiled(state, torch.tensor([1.0, 2.0]))
+    for stance in ("default", "fail_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            state, _ = compiled(state, torch.tensor([1.0, 2.0]))
     assert state.params.tolist() == [10.0, 19.0]  # 1 - 3 - -12, 1 - 6 - -24
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd(momentum: float, seed: int) -> None:
-    """Without momentum SGD has no state, and an empty dict is a constant to Dynamo."""
-    step = ltx.data_parallel(lambda p, x: (p["w"] * x + p["b"]).square().mean())
-    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=momentum))
-    compiled = torch.compile(train, fullgraph=True, backend="eager")
+SGD, ADAMW = (partial(ltx.optim.from_torch, each, lr=0.1) for each in (torch.optim.SGD, torch.optim.AdamW))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dynamic", "scale"),
+    [
+        (SGD(), None, None),  # which has no state, and an empty dict is a constant to Dynamo
+        *(
+            pytest.param(optimizer, dynamic, ltx.DynamicLossScale(init=8.0), marks=pytest.mark.full)
+            for optimizer, dynamic in (
+                (SGD(momentum=0.9), False),
+                (ltx.optim.chain(ltx.optim.clip_by_global_norm(0.5), ADAMW()), None),
+                (ltx.optim.partition({"w": SGD(momentum=0.9), "b": ADAMW()}, {"w": "w", "b": "b"}), True),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_the_first_call_alone_compiles(
+    optimizer: ltx.optim.Optimizer, dynamic: bool | None, scale: ltx.DynamicLossScale | None, seed: int
+) -> None:
+    """Counts of steps and updates are variables of the graph; Dynamo, unasked, takes a number for one when it changes.
+
+    With buffers, and a loss scale, which counts steps too.
+    """
+    step = ltx.data_parallel(lambda p, n, x: ((p["w"] * x + p["b"]).square().mean(), n + 1))
+    scaled = ltx.mixed_precision(step, ltx.Precision(keep=(1,), loss_scale=scale))
+    train = ltx.train_step(scaled, optimizer)
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(train, fullgraph=True, backend=backend, dynamic=dynamic)
     params = {"w": torch.randn(4), "b": torch.randn(4)}
-    state, other = train.init(params), train.init(params)
-    for _ in range(3):
+    state, other = (train.init(params, torch.zeros(())) for _ in range(2))
+    for count in (1, 2, 3):
         x = torch.randn(4)
         (state, _), (other, _) = train(state, x), compiled(other, x)
+        assert (other.step, other.buffers.item(), len(graphs)) == (count, count, 1)
     torch.testing.assert_close(other.params, state.params)
