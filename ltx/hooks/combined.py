@@ -48,6 +48,10 @@ class Several(CommHook):
     def by_path(self) -> bool:
         return any(hook.by_path for hook in self.members)
 
+    @property
+    def alike(self) -> bool:
+        return all(hook.alike for hook in self.members)
+
     def cast(self, dtype: torch.dtype) -> CommHook:
         return self.of(lambda hook: cast(hook, dtype))
 

@@ -146,7 +146,7 @@ class DDPStrategy(Strategy):
 
     @property
     def layout(self) -> StateLayout:
-        alike = self.start_local_sgd_step is None
+        alike = self.start_local_sgd_step is None and self._hook.alike
         return StateLayout() if alike else StateLayout(params="per_rank", opt_state="per_rank")
 
     @property

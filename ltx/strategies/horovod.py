@@ -189,6 +189,8 @@ class HorovodStrategy(Strategy):
 
     @property
     def layout(self) -> StateLayout:
+        if not resolved(self.compression).alike:
+            return StateLayout(params="per_rank", opt_state="per_rank")
         return StateLayout(opt_state="per_rank" if self.op == "adasum" else "replicated")
 
     @property

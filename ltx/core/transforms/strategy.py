@@ -39,6 +39,11 @@ def _constant_after(strategy: Strategy) -> int | None:
     return 0 if hook is None else hook.constant_after
 
 
+def _shares(strategy: Strategy, step: int) -> bool:
+    hook = strategy.hook_in_training(step)
+    return hook is not None and hook.alike
+
+
 def _has_own(strategy: Strategy, *methods: str) -> bool:
     return any(getattr(type(strategy), method) is not getattr(Strategy, method) for method in methods)
 
@@ -77,7 +82,7 @@ class StrategyOffers:
     cycle: tuple[int, int] = follows(lambda strategy: (strategy.constant_after or 0, 1))
     hook_in_graph: OfStep[CommHook | None] = follows(lambda strategy: partial(constant_hook, strategy))
     hook_in_training: OfStep[CommHook | None] = follows(lambda strategy: strategy.hook)
-    shares_gradients: OfStep[bool] = follows(lambda strategy: lambda n: strategy.hook_in_training(n) is not None)
+    shares_gradients: OfStep[bool] = follows(lambda strategy: partial(_shares, strategy))
     communicates_after_update: OfStep[bool] = follows(lambda strategy: lambda n: _has_own(strategy, "after_update"))
     communicates_besides: bool = follows(lambda strategy: _has_own(strategy, "begin", "update", "after_update"))
     updates_in_buckets: bool = follows(lambda strategy: not _has_own(strategy, "update"))

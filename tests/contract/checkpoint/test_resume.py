@@ -236,6 +236,8 @@ def test_other_buckets_take_the_same_state(ranks: Ranks, tmp_path: Path) -> None
 
 
 HOOKS = [
+    ltx.hooks.Noop(),  # each rank's parameters are its own
+    ltx.hooks.after(2, ltx.hooks.Noop()),
     ltx.hooks.PowerSGD(rank=2, start_step=1),
     ltx.hooks.BatchedPowerSGD(rank=2, start_step=1),
     ltx.hooks.OneBit(),

@@ -141,6 +141,12 @@ ROWS: dict[str, Row] = {
         ranks=(2,),
         replicated=False,
     ),
+    "no communication after a while": Row(
+        ltx.DDPStrategy(comm_hook=hooks.after(2, hooks.Noop())),
+        partial(ddp.alone_after, steps=2),
+        ranks=(2,),
+        replicated=False,
+    ),
     "DiLoCo": Row(
         ltx.DiLoCoStrategy(3), partial(diloco.diloco, period=3, lr=0.7, momentum=0.9), ranks=(2,), replicated=False
     ),
