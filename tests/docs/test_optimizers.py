@@ -86,6 +86,15 @@ def ahead(params: Params, batches: Tensor) -> Params:
     return params
 
 
+def mean(params: Params, batches: Tensor) -> Params:
+    sgd, seen = Sgd(), list[Params]()
+    for x in batches:
+        params = sgd(params, slopes(params, x)[0])
+        seen.append(params)
+    weights = torch.tensor([0.8**age for age in reversed(range(len(seen)))])
+    return {k: torch.tensordot(weights / weights.sum(), torch.stack([p[k] for p in seen]), 1) for k in params}
+
+
 def free(params: Params, batches: Tensor) -> Iterator[Params]:
     x, z = params, params  # the mean, and what plain SGD moves
     for n, batch in enumerate(batches):
@@ -128,6 +137,7 @@ TWINS: dict[str, Callable[[Params, Tensor], Params]] = {
     "each_rms": after(lambda grads, params: {k: by_rms(g) for k, g in grads.items()}),
     "adaptive": after(lambda grads, params: {k: adaptively(g, params[k]) for k, g in grads.items()}),
     "ahead": ahead,
+    "mean": mean,
     "free": lambda params, batches: next(free(params, batches)),
     "best": lambda params, batches: list(free(params, batches))[1],
     "stepped": stepped,
