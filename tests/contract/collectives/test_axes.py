@@ -18,38 +18,25 @@ from torch import Tensor
 import ltx
 from ltx.errors import AxisError
 from tests import inside
+from tests.contract.conformance.test_properties import fixed
 from tests.kinds import Ranks
 
 Found = dict[str, tuple[Tensor, Tensor]]
 
 
-def _both(y: Tensor) -> Tensor:
-    return y.expand(2, *y.shape)
-
-
-#: name: (what one rank calls, the same on the stack of both ranks' tensors). `src` and `perm` count on the axis.
-OPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Callable[[Tensor], Tensor]]] = {
-    "psum": (ltx.psum, lambda xs: _both(xs.sum(0))),
-    "pmean": (ltx.pmean, lambda xs: _both(xs.mean(0))),
-    "pmax": (ltx.pmax, lambda xs: _both(xs.amax(0))),
-    "pmin": (ltx.pmin, lambda xs: _both(xs.amin(0))),
-    "pvary": (ltx.pvary, lambda xs: xs),
-    "all_gather": (lambda x, axis: ltx.all_gather(x, axis, dim=1), lambda xs: _both(xs.movedim(0, 1))),
-    "AllGatherGrad": (ltx.AllGatherGrad.apply, _both),
-    "psum_scatter": (
-        lambda x, axis: ltx.psum_scatter(x, axis, dim=1, tiled=True),
-        lambda xs: torch.stack(xs.sum(0).chunk(2, 1)),
-    ),
-    "broadcast": (lambda x, axis: ltx.broadcast(x, 1, axis), lambda xs: _both(xs[1])),
-    "all_to_all": (
-        lambda x, axis: ltx.all_to_all(x, 0, 1, axis),
-        lambda xs: torch.stack([torch.cat([x.chunk(2)[rank] for x in xs], 1) for rank in range(2)]),
-    ),
-    "ppermute": (
-        lambda x, axis: ltx.ppermute(x, [(1, 0)], axis),
-        lambda xs: torch.stack([xs[1], torch.zeros_like(xs[1])]),
-    ),
-    "reduce": (lambda x, axis: ltx.reduce(x, "product", axis), lambda xs: _both(xs.prod(0))),
+#: `src`, `dst` and `perm` count on the axis.
+OPS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
+    **{name: fixed(name) for name in ("psum", "pmean", "pmax", "pmin", "pvary", "weighted_mean")},
+    "all_gather": fixed("all_gather", dim=1, tiled=False),
+    "AllGatherGrad": (lambda x, axis: ltx.AllGatherGrad.apply(x, axis), lambda xs: xs.expand(2, *xs.shape)),
+    "psum_scatter": fixed("psum_scatter", dim=1, tiled=True),
+    "broadcast": fixed("broadcast", src=1),
+    "psum_to": fixed("psum_to", dst=1),
+    "gather": fixed("gather", dst=1, dim=1, tiled=False),
+    "scatter": fixed("scatter", src=1, dim=1, tiled=True),
+    "all_to_all": fixed("all_to_all", split_dim=0, concat_dim=1),
+    "ppermute": fixed("ppermute", perm=[(1, 0)]),
+    "reduce": fixed("reduce", op="product", keep_dtype=False),
 }
 
 
@@ -62,9 +49,9 @@ def _on_rank(x: Tensor, axis: Any) -> Found:
     """Each collective's value, and the gradient of a loss that weighs rank r of the axis by r + 1."""
 
     def loss(x: Tensor, name: str) -> Tensor:
-        return (1 + ltx.axis_index(axis)) * OPS[name][0](x, axis).sin().sum()
+        return (1 + ltx.axis_index(axis)) * OPS[name][0](x, axis=axis).sin().sum()
 
-    return {name: (op(x, axis), torch.func.grad(loss)(x, name)) for name, (op, _) in OPS.items()}
+    return {name: (op(x, axis=axis), torch.func.grad(loss)(x, name)) for name, (op, _) in OPS.items()}
 
 
 def _expected(xs: Tensor) -> Found:
@@ -75,7 +62,7 @@ def _expected(xs: Tensor) -> Found:
             lambda xs, reference=reference: sum((1 + r) * y.sin().sum() for r, y in enumerate(reference(xs)))
         )(xs)
         # pvary's argument is one value that the ranks share; its gradient is the sum over their copies.
-        found[name] = (reference(xs), _both(grads.sum(0)) if name == "pvary" else grads)
+        found[name] = (reference(xs), grads.sum(0).expand_as(grads) if name == "pvary" else grads)
     return found
 
 
@@ -136,7 +123,7 @@ def test_a_rank_outside_says_so(ranks: Ranks) -> None:
             for call in [
                 lambda: ltx.axis_from_group(group, "set"),
                 lambda: ltx.axis_index(group),
-                *(lambda op=op: op(torch.ones(2, 4), group) for op, _ in OPS.values()),
+                *(lambda op=op: op(torch.ones(2, 4), axis=group) for op, _ in OPS.values()),
             ]:
                 with pytest.raises(AxisError) as caught:
                     call()

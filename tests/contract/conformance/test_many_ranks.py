@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ltx
+from tests.contract.conformance.test_properties import fixed
 
 N = 256
 RING = [(rank, (rank + 1) % N) for rank in range(N - 1)]  # open: rank 0 gets zeros
@@ -19,23 +20,19 @@ def _everywhere(y: Tensor) -> Tensor:
     return y.expand(N, *y.shape)
 
 
-#: name: (what one rank calls, the same on the stack). A rank's tensor has shape (2 * N,) if it is split, else (6,).
-OPS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "psum": (ltx.psum, lambda xs: _everywhere(xs.sum(0))),
-    "pmean": (ltx.pmean, lambda xs: _everywhere(xs.mean(0))),
-    "pmax": (ltx.pmax, lambda xs: _everywhere(xs.amax(0))),
-    "pmin": (ltx.pmin, lambda xs: _everywhere(xs.amin(0))),
-    "pvary": (ltx.pvary, lambda xs: xs),
-    "all_gather": (ltx.all_gather, _everywhere),
-    "all_gather tiled": (lambda x: ltx.all_gather(x, tiled=True), lambda xs: _everywhere(xs.flatten())),
-    "psum_scatter": (lambda x: ltx.psum_scatter(x, tiled=True), lambda xs: xs.sum(0).unflatten(0, (N, 2))),
-    "broadcast": (lambda x: ltx.broadcast(x, N - 1), lambda xs: _everywhere(xs[-1])),
-    "all_to_all": (
-        lambda x: ltx.all_to_all(x, 0, 0),
-        lambda xs: xs.unflatten(1, (N, 2)).transpose(0, 1).flatten(1),
-    ),
-    "ppermute": (lambda x: ltx.ppermute(x, RING), lambda xs: torch.cat([torch.zeros_like(xs[:1]), xs[:-1]])),
-    "reduce": (lambda x: ltx.reduce(x, "product"), lambda xs: _everywhere(xs.prod(0))),
+#: A rank's tensor has shape (2 * N,) if it is split, else (6,).
+OPS = {
+    **{name: fixed(name) for name in ("psum", "pmean", "pmax", "pmin", "pvary", "weighted_mean")},
+    "all_gather": fixed("all_gather", dim=0, tiled=False),
+    "all_gather tiled": fixed("all_gather", dim=0, tiled=True),
+    "psum_scatter": fixed("psum_scatter", dim=0, tiled=True),
+    "broadcast": fixed("broadcast", src=N - 1),
+    "psum_to": fixed("psum_to", dst=N - 1),
+    "gather": fixed("gather", dst=N - 1, dim=0, tiled=True),
+    "scatter": fixed("scatter", src=N - 1, dim=0, tiled=True),
+    "all_to_all": fixed("all_to_all", split_dim=0, concat_dim=0),
+    "ppermute": fixed("ppermute", perm=RING),
+    "reduce": fixed("reduce", op="product", keep_dtype=False),
 }
 
 
@@ -43,7 +40,7 @@ OPS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = 
 def test_collectives(name: str, seed: int) -> None:
     """Values, and gradients of a loss that weighs rank r by r + 1."""
     op, reference = OPS[name]
-    xs = torch.randn(N, 2 * N if name in ("psum_scatter", "all_to_all") else 6, dtype=torch.float64)
+    xs = torch.randn(N, 2 * N if name in ("psum_scatter", "scatter", "all_to_all") else 6, dtype=torch.float64)
     if name == "reduce":
         xs = 1 + xs / N  # so that products stay away from 0
     grads, values = ltx.vmap(
@@ -54,7 +51,7 @@ def test_collectives(name: str, seed: int) -> None:
     torch.testing.assert_close(values[1], reference(xs))
     weights = torch.arange(1, N + 1, dtype=torch.float64)
     want = torch.func.grad(lambda xs: (weights * reference(xs).sin().flatten(1).sum(1)).sum())(xs)
-    torch.testing.assert_close(grads, _everywhere(want.sum(0)) if name == "pvary" else want)
+    torch.testing.assert_close(grads, want.sum(0).expand_as(want) if name == "pvary" else want)
 
 
 def _loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ def _scattered(xs: Tensor, dim: int, tiled: bool) -> Tensor:
 
 
 def _exchanged(xs: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-    n = len(xs)
-    return torch.stack([torch.cat([x.tensor_split(n, split_dim)[r] for x in xs], concat_dim) for r in range(n)])
+    parts = [x.tensor_split(len(xs), split_dim) for x in xs]
+    return torch.stack([torch.cat(mine, concat_dim) for mine in zip(*parts, strict=True)])
 
 
 def _permuted(xs: Tensor, perm: list[tuple[int, int]]) -> Tensor:
@@ -214,6 +214,13 @@ OPS: dict[str, Op] = {
     ),
 }
 DIFFERENTIABLE = [name for name in OPS if name != "reduce bits"]
+
+
+def fixed(name: str, **arguments: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
+    """A collective of these arguments: what one rank calls, and the same on the stack of all ranks' tensors."""
+    op = OPS[name]
+    return functools.partial(op.call, **arguments), functools.partial(op.reference, **arguments)
+
 
 # --- what hypothesis draws -------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ import ltx
 from ltx.checkpoint import RESUMABLE, storage
 from ltx.checkpoint.together import Together
 from ltx.core.comm.store_exchange import StoreExchange
-from ltx.errors import CheckpointError, DonatedStateError, InputError, LtxError, RankMismatchError, TreeError
+from ltx.errors import CheckpointError, InputError, LtxError, RankMismatchError, TreeError
 from tests.kinds import OnNewAxis, Ranks
 
 SIZE = 20_000
@@ -134,6 +134,10 @@ def test_an_impossible_place_is_one_error_on_all(how: str, place: Any, ranks: Ra
             "InputError: ",
         ),
         (lambda path, state, alone: ltx.checkpoint.load(path, None if alone else state), "StepError: .*rank 1: "),
+        (
+            lambda path, state, alone: ltx.checkpoint.save(path, [trainer()(state, torch.ones(SIZE))[0], state][alone]),
+            "DonatedStateError: the checkpoint wasn't saved: rank 1: ",
+        ),
     ],
 )
 def test_a_mistake_of_one_rank_is_one_error_on_all(wrong: Any, said: str, ranks: Ranks, tmp_path: Path) -> None:
@@ -148,6 +152,7 @@ def test_a_mistake_of_one_rank_is_one_error_on_all(wrong: Any, said: str, ranks:
     assert first == second
     assert re.match(said, first)
     assert "rank 1: " in first
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_file_system(ranks: Ranks, tmp_path: Path) -> None:
@@ -208,22 +213,6 @@ def test_one_rank_that_saves_alone_is_told(then: str, on_new_axis: OnNewAxis, tm
         assert said == other
         assert "ranks disagree on the operation: rank 0: checkpoint.save; rank 1: " + what in said
         assert max(took, other_took) < 5
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_donated_state_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
-    def on_a_rank() -> tuple[type, str]:
-        train = trainer()
-        old = start(train)
-        state, _ = train(old, torch.ones(SIZE))
-        with pytest.raises(DonatedStateError) as raised:
-            ltx.checkpoint.save(tmp_path, old if int(ltx.axis_index()) else state)
-        return raised.type, str(raised.value)
-
-    (first, said), second = ranks(2).run(on_a_rank)
-    assert second == (first, said)
-    assert first is DonatedStateError
-    assert said.startswith("the checkpoint wasn't saved: rank 1: ")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -71,8 +71,6 @@ def trained(
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "sgd": {"optimizer": SGD},
-    "adamw": {"optimizer": ADAMW},
     "adamw, kept": {"optimizer": ADAMW, "donate": False},
     "accumulated": {"optimizer": SGD, "accumulate": 2},
     "weighted": {"optimizer": ADAMW, "of": weighted, "sizes": (8, 3)},

@@ -107,13 +107,15 @@ def test_the_first_step_compares_what_is_common_beside_parameters(on_new_axis: C
 
 
 def test_what_is_each_ranks_own_stays(ranks: Ranks) -> None:
-    """Local SGD's parameters differ between averages, buffers are the same on all ranks or each one's own."""
+    """ZeRO's parts, parameters between Local SGD's averages; buffers are the same on all ranks or each one's own."""
 
     def on_a_rank() -> Any:
-        train = trainer(ltx.LocalSGDStrategy(9, warmup_steps=1))
-        state = start(train)
-        for _ in range(3):
-            state, _ = train(state, torch.full((5000,), 1.0 + int(ltx.axis_index())))
+        for strategy in (ltx.ZeroStrategy(), ltx.LocalSGDStrategy(9, warmup_steps=1)):
+            train = trainer(strategy)
+            state = start(train)
+            for _ in range(3):
+                state, _ = train(state, torch.full((5000,), 1.0 + int(ltx.axis_index())))
+            ltx.check_replicas(state)
         assert ltx.sync_params(state, src=1).params["w"].equal(state.params["w"])
         return ltx.sync_params(dict(state.params), src=1)
 
@@ -148,18 +150,6 @@ def test_all_leaves_that_differ_are_listed(ranks: Ranks) -> None:
     (said,) = set(ranks(2).run(on_a_rank))
     assert "leaf '1' (float32[3])" in said
     assert "So do 9 more: '10', '2', '3', '4', '5', '6', '7', ... Take" in said
-
-
-def test_what_is_each_ranks_own_may_differ(ranks: Ranks) -> None:
-    def on_a_rank() -> None:
-        for strategy in (ltx.ZeroStrategy(), ltx.LocalSGDStrategy(9, warmup_steps=1)):
-            train = trainer(strategy)
-            state = start(train)
-            for _ in range(3):
-                state, _ = train(state, torch.full((5000,), 1.0 + int(ltx.axis_index())))
-            ltx.check_replicas(state)
-
-    ranks(2).run(on_a_rank)
 
 
 def test_every_so_many_steps(ranks: Ranks) -> None:
