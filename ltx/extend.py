@@ -38,6 +38,7 @@ What a strategy gets, and what it gives.
 * :class:`Old`, :class:`PostUpdateResult`: what ``PostUpdateHook.finish_bucket`` gets of the old state, and returns.
 * :func:`members_of`, :func:`with_members`: what a chain of optimizers is made of; the chain made of others.
 * :func:`times_lr`: an optimizer with a multiple of its learning rate.
+* :func:`advanced`, :func:`sees_loss`: an optimizer's state at another count; whether it asks for the loss.
 * :class:`ClipByGlobalNorm`: the clipping whose ``norm`` a strategy replaces where ranks have parts of gradients.
 * :class:`QAdamOptimizer`: the class of :func:`ltx.optim.qadam`'s optimizers, a part of Bagua's qadam.
 
@@ -100,7 +101,7 @@ from ltx.core.gradients.reduction import (
     Terms,
     drive_within,
 )
-from ltx.core.optim.base import Optimizer, OptimizerOffers, Update, times_lr
+from ltx.core.optim.base import Optimizer, OptimizerOffers, Update, advanced, sees_loss, times_lr
 from ltx.core.optim.combine import members_of, with_members
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.optim.quantized_adam import QAdamOptimizer
@@ -152,6 +153,7 @@ __all__ = [
     "Terms",
     "Update",
     "Updated",
+    "advanced",
     "arguments",
     "around",
     "as_bytes",
@@ -172,6 +174,7 @@ __all__ = [
     "pack",
     "prefers_few_calls",
     "recording",
+    "sees_loss",
     "states_of",
     "times_lr",
     "told",

@@ -3,7 +3,7 @@
     w_r    <- update(w_r, grad f_r(w_r))                        H times, each rank for itself
     d      =  mean_r (a - w_r)                                  the outer gradient; a is where all ranks began
     v      <- mu v + d,    a <- a - lr (d + mu v)               Nesterov's momentum, as torch.optim.SGD has it
-    w_r    <- a
+    w_r    <- (1 - alpha) a + alpha w_r                         alpha is 0 but in "Streaming DiLoCo"
 
 Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1. Fragments that
 take turns: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025. With lr = 1 and mu = 0 it is
@@ -20,12 +20,28 @@ import torch
 
 from ltx import hooks
 from ltx.errors import StrategyError
-from ltx.extend import Axis, LeafState, Optimizer, StateLayout, States, StepInfo, Strategy, arguments, states_of, tree
+from ltx.extend import (
+    Axis,
+    LeafState,
+    Optimizer,
+    StateLayout,
+    States,
+    StepInfo,
+    Strategy,
+    advanced,
+    arguments,
+    needs,
+    sees_loss,
+    states_of,
+    tree,
+)
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.typing import Tree
 
 #: A parameter's communication state: where all ranks began, and the outer optimizer's velocity; the hook's is beside.
 ANCHOR, VELOCITY = "anchor", "velocity"
+#: With an optimizer of the user's, the tensors of its state.
+OUTER = "outer.{}"
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,8 @@ class DiLoCoStrategy(Strategy):
     rank's own; :func:`ltx.pmean` gives the mean. Optimizer states stay local.
 
     The communication state has two tensors a parameter, "anchor" and "velocity", the same on every rank, of the
-    parameter's shape; they are float32 where the parameter is narrower.
+    parameter's shape; they are float32 where the parameter is narrower. With an `outer` optimizer the state of that,
+    "outer.0" and so on, is in the place of "velocity".
 
     Args:
         period: inner steps between two outer ones; the papers use 30 to 500.
@@ -47,10 +64,16 @@ class DiLoCoStrategy(Strategy):
         fragments: parameters are cut into so many groups, in the order of their paths and balanced by their bytes.
             Group j takes its outer step where ``(steps so far + j * period // fragments) % period == 0``, so that at
             any time only one is sent, of about 1/fragments of the bytes.
+        outer: another outer optimizer, in place of Nesterov's with `outer_lr` and `outer_momentum`: its gradient is the
+            mean of what ranks have moved by, backwards, its schedules count outer steps. ``from_torch(torch.optim.SGD,
+            lr=1.0, momentum=0.5)`` is SlowMo's, ``from_torch(torch.optim.Adam, ...)`` FedAdam's.
+        update_alpha: of its own parameters a rank keeps this part in an outer step, and takes the rest from the
+            anchor. Then ranks aren't alike after it.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
-        StrategyError: (a ValueError) a field's value isn't allowed; more fragments than parameters, complex parameters
+        StrategyError: (a ValueError) a field's value isn't allowed, as an `outer` optimizer that looks at several
+            parameters or at the loss, or keeps whole numbers; more fragments than parameters, complex parameters
             (when training is initialised).
 
     Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, but for its overlap of an outer step with the inner
@@ -75,13 +98,23 @@ class DiLoCoStrategy(Strategy):
     outer_momentum: float = 0.9
     outer_hook: str | hooks.CommHook = EXACT
     fragments: int = 1
+    outer: Optimizer | None = None
+    update_alpha: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.check_whole(self, 1, "period", "fragments")
         arguments.check_number(self, 0, "outer_lr")
         arguments.check_number(self, 0, "outer_momentum", below=1)
+        arguments.check_number(self, 0, "update_alpha", below=1)
         resolve_hook(self, "outer_hook")
+        arguments.check_fields(self, StrategyError, "outer")
+        needs.require("outer, optimizer", self.outer)
+        if self.outer is not None and (self.outer_lr, self.outer_momentum) != (0.7, 0.9):
+            raise StrategyError(
+                f"DiLoCoStrategy.outer has a rate and a momentum of its own, so leave out outer_lr={self.outer_lr!r}, "
+                f"outer_momentum={self.outer_momentum!r}."
+            )
         if self.fragments > self.period:
             raise StrategyError(
                 f"DiLoCoStrategy.fragments must be at most the period, {self.period}, as one is sent at a time, got "
@@ -94,7 +127,16 @@ class DiLoCoStrategy(Strategy):
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         wide = torch.float32 if param.dtype.itemsize < 4 else param.dtype
         anchor = param.detach().to(wide, copy=True)
-        return {**resolved(self.outer_hook).init(anchor, path), ANCHOR: anchor, VELOCITY: torch.zeros_like(anchor)}
+        own = resolved(self.outer_hook).init(anchor, path)
+        if self.outer is None:
+            return {**own, ANCHOR: anchor, VELOCITY: torch.zeros_like(anchor)}
+        begun = self.outer.init({path: anchor})
+        if sees_loss(begun) or not all(map(torch.is_floating_point, tree.flatten(begun)[0])):
+            raise StrategyError(
+                f"DiLoCoStrategy.outer: {self.outer} keeps a loss or whole numbers in its state, where there are "
+                "floating tensors alone. Count in a floating tensor, or use one of ltx.optim.from_torch's."
+            )
+        return {**own, ANCHOR: anchor, **_named(begun)}
 
     @property
     def cycle(self) -> tuple[int, int]:
@@ -146,11 +188,27 @@ class DiLoCoStrategy(Strategy):
         grads, advanced = self.exchange(hook, moved, paths, StepInfo(outer_step, info.axis), held).wait()
         leaves, states = list(leaves), dict(states)
         for i, path, d, after in zip(members, paths, grads, advanced, strict=True):
-            v = self.outer_momentum * states[path][VELOCITY] + d
-            anchor = states[path][ANCHOR] - self.outer_lr * (d + self.outer_momentum * v)
-            leaves[i] = anchor.to(leaves[i].dtype)
-            states[path] = {**states[path], **after, ANCHOR: anchor, VELOCITY: v}
+            outer = self._outer_step(path, d, states[path], outer_step)
+            anchor = outer[ANCHOR]
+            mixed = anchor.lerp(leaves[i].to(anchor.dtype), self.update_alpha) if self.update_alpha else anchor
+            leaves[i] = mixed.to(leaves[i].dtype)
+            states[path] = {**states[path], **after, **outer}
         return tree.unflatten(spec, leaves), states
+
+    def _outer_step(self, path: str, grad: torch.Tensor, state: LeafState, step: int) -> LeafState:
+        """The next anchor of a parameter, and what the outer optimizer keeps of it."""
+        if self.outer is None:
+            v = self.outer_momentum * state[VELOCITY] + grad
+            return {ANCHOR: state[ANCHOR] - self.outer_lr * (grad + self.outer_momentum * v), VELOCITY: v}
+        params = {path: state[ANCHOR]}
+        spec = tree.flatten(self.outer.init(params))[1]
+        own = tree.unflatten(spec, [state[OUTER.format(place)] for place in range(spec.num_leaves)])
+        params, own = self.outer.apply({path: grad}, advanced(own, lambda count: step), params)
+        return {ANCHOR: params[path], **_named(own)}
+
+
+def _named(outer: Tree) -> LeafState:
+    return {OUTER.format(place): x for place, x in enumerate(tree.flatten(outer)[0])}
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[range]:

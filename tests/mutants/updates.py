@@ -5,17 +5,17 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="strategies: outer momentum without Nesterov",
-        where="DiLoCoStrategy.after_update",
-        old="self.outer_lr * (d + self.outer_momentum * v)",
-        new="self.outer_lr * (d + self.outer_momentum * states[path][VELOCITY])",
+        where="DiLoCoStrategy._outer_step",
+        old="self.outer_lr * (grad + self.outer_momentum * v)",
+        new="self.outer_lr * (grad + self.outer_momentum * state[VELOCITY])",
         breaks="the outer step uses the velocity of the step before",
         tests=("tests/contract/strategies/test_diloco.py",),
     ),
     Mutant(
         name="strategies: the anchor stays",
         where="DiLoCoStrategy.after_update",
-        old="states[path] = {**states[path], **after, ANCHOR: anchor, VELOCITY: v}",
-        new="states[path] = {**states[path], **after, VELOCITY: v}",
+        old="states[path] = {**states[path], **after, **outer}",
+        new="states[path] = {**states[path], **after, **outer, ANCHOR: states[path][ANCHOR]}",
         breaks="every outer step begins at the first parameters",
         tests=("tests/contract/strategies/test_diloco.py",),
     ),

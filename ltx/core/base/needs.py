@@ -27,6 +27,11 @@ def _never(part: str) -> bool:
     return False
 
 
+def _updates(optimizer: Any) -> bool:
+    """It moves parameters, by gradients that aren't a strategy's own."""
+    return optimizer.offers.moves_params is not False and optimizer.offers.strategy is None
+
+
 _unsupported = partial(Need, error=UnsupportedError)
 
 _WAIT = 'use overlap="backward"'
@@ -65,6 +70,12 @@ TABLE = {
         "updates of each element by itself, as a rank updates some elements of a parameter",
         lambda x: x.offers.elementwise,
         f"{_ELEMENTWISE}, or {_DDP}",
+    ),
+    "outer, optimizer": Need(
+        "DiLoCoStrategy.outer",
+        "an optimizer for gradients that updates each parameter by itself",
+        lambda x: _updates(x) and (x.offers.leafwise or x.offers.elementwise),
+        "use one of torch's: ltx.optim.from_torch(torch.optim.Adam, lr=0.1)",
     ),
     "overlap, strategy": Need(
         'overlap="update"', "an update of each bucket by itself", lambda x: x.updates_in_buckets, _WAIT

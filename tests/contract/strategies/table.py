@@ -157,6 +157,22 @@ ROWS: dict[str, Row] = {
         ),
         replicated=False,
     ),
+    "DiLoCo, SlowMo's outer step, mixed": Row(
+        ltx.DiLoCoStrategy(
+            3, outer=ltx.optim.from_torch(torch.optim.SGD, lr=0.8, momentum=0.5), fragments=2, update_alpha=0.25
+        ),
+        partial(
+            diloco.diloco,
+            period=3,
+            lr=0.8,
+            momentum=0.5,
+            nesterov=False,
+            alpha=0.25,
+            fragments=(("b", "s"), ("w",)),
+        ),
+        ranks=(2,),
+        replicated=False,
+    ),
     "DiLoCo, 8 bits with error feedback": Row(
         ltx.DiLoCoStrategy(3, outer_hook=hooks.ByteGrad(error_feedback=True)),
         partial(diloco.diloco, period=3, lr=0.7, momentum=0.9, average=partial(diloco.EightBits, feedback=True)),

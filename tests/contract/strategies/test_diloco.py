@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from tests import inside
 from tests.kinds import Params, Ranks
 
 SIZES = {"a": 40, "b": 8, "c": 24, "d": 24}
+FALLING = ltx.optim.from_torch(torch.optim.SGD, lr=ltx.optim.reduce_on_plateau(0.1))
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 
 
@@ -62,6 +65,61 @@ def test_the_outer_step_is_torchs_nesterov(momentum: float) -> None:
             outer.step()
             params = [anchor.detach().clone()] * 3
         torch.testing.assert_close(state.params["w"], torch.stack(params))
+
+
+OUTER = {
+    "slowmo": partial(torch.optim.SGD, lr=1.0, momentum=0.5),
+    "fedadam": partial(torch.optim.Adam, lr=0.1, eps=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("rate", ["fixed", "scheduled"])
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+@pytest.mark.parametrize("name", OUTER)
+def test_another_outer_optimizer(name: str, alpha: float, rate: str) -> None:
+    """Against torch's on the anchors of two fragments that take turns; each rank keeps `alpha` of its own."""
+    made = OUTER[name]
+    lr = made.keywords["lr"]
+    schedule = (lambda count: lr / (count + 1)) if rate == "scheduled" else lr
+    outer = ltx.optim.from_torch(made.func, **{**made.keywords, "lr": schedule})
+    train = trainer(ltx.DiLoCoStrategy(4, outer=outer, update_alpha=alpha, fragments=2))
+    begin = {"a": torch.randn(5, dtype=torch.float64), "b": torch.randn(5, dtype=torch.float64)}
+    state = train.init(begin)
+    anchors = {name: p.clone().requires_grad_() for name, p in begin.items()}
+    optimizers = {name: made([anchor]) for name, anchor in anchors.items()}
+    params, outer_steps = {name: torch.stack([p] * 3) for name, p in begin.items()}, dict.fromkeys(begin, 0)
+    for step in range(12):
+        x = torch.randn(3, dtype=torch.float64)
+        state, _ = ltx.vmap(train, in_dims=(0 if step else None, 0))(state, x)
+        params = {name: p - 0.1 * 2 * (p - x[:, None]) / 5 for name, p in params.items()}
+        if step % 2:
+            due = "b" if step % 4 == 1 else "a"
+            anchor, optimizer = anchors[due], optimizers[due]
+            if rate == "scheduled":
+                optimizer.param_groups[0]["lr"] = lr / (outer_steps[due] + 1)
+            anchor.grad = anchor.detach() - params[due].mean(0)
+            optimizer.step()
+            outer_steps[due] += 1
+            params[due] = (1 - alpha) * anchor.detach() + alpha * params[due]
+        torch.testing.assert_close(state.params, params)
+
+
+def test_outer_states_are_the_same_everywhere(ranks: Ranks, tmp_path: Path) -> None:
+    strategy = ltx.DiLoCoStrategy(2, outer=ltx.optim.from_torch(torch.optim.Adam, lr=0.1), update_alpha=0.5)
+
+    def run() -> Any:
+        state, _ = trained(strategy, 5)
+        ltx.checkpoint.save(tmp_path, state)
+        restored = ltx.checkpoint.load(tmp_path, trainer(strategy).init(start())).state
+        return [trainer(strategy)(s, torch.ones(()))[0] for s in (state, restored)]
+
+    (one, again), (other, _) = ranks(2).run(run)
+    assert all(map(torch.equal, ltx.tree.flatten(one)[0], ltx.tree.flatten(again)[0]))
+    mine, theirs = (ltx.tree.flatten(state.sync_state.leaves)[0] for state in (one, other))
+    assert all(map(torch.equal, mine, theirs))
+    assert sorted(one.sync_state.leaves["a"]) == ["anchor", "outer.0", "outer.1", "outer.2"]
+    assert not one.params["a"].equal(other.params["a"])
 
 
 def test_with_rate_1_and_without_momentum_it_is_local_sgd(ranks: Ranks) -> None:
@@ -170,6 +228,28 @@ def test_parameters_that_dont_fit() -> None:
         trainer(ltx.DiLoCoStrategy(5, fragments=5)).init(start())
     with pytest.raises(StrategyError, match=r"parameter 'c', complex64\[2\], needs .*: keep its real and imaginary"):
         trainer(ltx.DiLoCoStrategy(5)).init({**start(), "c": torch.zeros(2, dtype=torch.complex64)})
+
+
+def counted() -> Any:
+    return ltx.optim.from_functions(
+        lambda params: torch.tensor(0), lambda grads, state, params: (grads, state), elementwise=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("which chain.* doesn't offer", {"outer": ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), SGD)}),
+        ("which clip_by_global_norm.* doesn't offer", {"outer": ltx.optim.clip_by_global_norm(1.0)}),
+        ("which qadam.* doesn't offer", {"outer": ltx.optim.qadam(0.1, warmup_steps=2)}),
+        ("so leave out outer_lr=0.5, outer_momentum=0.9", {"outer": SGD, "outer_lr": 0.5}),
+        ("keeps a loss or whole numbers", {"outer": counted()}),
+        ("keeps a loss or whole numbers", {"outer": FALLING}),
+    ],
+)
+def test_outer_optimizers_that_dont_fit(text: str, fields: Any) -> None:
+    with pytest.raises(StrategyError, match=text):
+        trainer(ltx.DiLoCoStrategy(2, **fields)).init(start())
 
 
 def test_fields() -> None:

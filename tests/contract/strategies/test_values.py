@@ -40,6 +40,7 @@ VALUES = [
 ALL = [*VALUES, *(row.strategy for row in ROWS.values())]
 NAMES = {"datetime": datetime, "AsyncAveraging": AsyncAveraging, "QAdam": QAdam, "Network": ltx.profile.Network}
 NAMES |= {name: getattr(module, name) for module in (ltx, hooks) for name in module.__all__}
+NAMES |= {"torch": torch, "from_torch": ltx.optim.from_torch}
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=repr)
@@ -117,6 +118,8 @@ BAD: list[tuple[Callable[..., ltx.Strategy], str, str, str, list[Any]]] = [
     (Outer, "DiLoCoStrategy", "outer_lr", NOT_NEGATIVE, [-0.1, float("nan"), "0.7"]),
     (Outer, "DiLoCoStrategy", "outer_momentum", f"{NOT_NEGATIVE}, and less than 1", [1.0]),
     (Outer, "DiLoCoStrategy", "outer_hook", SHORT, [None]),
+    (Outer, "DiLoCoStrategy", "outer", "Optimizer or None", ["adam"]),
+    (Outer, "DiLoCoStrategy", "update_alpha", f"{NOT_NEGATIVE}, and less than 1", [1.0]),
     (Momenta, "QAdam", "warmup_steps", BYTES, [0, 2.0]),
     (Momenta, "QAdam", "betas", "a pair of numbers in [0, 1)", [(0.9, 1.0), 0.9]),
     (AsyncAveraging, "AsyncAveraging", "warmup_steps", WHOLE.format(0), [-1]),

@@ -49,8 +49,11 @@ def diloco(
     momentum: float,
     average: Callable[[], Average] = lambda: mean,
     fragments: Sequence[tuple[str, ...]] = (("b", "s", "w"),),
+    nesterov: bool = True,
+    alpha: float = 0.0,
 ) -> list[list[Params]]:
-    """`fragments`: the names of each; the numbers of a fragment are averaged together, in that order."""
+    """`fragments`: the names of each; the numbers of a fragment are averaged together, in that order.
+    `alpha`: of its own parameters a rank keeps this part."""
     n, k = problem.ranks, len(fragments)
     optimizers, params, history = [Sgd() for _ in range(n)], [dict(problem.start) for _ in range(n)], []
     anchor = [np.concatenate([problem.start[name].ravel() for name in names]) for names in fragments]
@@ -62,10 +65,10 @@ def diloco(
                 moved = [anchor[j] - np.concatenate([p[name].ravel() for name in names]) for p in params]
                 d = averages[j](moved)
                 velocity[j] = momentum * velocity[j] + d
-                anchor[j] = anchor[j] - lr * (d + momentum * velocity[j])
+                anchor[j] = anchor[j] - lr * (d + momentum * velocity[j] if nesterov else velocity[j])
                 ends = np.cumsum([problem.start[name].size for name in names])[:-1]
                 parts = zip(names, np.split(anchor[j], ends), strict=True)
                 new = {name: part.reshape(problem.start[name].shape) for name, part in parts}
-                params = [{**p, **new} for p in params]
+                params = [{**p, **{name: (1 - alpha) * a + alpha * p[name] for name, a in new.items()}} for p in params]
         history.append(params)
     return history
