@@ -362,8 +362,8 @@ def rank_zero_first(axis: Any = None) -> Iterator[None]:
     """``with rank_zero_first():`` rank 0 runs the block, and then the others do: it downloads, they read.
 
     Args:
-        axis: as in :func:`ltx.psum`, at the time of this call. With the axis of a node's ranks
-            (:func:`ltx.extend.inner`) the first rank of each node goes first, for what lies on a disk of its own.
+        axis: as in :func:`ltx.psum`, at the time of this call. With that of a node's ranks
+            (:func:`ltx.axis_from_group`) the first rank of each node goes first, for what lies on a disk of its own.
 
     The others wait for at most the world's `timeout`, see :func:`ltx.init`. Nothing may communicate in the block.
 
