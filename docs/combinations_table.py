@@ -17,6 +17,7 @@ from ltx.core.base.needs import TABLE
 STRATEGIES: dict[str, ltx.Strategy] = {
     "DDPStrategy": ltx.DDPStrategy(),
     "ZeroStrategy": ltx.ZeroStrategy(),
+    "DDPStrategy(comm_hook=Noop())": ltx.DDPStrategy(comm_hook=hooks.Noop()),
     "LocalSGDStrategy": ltx.LocalSGDStrategy(2),
     "DiLoCoStrategy": ltx.DiLoCoStrategy(2),
     "HorovodStrategy": ltx.HorovodStrategy(),

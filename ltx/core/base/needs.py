@@ -96,7 +96,6 @@ TABLE = {
     "check_every, strategy": Need(
         "check_every", "parameters alike on all ranks", lambda x: x.layout.params == "replicated", "leave it out"
     ),
-    "check_every, hook": Need("check_every", "the same result on all ranks", lambda x: x.alike, "leave it out"),
     "weighted, strategy": Need(
         "a loss that is an ltx.Weighted",
         "gradients that ranks average by weight at every step",

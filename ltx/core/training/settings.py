@@ -65,8 +65,6 @@ def check_every(steps: Any, strategy: Strategy) -> None:
         return
     whole("train_step: check_every", steps, 1, StrategyError, besides="None or ")
     require("check_every, strategy", strategy)
-    for hook in hooks_ahead(strategy):
-        require("check_every, hook", hook)
 
 
 def check_weighted(strategy: Strategy, step: int) -> None:

@@ -198,12 +198,9 @@ def test_wrong_arguments(every: Any) -> None:
 
 APART = {
     "strategy": (ltx.LocalSGDStrategy(2), r"parameters alike on all ranks, which LocalSGDStrategy\(period=2\)"),
-    "hook": (ltx.DDPStrategy(comm_hook=hooks.Noop()), r"the same result on all ranks, which Noop\(\)"),
-    "hook later": (ltx.HorovodStrategy(compression=hooks.after(3, hooks.Noop())), r"which Noop\(\)"),
-    "hook of torch": (
-        ltx.DDPStrategy(comm_hook=hooks.from_torch(noop_hook)),
-        r"which FromTorch\(noop_hook, NoneType\)",
-    ),
+    "hook": (ltx.DDPStrategy(comm_hook=hooks.Noop()), r"which DDPStrategy\(comm_hook=Noop\(\)\)"),
+    "hook later": (ltx.HorovodStrategy(compression=hooks.after(3, hooks.Noop())), r"which HorovodStrategy\(.*Noop\(\)\)\)"),
+    "hook of torch": (ltx.DDPStrategy(comm_hook=hooks.from_torch(noop_hook)), r"which .*FromTorch\(noop_hook, NoneType\)\)"),
 }
 
 
