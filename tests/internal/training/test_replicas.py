@@ -199,8 +199,14 @@ def test_wrong_arguments(every: Any) -> None:
 APART = {
     "strategy": (ltx.LocalSGDStrategy(2), r"parameters alike on all ranks, which LocalSGDStrategy\(period=2\)"),
     "hook": (ltx.DDPStrategy(comm_hook=hooks.Noop()), r"which DDPStrategy\(comm_hook=Noop\(\)\)"),
-    "hook later": (ltx.HorovodStrategy(compression=hooks.after(3, hooks.Noop())), r"which HorovodStrategy\(.*Noop\(\)\)\)"),
-    "hook of torch": (ltx.DDPStrategy(comm_hook=hooks.from_torch(noop_hook)), r"which .*FromTorch\(noop_hook, NoneType\)\)"),
+    "hook later": (
+        ltx.HorovodStrategy(compression=hooks.after(3, hooks.Noop())),
+        r"which HorovodStrategy\(.*Noop\(\)\)\)",
+    ),
+    "hook of torch": (
+        ltx.DDPStrategy(comm_hook=hooks.from_torch(noop_hook)),
+        r"which .*FromTorch\(noop_hook, NoneType\)\)",
+    ),
 }
 
 
