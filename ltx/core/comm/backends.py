@@ -319,6 +319,9 @@ def open_group(
             )[0]
     finally:
         world.bound_device_id = bound
+    if group.name() == "undefined":  # of several backends torch has named none; it asks for one, and warns, at the end
+        kinds: Any = dist.ProcessGroup.BackendType
+        group._set_default_backend(kinds.GLOO if "gloo" in backend else kinds.CUSTOM)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     if device is not None and type(group) is dist.ProcessGroup:
         connect: Any = group._get_backend(device)

@@ -11,7 +11,8 @@ these wait for what never comes. The largest set of threads of which that is tru
 sleeps, or has waited for less than a second isn't in it, nor is one that waits for it.
 
 Counts never shrink, and a thread that waits issues nothing: what one rank said before another did is still true. All
-the same a deadlock counts as one only when later beats of all its ranks say the same.
+the same a deadlock counts as one only when later beats of all its ranks say the same. And a rank whose peer has left
+the pass that it waits in will raise, however long its thread has had no time to look.
 
 Not seen: deadlocks inside compiled graphs and on devices, where Python doesn't wait. They end with the axis' timeout.
 """
@@ -54,6 +55,7 @@ class ThreadWait:
     number: int
     ranks: list[int]
     text: str  # what it is in, and on which line
+    told_of: str = ""  # a key: it ends by an error if one of `ranks` has made more there than its own process
 
 
 @dataclass(frozen=True)
@@ -166,13 +168,13 @@ def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:
     left = {(rank, wait.thread): wait for rank, said in told.items() for wait in said.waits}
 
     def waits_in_vain(rank: int, wait: ThreadWait) -> bool:
-        return any(
-            peer != rank
-            and peer in told
-            and told[peer].made(wait) < wait.number
-            and (threads := told[peer].may_issue(wait.key))
+        peers = {peer: told[peer] for peer in wait.ranks if peer != rank and peer in told}
+        mine, *theirs = (said.counts.get(wait.told_of, (0, []))[0] for said in (told[rank], *peers.values()))
+        return max(theirs, default=0) <= mine and any(
+            said.made(wait) < wait.number
+            and (threads := said.may_issue(wait.key))
             and all((peer, thread) in left for thread in threads)
-            for peer in wait.ranks
+            for peer, said in peers.items()
         )
 
     while going_on := [node for node, wait in left.items() if not waits_in_vain(node[0], wait)]:

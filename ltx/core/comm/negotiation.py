@@ -127,8 +127,7 @@ class Negotiation:
 
     def go_on(self) -> None:
         """This rank comes to something new: no longer to where it has failed, at which its peers may find it."""
-        if self._at:
-            self._wait_at("")
+        self._wait_at("")
 
     def _wait_at(self, place: str) -> None:
         if place != self._at:
@@ -140,9 +139,6 @@ class Negotiation:
         said = self._watcher.look_now() if now else self._watcher.look()
         ranks = enumerate(self._comm.global_ranks)
         return {place: said[rank] for place, rank in ranks if rank in said and place != self._rank}
-
-    def _status(self, of: Record) -> Status:
-        return of.on(self._comm.label)
 
     def silent(self) -> list[int]:
         """The ranks of this axis that show no sign of life."""
@@ -185,16 +181,17 @@ class Negotiation:
     def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
         """Called now and then while this rank waits at `place`: raise if not all of the others will come."""
         self._wait_at(place)
-        what = f"{post.signature.operation} on axis {self._name!r}"
+        what, in_pass = f"{post.signature.operation} on axis {self._name!r}", self._recovery.inside
+        in_pass |= place.startswith(BUCKETS)
         try:
-            self.check_peers(what, self._recovery.inside or place.startswith(BUCKETS), now=bool(self._comm.lost()))
+            self.check_peers(what, in_pass, now=bool(self._comm.lost()))
         except PeerLostError:
             if not self._store.has(place):
                 raise
         self._refuse_elsewhere(place, post)
         self.refuse_lost(place, what)
         if time.monotonic() - began > PATIENCE_S:
-            self._refuse_deadlock(place, post)
+            self._refuse_deadlock(place, post, in_pass)
 
     def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
         """How much this rank has issued and compared, and in which threads; see :class:`Deadlocks`."""
@@ -213,17 +210,16 @@ class Negotiation:
         of = "" if channel is self._comm.user else self._comm.under_way
         self._check_deadlock(channel.address, number, what, of)
 
-    def _check_deadlock(self, key: str, number: int, what: str, of: str = "") -> None:
+    def _check_deadlock(self, key: str, number: int, what: str, of: str = "", in_pass: bool = True) -> None:
         def describe() -> str:
-            where = os.path.basename(caller())
-            if of:
-                return f"{of} on axis {self._name!r} ({what}, {where})"
-            return f"{called(what)} on axis {self._name!r} ({where})"
+            name, how = (of, f"{what}, ") if of else (called(what), "")
+            return f"{name} on axis {self._name!r} ({how}{os.path.basename(caller())})"
 
         with suppress(StoreGoneError):  # as in answer_peers()
-            self.deadlocks.check(f"{self._comm.label}/{key}", number, self._comm.global_ranks, describe)
+            label, told_of = self._comm.label, f"{self._comm.label}/{LEFT}" if in_pass else ""
+            self.deadlocks.check(f"{label}/{key}", number, self._comm.global_ranks, describe, told_of)
 
-    def _refuse_deadlock(self, place: str, post: Post) -> None:
+    def _refuse_deadlock(self, place: str, post: Post, in_pass: bool) -> None:
         """Raise if a peer won't come to `place` because it waits itself for something that won't come."""
         address, number, detail, *_ = place.split("/")
         if address == CHECKS:
@@ -233,7 +229,7 @@ class Negotiation:
         else:
             awaited = f"{address}/compared", int(number) + 1
         try:
-            self._check_deadlock(*awaited, post.signature.operation)
+            self._check_deadlock(*awaited, post.signature.operation, in_pass=in_pass)
         except RankMismatchError as error:
             # A peer that comes here after all must not continue alone, nor this rank without it.
             self._comm.user.failed = self._comm.user.failed or error
@@ -243,9 +239,9 @@ class Negotiation:
     def _who_waits(self, *here: object) -> dict[int, str]:
         """Where peers wait, by rank; those alone that this rank, which is `here`, hasn't asked for yet."""
         looked, self._looked = self._looked, (self._watcher.version, *here)
-        if looked == self._looked or not any(self._status(record).at for record in self.records().values()):
+        if looked == self._looked or not any(record.on(self._comm.label).at for record in self.records().values()):
             return {}
-        return {rank: self._status(record).at for rank, record in self.records(now=True).items()}
+        return {rank: record.on(self._comm.label).at for rank, record in self.records(now=True).items()}
 
     def _refuse_elsewhere(self, place: str, post: Post) -> None:
         """Raise if a peer waits for this rank at another place: neither would ever come."""
@@ -274,11 +270,11 @@ class Negotiation:
 
     def ended_peers(self, now: bool = False) -> list[int]:
         """The ranks that have ended in good order."""
-        return [rank for rank, record in self.records(now).items() if self._status(record).ended]
+        return [rank for rank, record in self.records(now).items() if record.on(self._comm.label).ended]
 
     def stragglers(self, channel: ComparedChannel, number: int) -> str:
         """A text that says which ranks haven't come to issue `number` of `channel`."""
-        said = {rank: self._status(record).issued for rank, record in self.records(now=True).items()}
+        said = {rank: record.on(self._comm.label).issued for rank, record in self.records(now=True).items()}
         late = {rank: issued.get(channel.address, number) for rank, issued in said.items()}
         words = [f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < number]
         return "; ".join(words) or "a peer hasn't issued it"
@@ -292,7 +288,7 @@ class Negotiation:
         if len(peers) > 1:
             silent = self._watcher.without_beat([self._comm.global_ranks[rank] for rank in peers])
             # One that has ended because it missed a peer too was there.
-            ended = {rank: self._status(record) for rank, record in self.records().items() if not record.beat}
+            ended = {rank: record.on(self._comm.label) for rank, record in self.records().items() if not record.beat}
             left = [rank for rank, at in ended.items() if not at.ended and (at.abandoned is None or at.abandoned[1])]
             gone = [rank for rank in peers if self._comm.global_ranks[rank] in silent and rank not in left]
         if not gone:

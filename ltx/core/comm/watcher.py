@@ -204,16 +204,16 @@ class Watcher:
         return silent_of(said) | {rank for rank, record in said.items() if not record.beat}
 
     def without_beat(self, ranks: Sequence[int]) -> set[int]:
-        """Those of `ranks` that show no beat from now on, for a little longer than one interval."""
+        """Those of `ranks` that show no beat from now on, for about an interval; several for longer: some are late."""
         before, silent = self.look_now(), {*ranks}
 
-        def all_have_beaten() -> bool:
-            silent.difference_update(
-                r for r, said in self.look_now().items() if r in before and said.beat != before[r].beat
-            )
-            return not silent
+        def are_silent(at_most: int) -> bool:
+            now = self.look_now()
+            silent.difference_update(r for r in now.keys() & before.keys() if now[r].beat != before[r].beat)
+            return len(silent) <= at_most
 
-        poll_until(all_have_beaten, max(1.3 * self._pause_s, 0.25))
+        if not poll_until(lambda: are_silent(0), max(1.3 * self._pause_s, 0.25)):
+            poll_until(lambda: are_silent(1) or self.without_store, 0.2 * self.heartbeat_s)
         return silent
 
     def leave(self, axis: Watched) -> None:
@@ -327,10 +327,8 @@ class Watcher:
         there = sorted(ranks & self._with_record)
         texts = self._own.multi_get([str(rank) for rank in there]) if there else []
         known = {rank: self.records[rank] for rank in ranks & self.records.keys()}
-        records, now = (
-            known | {rank: Record.of(text) for rank, text in zip(there, texts, strict=True)},
-            time.monotonic(),
-        )
+        records = known | {rank: Record.of(text) for rank, text in zip(there, texts, strict=True)}
+        now = time.monotonic()
         for rank, record in records.items():
             if self._beats.get(rank, (-1.0, 0.0))[0] != record.beat:
                 self._beats[rank] = record.beat, now
@@ -400,7 +398,7 @@ class Deadlocks:
         new, self._said = bool(told.waits) and said != self._said, said
         return new
 
-    def check(self, key: str, number: int, ranks: list[int], describe: Callable[[], str]) -> None:
+    def check(self, key: str, number: int, ranks: list[int], describe: Callable[[], str], told_of: str = "") -> None:
         """Called now and then by a thread that has waited for :data:`PATIENCE_S`: will it for ever?
 
         Raises:
@@ -412,7 +410,8 @@ class Deadlocks:
         if wait is None or (wait.key, wait.number) != (key, number):
             self._suspected.pop(thread, None)
             self._found = None
-            self._waits[thread] = wait = ThreadWait(thread, next(self._serials), key, number, ranks, describe())
+            wait = ThreadWait(thread, next(self._serials), key, number, ranks, describe(), told_of)
+            self._waits[thread] = wait
             self._watcher.tell()
         elif now - self._looked_s.get(thread, 0.0) < _PAUSE_S:
             return

@@ -7,14 +7,18 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import get_context
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ltx
+from ltx.core.comm.channel import Channel
 from ltx.core.comm.diagnosis import ThreadWait, Told, stuck
-from ltx.errors import RankMismatchError
+from ltx.errors import DeadlockDetectedError, RankMismatchError
 from tests.kinds import Started, Tell
 
 ONES = torch.ones(2)
@@ -152,6 +156,44 @@ def test_ranks_that_are_slow(sockets: bool, started: Started) -> None:
     assert [world.told(rank) for rank in range(2)] == ["over"] * 2
 
 
+@pytest.mark.full
+def test_a_peer_that_has_no_time_to_hear_that_a_step_was_left(started: Started) -> None:
+    """Its process says that it waits, again and again; the thread that will hear of it comes to nothing meanwhile."""
+    says_so, may_look = (get_context("fork").Event() for _ in range(2))
+
+    def body(tell: Tell) -> int:
+        fails = False
+
+        def loss(w: torch.Tensor) -> torch.Tensor:
+            if fails:
+                raise ValueError("of its own")
+            return w.square().sum()
+
+        train = ltx.train_step(ltx.data_parallel(loss), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state, _ = train(train.init(torch.ones(3)))
+        look = Channel.look_around
+
+        def late(channel: Channel, *args: Any, **kwargs: Any) -> None:
+            look(channel, *args, **kwargs)
+            if channel.negotiation.deadlocks._waits:
+                says_so.set()
+                may_look.wait(20.0)
+
+        if ltx.world().is_global_zero:
+            assert says_so.wait(20.0)
+            threading.Timer(4.0, may_look.set).start()
+            fails = True
+        else:
+            Channel.look_around = late  # type: ignore[method-assign]
+        with pytest.raises((ValueError, DeadlockDetectedError), match="of its own"):
+            train(state)
+        fails = False
+        return int(train(state)[0].step)
+
+    world = started(2, body, timeout_s=50.0)
+    assert [world.told(rank) for rank in range(2)] == [2, 2]
+
+
 # --- what is told, and what follows ----------------------------------------------------------------------------------
 
 
@@ -185,6 +227,17 @@ def test_a_thread_that_does_not_wait_may_still_issue_it() -> None:
     assert len(stuck({0: IN_A, 1: new})) == 2, "nobody has issued there yet: whoever is known will"
     other = told(waiting(1, "b", 4), a=(0, []), b=(4, [1]), c=(1, [2]))
     assert stuck({0: IN_A, 1: other}) == {}
+
+
+def test_who_will_be_told_that_a_peer_has_left_its_pass_is_not_stuck() -> None:
+    """However long its thread has had no time to look, and though records of it say so again and again."""
+    gone_on = told(waiting(1, "left", 3), left=(3, [1]), buckets=(7, [1]))
+    in_pass = replace(waiting(1, "buckets", 8), told_of="left")
+    assert stuck({0: gone_on, 1: told(in_pass, left=(2, [1]), buckets=(8, [1]))}) == {}
+    both_left = told(in_pass, left=(3, [1]), buckets=(8, [1]))
+    later = told(waiting(1, "again", 3), left=(3, [1]), buckets=(7, [1]))
+    both_left = replace(both_left, counts=both_left.counts | {"again": (2, [1])})
+    assert set(stuck({0: later, 1: both_left})) == {(0, 1), (1, 1)}
 
 
 def test_threads_that_wait_crosswise() -> None:

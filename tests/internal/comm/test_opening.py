@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 import ltx
 from ltx.core.comm.watcher import hold_watcher
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
-from tests.kinds import Started, Tell
+from tests.kinds import Ranks, Started, Tell
 
 OPENINGS: dict[str, Callable[[], Callable[[], Any]]] = {
     "ranks": lambda: lambda: ltx.axis_from_group([1, 0], "both"),
@@ -100,6 +100,16 @@ def test_a_peer_whose_world_has_ended(how: str, text: str, started: Started) -> 
 
     world = started(2, body, timeout_s=60.0)
     assert world.told(0).startswith(text)
+
+
+def test_torch_knows_the_backend_of_a_group_that_some_ranks_make(ranks: Ranks) -> None:
+    """It asks for that when the group ends, and else warns on every rank that there is no backend of type 0."""
+
+    def name() -> str:
+        with ltx.axis_from_group([0, 1]) as axis:
+            return str(axis.comm.group.name())
+
+    assert list(ranks(2).run(name)) == ["gloo", "gloo"]
 
 
 def heartbeat_users() -> int:

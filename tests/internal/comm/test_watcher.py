@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import PrefixStore
 import ltx
 from ltx.checkpoint.together import Together
 from ltx.core.comm.channel import Work
-from ltx.core.comm.diagnosis import Status
-from ltx.core.comm.watcher import hold_watcher, release_watcher
+from ltx.core.comm.diagnosis import Record, Status
+from ltx.core.comm.watcher import Watcher, hold_watcher, release_watcher
 from ltx.errors import LtxError
 from tests.forks import Ranks, free_port, hold_store
 
@@ -61,6 +61,22 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
     yield start
     for each in started:
         each.close()
+
+
+def test_who_is_only_late_is_not_taken_for_gone() -> None:
+    """Of two ranks that show no beat for longer than an interval, after a connection has broken."""
+    began = time.monotonic()
+
+    class Seen(Watcher):
+        without_store = False  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            self.heartbeat_s = 10.0
+
+        def look_now(self) -> dict[int, Record]:
+            return {1: Record(1.0 + (time.monotonic() - began > 1.0)), 2: Record(1.0)}
+
+    assert Seen().without_beat([1, 2]) == {2}
 
 
 @pytest.mark.full(but=2)
