@@ -22,6 +22,7 @@ once they were edited, so that a worker runs what the driver runs.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -34,12 +35,14 @@ import pickle
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate, pairwise
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -446,11 +449,16 @@ class Modules:
         WorkerError if one can't be read: it stays as it was, and is tried again at the next call.
         """
         self.note()
-        for name, stamp in reversed(self._stamps.items()):  # a module is listed before those that it imports
-            module = sys.modules.get(name)
-            now = _stamp(module.__file__ or "") if module is not None else None
-            if module is None or now in (stamp, None):
-                continue
+        now = {name: _stamp(getattr(sys.modules.get(name), "__file__", None) or "") for name in self._stamps}
+        edited = {name for name, stamp in now.items() if stamp not in (None, self._stamps[name])}
+        uses = {name: edited & _imports(sys.modules[name]) if len(edited) > 1 else () for name in edited}
+        order: Iterable[str] = edited
+        with suppress(CycleError):
+            order = list(
+                TopologicalSorter(uses).static_order()
+            )  # what a module takes of others is new before it is read
+        for name in order:
+            module = sys.modules[name]
             with suppress(OSError, NotImplementedError):
                 # Its time is kept in whole seconds there.
                 os.unlink(importlib.util.cache_from_source(module.__file__ or ""))
@@ -464,7 +472,7 @@ class Modules:
                     f"the module {name!r} was edited since this worker imported it, and reading it again raised "
                     f"{type(error).__name__}: {error}. Mend {module.__file__}, or start new workers."
                 ) from error
-            self._stamps[name] = now or stamp
+            self._stamps[name] = now[name]
 
     def _reload(self, module: ModuleType) -> None:
         try:
@@ -473,6 +481,19 @@ class Modules:
             importlib.reload(module)  # `from module import f` elsewhere still has the old f
         else:
             superreload(module, importlib.reload, self._old)
+
+
+def _imports(module: ModuleType) -> set[str]:
+    """The names of modules that `module` imports anywhere, as its file is now, and of what it takes from them."""
+    found: set[str] = set()
+    with suppress(OSError, SyntaxError, ValueError, ImportError):  # reading it again raises it
+        for node in ast.walk(ast.parse(Path(module.__file__ or "").read_bytes())):
+            if isinstance(node, ast.Import):
+                found.update(each.name for each in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), module.__package__)
+                found.update((base, *(f"{base}.{each.name}" for each in node.names)))
+    return found
 
 
 def _stamp(file: str) -> tuple[int, int] | None:

@@ -16,9 +16,8 @@ NAME = "ltx_edited_while_it_runs"
 
 
 @pytest.fixture
-def edit(tmp_path: Path, ranks: Ranks) -> Iterator[Callable[[str], Any]]:
+def edit(tmp_path: Path, ranks: Ranks) -> Iterator[Callable[..., Any]]:
     """Writes the module, which workers can import, and gives what is called on them: it doesn't travel by value."""
-    (tmp_path / f"{NAME}_user.py").write_text(f"from {NAME} import value\ndef used(): return value()\n")
     folder = str(tmp_path)
 
     def call() -> list[Any]:
@@ -29,8 +28,9 @@ def edit(tmp_path: Path, ranks: Ranks) -> Iterator[Callable[[str], Any]]:
             sys.path.insert(0, folder)
         return [importlib.import_module(f"{NAME}{end}") for end in ("", "_user")]
 
-    def write(source: str) -> Any:
+    def write(source: str, user: str = "from {} import value\ndef used(): return value()\n") -> Any:
         (tmp_path / f"{NAME}.py").write_text(source)
+        (tmp_path / f"{NAME}_user.py").write_text(user.format(NAME))
         return ranks(2).run(lambda: [getattr(m, f)() for m, f in zip(call(), ("value", "used"), strict=True)])
 
     yield write
@@ -46,13 +46,24 @@ def edit(tmp_path: Path, ranks: Ranks) -> Iterator[Callable[[str], Any]]:
     assert NAME not in sys.modules
 
 
-def test_the_new_code_runs(edit: Callable[[str], Any]) -> None:
+def test_the_new_code_runs(edit: Callable[..., Any]) -> None:
     """Also where another module has taken a function of it by name; also twice within a second, of equal length."""
     for value in (1, 2, 3):
         assert edit(f"def value(): return {value}\n").replicated() == [value, value]
 
 
-def test_what_can_not_be_read_is_told_and_mended(edit: Callable[[str], Any]) -> None:
+def test_of_two_that_were_edited_the_one_that_is_imported_is_read_first(edit: Callable[..., Any]) -> None:
+    """Whatever their order: what the other takes of it, a name that is new or a number, is what it is now."""
+    user = "from {} import number\ndef used(): return number\n"
+    edit("number = 0\ndef value(): return number\n", user)
+    for number in (10, 200):
+        assert (
+            edit(f"number = {number}\ndef value(): return number\n", f"# {number}\n{user}").replicated() == [number] * 2
+        )
+    assert edit("number = new = 3\ndef value(): return new\n", user.replace("number", "new")).replicated() == [3, 3]
+
+
+def test_what_can_not_be_read_is_told_and_mended(edit: Callable[..., Any]) -> None:
     edit("def value(): return 1\n")
     with pytest.raises(WorkerError, match=f"the module '{NAME}' was edited since this worker imported it.*SyntaxError"):
         edit("def value() return 2\n")
