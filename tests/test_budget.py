@@ -38,7 +38,7 @@ BUDGET = {
     "core/transforms": Size(3278, 12),
     "core/world": Size(1618, 7),
     "demo": Size(480, 3),
-    "hooks": Size(2604, 13),
+    "hooks": Size(2622, 13),
     "profile": Size(1118, 4),
     "runtime": Size(4288, 14),
     "strategies": Size(2680, 11),

@@ -6,8 +6,9 @@
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", NeurIPS
 2019, algorithm 1 and 2. M Q and M^T P are sums over ranks, so two all-reduces of thin matrices stand for one of the
 gradient, and M^ is the projection of M on the columns of P. With the last Q' as the next Q (warm start) the iteration
-goes on from step to step. The residual holds the rank's own share minus its part of the result, as in algorithm 2. P
-and Q are held transposed, which is how products with them are fastest.
+goes on from step to step; with more iterations a step, M^ comes to the best matrix of that rank. The residual holds the
+rank's own share minus its part of the result, as in algorithm 2. P and Q are held transposed, which is how products
+with them are fastest.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ class PowerHook(LossyHook):
         error_feedback: keep what the low rank leaves out for the next step.
     """
 
-    phases: ClassVar[int] = 2
     reads_step: ClassVar[bool] = True
     bucket_factor: ClassVar[int] = 4
 
@@ -96,6 +96,8 @@ class PowerSGD(PowerHook):
     Args:
         rank, start_step, warm_start, seed, error_feedback: as in :class:`PowerHook`.
         min_compression_rate: matrices for which the thin ones aren't this many times smaller travel whole.
+        iterations: of the power iteration in a step, each of which sends both thin matrices. With error feedback and
+            warm start one is nearly as good as the best approximation; without them more come closer to it.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019; torch.distributed's powerSGD_hook for the fields.
 
@@ -108,13 +110,19 @@ class PowerSGD(PowerHook):
     needs_whole: ClassVar[bool] = True
 
     min_compression_rate: float = 2.0
+    iterations: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        arguments.check_whole(self, 1, "iterations")
         if not self.min_compression_rate > 0:
             raise StrategyError(
                 f"PowerSGD.min_compression_rate must be a positive number, got {brief(self.min_compression_rate)}."
             )
+
+    @property
+    def phases(self) -> int:
+        return 2 * self.iterations
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         thin = _thin(param.shape, self.rank, self.min_compression_rate)
@@ -142,17 +150,26 @@ class PowerSGD(PowerHook):
         firsts = multiply_all(matrices, [start.mT for start in starts])
         request = CollectiveRequest("psum", _joined([*firsts, *(parts[m] for m in whole)]))
         *firsts, whole_sums = _cut((yield request), firsts)
-        firsts = orthonormal_all(firsts)
-        seconds = multiply_all(firsts, matrices)
-        if thin:
-            *seconds, _ = _cut((yield CollectiveRequest("psum", _joined(seconds))), seconds)
-        norms = row_norms(seconds)
-        regular = is_plain(inputs.flat) and (not norms or bool(_regular(torch.cat(norms)).all()))
+        for left in reversed(range(self.iterations if thin else 1)):
+            firsts = orthonormal_all(firsts)
+            seconds = multiply_all(firsts, matrices)
+            if thin:
+                *seconds, _ = _cut((yield CollectiveRequest("psum", _joined(seconds))), seconds)
+            norms = row_norms(seconds)
+            regular = is_plain(inputs.flat) and (not norms or bool(_regular(torch.cat(norms)).all()))
+            if left or self.warm_start:
+                # Where a row is zero or not finite the last start's, so that the next iteration isn't stuck with it.
+                starts = [
+                    second / norm if regular else torch.where(_regular(norm), second / norm, start)
+                    for second, norm, start in zip(seconds, norms, starts, strict=True)
+                ]
+            if left:
+                firsts = multiply_all(matrices, [start.mT for start in starts])
+                *firsts, _ = _cut((yield CollectiveRequest("psum", _joined(firsts))), firsts)
         states = [dict(state) for state in inputs.states]
         if self.warm_start:
-            for (m, *_), second, norm, start in zip(thin, seconds, norms, starts, strict=True):
-                # Where a row is zero or not finite the last start's, so that the next iteration isn't stuck with it.
-                states[m][Q] = second / norm if regular else torch.where(_regular(norm), second / norm, start)
+            for (m, *_), start in zip(thin, starts, strict=True):
+                states[m][Q] = start
         products = {m: pair for (m, *_), pair in zip(thin, zip(firsts, seconds, strict=True), strict=True)}
         sums = dict(zip(whole, whole_sums.split([parts[m].numel() for m in whole]), strict=True))
         # Over all ranks a part of 1/n each adds up to the total.
@@ -190,6 +207,7 @@ class BatchedPowerSGD(PowerHook):
         ('residual',)
     """
 
+    phases: ClassVar[int] = 2
     bucket_factor: ClassVar[int] = 1  # a bucket is a matrix, and a larger one is approximated worse
 
     warm_start: bool = field(default=False, init=False, repr=False)

@@ -193,8 +193,8 @@ MUTANTS = (
     Mutant(
         name="hooks: PowerSGD starts anew at every step",
         where="PowerSGD.send",
-        old="states[m][Q] = second / norm if regular else torch.where(_regular(norm), second / norm, start)",
-        new="states[m][Q] = start",
+        old="states[m][Q] = start",
+        new="pass",
         breaks="the power iteration never converges",
         tests=("tests/contract/hooks/test_bounds.py", "tests/contract/hooks/test_conformance.py"),
     ),

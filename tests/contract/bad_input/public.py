@@ -425,7 +425,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.hooks.RandomK": [Call(hooks.RandomK, (0.5, 0), {"error_feedback": True}, _reduced)],
         "ltx.hooks.TopK": [Call(hooks.TopK, (0.5,), {"error_feedback": True}, _reduced)],
         "ltx.hooks.PowerSGD": [
-            Call(hooks.PowerSGD, (1, 0, True, 0, 2.0), {"error_feedback": True}, _reduced),
+            Call(hooks.PowerSGD, (1, 0, True, 0, 2.0, 2), {"error_feedback": True}, _reduced),
         ],
         "ltx.hooks.BatchedPowerSGD": [Call(hooks.BatchedPowerSGD, (1, 0, 0), {"error_feedback": True}, _reduced)],
         "ltx.hooks.from_functions": [

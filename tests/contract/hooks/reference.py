@@ -197,7 +197,7 @@ def random_k(ratio: float, seed: int, feedback: bool) -> Twin:
     return with_feedback(send)
 
 
-def power(rank: int, warm_start: bool = True, rate: float = 2.0) -> Twin:
+def power(rank: int, warm_start: bool = True, rate: float = 2.0, iterations: int = 1) -> Twin:
     def send(shares: list[dict[str, Tensor]], states: States, step: int) -> Any:
         n = len(shares)
         total: dict[str, Tensor] = {}
@@ -214,8 +214,10 @@ def power(rank: int, warm_start: bool = True, rate: float = 2.0) -> Twin:
                     part[name] = inputs[name]
                 continue
             matrix = whole.reshape(rows, columns)
-            p = columns_of(matrix @ states[0][name]["q"].mT)
-            q = matrix.mT @ p
+            q = states[0][name]["q"].mT
+            for _ in range(iterations):
+                p = columns_of(matrix @ q)
+                q = matrix.mT @ p
             total[name] = (p @ q.mT).view_as(x)
             for part, state in zip(parts, following, strict=True):
                 part[name] = total[name] / n

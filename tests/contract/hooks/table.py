@@ -56,6 +56,7 @@ ROWS: dict[str, Row] = {
     ),
     "powersgd 1": Row(hooks.PowerSGD(1, start_step=0), power(1)),
     "powersgd 3": Row(hooks.PowerSGD(3, start_step=0, min_compression_rate=1), power(3, rate=1)),
+    "powersgd 2, iterated": Row(hooks.PowerSGD(2, start_step=0, iterations=3), power(2, iterations=3)),
     "powersgd, not fed back": Row(hooks.PowerSGD(1, start_step=0, error_feedback=False), power(1)),
     "batched powersgd": Row(hooks.BatchedPowerSGD(2, start_step=0, seed=4), batched_power(2, 4)),
     "bf16, fed back": Row(FED(hooks.BF16()), scattered(rounded(torch.bfloat16)), 0.01),

@@ -148,9 +148,23 @@ def test_random_numbers_are_uniform_normal_and_their_keys_differ(seed: int) -> N
     assert abs(torch.stack([u[:-1], u[1:]]).corrcoef()[0, 1]) <= 6 / count**0.5
 
 
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_many_power_iterations_give_the_best_approximation(warm_start: bool) -> None:
+    """That of the singular value decomposition, of the mean over ranks, in one step."""
+    hook = hooks.PowerSGD(3, 0, warm_start, min_compression_rate=1, error_feedback=False, iterations=40)
+    left, right = (torch.linalg.qr(torch.randn(n, 12, dtype=torch.float64))[0] for n in (30, 20))
+    values = 0.5 ** torch.arange(12, dtype=torch.float64)  # with gaps, by which it converges
+    mean, noise = left * values @ right.mT, torch.randn(30, 20, dtype=torch.float64)
+    strategy = ltx.DDPStrategy(comm_hook=hook)
+    state = ltx.data_parallel(lambda p: p, strategy).init(mean)
+    found = ltx.vmap(lambda g: ltx.sync_gradients(g, strategy, state)[0])(torch.stack([mean + noise, mean - noise]))
+    torch.testing.assert_close(found, (left[:, :3] * values[:3] @ right[:, :3].mT).expand(2, -1, -1))
+
+
 WRONG = {
     "rank": lambda: hooks.PowerSGD(rank=0),
     "start_step": lambda: hooks.PowerSGD(start_step=-1),
+    "iterations": lambda: hooks.PowerSGD(iterations=0),
     "min_compression_rate": lambda: hooks.PowerSGD(min_compression_rate=0),
     "per": lambda: hooks.Quantize("row"),
     "channel": lambda: hooks.Quantize("channel", 0),
