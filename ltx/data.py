@@ -326,6 +326,7 @@ def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
 
     Raises:
         InputError: (a ValueError) `items` is something else, or lengths in a dict differ.
+        UnsupportedError: a tensor is sparse or nested.
         AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
 
     Source: accelerate's ``split_between_processes``, whose padding is each share's own last item.
@@ -340,6 +341,8 @@ def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
     parts: dict[Any, Any] = items if isinstance(items, dict) else {"items": items}
     if not all(isinstance(x, list | tuple) or (isinstance(x, torch.Tensor) and x.ndim) for x in parts.values()):
         raise InputError(f"share_out: items must be a list, tuple or tensor, or a dict of such, got {brief(items)}.")
+    tensors = {name: x for name, x in parts.items() if isinstance(x, torch.Tensor)}
+    tree.check_dense(tree.flatten(tensors)[0], tensors, "share_out")
     lengths = {name: len(x) for name, x in parts.items()}
     if len(set(lengths.values())) > 1:
         raise InputError(f"share_out: what is in a dict must have one length, got {lengths}.")
@@ -350,7 +353,9 @@ def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
     taken = [min(place, length - 1) for place in range(start, stop)]
 
     def share(x: Any) -> Any:
-        return x[taken] if isinstance(x, torch.Tensor) else type(x)(x[place] for place in taken)
+        if isinstance(x, torch.Tensor):
+            return x[taken]
+        return (list if isinstance(x, list) else tuple)(x[place] for place in taken)
 
     shares = {name: share(x) for name, x in parts.items()}
     own: Items = shares if isinstance(items, dict) else shares["items"]  # type: ignore[assignment]
