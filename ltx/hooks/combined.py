@@ -136,6 +136,8 @@ class Chain(LossyHook):
                 object.__setattr__(self, "hook", fed)
         elif isinstance(self.hook, LossyHook) and self.hook.error_feedback:
             object.__setattr__(self, "error_feedback", True)
+        if self.error_feedback:
+            self.inner.with_error_feedback()  # raises if its errors are too large to be fed back
 
     @property
     def reads_step(self) -> bool:

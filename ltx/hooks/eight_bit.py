@@ -31,6 +31,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
+from ltx.errors import StrategyError
 from ltx.extend import CHUNK, BucketInput, arguments, chunks, is_plain, noise
 from ltx.hooks.lossy import CompressedAllReduce, by_greatest, from_message, to_message
 
@@ -261,9 +262,14 @@ class QSGD(CompressedAllReduce):
 
     Args:
         levels: s, at most 127.
-        block: d, numbers that share a norm.
+        block: d, numbers that share a norm. The error grows with it: its square is at most d / s^2 of the block's, or
+            sqrt(d) / s where that is less.
         seed: of the randomness, which is a function of seed, step, place and rank.
-        error_feedback: keep what rounding loses for the next step; then the result isn't unbiased step by step.
+        error_feedback: keep what rounding loses for the next step; then the result isn't unbiased step by step. For
+            blocks of less than s^2 numbers: in longer ones more may be lost than there is.
+
+    Raises:
+        StrategyError: a field's value isn't allowed; error feedback with longer blocks.
 
     Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1.
 
@@ -283,6 +289,12 @@ class QSGD(CompressedAllReduce):
         super().__post_init__()
         arguments.check_whole(self, 1, "levels", most=127)
         arguments.check_whole(self, 1, "block", most=2**24)
+        if self.error_feedback and self.block >= self.levels**2:
+            raise StrategyError(
+                f"QSGD(levels={self.levels}, block={self.block}) with error feedback: of a block of levels^2 = "
+                f"{self.levels**2} numbers or more rounding may lose more than there is, and what is fed back would "
+                "grow without end. Use shorter blocks, or leave error feedback out."
+            )
 
     def multiple(self) -> int:
         return self.block

@@ -102,6 +102,22 @@ def test_top_k_leaves_the_smallest(name: str, ratio: float, seed: int) -> None:
     torch.testing.assert_close(left, smallest, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("levels", [6, 15])
+def test_what_qsgd_feeds_back_stays_small(levels: int, seed: int) -> None:
+    """In the longest blocks that are allowed; in longer ones it doubled at every step."""
+    hook = hooks.QSGD(levels=levels, block=levels**2 - 1, error_feedback=True)
+    strategy, x = ltx.DDPStrategy(comm_hook=hook), torch.randn(2, 4096)
+
+    def residuals(x: Tensor) -> Tensor:
+        state, found = ltx.data_parallel(lambda p: p, strategy).init(x), []
+        for _ in range(12):
+            _, state = ltx.sync_gradients(x, strategy, state)
+            found.append(next(iter(state.leaves.values()))["residual"].norm())
+        return torch.stack(found)
+
+    assert (ltx.vmap(residuals)(x) <= 2 * x.norm(dim=1, keepdim=True)).all()
+
+
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("levels", [1, 4, 127])
 def test_qsgd_is_unbiased_within_its_variance(levels: int, seed: int) -> None:
@@ -180,6 +196,8 @@ WRONG = {
     "expected hooks by pattern, got {}": lambda: hooks.partition({}),
     r"got <class '.*FP16'> for '\*'": lambda: hooks.partition({"*": hooks.FP16}),
     "hooks.partition needs collectives of ltx's": lambda: hooks.partition({"*": hooks.from_torch(print)}),
+    r"levels\^2 = 225 numbers or more": lambda: hooks.error_feedback(hooks.QSGD(levels=15, block=225)),
+    r"levels\^2 = 4 numbers": lambda: hooks.chain(hooks.RandomK(0.5), hooks.QSGD(levels=2)),
     "needs an error to feed back": lambda: hooks.error_feedback(hooks.AllReduce()),
 }
 
