@@ -28,6 +28,9 @@ from ltx.typing import Tree
 
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
+#: Layouts of replicas that are alike, and of others: steps ask for one several times.
+_ALIKE, _APART = StateLayout(), StateLayout(params="per_rank", opt_state="per_rank")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DDPStrategy(Strategy):
@@ -146,8 +149,7 @@ class DDPStrategy(Strategy):
 
     @property
     def layout(self) -> StateLayout:
-        alike = self.start_local_sgd_step is None and self._hook.alike
-        return StateLayout() if alike else StateLayout(params="per_rank", opt_state="per_rank")
+        return _ALIKE if self.start_local_sgd_step is None and self._hook.alike else _APART
 
     @property
     def communicates_besides(self) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import compress, repeat
 from typing import Any, ParamSpec
 
 import torch
@@ -101,8 +102,9 @@ class Function(torch.autograd.Function):
         if in_autograd_vmap() and any(map(_batched_by_autograd, args)):
             return _batched_anew(cls.apply, args)
         if not private.in_transform():  # torch's own, without what it does to arguments one by one
-            alive = [private.unwrapped_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
-            return super(torch.autograd.Function, cls).apply(*alive)  # type: ignore[misc]
+            if any(map(private.is_wrapped, compress(args, map(isinstance, args, repeat(torch.Tensor))))):
+                args = tuple([private.unwrapped_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args])
+            return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
         traced.refuse_blind()
         try:
             return super().apply(*args)  # type: ignore[no-untyped-call]

@@ -77,8 +77,9 @@ def all_reduce(reduce: Callable[..., torch.Tensor]) -> Cut:
         flat = job.buffer.view(-1)
 
         def take(at: slice, slots: list[torch.Tensor]) -> None:
+            result = flat[at]
             for other, slot in enumerate(slots):
-                part(flat[at], other, job.size).copy_(part(slot, other, job.size))
+                part(result, other, job.size).copy_(part(slot, other, job.size))
 
         return _cut(flat, take, reduce=reduce)
 
@@ -96,8 +97,7 @@ def _take_rows(to: torch.Tensor, at: slice, rows: list[torch.Tensor]) -> None:
 
 def _sent(job: Job, gives: bool, source: int | None) -> Iterator[Chunk]:
     """This rank copies its buffer in if it `gives`, and copies the buffer of `source` out."""
-    out = job.out.view(-1)
-    take = _nothing if source is None else lambda at, slots: out[at].copy_(slots[source])
+    take = _nothing if source is None else lambda at, slots: job.out.view(-1)[at].copy_(slots[source])
     return _cut(job.buffer.view(-1), take, gives)
 
 

@@ -366,7 +366,7 @@ def open_transport(rank: int, exchange: Callable[[str, Any], list[Any]]) -> Shar
 
 def progress_everywhere() -> bool:
     """Advance every transport of this process; returns whether there was anything to do."""
-    return sum(transport.progress() for transport in tuple(_transports) if transport.busy) > 0
+    return sum([transport.progress() for transport in tuple(_transports) if transport.busy]) > 0
 
 
 def any_transport_busy() -> bool:

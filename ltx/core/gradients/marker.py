@@ -378,15 +378,14 @@ def put_on(
         # The fence's inputs lie in the order in which `wait` gives its results.
         fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))
         per_bucket = [list(islice(fenced, len(tensors))) for tensors in per_bucket]
-    marked: list[Any] = [None] * len(params)
+    marked: dict[int, torch.Tensor] = {}
     tokens: list[torch.Tensor] = []
     for bucket, tensors in zip(plan.buckets, per_bucket, strict=True):
         *outs, token = Marker.apply(schedule, bucket.index, (), index, *tensors)
         raise_priority(token, MARKER_PRIORITY)
-        for member, out in zip(bucket.members, outs, strict=True):
-            marked[member] = out
+        marked.update(zip(bucket.members, outs, strict=True))
         tokens.append(token)
-    return marked, tokens
+    return [*map(marked.__getitem__, range(len(params)))], tokens
 
 
 def tie(

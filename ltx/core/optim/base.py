@@ -315,8 +315,8 @@ def leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> list[Any]:
 def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: Tree = None) -> None:
     """Refuse, by name and before anything is written, gradients that don't fit their parameters."""
     with suppress(AttributeError):  # of what is no tensor; most often all fit
-        same_shapes = [x.shape for x in grads] == [x.shape for x in params]  # type: ignore[union-attr]
-        if same_shapes and [x.dtype for x in grads] == [x.dtype for x in params]:  # type: ignore[union-attr]
+        kind = attrgetter("shape", "dtype")
+        if [*map(kind, grads)] == [*map(kind, params)]:
             return
     for index, (grad, param) in enumerate(zip(grads, params, strict=True)):
         if not isinstance(param, Tensor):

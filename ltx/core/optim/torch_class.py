@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -195,16 +196,14 @@ def check_params(cls: type, params: Tree, fused: Sequence[bool] | None) -> None:
 def check_grad_layouts(cls: type, grads: Sequence[Tensor | None], params: Tree = None) -> None:
     """Refuse, by name, sparse gradients for classes that take dense ones and the other way round."""
     wants_sparse = issubclass(cls, torch.optim.SparseAdam)
-    for index, grad in enumerate(grads):
-        if grad is None or grad.is_sparse == wants_sparse:
-            continue
-        if wants_sparse:
-            problem = "is dense, but SparseAdam takes sparse gradients only: use Adam"
-        elif not issubclass(cls, _TAKE_SPARSE_GRADS):
-            problem = f"is sparse, but {cls.__name__} takes dense ones only: use SparseAdam, SGD or Adagrad"
-        else:
-            continue
-        raise OptimError(f"from_torch({cls.__name__}): the gradient of {leaf_name(params, index)} {problem}.")
+    sparse = [*map(getattr, grads, repeat("is_sparse"), repeat(wants_sparse))]  # None is as it should be
+    if (not wants_sparse) not in sparse or (not wants_sparse and issubclass(cls, _TAKE_SPARSE_GRADS)):
+        return
+    problem = f"is sparse, but {cls.__name__} takes dense ones only: use SparseAdam, SGD or Adagrad"
+    if wants_sparse:
+        problem = "is dense, but SparseAdam takes sparse gradients only: use Adam"
+    name = leaf_name(params, sparse.index(not wants_sparse))
+    raise OptimError(f"from_torch({cls.__name__}): the gradient of {name} {problem}.")
 
 
 # How a number, and None, in an instance's state are told from a tensor, and where it is said whether there is any yet.

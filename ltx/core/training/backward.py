@@ -281,7 +281,7 @@ class CollectGradients(Completion):
     def result(self) -> BackwardResult:
         after = self._states_after(self._work.state.held("params"))
         sums = self._sums if self._probes is not None else None
-        grads = [self._grads[m] for m in range(len(self._work.forward.leaves))]
+        grads = [*map(self._grads.__getitem__, range(len(self._work.forward.leaves)))]
         return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -116,8 +117,7 @@ class Step:
         work = self._second_half(forward)
         if forward.schedule is None:
             among, local = forward.run.within or self.info.axis, self.train.step.strategy.hook(self.info.step) is None
-            reduced = forward.run.schedule is not None
-            mean, divisor = mean_at_once(forward.total, forward.weight, among, local, reduced)
+            mean, divisor = mean_at_once(forward.total, forward.weight, among, local, forward.run.schedule is not None)
             done = work.run_alone(forward.total, divisor)
         else:
             done, mean = self._backward(forward, forward.schedule, work)
@@ -128,7 +128,7 @@ class Step:
         """How often each tensor that the optimizer writes into has been written to."""
         counts_first = isinstance(self.train.optimizer, TorchOptimizer)  # on the parameters, before it writes anything
         states = [] if counts_first else tree.flatten(self.state.held("opt_state"))[0]
-        return [x._version for x in (*self._params, *states)]
+        return [*map(attrgetter("_version"), (*self._params, *states))]
 
     # --- forward -----------------------------------------------------------------------------------------------------
 

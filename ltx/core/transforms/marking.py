@@ -178,7 +178,7 @@ def mark(
     if not wanted:
         return Marked(leaves, as_given=True)
     paths = functools.cache(lambda: tree.leaf_paths(params))
-    mine = [leaves[i] for i in wanted]
+    mine = [*map(leaves.__getitem__, wanted)]
     states = states_of_leaves(sync_state, paths, wanted, hook, returned=source is not None)
     tensors = [tuple(state.values()) for state in states] if hook.state_names else [()] * len(mine)
     plan = make_plan(

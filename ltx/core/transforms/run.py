@@ -224,17 +224,15 @@ class Run:
         total, weight = output.checked()
         if not self.local:
             total, weight = collectives.psum((total, weight), self.within or self.axis)
-        if not traced.recording() and self._is_zero(weight):
-            of = "" if self.within is None else f" of {self.within.name!r}"
-            whose = "this rank's weight is 0" if self.local else f"the weights of all ranks{of} add up to 0"
-            raise no_mean(f"Weighted: {whose}")
+        if not traced.recording():
+            with private.below_transforms():
+                empty = (plain_values(weight) == 0).any()
+                none = bool(comm.resolve(self.axis).ranks.read(empty, "the sum of the weights"))
+            if none:
+                of = "" if self.within is None else f" of {self.within.name!r}"
+                whose = "this rank's weight is 0" if self.local else f"the weights of all ranks{of} add up to 0"
+                raise no_mean(f"Weighted: {whose}")
         return total / weight
-
-    def _is_zero(self, weight: torch.Tensor) -> bool:
-        ranks = comm.resolve(self.axis).ranks
-        with private.below_transforms():
-            empty = (plain_values(weight) == 0).any()
-            return bool(ranks.read(empty, "the sum of the weights"))
 
 
 def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:
