@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -138,8 +137,10 @@ def tidied(pools: dict[int, Pool]) -> Iterator[None]:
     """
     yield
     for pool in pools.values():
-        with suppress(CallFailedError):  # after which the next run begins with a new world
+        try:
             pool.run(_count_threads)
+        except CallFailedError:
+            pool.run(int)  # which begins with a new world, and ends the old one's groups: nobody may run here for long
 
 
 def _count_threads() -> None:

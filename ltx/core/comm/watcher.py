@@ -25,9 +25,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 
@@ -177,13 +178,16 @@ class Watcher:
             if wait and not self._ended and threading.current_thread() is not self._thread:
                 self._round.wait_for(lambda: self._rounds >= after or self.without_store, self.heartbeat_s)
 
-    def wait_until_heard(self) -> None:
-        """Wait until the peers know what this process has said, a little: with this process the store may end."""
-        with suppress(LtxError):
-            poll_until(self._is_heard, _HEARD_S)
+    def wait_until_heard(self, dead: Collection[int] = ()) -> None:
+        """Wait until the peers know what this process has said, a little: with this process the store may end.
 
-    def _is_heard(self) -> bool:
-        silent = silent_of(self.look_now()) | {self._rank}
+        `dead`: ranks that hear nothing any more, though their last heartbeat isn't old.
+        """
+        with suppress(LtxError):
+            poll_until(partial(self._is_heard, dead), _HEARD_S)
+
+    def _is_heard(self, dead: Collection[int]) -> bool:
+        silent = silent_of(self.look_now()).union(dead, {self._rank})
         alive = [record for rank, record in self.records.items() if record.beat and rank not in silent]
         return self._gone or all(record.seen >= self.version for record in alive)
 

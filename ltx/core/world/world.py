@@ -204,8 +204,9 @@ def abandon(error: BaseException) -> None:
     for axis_comm in left:
         axis_comm.recovery.abandon(why, lost)
     if world().rank == 0:  # the store may end with it
+        dead = {axis_comm.global_ranks[peer] for axis_comm in left for peer in axis_comm.lost()}
         for watcher in {axis_comm.watcher for axis_comm in left}:
-            watcher.wait_until_heard()
+            watcher.wait_until_heard(dead)
 
 
 def forget() -> None:

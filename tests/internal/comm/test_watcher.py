@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 import ltx
 from ltx.checkpoint.together import Together
+from ltx.core.comm import watcher as module
 from ltx.core.comm.channel import Work
 from ltx.core.comm.diagnosis import Record, Status
 from ltx.core.comm.watcher import Watcher, hold_watcher, release_watcher
@@ -401,3 +402,17 @@ def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Callable[...
     said = world.told(1)
     assert said.startswith("PeerLostError: rank 1: rank 0 on axis 'data' is gone, and with it the store"), said
     assert time.monotonic() - began < 40  # of 60
+
+
+def test_rank_0_does_not_wait_for_the_dead_to_hear_why_it_leaves(started: Callable[..., Ranks]) -> None:
+    def body(tell: Callable[[Any], None]) -> None:
+        module._HEARD_S = 60.0
+        ltx.psum(torch.ones(3))
+        tell("up")
+        if ltx.world().rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ltx.psum(torch.ones(3))
+
+    world = started(3, body, timeout_s=60.0, heartbeat_s=60.0)
+    assert [world.told(rank) for rank in range(3)] == ["up"] * 3
+    assert world.told(0).startswith("PeerLostError: rank 0: ")  # told once its world has ended
