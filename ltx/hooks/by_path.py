@@ -114,10 +114,10 @@ def partition(hooks: Mapping[str, CommHook]) -> Partition:
     Example:
         >>> import torch, ltx
         >>> hook = ltx.hooks.partition({"embed": ltx.hooks.TopK(0.5, error_feedback=False), "*": ltx.hooks.AllReduce()})
-        >>> grads = {"embed": torch.tensor([[1.0, 8.0]] * 2), "w": torch.tensor([[1.0, 8.0]] * 2)}
+        >>> grads = {"embed": torch.tensor([[1.0, 8.0, 2.0, 3.0]] * 2), "w": torch.tensor([[1.0, 8.0]] * 2)}
         >>> reduced = ltx.vmap(lambda g: ltx.sync_gradients(g, ltx.DDPStrategy(comm_hook=hook))[0])(grads)
         >>> reduced["embed"][0], reduced["w"][0]
-        (tensor([0., 8.]), tensor([1., 8.]))
+        (tensor([0., 8., 0., 3.]), tensor([1., 8.]))
     """
     if not isinstance(hooks, Mapping) or not hooks:
         raise StrategyError(f"hooks.partition expected hooks by pattern, got {brief(hooks)}.")

@@ -28,7 +28,7 @@ WAITS = {
     "core/ranks/batched.py: index (a copy to or from the CPU)": LISTS,
     "core/comm/backends.py: to_device (a copy to or from the CPU)": LISTS,
     "core/collectives/reduce.py: _check (aten::_local_scalar_dense)": "weights that are wrong raise at once",
-    "core/transforms/run.py: _is_zero (aten::_local_scalar_dense)": "weights that are wrong raise at once",
+    "core/transforms/run.py: _weighted_mean (aten::_local_scalar_dense)": "weights that are wrong raise at once",
     "core/training/train_step.py: <lambda> (a copy to or from the CPU)": "the loss scale, once, in init",
     "core/transforms/compare.py: bytes_of (a copy to or from the CPU)": "ranks compare parameters, in the first step",
     "strategies/decentralized.py: _check (aten::_local_scalar_dense)": "peers' numbers of steps, once a step",

@@ -138,7 +138,7 @@ def _by_address(fn: Any) -> Any:
 @at_trace_time
 def _assume_static(wanted: bool) -> bool:
     """Whether Dynamo takes numbers for constants until they have changed; gives what it did before."""
-    config = torch._dynamo.config
+    config = private.dynamo_config()
     before, config.assume_static_by_default = bool(config.assume_static_by_default), wanted
     return before
 

@@ -40,7 +40,7 @@ VALUES = [
 ALL = [*VALUES, *(row.strategy for row in ROWS.values())]
 NAMES = {"datetime": datetime, "AsyncAveraging": AsyncAveraging, "QAdam": QAdam, "Network": ltx.profile.Network}
 NAMES |= {name: getattr(module, name) for module in (ltx, hooks) for name in module.__all__}
-NAMES |= {"torch": torch, "from_torch": ltx.optim.from_torch}
+NAMES |= {"torch": torch, "After": type(hooks.after(1, hooks.Noop())), "from_torch": ltx.optim.from_torch}
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=repr)
