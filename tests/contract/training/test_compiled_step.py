@@ -10,7 +10,7 @@ import torch
 
 import ltx
 from ltx.errors import UnsupportedError
-from tests.contract.training.compiled import STEPS, trained
+from tests.contract.training.compiled import COMPILING, STEPS, trained
 from tests.kinds import Ranks
 
 
@@ -84,8 +84,8 @@ def test_an_optimizer_that_sees_the_loss() -> None:
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), own)
     compiled = torch.compile(train, fullgraph=True, backend="eager")
     state = train.init(torch.ones(2))
-    for stance in ("default", "fail_on_recompile"):
-        with torch.compiler.set_stance(stance):
+    for step in range(2):
+        with torch.compiler.set_stance("fail_on_recompile" if step >= COMPILING else "default"):
             state, _ = compiled(state, torch.tensor([1.0, 2.0]))
     assert state.params.tolist() == [10.0, 19.0]  # 1 - 3 - -12, 1 - 6 - -24
 
@@ -130,5 +130,5 @@ def test_the_first_call_alone_compiles(
     for count in (1, 2, 3):
         x = torch.randn(4)
         (state, _), (other, _) = train(state, x), compiled(other, x)
-        assert (other.step, other.buffers.item(), len(graphs)) == (count, count, 1)
+        assert (other.step, other.buffers.item(), len(graphs)) == (count, count, min(count, COMPILING))
     torch.testing.assert_close(other.params, state.params)
