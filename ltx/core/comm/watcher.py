@@ -179,10 +179,7 @@ class Watcher:
                 self._round.wait_for(lambda: self._rounds >= after or self.without_store, self.heartbeat_s)
 
     def wait_until_heard(self, dead: Collection[int] = ()) -> None:
-        """Wait until the peers know what this process has said, a little: with this process the store may end.
-
-        `dead`: ranks that hear nothing any more, though their last heartbeat isn't old.
-        """
+        """Wait, a little, until the peers but the `dead` know what this process has said: with it the store may end."""
         with suppress(LtxError):
             poll_until(partial(self._is_heard, dead), _HEARD_S)
 
