@@ -47,7 +47,7 @@ def check_name(path: str | os.PathLike[str]) -> None:
     except ValueError:
         usable = False
     if not usable:
-        raise InputError(f"checkpoint: {shown(os.fspath(path))} can't be the name of a directory.")
+        raise InputError(f"checkpoint: {shown(os.fspath(path))} isn't a valid name of a directory.")
 
 
 def step_path(path: Path, step: int) -> Path:
@@ -89,8 +89,8 @@ def put_back(path: Path) -> None:
         except OSError as error:
             if aside.exists() and not final.exists():
                 raise CheckpointError(
-                    f"the checkpoint {final.name} was set aside to be replaced, is in {aside}, and can't be given its "
-                    f"name back: {error}. If the process that did so has ended, rename it to {final}"
+                    f"the checkpoint {final.name} was renamed to {aside} while another one took its place, and can't "
+                    f"be renamed back: {error}. If the process that renamed it has ended, rename it to {final}"
                 ) from error
 
 
@@ -211,7 +211,7 @@ def check_replaceable(directory: Path, run: str | None) -> None:
     saved_by = run_of(directory)
     if saved_by is not None and saved_by != run:
         raise CheckpointError(
-            f"{directory} is there, saved by another run. Give another directory, go on from what is there "
+            f"{directory} was saved by another run. Give another directory, go on from what is there "
             "(ltx.checkpoint.load), or remove it"
         )
 

@@ -134,14 +134,15 @@ def load(
                         set_random_states(drawn)
                     elif rng and rng != "same ranks" and opened.manifest["rng"] and together.rank == 0:
                         _warn(
-                            f"random number generators were saved by {opened.saved_ranks} ranks, and here are "
-                            f"{together.size}, so they are left alone. Seed them (torch.manual_seed(ltx.rank_seed("
+                            f"the states of random number generators were saved by {opened.saved_ranks} ranks, and "
+                            f"this world has {together.size}, so they are left alone. Seed them "
+                            "(torch.manual_seed(ltx.rank_seed("
                             'seed))), and say so with rng=False, or with rng="same ranks".'
                         )
                     return restored
             passed_over += problems
             if together.rank == 0:
-                _warn(f"the checkpoint of step {at} isn't whole, and is passed over: {'; '.join(problems)}.")
+                _warn(f"the checkpoint of step {at} isn't whole, so it is skipped: {'; '.join(problems)}.")
         asked = "" if step is None else f" of step {step}"
         if not found:
             raise CheckpointError(f"there is no checkpoint{asked} under {base}.")
@@ -231,7 +232,10 @@ def _attempt(together: Together, path: Path, make: Callable[[], T]) -> tuple[T |
         except CheckpointError as error:
             return None, str(error)
 
-    after = " It may be whole, so it isn't passed over. Load it again once that is mended, or give the step of another."
+    after = (
+        " The checkpoint may be whole, so no older one is loaded in its place. Load it again once the error is mended, "
+        "or name another step."
+    )
     made, told = together.exchange(tried, f"checkpoint.load: {path} can't be read", after)
     return made, list(dict.fromkeys(filter(None, told)))
 
@@ -262,11 +266,12 @@ def _pieces(opened: Opened, leaf: Piece, per_rank: str, layout: StateLayout) -> 
         return [Piece(own, _room(leaf))]
     is_shard = getattr(layout, leaf.name.partition(".")[0], None) == "sharded"  # of which a mean is of no use
     if per_rank == "refuse" or is_shard:
-        how = f"here are {opened.size} ranks" if leaf.kind == "per_rank" else "here it should be the same on every rank"
+        replicated = "in this state it should be the same on every rank"
+        how = f"this world has {opened.size} ranks" if leaf.kind == "per_rank" else replicated
         raise InputError(
             f"checkpoint.load: leaf {leaf.name!r} was each rank's own, saved by {opened.saved_ranks} ranks with "
             f"{opened.manifest['strategy']}, and {how}. Load it on {opened.saved_ranks} ranks"
-            + ("." if is_shard else ', or give every rank the mean of those saved: per_rank="mean".')
+            + ("." if is_shard else ', or give every rank the mean of the saved values: per_rank="mean".')
         )
     names = [name_on(rank, leaf.name) for rank in range(opened.saved_ranks)]
     for name in names:
@@ -307,7 +312,7 @@ def _read(
     common, same_size = manifest["data"] == "common", opened.saved_ranks == opened.size
     if data == "own" and not common and not same_size:
         raise InputError(
-            f"checkpoint.load: {opened.saved_ranks} ranks saved different positions in their data, and here are "
+            f"checkpoint.load: {opened.saved_ranks} ranks saved different positions in their data, and this world has "
             f'{opened.size} ranks. Take all of them with data="all", and divide them anew.'
         )
     storage.read(opened.path, opened.metadata, [pieces[0] for pieces in plan if len(pieces) == 1])

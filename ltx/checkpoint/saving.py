@@ -67,7 +67,7 @@ class Job:
                 size = written.stat().st_size if written.exists() else None
                 if size != described["bytes"]:
                     raise CheckpointError(
-                        f"rank {rank} has written {written}, {described['bytes']} bytes, and rank 0 sees "
+                        f"rank {rank} has written {written}, {described['bytes']} bytes, but rank 0 sees "
                         f"{'no such file' if size is None else f'{size} bytes'}: all ranks need the same file system"
                     )
                 files[name] = described
@@ -80,7 +80,7 @@ class Job:
             directory.prune(self.final.parent, self.keep, self.manifest["step"], self.manifest["run"])
         except (CheckpointError, OSError) as error:  # no reason to say that this one isn't there
             warnings.warn(
-                f"checkpoint: {self.final} is saved, and older ones weren't removed: {error}",
+                f"checkpoint: {self.final} is saved, but older checkpoints couldn't be removed: {error}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -139,9 +139,9 @@ def encode(value: Any, what: str) -> list[Piece]:
         if isinstance(node, dict) and all(type(key) is str for key in node) and _TAG not in node:
             return {key: walk(child, f"{path}[{key!r}]") for key, child in node.items()}
         raise InputError(
-            f"checkpoint: {path} is of type {type(node).__name__}, and a checkpoint holds no pickles. Give dicts with "
-            "string keys, lists, tuples, tensors, numbers, strings, booleans and None: an iterator's state_dict() or "
-            "its position, not the iterator."
+            f"checkpoint: {path} is of type {type(node).__name__}, which a checkpoint can't hold without a pickle. "
+            "Give dicts with string keys, lists, tuples, tensors, numbers, strings, booleans and None: an iterator's "
+            "state_dict() or its position, not the iterator."
         )
 
     text = json.dumps(walk(value, what)).encode()
@@ -155,7 +155,7 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
         raise InputError(
             f"checkpoint: {what} is {found}, and a checkpoint holds the values of plain tensors. Give one of those: "
             "to_dense() of a sparse one, dequantize() of a quantized one, unbind() of a nested one, to_local() of a "
-            "DTensor, as_subclass(torch.Tensor) of another class. What is on the meta device has no values."
+            "DTensor, as_subclass(torch.Tensor) of another class. Tensors on the meta device have no values."
         )
 
 
@@ -288,7 +288,7 @@ class _Loading(DefaultLoadPlanner):
         self._tensors = {piece.name: piece.tensor for piece in pieces}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.storage_index.fqn!r} is a pickled object, which isn't read.")
+        raise CheckpointError(f"{read_item.storage_index.fqn!r} is a pickled object, and pickles aren't read.")
 
     def lookup_tensor(self, index: dcp.MetadataIndex) -> torch.Tensor:
         return self._tensors[index.fqn]

@@ -31,9 +31,12 @@ ALGORITHMS: dict[str, tuple[str, str]] = {
 @around("inner", Strategy, but=())
 @dataclass(frozen=True, kw_only=True)
 class BaguaStrategy(Strategy):
-    """One of Bagua's algorithms, by the name and with the options that it has there.
+    """One of Bagua's algorithms, by the name and with the options that the algorithm has in Bagua.
 
-    Fields that are None are the algorithm's own defaults. One that it doesn't have is refused.
+    Bagua is a library of training algorithms for slow networks: ranks send gradients in fewer bits, or average their
+    parameters with one neighbour instead of all ranks. Where the network is fast, use :class:`ltx.DDPStrategy`.
+
+    A field that is None takes the algorithm's default. A field that the algorithm doesn't have is refused.
 
     Args:
         algorithm: "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async".

@@ -36,6 +36,9 @@ _ALIKE, _APART = StateLayout(), StateLayout(params="per_rank", opt_state="per_ra
 class DDPStrategy(Strategy):
     """Synchronous data parallelism in the manner of torch's DistributedDataParallel.
 
+    A strategy says how ranks (processes) that train one model together combine their gradients. This one is the
+    default: at each step every rank gets the mean of all ranks' gradients, so the parameters stay equal on all ranks.
+
     With `model_averaging_period` and `start_local_sgd_step` it is so up to that step only, and post-local SGD from
     there on: gradients stay local, and parameters are averaged periodically. :class:`ltx.LocalSGDStrategy` says more.
 

@@ -38,7 +38,7 @@ _WAIT = 'use overlap="backward"'
 _DDP = "use another strategy, such as ltx.DDPStrategy()"
 _INSIDE = "compile the step inside: ltx.data_parallel(torch.compile(f), strategy)"
 _ALIKE = f"return the mean of equally many samples on each rank, or {_DDP}; for micro-batches, ltx.accumulate(step, k)"
-_UNSCALED = f"compute in bfloat16, which needs none, or {_DDP}; for micro-batches, ltx.accumulate(step, k)"
+_UNSCALED = f"compute in bfloat16, which needs no loss scale, or {_DDP}; for micro-batches, ltx.accumulate(step, k)"
 _ELEMENTWISE = (
     "use an elementwise optimizer (SGD, Adam, AdamW, ...; from_functions(..., elementwise=True)), alone or in a chain "
     "with clip_by_global_norm"
@@ -48,7 +48,7 @@ _REAL = "keep its real and imaginary parts apart (torch.view_as_real)"
 _LOCAL = "take second derivatives of ltx.block_backward_sync(step), or of a step with another strategy"
 _LOSSY = "use it for lossy hooks such as hooks.ByteGrad() or hooks.OneBit()"
 _SUMS = "put a hook that asks for sums (AllReduce, RandomK, PowerSGD, ...) first"
-_MAKES_SUMS = "put a hook behind it that makes sums (FP16, BF16, ByteGrad, ...)"
+_MAKES_SUMS = "put a hook after it that makes sums (FP16, BF16, ByteGrad, ...)"
 _AROUND = "put error feedback around the chain: hooks.error_feedback(hooks.chain(...))"
 _OWN = "use a hook of ltx.hooks in its place"
 _ONE = "train with ltx.train_step, or use one hook for all"
@@ -61,7 +61,7 @@ TABLE = {
     ),
     "QAdam, optimizer": Need(
         "QAdam",
-        "an ltx.optim.qadam of its warmup_steps and betas, by itself, as nothing else may take momenta for gradients",
+        "an ltx.optim.qadam of its warmup_steps and betas, by itself, as others would take momenta for gradients",
         lambda x, kind, *same: isinstance(x, kind) and (x.warmup_steps, x.betas) == same,
         "use ltx.optim.qadam(lr, warmup_steps=, betas=)",
     ),
@@ -112,17 +112,17 @@ TABLE = {
         "a compiled graph",
         "one reduction at this step and all later ones, in buckets of any gradients",
         lambda x, step=0: x.constant_after is not None and step >= x.constant_after,
-        f"take the first steps eagerly until it no longer changes, or {_INSIDE}",
+        f"run the first steps eagerly until the reduction no longer changes, or {_INSIDE}",
     ),
     "guard, graph": _unsupported(
         'guard="raise" or max_skipped', "to look at gradients", _never, f'use guard="skip" alone, or {_INSIDE}'
     ),
     "guard in a graph, strategy": _unsupported(
-        "a check of gradients in a compiled graph", "them alike on all ranks", lambda x: x.shares_gradients(0), _INSIDE
+        "a check of gradients in a compiled graph", "equal ones on all ranks", lambda x: x.shares_gradients(0), _INSIDE
     ),
     "graph, strategy": _unsupported(
         "a compiled graph",
-        "a training step that does no more than to reduce gradients",
+        "a training step that only reduces gradients",
         lambda x: x.updates_in_buckets and not x.communicates_besides,
         _INSIDE,
     ),
@@ -132,15 +132,15 @@ TABLE = {
     ),
     "parts, hook": _unsupported(
         _PARTS,
-        "a result that doesn't depend on how many ranks hold it",
+        "a result that doesn't depend on how many ranks hold the parameter",
         lambda x: not x.needs_whole,
         "use a hook that works on numbers wherever they lie: ltx.hooks.FP16()",
     ),
     "beside parts, hook": _unsupported(
         "a parameter that ranks share, in a bucket with parts of others (DTensors),",
-        "a result for each number by itself, as ranks would get others",
+        "a result for each number by itself, else ranks would get different results",
         lambda x: x.exact or x.elementwise,
-        "use such a hook, as ltx.hooks.FP16() is, or place all parameters alike",
+        "use a hook such as ltx.hooks.FP16(), or place all parameters alike",
     ),
     "parts, optimizer": Need(_PARTS, "updates of each element by itself", lambda x: x.offers.elementwise, _ELEMENTWISE),
     "derivative, hook": _unsupported(
@@ -155,7 +155,7 @@ TABLE = {
         "chain: the outer hook", "a hook without state of parameters", lambda x: not x.state_names, _AROUND
     ),
     "partition, hook": Need(
-        "hooks.partition", "collectives of ltx's, in the order of buckets", lambda x: x.phases_on(2) != 0, _OWN
+        "hooks.partition", "collectives of ltx, in the order of buckets", lambda x: x.phases_on(2) != 0, _OWN
     ),
     "bucket of DDP, hook": Need(
         "hooks.to_torch", "one hook for all parameters, as DDP fills the buckets", lambda x: not x.by_path, _ONE

@@ -1,9 +1,9 @@
-"""adasum: a sum of vectors in which what they have in common counts once.
+"""adasum: a sum of vectors in which their common component counts once.
 
     adasum(a, b) = (1 - <a,b> / 2|a|^2) a + (1 - <a,b> / 2|b|^2) b
     adasum(x_0, ..., x_{n-1}) = adasum(adasum of the first half, adasum of the second half)
 
-Orthogonal vectors are added, equal ones averaged, and so are collinear ones. Maleki et al., "Scaling distributed
+Orthogonal vectors are added; equal and collinear vectors are averaged. Maleki et al., "Scaling distributed
 training with adaptive summation", MLSys 2021; the recursion over ranks r xor l for l = 1, 2, 4, ... is its figure 4.
 """
 
@@ -27,17 +27,17 @@ from ltx.core.collectives.psum import axis_size, psum
 from ltx.core.collectives.ranks import axis_index
 from ltx.typing import Tree
 
-# A smaller square is that of a vector of zeros: Horovod's bound, the root of the least normal float64.
+# A vector whose square is smaller counts as zeros: Horovod's bound, the root of the least normal float64.
 _LEAST_SQUARE = 2.2250738585072014e-308**0.5
 
 
 class Halving:
-    """What a rank does for the adasum of every rank's flat tensor, each of its parts for itself, between collectives.
+    """A rank's computations between the collectives of an adasum of flat tensors, part by part.
 
-    At level l = 0, 1, 2, ... a rank has 1/2^l of the adasum of a block of 2^l ranks. It gives half of that to rank r
-    xor 2^l for half of the other block's (permute), both blocks' ranks add up their parts of the inner products (sum),
-    and each has 1/2^(l+1) of the adasum of both. In the end everybody gets everybody's (all_gather). So a rank sends
-    2(n-1)/n of the tensor, as the ring does, and 48 n bytes for each part at most::
+    At level l = 0, 1, 2, ... a rank has 1/2^l of the adasum of a block of 2^l ranks. It gives half of its piece to rank
+    r xor 2^l and gets half of that rank's (permute), both blocks' ranks add up their parts of the inner products (sum),
+    and each has 1/2^(l+1) of the adasum of both. In the end every rank gets the pieces of all ranks (all_gather). So a
+    rank sends 2(n-1)/n of the tensor, as the ring does, and 48 n bytes for each part at most::
 
         piece = halving.rows(flat)
         for level in range(halving.depth):
@@ -49,8 +49,7 @@ class Halving:
     Args:
         sizes: lengths of the tensor's parts, which are the vectors.
         n: the number of ranks, a power of two.
-        rank: this one's place; a 0-dim tensor where it isn't known before the program runs.
-        dtype: the tensor's.
+        rank: this rank's place; a 0-dim tensor where it isn't known before the program runs. dtype: the tensor's.
     """
 
     def __init__(self, sizes: Sequence[int], n: int, rank: int | torch.Tensor, dtype: torch.dtype):
@@ -62,7 +61,7 @@ class Halving:
         self._numel = sum(sizes)
         self._width = -(-self._numel // n)
         ends = list(accumulate(self.sizes))
-        self._bounds = [0, *ends[:-1], n * self._width]  # zeros behind the last part count as its own
+        self._bounds = [0, *ends[:-1], n * self._width]  # zeros behind the last part count as a part of it
 
     @staticmethod
     def levels(n: int) -> int:
@@ -80,7 +79,7 @@ class Halving:
         return (torch.nn.functional.pad(flat, (0, more)) if more else flat).view(self.n, self._width)
 
     def partners(self, level: int) -> Static:
-        """Who gives to whom: source, destination, source, ..."""
+        """The pairs of the permutation: source, destination, source, ..."""
         return tuple(r for source in range(self.n) for r in (source, source ^ (1 << level)))
 
     def _is_upper(self, level: int) -> bool | torch.Tensor:
@@ -91,7 +90,7 @@ class Halving:
         return piece.view(2, piece.shape[0] // 2, piece.shape[1])
 
     def given(self, piece: torch.Tensor, level: int) -> torch.Tensor:
-        """The half that goes to the partner."""
+        """The half of this rank's piece that goes to the partner."""
         halves = self._halves(piece)
         return _pick(self._is_upper(level), halves[1], halves[0])
 
@@ -102,7 +101,7 @@ class Halving:
         return _pick(upper, mine, received), _pick(upper, received, mine)
 
     def _first_row(self, level: int) -> int | torch.Tensor:
-        """Where the pair's rows begin among all."""
+        """The place among all rows at which the pair's rows begin."""
         return sum(((self.rank >> bit) % 2) * (self.n >> (bit + 1)) for bit in range(level + 1))
 
     def segments(self, level: int) -> list[slice]:
@@ -122,7 +121,7 @@ class Halving:
         return numbers.view(self.n, self._width)[rows].reshape(-1)
 
     def here(self, level: int, device: torch.device) -> torch.Tensor:
-        """Which pair of blocks is this rank's: each has a row of its own in the sum over all ranks."""
+        """The number of this rank's pair of blocks: each pair has its own row in the sum over all ranks."""
         own = torch.arange(self.n >> (level + 1), device=device) == self.rank >> (level + 1)
         return own[:, None, None]
 
@@ -139,7 +138,7 @@ class Halving:
         return torch.stack([values[segment].sum() for segment in self.segments(level)])
 
     def weights(self, summed: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each part of a and of b is multiplied by: 1 - dot / 2 square; 1 for zeros."""
+        """The factors of each part of a and of b: 1 - dot / 2 square, or 1 for zeros."""
         dot, *squares = torch.where(self.here(level, summed.device), summed, 0.0).sum(0)
         weight_a, weight_b = (_weights(dot, square) for square in squares)
         return weight_a, weight_b
@@ -156,7 +155,7 @@ class Halving:
         return torch.cat([w.expand(s.stop - s.start) for w, s in zip(weights, segments, strict=True)])
 
     def joined(self, rows: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`rows`, of the row that each rank ended with."""
+        """The flat tensor, made of the rows that the ranks ended with: the inverse of :meth:`rows`."""
         if self.n > 2:
             # Bit l of a rank has chosen between halves of 1/2^l: its row is its number read backwards.
             bits = range(self.depth)
@@ -183,7 +182,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
 
     Two ranks' tensors a and b give ``(1 - <a,b> / 2|a|²) a + (1 - <a,b> / 2|b|²) b``: their sum if they are orthogonal,
     their mean if they are collinear, the other one if one is zero. More ranks are combined in pairs, neighbours first;
-    the result depends on their order. Every tensor of the tree counts for itself.
+    the result depends on their order. Each tensor of the tree is combined separately.
 
     Args:
         value: tree of real floating tensors, the same structure, shapes and dtypes on every rank.
@@ -194,8 +193,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
         Products and norms are taken in float64, so float32 can't overflow; float64 values beyond 1e150 give NaN.
 
     Gradient:
-        The exact one of this function of all ranks' tensors, to any order, where the loss is the sum over ranks of
-        each rank's loss.
+        The exact gradient, to any order, of this function of all ranks' tensors, where the loss is the ranks' sum.
 
     Raises:
         AxisError: `axis` isn't in scope, or has another number of ranks.
@@ -211,7 +209,7 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
         tensor([[2., 2.],
                 [2., 2.]])
 
-    Sends 2(n-1)/n of the tensors and 48 n bytes a tensor at most, in 2 log2 n + 1 collectives for each dtype.
+    A rank sends 2(n-1)/n of the tensors and at most 48 n bytes a tensor, in 2 log2 n + 1 collectives for each dtype.
 
     Source: Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021, sections 3 and 4;
     Horovod's ``op=hvd.Adasum``.

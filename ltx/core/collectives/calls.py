@@ -51,7 +51,7 @@ def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tup
 
 
 def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") -> Any:
-    """The axis of the ranks of a group, as a collective takes one; `equal`: the collective that needs equal groups."""
+    """The axis that a collective uses for this rank's group; `equal`: a collective's name, if it needs equal groups."""
     if groups is None:
         return axis
     lists = [list(group) for group in groups]
@@ -67,7 +67,7 @@ def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") 
 
 
 def tensors_of(value: Tree, axis: Any) -> Tree:
-    """`value` with tensors for numbers and NumPy's arrays, on the device of the axis; other leaves stay as they are."""
+    """`value` with numbers and NumPy's arrays made tensors on the device of the axis; other leaves stay as they are."""
     leaves, spec = tree.flatten(value)
     if all(isinstance(x, torch.Tensor) for x in leaves):
         return value
@@ -94,8 +94,8 @@ def collective(
 ) -> Tree:
     """The collective that `rule` describes, of every leaf of `value`; within :func:`ltx.async_` its future.
 
-    `rule`: or the name of one of ltx's. `value` and `axis` are the caller's, as in :func:`ltx.psum`. `static` gives the
-    rule's static arguments, ints, for a leaf and the number of ranks; `then` is done to each result.
+    `rule`: a rule, or the name of one of ltx's rules. `value` and `axis` are the caller's, as in :func:`ltx.psum`.
+    `static` gives the rule's static arguments, ints, for a leaf and the number of ranks; `then` gets each result.
     """
     name = entered(rule)
     value = tensors_of(value, axis)
@@ -168,7 +168,7 @@ def checked_index(what: str, name: str, index: int, size: int) -> int:
 
 
 def refuse_background(what: str, axis: Any) -> None:
-    """Raise if what takes several messages, one after the other, is to be waited for later."""
+    """Raise if a collective of several messages, one after the other, is to be waited for later."""
     if isinstance(axis, comm.InBackground):
         raise UnsupportedError(
             f"async_: {what} is more than one message, so it can't be waited for later. Call it itself."
@@ -188,7 +188,7 @@ def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
 
 
 def check_sums(name: str, leaves: list[Any], value: Tree, what: str = "sums") -> None:
-    """Raise for dtypes that have no sums or extrema, before anything is sent and on every backing alike."""
+    """Raise for dtypes that have no sums or extrema, before anything is sent, on all kinds of ranks."""
     refuse_leaves(name, leaves, value, lambda x: x.dtype not in SUMMED, f"which has no {what}. Cast it.")
 
 
@@ -200,7 +200,7 @@ def refuse_leaves(
     why: str,
     error: type[LtxError] = UnsupportedError,
 ) -> None:
-    """Raise `error` for the first tensor that `is_bad`, with its path and what it is."""
+    """Raise `error` for the first tensor that `is_bad`, with its path, shape and dtype."""
     for place, x in enumerate(leaves):
         if isinstance(x, torch.Tensor) and is_bad(x):
             path = (tree.plain_paths if traced.recording() else tree.leaf_paths)(value)[place]
@@ -222,7 +222,7 @@ def negotiate_tree(
     """
     arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
     agreed = axis.ranks.confirm(
-        # Paths, as signatures have them: a list on one rank and a tuple on another is the same call.
+        # Signatures hold paths, so a list on one rank and a tuple on another are the same call.
         lambda: (name, tree.spec_paths(spec), tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups)),
         lambda: comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments),
     )

@@ -1,4 +1,4 @@
-"""Calls of collectives: those that raise count as calls, and those of async_ are begun now and waited for later."""
+"""Calls of collectives: one that raises counts as a call, and one by async_ begins now and is waited for later."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _OF_THE_NETWORK = (*OF_PEERS, CollectiveTimeoutError, PeerLostError, TransportEr
 
 
 def in_step(collective: Callable[P, R]) -> Callable[P, R]:
-    """Mark a collective: a call that raises counts as one, so that ranks of which some raised find out at the next.
+    """Mark a collective: a call that raises counts too, so that other ranks find out at their next call.
 
-    Where all ranks have raised they go on together, whatever each of them said.
+    Where all ranks have raised, they go on together, even if their errors differ.
     """
 
     @functools.wraps(collective)
@@ -62,16 +62,16 @@ def in_step(collective: Callable[P, R]) -> Callable[P, R]:
 def _count(axis: Any) -> None:
     if isinstance(axis, comm.InBackground):
         axis = axis.axis
-    if not isinstance(axis, Axis | str | None):  # others may have to be opened, by all ranks together
+    if not isinstance(axis, Axis | str | None):  # other axes may have to be opened, by all ranks together
         return
     with suppress(LtxError):  # there is no such axis
         comm.resolve(axis).ranks.announce(comm.RAISED)
 
 
 class Future:
-    """What a collective that :func:`ltx.async_` has begun will give.
+    """The coming result of a collective that :func:`ltx.async_` has begun.
 
-    Ranks may wait for their futures in any order, between other collectives or not. One that nobody waits for is
+    Ranks may wait for their futures in any order, between other collectives or not. A future that nobody waits for is
     completed when its axis closes (``ltx.shutdown``).
 
     Attributes:
@@ -98,7 +98,7 @@ class Future:
         self._error: LtxError | None = None
         if others is None:
             self._value = finish([])
-        else:  # the axis completes what nobody waits for
+        else:  # the axis completes futures that nobody waits for
             others[:] = [*(other for other in others if not other.done), self]
             if not self.over:
                 _mover.watch(self)
@@ -110,14 +110,14 @@ class Future:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it goes through shared memory, where peers may wait for this rank's part."""
+        """Whether no part of it goes through shared memory, where peers may wait for this rank."""
         return self._others is None or not comm.any_transport_busy()
 
     def wait(self) -> Tree:
-        """Wait for the result and return it: what the collective itself would have. Again: the same, at once.
+        """Wait for the collective's result and return it; a second call returns the same at once.
 
         Raises:
-            LtxError: what the collective itself would have raised, which then names it as "async psum", say. Again: the
+            LtxError: the error that the collective itself raises, which then names it as "async psum", say. Again: the
                 same.
             AxisError: the axis was closed, and it couldn't be completed.
         """
@@ -133,7 +133,7 @@ class Future:
         return self._value
 
     def wait_all(self) -> None:
-        """Complete it, because its axis closes now."""
+        """Complete the collective, because its axis closes now."""
         try:
             self.wait()
         except LtxError as error:
@@ -152,16 +152,16 @@ class Future:
         return f"<ltx.Future of {self.name}, {'done' if self.done else 'under way'}>"
 
 
-# How old a future is that a thread looks after, and how often that does.
+# The thread looks after futures that are older than this (in seconds), this often.
 _PATIENCE_S, _PAUSE_S = 0.1, 0.01
 
 
 class _Mover:
     """A thread that does this rank's part in shared memory while its process does something else.
 
-    A collective there goes on when its ranks do its phases, so something has to check: peers that wait for theirs
-    depend on it. A running step checks, and so does a wait; but a process may also be in another library's barrier, or
-    at the prompt of a notebook. So once a future is older than a step should take, the thread checks.
+    In shared memory a collective goes on only when its ranks do its phases, so a waiting peer depends on this rank. A
+    running step checks for phases, and so does a wait; but a process may also be in another library's barrier, or at
+    the prompt of a notebook. So once a future is older than a step should take, the thread checks.
     """
 
     def __init__(self) -> None:
@@ -171,10 +171,10 @@ class _Mover:
         self._thread: threading.Thread | None = None
 
     def watch(self, future: Future) -> None:
-        """Do this rank's part now and then, once `future` has been pending for long, until it is ``over`` or gone."""
+        """Do this rank's part now and then, once `future` has been pending for long, until it is over or deleted."""
         with self._more:
             self._watched[future] = time.monotonic()
-            if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+            if self._thread is None or not self._thread.is_alive():  # a fork has none of the process' threads
                 self._ends = False
                 self._thread = threading.Thread(target=self._run, name="ltx: progress", daemon=True)
                 self._thread.start()
@@ -184,7 +184,7 @@ class _Mover:
                 self._more.notify()
 
     def _forget(self) -> bool:
-        """Forget what is over; returns whether something isn't. It takes no time."""
+        """Forget futures that are over; return whether some aren't. It takes no time."""
         for future in list(self._watched):
             if future.over:
                 del self._watched[future]
@@ -216,19 +216,19 @@ _mover = _Mover()
 def one_message(collective: Callable[P, Tree]) -> Callable[P, Tree]:
     """Mark a collective that sends one message for each tensor: :func:`ltx.async_` may begin it.
 
-    A call that raises on some ranks counts as one, so their peers find out instead of waiting.
+    A call that raises on some ranks counts as a call, so their peers find out instead of waiting.
     """
     counted: Any = in_step(collective)
-    counted.sends_one = collective  # not True: functools.wraps would copy it to what calls this one twice
+    counted.sends_one = collective  # not True: functools.wraps would copy True to a wrapper that calls it twice
     return counted  # type: ignore[no-any-return]
 
 
 def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
-    """A collective that returns at once: a :class:`ltx.Future` of what it gives.
+    """A collective that returns at once: it gives a :class:`ltx.Future` of the result.
 
-    It is issued where it is called, like the collective itself, so all ranks must call their collectives in the same
-    order, these among them; a rank may call ``ltx.psum`` where another calls ``ltx.async_(ltx.psum)``. Where and in
-    which order they wait is each rank's own. Tensors are read at the call, so they may change after it.
+    It is issued at the call, like the collective itself, so all ranks must make these calls and all others in the same
+    order; a rank may call ``ltx.psum`` where another calls ``ltx.async_(ltx.psum)``. Each rank may wait where, and in
+    which order, it likes. Tensors are read at the call, so they may change after it.
 
     Args:
         collective: psum, pmean, pmax, pmin, psum_to, all_gather, psum_scatter, all_to_all, ppermute, broadcast, gather,
@@ -239,13 +239,13 @@ def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
         one it is done at once.
 
     Gradient:
-        None: a leaf that requires a gradient, and calls under transforms of torch.func or forward mode, are refused. On
-        simulated ranks ``ltx.vmap`` itself, and ``torch.vmap`` around it, are allowed.
+        There is none: a leaf that requires a gradient is refused, and so are calls under transforms of torch.func and
+        forward mode. On simulated ranks ``ltx.vmap`` itself, and ``torch.vmap`` around it, are allowed.
 
     Raises:
-        UnsupportedError: `collective` is none of these; a leaf requires a gradient; `splits`, and sparse tensors, which
-            take several messages; in compiled graphs, which order their collectives themselves.
-        Else, at the call, what the collective raises before anything is sent; at ``wait()``, what it raises after that.
+        UnsupportedError: `collective` is none of these; a leaf requires a gradient; `splits` or sparse tensors are
+            given, which take several messages; the call is in a compiled graph, which orders its collectives itself.
+            The collective's own errors are raised too: at the call, or at ``wait()`` if they come later.
 
     Example:
         >>> import torch, ltx

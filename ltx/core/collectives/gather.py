@@ -1,4 +1,4 @@
-"""all_gather and psum_scatter, gather and scatter, in each pair one is the other's transpose.
+"""all_gather and psum_scatter, gather and scatter: in each pair, one is the other's transpose.
 
     all_gather:    y_r = [x_0, ..., x_{n-1}]                   transpose:  x̄_r = (sum_s ȳ_s)[r]
     psum_scatter:  y_r = (sum_s x_s)[r]                        transpose:  x̄_r = [ȳ_0, ..., ȳ_{n-1}]
@@ -110,7 +110,7 @@ def all_gather(
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank.
         axis: as in :func:`ltx.psum`.
-        dim: where the ranks lie: a new dimension of size n, or with `tiled` the existing one along which the parts are
+        dim: the dimension of the ranks: a new one of size n, or with `tiled` the existing one along which parts are
             concatenated.
         tiled: concatenate instead of stack. 0-dim tensors can only be stacked.
         sync_grads: False cuts the gradient: the result counts as a constant (Lightning's ``sync_grads``).
@@ -118,7 +118,8 @@ def all_gather(
             processes. "infer" on every rank: the ranks tell each other their lengths at every call, in one small
             message for all leaves. Where other dimensions differ too, use :func:`gather_all_tensors`.
         grad_scale: "mean" divides the gradient by n, as Horovod does.
-        axis_index_groups: as in :func:`ltx.psum`, of equal sizes: ranks gather in their own group, in its order.
+        axis_index_groups: as in :func:`ltx.psum`, with groups of equal sizes: ranks gather in their group, in its
+            order.
 
     Returns:
         What each rank sees: the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``, also if n is 1.
@@ -175,7 +176,7 @@ def psum_scatter(
         splits: with `tiled`, the length of each rank's part, the same list on every rank; between processes. "infer":
             parts as equal as can be, the first ones longer by one; simulated ranks take "infer" for equal parts.
         grad_scale: "mean" multiplies the gradient by n, as Horovod's reducescatter of sums does.
-        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: part r is that of the r-th rank of the group.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: part r belongs to the r-th rank of the group.
 
     Returns:
         What each rank sees: its own part, without dimension `dim` or with it n times smaller.
@@ -206,7 +207,7 @@ def psum_scatter(
 @one_message
 @checked("dst", "dim", "tiled")
 def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
-    """Every rank's tensor, on rank `dst` alone. It sends an n-th of what :func:`all_gather` does.
+    """Every rank's tensor, on rank `dst` alone. It sends 1/n of the bytes that :func:`all_gather` sends.
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank.
@@ -281,7 +282,7 @@ def _place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool, 
     """(dim, tiled) of a collective on `x`, which is split into that many `parts`, if any.
 
     Raises:
-        AxisError: x has no such dimension, or it can't be split so.
+        AxisError: x has no such dimension, or the dimension can't be split into these parts.
     """
     ndim = x.ndim + new_dim
     if not -ndim <= dim < ndim:

@@ -10,7 +10,7 @@ from linearity:
 * vmap over any level that isn't the axis itself: one more dimension in front;
 * any order of these, any number of times, since each recurses through the same Function.
 
-A collective that isn't linear is a rule too: it says by which sum over ranks it is differentiated (`weights`).
+A collective that isn't linear is a rule too: its `weights` define the sum over ranks by which it is differentiated.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _entering(make: Callable[P, Rule]) -> Callable[P, None]:
     return add
 
 
-#: Enter a rule into the table: with the arguments of :class:`Rule`.
+#: Enter a rule into the table; the arguments are those of :class:`Rule`.
 add_rule = _entering(Rule)
 
 
@@ -68,11 +68,11 @@ def entered(rule: Rule | str) -> str:
 
 
 class Function(torch.autograd.Function):
-    """A typed ``apply``, and one look at forward's signature, where torch 2.13 takes one at each call (50 µs).
+    """A typed ``apply``, which inspects forward's signature once; torch 2.13 inspects it at each call (50 µs).
 
-    Forward mode is mended in two ways. torch turns it off while it runs a ``jvp``: the tangents' own tangents, of an
-    outer level, would be lost without a word. And outside of torch.func it refuses a tangent that is no view where the
-    output is one.
+    Forward mode is mended in two ways. torch turns it off while it runs a ``jvp``, which would silently lose an outer
+    level's tangents of the tangents. And outside of torch.func it refuses a tangent that is no view if the output is
+    one.
     """
 
     def __init_subclass__(cls) -> None:
@@ -101,7 +101,7 @@ class Function(torch.autograd.Function):
         """
         if in_autograd_vmap() and any(map(_batched_by_autograd, args)):
             return _batched_anew(cls.apply, args)
-        if not private.in_transform():  # torch's own, without what it does to arguments one by one
+        if not private.in_transform():  # torch's own apply, without its work on each argument
             if any(map(private.is_wrapped, compress(args, map(isinstance, args, repeat(torch.Tensor))))):
                 args = tuple([private.unwrapped_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args])
             return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
@@ -118,7 +118,7 @@ class Function(torch.autograd.Function):
 
 
 def in_autograd_vmap() -> bool:
-    """Whether torch.autograd batches, by a vmap of its own: ``vectorize=True`` or ``is_grads_batched=True``."""
+    """Whether torch.autograd batches by its own vmap: ``vectorize=True`` or ``is_grads_batched=True``."""
     return private.is_dispatched(private.AUTOGRAD_VMAP)
 
 
@@ -127,7 +127,7 @@ def _batched_by_autograd(x: Any) -> bool:
 
 
 def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """``fn(*args)``, where torch.autograd has batched some of `args`, by ``torch.vmap``, for which there are rules."""
+    """``fn(*args)``, by ``torch.vmap``, which has rules, where torch.autograd has batched some of `args`."""
     level = private.enter_autograd_vmap() - 1
     private.leave_autograd_vmap()
     places = [i for i, x in enumerate(args) if _batched_by_autograd(x)]
@@ -171,7 +171,7 @@ class Linear(Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         if RULES[ctx.name].weights is not None:
             return (None, None, None, None, None, *_by_weights(ctx, cotangents, backward=True))
-        # One call for each distinct transpose keeps the order of issues that of the tensors.
+        # One call for each distinct transpose issues collectives in the order of the tensors.
         front = ctx.axis.ranks.taken
         transposes = [RULES[ctx.name].transpose(shape[front:], ctx.static) for shape in ctx.shapes]
         grads: list[torch.Tensor] = []
@@ -201,7 +201,7 @@ class Linear(Function):
         rule, dims, ranks = RULES[name], in_dims[5:], axis.ranks
         # functorch has taken the level whose rule it runs off its stack.
         if ranks.level == (private.maybe_current_level() or 0) + 1:
-            if (below := ranks.below) is not None:  # a level of several: the outermost one's rule does it
+            if (below := ranks.below) is not None:  # the axis has several levels: the outermost level's rule does it
                 rest, stacks = replace(axis, ranks=below), in_front(info.batch_size, xs, dims)
                 all_ranks = Linear.apply(name, static, rest, compiled, index_below(index, in_dims[4]), *stacks)
                 return all_ranks, (0,) * len(xs)
@@ -216,12 +216,12 @@ class Linear(Function):
 
 
 def index_below(index: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
-    """The index of an axis of several levels once its innermost level is off: batched at the others, as before."""
+    """The index of an axis of several levels without its innermost level; it stays batched at the other levels."""
     return index if index is None or dim is None else index.select(dim, 0)
 
 
 def _by_weights(ctx: Any, given: Sequence[torch.Tensor | None], backward: bool) -> list[torch.Tensor | None]:
-    """The derivative that a rule's weights say, of tangents; or, `backward`, its transpose, of cotangents."""
+    """The derivative that a rule's weights define, of tangents; with `backward` its transpose, of cotangents."""
     found: list[torch.Tensor | None] = []
     saved, weights = ctx.saved_tensors, RULES[ctx.name].weights
     assert weights is not None
@@ -229,10 +229,10 @@ def _by_weights(ctx: Any, given: Sequence[torch.Tensor | None], backward: bool) 
         if change is None or not x.is_floating_point():
             found.append(None)
             continue
-        if not backward:  # their own tangents, at torch's one level 0, would be taken for those of the result's tangent
+        if not backward:  # their own tangents, at torch's only level 0, would count as tangents of the result's tangent
             x, y = (forward_ad.unpack_dual(value, level=0).primal for value in (x, y))
         w = weights(x, y)
-        # In one sum: one of `w` alone depends on no cotangent, and torch.compile would issue it in both of its graphs.
+        # In one sum: a sum of `w` alone depends on no cotangent, so torch.compile would issue it in both of its graphs.
         both = torch.stack([change if backward else w * change, w], -1)
         total, whole = apply("psum", (), ctx.axis, [both], ctx.compiled)[0].unbind(-1)
         found.append(w * total / whole if backward else total / whole)
@@ -240,13 +240,13 @@ def _by_weights(ctx: Any, given: Sequence[torch.Tensor | None], backward: bool) 
 
 
 def only_at(value: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, bool]:
-    """What a Rule's `stacked` gives where `rank` alone gets `value`, and the others zeros."""
+    """The stacked result of a rule in which only `rank` gets `value`, and other ranks get zeros."""
     stack = torch.zeros((), dtype=value.dtype, device=value.device).expand(n, *value.shape)
     return torch.cat([stack[:rank], value.unsqueeze(0), stack[rank + 1 :]]), True
 
 
 def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compiled: bool = False) -> list[torch.Tensor]:
-    """The collective `name` of each of `xs` on `axis`."""
+    """Apply the collective `name` to each of `xs` on `axis`."""
     if not xs:
         return []
     if not compiled and not _differentiated(xs):

@@ -28,7 +28,7 @@ from ltx.typing import Tree
 def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
     split_dim, concat = static
     chunks = split(xs, n, (split_dim + 1, True))  # (destination, source, *chunk)
-    # One copy, laid out so that joining is a view.
+    # Make one copy, laid out so that joining the parts is a view.
     laid_out = chunks.movedim(1, concat + 1).clone(memory_format=torch.contiguous_format)
     return laid_out.flatten(concat + 1, concat + 2), True
 
@@ -51,7 +51,7 @@ def _moved(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool
     without = [r for r in range(n) if r not in source_of]
     if not without:
         return moved, True
-    if xs.dtype.itemsize == 1 and xs.is_floating_point():  # which index_fill doesn't know; zeros are zeros
+    if xs.dtype.itemsize == 1 and xs.is_floating_point():  # index_fill doesn't know this dtype; zero bytes are zeros
         return view_as(_moved(view_as(xs, torch.uint8), n, static)[0], xs.dtype), True
     return moved.index_fill(0, torch.tensor(without, device=xs.device), 0), True
 
@@ -90,7 +90,7 @@ def all_to_all(
         split_dim: the dimension that is cut into n equal chunks.
         concat_dim: the dimension along which the n chunks that arrive are concatenated, in the order of their sources.
         axis: as in :func:`ltx.psum`.
-        tiled: False as in ``jax.lax.all_to_all``'s default: ``shape[split_dim]`` is n, that dimension goes away, and a
+        tiled: False, the default of ``jax.lax.all_to_all``: ``shape[split_dim]`` is n, that dimension goes away, and a
             new one of size n, by source, comes in at `concat_dim` of what is left.
         splits: the lengths of the n chunks, each rank's own; they add up to ``shape[split_dim]``. The ranks tell each
             other their splits at every call; between processes, and not in compiled graphs. "infer": the chunks are as
@@ -100,7 +100,7 @@ def all_to_all(
 
     Returns:
         What each rank sees: a tree of new tensors with ``split_dim`` n times shorter and ``concat_dim`` n times longer.
-        With `splits`: a pair of that and the lengths of what came from each rank, a tuple of ints.
+        With `splits`: a pair of that tree and a tuple of ints, the lengths of the parts that came from each rank.
 
     Gradient:
         all_to_all(ȳ, concat_dim, split_dim); with `splits` the parts go back where they came from.
@@ -173,7 +173,7 @@ _NO_PAIRS = (str, bytes, Mapping, torch.Tensor)
 @one_message
 @checked()
 def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> Tree:
-    """Send each rank's tensor to at most one other.
+    """Send each rank's tensor to at most one rank.
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank.
@@ -183,7 +183,7 @@ def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> 
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        What each rank sees: the tree of the rank that it is the destination of; zeros if it is nobody's.
+        What each rank sees: the tree of the rank whose destination it is; zeros if it is no rank's destination.
 
     Gradient:
         ppermute(ȳ) with the pairs turned round.

@@ -6,7 +6,7 @@
     broadcast:  y_r = x_src                        transpose:  x̄_src = sum_s ȳ_s, 0 elsewhere
     psum_to:    y_dst = sum_s x_s, 0 elsewhere     transpose:  x̄_r = ȳ_dst
 
-pvary is the identity on a value that is the same on every rank and from here on counts as each rank's own: its
+pvary is the identity on a value that is the same on every rank and counts as each rank's own from here on: its
 gradient is the sum over all ranks' copies.
 """
 
@@ -87,7 +87,7 @@ def psum(
 ) -> Tree:
     """The sum over ranks of every tensor of a tree.
 
-    Every rank calls it with tensors of its own, such as losses or counts, and every rank gets the same totals.
+    Every rank (process) calls it with tensors of its own, such as losses or counts, and gets the same totals.
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank; any strides. Numbers and NumPy's
@@ -113,9 +113,9 @@ def psum(
 
     Raises:
         AxisError: `axis` isn't in scope, or is None where several are; or an index is in none of the groups, or in two.
-        TreeError: a leaf is neither a tensor nor a number; or it is an integer tensor, and a factor isn't whole.
+        TreeError: a leaf is neither a tensor nor a number; or it is an integer tensor and a factor isn't whole.
         InputError: a factor is a tensor that isn't 0-dim.
-        UnsupportedError: its dtype has no sums.
+        UnsupportedError: a leaf's dtype has no sums.
         RankMismatchError: ranks' structures, shapes or dtypes differ; on all ranks, before anything is sent.
 
     Example:
@@ -148,7 +148,7 @@ def psum(
 
 
 def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | torch.Tensor:
-    """`factor`, the argument `name` of psum, once it is known to be one for `value`; an int if it is whole."""
+    """Check `factor`, the argument `name` of psum, for `value`; returns it, as an int if it is whole."""
     if isinstance(factor, torch.Tensor):
         said = tree.describe(factor)
         whole = not (factor.is_floating_point() or factor.is_complex())
@@ -252,7 +252,7 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
         grad_scale: "mean" divides the gradient by n, as Horovod does.
 
     Returns:
-        What each rank sees: new tensors with the values of rank `src`, which lie in memory as its own do (channels
+        What each rank sees: new tensors with the values of rank `src`, in the memory layout of its tensors (channels
         last stays so).
 
     Gradient:
@@ -277,7 +277,7 @@ def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
     """The sum over ranks of every tensor of a tree, on rank `dst` alone.
 
     Args:
-        value: as in :func:`ltx.psum`, but for sparse tensors.
+        value: as in :func:`ltx.psum`, except that sparse tensors are refused.
         dst: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
 
@@ -297,7 +297,7 @@ def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
         >>> ltx.vmap(lambda x: ltx.psum_to(x, dst=1))(torch.tensor([1.0, 2.0]))
         tensor([0., 3.])
 
-    Source: ``torch.distributed.reduce``, which leaves something unspecified on the other ranks.
+    Source: ``torch.distributed.reduce``, which leaves unspecified values on the other ranks.
     """
     counted = countable(tensors_of(value, axis))
     return collective("psum_to", counted, axis, lambda x, n: (checked_index("psum_to", "dst", dst, n),))
@@ -341,16 +341,16 @@ def split_sparse(value: Tree) -> tuple[Tree, Tree]:
     return tree.unflatten(spec, parts[0]), tree.unflatten(spec, parts[1])
 
 
-# Numbers in a message that goes ahead of sparse tensors: what ranks' trees are, and how many entries some leaves have.
+# Numbers in the message that goes ahead of sparse tensors: a digest of the tree, and the leaves' numbers of entries.
 _HEADER = 32
 
 
 def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
     """The sums over ranks of the COO tensors of `value`, coalesced; each rank may have entries at other places.
 
-    Moves n - 1 times this rank's entries, so it pays as long as few of them are set. Differentiable with respect to
-    the values. Ranks compare the tree `whole`, that `name` was called with, at each call: by one number of the message
-    that says how many entries there are.
+    Each rank sends its entries n - 1 times, so this pays if few entries are set. Differentiable with respect to
+    the values. Ranks compare the tree `whole`, that `name` was called with, at each call: by one number in the first
+    message.
     """
     found = comm.resolve(axis)
     if private.in_transform():

@@ -1,9 +1,9 @@
 """What makes ranks differ: their index, their random keys, and their part of a batch.
 
-Where a batch is cut, :func:`ltx.shard` and :func:`ltx.accumulate` find alike. Its tensors have one length along dim 0,
-with one entry a sample; tensors without dimensions, numbers and strings aren't cut. A list or tuple of containers of
+:func:`ltx.shard` and :func:`ltx.accumulate` cut a batch by the same rule. A batch's tensors have one length along dim
+0, with one entry a sample; tensors without dimensions, numbers and strings aren't cut. A list or tuple of containers of
 one structure is either a list of records, one a sample: it is as long as the batch, and cut between two of them. Or it
-is a list of fields: the tensors in it are as long as the batch, and cut. Where both can be meant the call raises.
+is a list of fields: the tensors in it are as long as the batch, and cut. Where a list could be either, the call raises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ltx.typing import Tree
 def axis_index(axis: Any = None) -> torch.Tensor:
     """This rank's position on an axis: a 0-dim int64 tensor on every backing, on this rank's device.
 
-    All ranks run the same program. By this number, 0 to ``ltx.axis_size() - 1``, each can take samples of its own.
+    All ranks run the same program. By this number, 0 to ``ltx.axis_size() - 1``, each rank can choose its own samples.
 
     Args:
         axis: as in :func:`ltx.psum`.
@@ -47,15 +47,15 @@ def axis_index(axis: Any = None) -> torch.Tensor:
 
 @checked("seed")
 def rank_seed(seed: int, axis: Any = None) -> int:
-    """A seed of this rank's own, made from one that all share: for ``torch.Generator.manual_seed`` and the like.
+    """This rank's own seed, made from a seed that all ranks share, for ``torch.Generator.manual_seed`` and the like.
 
     Args:
         seed: any Python int, the same on every rank.
-        axis: as in :func:`ltx.psum`. Simulated ranks are one process: there draw with ``ltx.vmap(...,
-            randomness="different")`` instead.
+        axis: as in :func:`ltx.psum`. Simulated ranks are one process: use ``ltx.vmap(..., randomness="different")``
+            there.
 
     Returns:
-        An int of 63 bits; different ranks and different seeds give unrelated ones (SplitMix64).
+        An int of 63 bits; different ranks and different seeds give unrelated ints (SplitMix64).
 
     Example:
         >>> import ltx
@@ -80,6 +80,9 @@ def rank_seed(seed: int, axis: Any = None) -> int:
 def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
     """This rank's part of a batch that every rank holds.
 
+    Every rank loads the same batch, calls ``ltx.shard(batch)`` and computes on the part that it gets: of 32 samples on
+    4 ranks (processes), rank 0 gets the first 8 and rank 1 the next 8.
+
     Args:
         value: tree: dicts, lists, tuples, and any mapping or dataclass, such as a ``BatchEncoding``. Every tensor with
             dimensions is split along `dim` into as many equal parts as there are ranks; other leaves (numbers, strings)
@@ -96,9 +99,9 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
 
     Raises:
         AxisError: a tensor doesn't divide evenly.
-        TreeError: tensors have unequal lengths along dim 0; a list may be one of records or of fields; a leaf isn't a
-            tensor and holds some (PackedSequence, graphs), or is a NumPy array, or a nested or sparse tensor.
-        UnsupportedError: under ``ltx.vmap``, records that differ in shapes, or in what isn't a tensor.
+        TreeError: tensors have unequal lengths along dim 0; a list could be one of records or of fields; a leaf holds
+            tensors but isn't one (PackedSequence, graphs), or is a NumPy array, or a nested or sparse tensor.
+            UnsupportedError: under ``ltx.vmap``, records that differ in shapes or in leaves that aren't tensors.
 
     Example:
         >>> import torch, ltx
@@ -179,7 +182,7 @@ def is_records(node: object) -> bool:
 
 
 def cells(batch: Tree) -> tuple[list[Any], Any]:
-    """The parts of an opened batch that are cut or left whole, :class:`Records` and leaves, and their structure."""
+    """The parts of an opened batch, :class:`Records` and leaves, each to be cut or left whole, and their structure."""
     return optree.tree_flatten(batch, is_records, namespace=tree.NAMESPACE)
 
 
@@ -199,9 +202,9 @@ def cut(batch: Tree, parts: int, part: int) -> Tree:
 
 
 def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
-    """`batch` with its lists of records as :class:`Records`, and its length; None if nothing in it says so.
+    """`batch` with its lists of records as :class:`Records`, and the batch's length, None if nothing tells it.
 
-    `what` is about to cut it along `dim`. Along others than the first, tensors have any lengths, and no list is cut.
+    `what` is about to cut it along `dim`. Along dimensions other than 0, tensors have any lengths, and no list is cut.
 
     Raises:
         TreeError: tensors have unequal lengths; a list may be one of records or of fields; a leaf can't be cut.
@@ -286,6 +289,6 @@ def _is_cell(node: Any) -> bool:
     if advice_for(node[0]):
         return all(type(item) is type(node[0]) for item in node)
     specs = [tree.flatten(item)[1] for item in node]
-    if type(node[0]) not in (list, tuple):  # by its keys: what a record holds may be lists of unequal lengths
+    if type(node[0]) not in (list, tuple):  # by its keys: records may hold lists of unequal lengths
         specs = [(type(item), tuple(spec.entries())) for item, spec in zip(node, specs, strict=True)]
     return not tree.flatten(node[0])[1].is_leaf() and all(spec == specs[0] for spec in specs)

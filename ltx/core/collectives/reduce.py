@@ -34,9 +34,9 @@ def _add_extremum(name: str, stacked: Callable[[torch.Tensor], torch.Tensor], si
     """The rule of pmax, whose `sign` is 1, or pmin."""
 
     def coded(x: torch.Tensor) -> torch.Tensor:
-        """Floats as whole numbers of the same order, in which every NaN is beyond all others.
+        """Floats as whole numbers of the same order, in which every NaN lies beyond all numbers.
 
-        gloo and NCCL keep or drop a NaN by the order in which they read it; of whole numbers they have one extremum.
+        gloo and NCCL keep or drop a NaN depending on their order of reading; the extremum of whole numbers is unique.
         """
         if not x.is_floating_point():
             return x
@@ -61,7 +61,7 @@ def _add_extremum(name: str, stacked: Callable[[torch.Tensor], torch.Tensor], si
 
 
 def _turned(bits: torch.Tensor) -> torch.Tensor:
-    """Sign and magnitude, which a float's bits are, as two's complement; its own inverse."""
+    """Turn sign and magnitude, as in a float's bits, into two's complement; the function is its own inverse."""
     return bits ^ (bits >> (8 * bits.itemsize - 1) & torch.iinfo(bits.dtype).max)
 
 
@@ -94,7 +94,8 @@ def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
         What each rank sees: the same tree of new tensors, shapes and dtypes as given. NaN on any rank gives NaN.
 
     Gradient:
-        m · psum(ȳ) / psum(m) with m = (x == y): ranks that tie share it equally. None for integers and booleans.
+        m · psum(ȳ) / psum(m) with m = (x == y): tied ranks share the cotangent equally. None for integers and
+        booleans.
 
     Raises:
         UnsupportedError: complex tensors, and dtypes that torch has no maximum for: uint16, uint32, uint64, float8.
@@ -131,8 +132,8 @@ def pargmax(value: Tree, axis: Any = None) -> Tree:
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        What each rank sees: the same tree of int64 tensors, shapes as given, with indices on the axis. Of ranks that
-        tie it is the first. NaN counts as the maximum, as in ``torch.argmax``.
+        What each rank sees: the same tree of int64 tensors, shapes as given, with indices on the axis. If ranks tie, it
+        is the first of them. NaN counts as the maximum, as in ``torch.argmax``.
 
     Gradient:
         None: whole numbers.
@@ -175,7 +176,7 @@ def _first(extremum: Callable[[Tree, Any], Tree], value: Tree, axis: Any) -> Tre
 
 
 def _gathered(reduced: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tree, Any], Tree]:
-    """What has no collective of its own: `reduced` of what all_gather gives, which is exact for every dtype."""
+    """A reduction without a collective of its own: `reduced` of the gathered values, exact for every dtype."""
     return lambda value, axis: tree.map(reduced, all_gather(value, axis))
 
 
@@ -186,7 +187,7 @@ _BITWISE = {
     "bxor": _gathered(lambda xs: functools.reduce(torch.bitwise_xor, xs.unbind(0))),
 }
 
-#: op -> (tree, axis) -> the reduction. Of the whole tree, which ranks compare before anything is sent.
+#: The reduction for each op, a function of (tree, axis). Ranks compare whole trees before anything is sent.
 OPS: dict[str, Callable[[Tree, Any], Tree]] = {
     "sum": psum,
     "mean": pmean,
@@ -204,7 +205,7 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
     """Reduce every tensor of a tree over the ranks by the operation called `op`.
 
     Args:
-        value: a tree; what isn't a tensor passes through.
+        value: a tree; leaves that aren't tensors pass through.
         op: "sum", "mean" or "avg", "min", "max", "product", "band", "bor", "bxor", in any case, or a
             ``torch.distributed.ReduceOp``; None is "sum".
         axis: as in :func:`ltx.psum`.
@@ -212,17 +213,17 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
             it. By default it is a float, because averaged counts that are truncated falsify metrics.
 
     Returns:
-        What each rank sees: the same tree of new tensors, of the same dtypes, but that means of integers are floats and
-        sums and products of booleans int64.
+        What each rank sees: the same tree of new tensors, of the same dtypes, except that means of integers are floats,
+        and sums and products of booleans are int64.
 
     Gradient:
-        That of the operation: psum(ȳ) for sums, psum(ȳ) / n for means, shared among those that tie for extrema, the
+        That of the operation: psum(ȳ) for sums, psum(ȳ) / n for means, shared among ranks that tie for extrema, the
         product of the other ranks' values for products. Bitwise operations have none.
 
     Raises:
         CollectiveError: an operation that isn't one of these.
         TreeError: a bitwise operation on floating tensors.
-        UnsupportedError: the dtype has no such reduction (uint16, uint32 and uint64 have the bitwise ones alone).
+        UnsupportedError: the dtype has no such reduction (uint16, uint32 and uint64 have only the bitwise ones).
         AxisError, RankMismatchError: as in :func:`ltx.psum`.
 
     Example:
@@ -266,8 +267,7 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     """One decision for all ranks: whether every rank (or with ``all=False`` any rank) says True.
 
     Args:
-        decision: this rank's; a bool or a 0-dim tensor.
-        all: every rank must say True; else one is enough.
+        decision: this rank's decision, a bool or a 0-dim tensor. all: every rank must say True; else one suffices.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -313,12 +313,12 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     Gradient:
         That of the formula, for both arguments, to any order: ``w_r / W * psum(ȳ)`` for the value, exactly 0 where the
         weight is 0, and ``sum((x_r - m) * psum(ȳ)) / W`` for the weight, where a value that is not finite counts as 0
-        if its weight is 0. What computes the value may still make NaN of a gradient of 0, as ``sqrt`` does at 0: give
-        it harmless inputs.
+        if its weight is 0. The value's own code may still turn a gradient of 0 into NaN, as ``sqrt`` does at 0: give it
+        harmless inputs.
 
     Raises:
         WeightError: on every rank, if the weights add up to 0 or one is negative; on the rank alone, if its weight
-            isn't 0-dim. In a compiled graph, where values can't be looked at, the result is NaN.
+            isn't 0-dim. In a compiled graph, which can't look at values, the result is NaN.
         AxisError, TreeError, RankMismatchError: as in :func:`ltx.psum`.
 
     Example:
@@ -332,14 +332,15 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     if not traced.recording():
         tree.check_leaves(leaves, value, "weighted_mean: its value")
         check_dense("weighted_mean", leaves, value)
-        # What has no sums has means: they are taken in floating dtypes.
+        # Dtypes without sums have means, which are taken in floating dtypes.
         check_sums("weighted_mean", [x if x.dtype not in _UNSIGNED else torch.empty(0) for x in leaves], value)
         tree.check_values(leaves, value, "weighted_mean")
     dtypes = [wide(_mean_dtype(x.dtype)) for x in leaves]
     w = _as_tensor(weight, leaves, dtypes)
     terms = [_term(x.to(dtype), w.to(x.device, _real(dtype))) for x, dtype in zip(leaves, dtypes, strict=True)]
-    # The number of negative weights travels with their sum, so that all ranks raise or none. Added, not stacked: where
-    # one has no tangent, torch 2.13 stacks one without memory for it, which what Inductor compiles reads (SIGSEGV).
+    # The number of negative weights travels with their sum, so that all ranks raise or none does. Added, not stacked:
+    # where one has no tangent, torch 2.13 stacks a tangent without memory, which code compiled by Inductor reads
+    # (SIGSEGV).
     negatives = (w < 0).to(w.dtype)
     counted = torch.nn.functional.pad(w.unsqueeze(0), (0, 1)) + torch.nn.functional.pad(negatives.unsqueeze(0), (1, 0))
     sums = psum({"value": tree.unflatten(spec, terms), "weight": counted}, axis)
@@ -359,7 +360,7 @@ def _mean_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums and averages are taken in. In 16 bits long ones stand still, and 4000 tokens' losses overflow."""
+    """The dtype in which sums and averages are taken. In 16 bits long sums stop growing, or overflow."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -368,7 +369,7 @@ def _real(sum_dtype: torch.dtype) -> torch.dtype:
 
 
 def _as_tensor(weight: torch.Tensor | float, leaves: list[torch.Tensor], dtypes: list[torch.dtype]) -> torch.Tensor:
-    """The weight in the widest dtype of the sums, which is the same on every rank whatever each gave."""
+    """The weight in the widest dtype of the sums, the same on every rank, whatever dtypes ranks gave."""
     widest = torch.float64 if torch.float64 in map(_real, dtypes) else torch.float32
     if not isinstance(weight, torch.Tensor):
         return torch.full((), float(weight), dtype=widest, device=leaves[0].device if leaves else None)

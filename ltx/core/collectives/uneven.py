@@ -1,8 +1,8 @@
-"""Collectives of what is of another size on each rank: tensors of unequal shapes, and objects; the barrier.
+"""Collectives of values whose size differs between ranks: tensors of unequal shapes, and objects; the barrier.
 
-Tensors are padded to the largest, and the padding is cut off what the even collective gives: differentiable collectives
-and views alone, so gradients follow; padding has none. The ranks of :func:`ltx.vmap` have equal shapes by their nature,
-and share all objects, so there is no form for them.
+Tensors are padded to the largest; the padding is cut off the even collective's results. All operations are
+differentiable collectives and views, so gradients follow; padding has none. The ranks of :func:`ltx.vmap` always have
+equal shapes, and share all objects, so these collectives refuse them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ltx.core.comm.pickling import dumps
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
-# In one order on all ranks, which have the same torch.
+# All ranks have the same torch, and so the same order.
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 _MOST_DIMS = 32
 T = TypeVar("T")
@@ -34,10 +34,10 @@ _INFERRED = 'all_gather(splits="infer")'
 
 @in_step
 def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Tensor]:
-    """Every rank's tensor, whatever their shapes.
+    """Every rank's tensor, also if shapes differ.
 
     Args:
-        tensor: any shape, number of dimensions and strides, empty ones too; the same dtype on every rank.
+        tensor: any shape, number of dimensions and strides; it may be empty; the same dtype on every rank.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -63,17 +63,17 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
     tree.check_dense([tensor], tensor, "gather_all_tensors")
     found = _real(axis, "gather_all_tensors", "Use ltx.all_gather, or ltx.simulate.")
     shapes, agreed = _shapes_of_all(tensor, found)
-    moved = movable("all_gather", tensor)  # bytes, where torch can't pad its dtype
+    moved = movable("all_gather", tensor)  # as bytes, where torch can't pad its dtype
     width = 1 if moved is tensor else tensor.itemsize
     lengths = [shape.numel() * width for shape in shapes]
     (rows,) = gathered([moved.reshape(-1)], [0], [lengths], found, agreed)
-    # Cloned: elements mustn't lie across their alignment.
+    # Cloned, so that elements are aligned.
     parts = rows if moved is tensor else [row.clone().view(tensor.dtype) for row in rows]
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> tuple[list[torch.Size], comm.Agreement]:
-    """The ranks' shapes, which they tell each other at every call, by agreement; raises if their dtypes differ."""
+    """The ranks' shapes, which they exchange at every call, with the agreement; raises if dtypes differ."""
     if tensor.ndim > _MOST_DIMS:
         raise UnsupportedError(f"gather_all_tensors: {tree.describe(tensor)} can't be sent; cast or reshape it first.")
     header = [tensor.ndim, _DTYPES.index(tensor.dtype), *tensor.shape, *(0 for _ in range(_MOST_DIMS - tensor.ndim))]
@@ -124,7 +124,7 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
         return _INFERRED, tree.spec_paths(spec), tuple(kinds), dim
 
     agreed = found.ranks.confirm(key, signature)
-    if not all(fit):  # and so it is on every rank, as their numbers of dimensions are the same
+    if not all(fit):  # so it is on every rank, as all have the same number of dimensions
         dim_of("all_gather", leaves[fit.index(False)], dim)
     told_lengths = found.ranks.tell(_INFERRED, [x.shape[dim] for x in leaves], signature, key) if leaves else []
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
@@ -148,14 +148,14 @@ def gathered(
 def _equal_splits(x: Any, dim: int, n: int) -> tuple[int, ...]:
     """The lengths of n parts of x, as equal as can be, the first ones longer by one.
 
-    Zeros where it has no such dimension, which whoever takes them refuses.
+    Zeros where x has no such dimension; the caller refuses them.
     """
     length = x.shape[dim] if isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim else 0
     return tuple(length // n + (place < length % n) for place in range(n))
 
 
 def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
-    """Whether `splits` are to be inferred on simulated ranks, where they are equal."""
+    """Whether `splits` are inferred on simulated ranks, where all splits are equal."""
     if splits != "infer" or traced.recording():
         return False
     refuse_background('splits="infer"', axis)
@@ -195,7 +195,7 @@ def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] 
 def all_to_all_uneven(
     value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: Sequence[int] | str
 ) -> tuple[Tree, tuple[int, ...]]:
-    """all_to_all of chunks whose lengths along `split_dim` are `splits`; and the lengths of what has come."""
+    """all_to_all of chunks whose lengths along `split_dim` are `splits`; also gives the lengths received."""
     if isinstance(splits, str):
         found = _real(axis, 'all_to_all(splits="infer")', "")
         splits = _equal_splits(next(iter(tree.flatten(value)[0]), None), split_dim, found.size)
@@ -204,7 +204,7 @@ def all_to_all_uneven(
     misfit = _misfit("all_to_all", value, split_dim, splits, found)
     table = told("all_to_all", [-1] * found.size if misfit else list(splits), found)
     if any(-1 in row for row in table):
-        _agree("all_to_all", splits, found, misfit)  # raises on every rank, since they can't all fit
+        _agree("all_to_all", splits, found, misfit)  # raises on every rank, since not all splits can fit
     received = tuple(row[int(found.rank)] for row in table)
     most = max(length for row in table for length in row)
     elsewhere = any(dim_of("all_to_all", x, concat_dim) != split_dim % x.ndim for x in tree.flatten(value)[0])
@@ -246,14 +246,14 @@ def dim_of(what: str, x: torch.Tensor, dim: int, name: str = "dim") -> int:
 
 
 def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """`x` with zeros behind, up to `length` along `dim`."""
+    """`x` with zeros appended, up to `length` along `dim`."""
     return torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 1 - dim), 0, length - x.shape[dim]))
 
 
 def _misfit(
     what: str, value: Tree, dim: int, splits: tuple[int, ...], axis: Axis, of_part: bool = False
 ) -> AxisError | None:
-    """What is wrong with this rank's splits, or with its tensors under them; None if they fit.
+    """The text of the error in this rank's splits, or in its tensors for these splits; None if they fit.
 
     Along `dim` a tensor is as long as all splits together; `of_part`: as this rank's.
     """
@@ -280,14 +280,14 @@ def _misfit(
 
 
 def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | None) -> None:
-    """Let the ranks compare their splits, and whether these fit: what is sent is padded, so its shape doesn't tell.
+    """Let the ranks compare their splits, and whether these fit: messages are padded, so their shapes don't show it.
 
     Raises:
         RankMismatchError: ranks' splits differ, or some ranks' splits don't fit; on every rank.
-        AxisError: no rank's splits fit, for the same reason.
+        AxisError: no rank's splits fit, with the same error on all ranks.
     """
     signature = comm.Signature(what, (), str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}")
-    # A misfit is told each time: that the peers had it too before doesn't mean that they have it now.
+    # Misfits are compared each time: peers that had the same misfit before may have none now.
     axis.ranks.meet((what, "splits", splits), lambda: signature, each_time=misfit is not None)
     if misfit:
         raise misfit
@@ -302,7 +302,8 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     else a key that the ranks agree on through their store.
 
     Args:
-        obj: anything cloudpickle can carry; only `src`'s matters. Tensors of an accelerator come to the receiver's own.
+        obj: anything cloudpickle can carry; only `src`'s matters. Tensors of an accelerator arrive on the receiver's
+            accelerator.
         src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
 
@@ -326,7 +327,7 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
     """Every rank's object, on every rank.
 
     Args:
-        obj: anything cloudpickle can carry. Tensors of an accelerator arrive on the receiver's own.
+        obj: anything cloudpickle can carry. Tensors of an accelerator arrive on the receiver's accelerator.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -376,7 +377,7 @@ def barrier(name: str | None = None, axis: Any = None) -> None:
     """Return once every rank of the axis has come here, and its accelerator has done what was enqueued before.
 
     Args:
-        name: what errors call it; ranks must give the same one.
+        name: the barrier's name in errors; all ranks must give the same name.
         axis: as in :func:`ltx.psum`. On the ranks of :func:`ltx.vmap`, which run in lockstep, it does nothing.
 
     Raises:

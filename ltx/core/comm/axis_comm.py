@@ -41,13 +41,13 @@ from ltx.core.ranks.backings import Part, Ranks
 
 @dataclass(frozen=True)
 class NewGroup:
-    """The process group of some ranks of the world, which these alone open together with its axis."""
+    """A process group of some ranks of the world; only these ranks open it, together with its axis."""
 
-    ranks: list[int]  # of the world, in the axis' order
+    ranks: list[int]  # ranks of the world, in the axis' order
     backend: str  # as torch.distributed.new_group takes it
 
 
-_HISTORY = 1024  # collectives in the background that are remembered
+_HISTORY = 1024  # this many collectives in the background are remembered
 
 
 class AxisComm(Ranks):
@@ -64,7 +64,7 @@ class AxisComm(Ranks):
         of_ranks = f"ltx/{name or 'ranks'}/{hashlib.sha1(repr(self.global_ranks).encode()).hexdigest()}"
         self._count = f"{of_ranks}/opened by {self.rank}"
         number = self._world_store.add(self._count, 1)
-        #: Has a number, so that what is opened again after a shutdown doesn't find what was left in the store before.
+        #: The label has a number, so that an axis opened after a shutdown finds no old keys in the store.
         self.label = f"{of_ranks}/{number}"
         self.name = f"ranks {self.global_ranks}, {number}" if name is None else name
         self._store = TimeoutStore(PrefixStore(f"{self.label}/", self.watcher.store), self.watcher.store_caller)
@@ -84,16 +84,16 @@ class AxisComm(Ranks):
         self._phases: list[Channel] = []
         self.closed = False
         self._pid = os.getpid()
-        self._fork_error: WorldError | None = None  # once this process is a fork of the rank's
+        self._fork_error: WorldError | None = None  # set once this process is a fork of the rank's process
         self.compared = Seen()
         self.network: Any = None  # the ltx.core.comm.Network, once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
         self._parts: dict[tuple[int, ...], AxisComm] = {}
         self.unread: Unread | None = None  # the step summary of the last pass, if the host hasn't read it
-        self.issued_in_graphs = 0  # collectives of the user that may have a part in a backward pass
-        #: Collectives that were begun and not waited for yet (see ltx.core.collectives.futures), oldest first.
+        self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
+        #: Collectives that have begun and weren't waited for yet (see ltx.core.collectives.futures), oldest first.
         self.futures: list[Any] = []
-        self.under_way = ""  # what is issued on the bucket channels; errors say it
+        self.under_way = ""  # the name, for errors, of the work on the bucket channels
         self._left: list[Channel] = []  # the channels of the last aborted pass
         self._streams: dict[torch.device, CommStream] = {}
         self._stream_group = self._open_stream_group()
@@ -108,7 +108,7 @@ class AxisComm(Ranks):
         """Return once all ranks have come to open the axis, in the store.
 
         torch makes groups in C++. A rank whose peers don't come waits there for as long as the axis' timeout, and
-        neither Ctrl-C nor the end of a peer gets through to it.
+        neither Ctrl-C nor the end of a peer interrupts that wait.
         """
         counts = self.watcher.deadlocks.counts
         counts[self.label] = lambda: {f"{self.label}/{OPENED}": (1, ())}
@@ -127,17 +127,17 @@ class AxisComm(Ranks):
             raise
 
     def come(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> None:
-        """Come to `place`, as all ranks do for the `number`-th time of `key`, and return once they have."""
+        """Return once all ranks have come to `place` for the `number`-th time of `key`, as this rank does now."""
         try:
             self.store_exchange.announce(place, None)
             self.hear(place, key, number, what, to, fix)
         except BaseException:
-            with suppress(PeerLostError):  # a peer that comes meanwhile mustn't take this rank for one that waits
+            with suppress(PeerLostError):  # a peer that comes meanwhile mustn't think that this rank still waits
                 self.store_exchange.forget(place, [self.rank])
             raise
 
     def hear(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> list[Any]:
-        """What all ranks have announced at `place`, once they have come there, for the `number`-th time of `key`."""
+        """All ranks' announced values at `place`, once all have come there for the `number`-th time of `key`."""
         began, deadlocks = time.monotonic(), self.watcher.deadlocks
 
         def check() -> None:
@@ -153,7 +153,7 @@ class AxisComm(Ranks):
             deadlocks.done()
 
     def _open_channel(self, name: str) -> Channel:
-        """The user's channel, once; or another one, anew after each recovery. Opening waits for all ranks."""
+        """Open the user's channel, once; or another channel, anew after each recovery. Opening waits for all ranks."""
         generation, host, background = self.recovery.generation, self.backends.host, name == "background"
         address = f"{name}.{generation}" if generation else name
         label, described = f"{self.label}/{address}", f"ltx:{self.name}:{name}"
@@ -174,7 +174,7 @@ class AxisComm(Ranks):
         return channel
 
     def _open_stream_group(self) -> StreamGroup | None:
-        """The one communicator of this axis for tensors on the device. Opening waits for all ranks."""
+        """Open this axis' only communicator for tensors on the device. Opening waits for all ranks."""
         stream, device_type = self.backends.stream, self.backends.device_type
         if stream is None:
             return None
@@ -213,13 +213,13 @@ class AxisComm(Ranks):
         return self._phases[phase]
 
     def fail_channels(self, error: LtxError) -> None:
-        """Mark the channels of buckets and of background work as failed; the device gives up what is under way."""
+        """Mark the channels of buckets and background work as failed; the device gives up collectives under way."""
         for channel in (*self._phases, self.background):
             channel.failed = channel.failed or error
             # Compiled graphs find a process group by its name: they can't use this one either.
             backends.unregister(channel.group)
         if self._stream_group is not None:
-            if self.unread is not None:  # no pass has begun since: let the device complete the last one
+            if self.unread is not None:  # no pass has begun since: let the device complete the last pass
                 with suppress(LtxError):
                     self._wait_for_device("the end of the last pass")
             self.abort_device()
@@ -228,7 +228,7 @@ class AxisComm(Ranks):
             part.recovery.abort(error)
 
     def renew(self) -> None:
-        """Replace the failed channels. Their groups stay open until the next time, as a schedule may refer to them."""
+        """Replace the failed channels. Their groups stay open until the next call, as a schedule may refer to them."""
         left, self._left = self._left, [*self._phases, self.background]
         backends.drop_groups([group for channel in left for group in channel.release()])
         for channel in self._phases:
@@ -250,14 +250,14 @@ class AxisComm(Ranks):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's gradients are: on its accelerator, if the axis has a backend for that; else on the CPU."""
+        """The device of this rank's gradients: its accelerator, if the axis has a backend for it; else the CPU."""
         kind = self.backends.device_type
         if kind is None or kind == "cpu":
             return torch.device("cpu")
         return torch.device(kind, torch.accelerator.current_device_index())
 
     def read(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """`tensor` on the host. Until the device has it, deadlines, peers and interrupts are looked after.
+        """`tensor` on the host. Until the device has the value, deadlines, peers and interrupts are checked.
 
         ``bool(tensor)`` and ``tensor.item()`` would stand still for as long as the device waits for a peer.
         """
@@ -271,7 +271,7 @@ class AxisComm(Ranks):
     def abort_device(self) -> None:
         """Have the device give up collectives that wait for peers, as :meth:`StreamGroup.abort`: from any thread.
 
-        What waits for them raises then. Until the ranks recover, collectives go over the host.
+        Waits for these collectives then raise. Until the ranks recover, collectives go over the host.
         """
         if self._stream_group is not None:
             self._stream_group.abort()
@@ -284,7 +284,7 @@ class AxisComm(Ranks):
         return [self.user, self.background, *self._phases, *self._left]
 
     def close(self) -> None:
-        """Close channels and parts, and destroy their process groups: all of it, whatever is found in the last pass."""
+        """Close channels and parts, and destroy all their process groups, even if the last pass has failed."""
         if self.closed:
             return
         self.closed = True
@@ -301,7 +301,7 @@ class AxisComm(Ranks):
         self.negotiation.end()
 
     def _end_device(self) -> None:
-        """Wait until the device has done all, which states may be made of. After a failure it gives up.
+        """Wait until the device has done all its work, whose results states may hold, or gives up after a failure.
 
         A group whose kernels wait for a peer that won't come can't be destroyed in good order.
         """
@@ -320,9 +320,10 @@ class AxisComm(Ranks):
         self._world_store.close()
 
     def look_after_device(self) -> None:
-        """Abort what the device waits for in vain, and the host with it: called by the watcher, with each tick.
+        """Abort collectives that the device, and the host with it, waits for in vain; called with the watcher's ticks.
 
-        The wait that finds this says why. Without the store nothing is known of the peers but that rank 0 held it.
+        The wait that finds the abort says why. Without the store nothing is known of the peers, except that rank 0 held
+        it.
         """
         group = self._stream_group if self._opened else None
         if group is None or group.aborted:
@@ -331,11 +332,11 @@ class AxisComm(Ranks):
             in_vain = 0 in self.global_ranks and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         else:
             in_vain = self.negotiation.diagnosed(in_pass=True, issue=group.issue) is not None
-        if (in_vain or group.failed) and group.outstanding:  # not before: another thread may capture a CUDA graph
+        if (in_vain or group.failed) and group.outstanding:  # not earlier: another thread may be capturing a CUDA graph
             group.abort()
 
     def status(self) -> Status:
-        """What this rank says of itself here, for its peers."""
+        """This rank's status on the axis, for its peers."""
         channels = self.channels if self._opened else []
         return self.negotiation.status({channel.address: channel.begun for channel in channels})
 
@@ -347,13 +348,13 @@ class AxisComm(Ranks):
             dist.destroy_process_group(group)
 
     def _look_at_last_pass(self) -> None:
-        """Raise what the host finds when it comes to look at the last pass, which nothing else will do any more."""
+        """Check the last pass, and raise its errors, because nothing else will check it any more."""
         unread, self.unread = self.unread, None
         if unread is not None and self.user.failed is None and self._phases[0].failed is None:
             unread.wait()
 
     def release(self) -> list[dist.ProcessGroup]:
-        """The process groups that this holds besides its channels, and holds no longer."""
+        """Give up the process groups that this axis holds besides its channels, and return them."""
         groups = [] if self.group is None else [self.group]
         self.group = self._stream_group = None  # the channels hold that, too
         return groups
@@ -363,7 +364,7 @@ class AxisComm(Ranks):
     ) -> Agreement:
         """Make sure that all ranks are about to issue the same thing on `channel`; raises on every rank if they aren't.
 
-        Equal keys mean equal signatures: a known key costs a dictionary look-up. For a new one `describe` is called,
+        Equal keys mean equal signatures: a known key costs a dictionary look-up. For a new key `describe` is called,
         and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank 0's.
         """
         self.check_not_forked()
@@ -383,7 +384,7 @@ class AxisComm(Ranks):
         return known
 
     def agree(self, keys: Iterable[Any], agreement: Agreement) -> None:
-        """Record an agreement about a whole call for each of its parts, which are issued under `keys`."""
+        """Record an agreement about a whole call under the `keys` of its parts."""
         parts = list(keys)
         self._known.update(dict.fromkeys(parts, agreement))
         if under_way:
@@ -411,10 +412,10 @@ class AxisComm(Ranks):
         )
         for channel in self.channels:
             channel.failed = self._fork_error
-        self.watcher.store_caller.refuse(str(self._fork_error))  # or peers would take what it says for the rank's
+        self.watcher.store_caller.refuse(str(self._fork_error))  # or peers would mistake its words for the rank's
 
     def lost(self) -> list[int]:
-        """The peers whose processes have died, as far as is known without the store: if all ranks share a machine.
+        """The peers whose processes have died, as far as is known without the store, for ranks that share a machine.
 
         When rank 0 ends, its store ends too.
         """
@@ -423,7 +424,7 @@ class AxisComm(Ranks):
         return sorted({*dead, held} - {self.rank})
 
     def _refuse_gone(self) -> None:
-        """Raise if a peer that is to connect is gone."""
+        """Raise if a peer that should connect is gone."""
         if gone := self.gone():
             who = ", ".join(map(str, gone))
             raise PeerLostError(
@@ -436,12 +437,12 @@ class AxisComm(Ranks):
         return self.gone()
 
     def gone(self) -> list[int]:
-        """The peers whose processes have ended, as far as is known, or whose heartbeats have stopped."""
+        """The peers whose processes are known to have ended, or whose heartbeats have stopped."""
         return sorted({*self.lost(), *self.negotiation.silent(), *self.negotiation.ended_peers()})
 
 
 def _in_turn(steps: list[Callable[[], object]]) -> None:
-    """Do all `steps`, whatever some of them raise. An ExitStack's errors would keep its frames, and groups in them."""
+    """Do all `steps`, even if some of them raise. An ExitStack's errors would keep its frames and groups."""
     try:
         steps[0]()
     finally:

@@ -1,13 +1,13 @@
-"""Backends: what the callers of a process group must know about how it moves data, and how the host runs ahead.
+"""Backends: how a process group moves data, as far as callers must know, and how the host runs ahead.
 
 There are two kinds. On **host-blocking** backends (gloo, MPI, UCC) a wait returns when the data is there, and groups
-progress independently of each other, each in threads of its own. On **stream-ordered** ones (NCCL and other vendors'
-libraries) a wait only makes the current stream wait: the host runs ahead, kernels of all communicators share the
-device, and so their order must be the same on all ranks. A group may have one of each, for tensors on the host and for
-tensors on the device.
+progress independently of each other, each in threads of its own. On **stream-ordered** backends (NCCL and other
+vendors' libraries) a wait only makes the current stream wait: the host runs ahead, kernels of all communicators share
+the device, and so their order must be the same on all ranks. A group may have one of each, for tensors on the host and
+on the device.
 
-On the CPU there are no streams. A backend for CPU tensors may order them all the same, as those of tests do; then
-:class:`CommStream` and :class:`HostCopy` do nothing but hand values on.
+On the CPU there are no streams. A backend for CPU tensors may order streams all the same, as the tests' backends do;
+then :class:`CommStream` and :class:`HostCopy` do nothing but hand values on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ltx.core.base import private, traced
 from ltx.core.base.errors import PeerLostError, UnsupportedError
 from ltx.core.comm import ledger
 
-#: The backends whose waits block the host, to which a user adds others. All that aren't here order streams.
+#: The backends whose waits block the host, to which a user adds others. All other backends order streams.
 HOST_BLOCKING = {"gloo", "mpi", "ucc"}
 
 
@@ -41,9 +41,9 @@ HOST_BLOCKING = {"gloo", "mpi", "ucc"}
 class Backends:
     """The backends of a process group, by the type of the device that a tensor is on."""
 
-    host: str = "gloo"  # for tensors on the host; gloo where the group has none whose waits block
-    stream: str | None = None  # the stream-ordered one; None if there is none
-    device_type: str | None = None  # the type of the devices whose tensors the stream-ordered one takes
+    host: str = "gloo"  # the backend for tensors on the host; gloo where the group has none whose waits block
+    stream: str | None = None  # the stream-ordered backend; None if there is none
+    device_type: str | None = None  # the type of device whose tensors the stream-ordered backend takes
 
     def orders_streams(self, device: torch.device) -> bool:
         """Whether collectives of tensors on `device` are ordered by streams."""
@@ -56,13 +56,13 @@ def backends_of(group: dist.ProcessGroup) -> Backends:
     by_device: Mapping[str, str] = config.get_device_backend_map()
     host = by_device.get("cpu", "gloo")
     ordered = {device: name for device, name in by_device.items() if name not in HOST_BLOCKING}
-    # A group for several kinds of accelerators is used on the one that this process has.
+    # A group for several kinds of accelerators is used on the kind that this process has.
     used = next((device for device in ordered if device in (accelerator(), "cpu")), None)
     return Backends(host if host in HOST_BLOCKING else "gloo", None if used is None else ordered[used], used)
 
 
 def default_backend(device: torch.device) -> str:
-    """What a world whose ranks compute on `device` communicates by: torch's choice for it, and gloo on the host."""
+    """The backends of a world whose ranks compute on `device`: torch's choice for it, and gloo on the host."""
     if device.type == "cpu":
         return "gloo"
     name = dist.get_default_backend_for_device(device.type)
@@ -79,7 +79,7 @@ StreamFence = Callable[..., None]
 
 
 class CommStream:
-    """The stream of one device on which an axis communicates, beside the one that computes."""
+    """The stream of one device on which an axis communicates, beside the stream that computes."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -87,9 +87,9 @@ class CommStream:
 
     @contextmanager
     def behind_current(self) -> Iterator[None]:
-        """Enqueue on this stream, behind what the current stream has so far.
+        """Enqueue on this stream, behind the current stream's work so far.
 
-        Tensors that were made there and are used here must be kept until :meth:`fence` was waited for.
+        Keep tensors that were made there and are used here until :meth:`fence` was waited for.
         """
         if self._stream is None:
             yield
@@ -99,7 +99,7 @@ class CommStream:
             yield
 
     def fence(self) -> StreamFence:
-        """A function that puts the stream on which it is called behind what is enqueued here now.
+        """A function that makes the stream on which it is called wait for the work enqueued here now.
 
         Its arguments are the tensors that were made here and are used there, and those that were used here.
         """
@@ -114,7 +114,7 @@ class CommStream:
                 current.wait_event(done)
             for tensor in made:
                 tensor.record_stream(current)
-            # Their memory is that of the stream that made them, which isn't behind this one if another one waits.
+            # Their memory belongs to the stream that made them, which may reuse it before this stream is done.
             for tensor in used if current != began_on else ():
                 tensor.record_stream(stream)
 
@@ -122,7 +122,7 @@ class CommStream:
 
 
 class HostCopy:
-    """A small tensor on its way to the host, which continues meanwhile."""
+    """A small tensor that is copied to the host, which continues meanwhile."""
 
     def __init__(self, tensor: torch.Tensor, after: Callable[[], bool] = lambda: True):
         self._done: torch.Event | None = None
@@ -145,9 +145,9 @@ class HostCopy:
 
 
 def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """What the host has made, on `device` (None: where it is), without the host waiting for that.
+    """Copy a tensor that the host has made to `device` (None: don't copy), without making the host wait.
 
-    ``torch.tensor(..., device=)`` and ``Tensor.to`` stand still until all that the device has to do before is done.
+    ``torch.tensor(..., device=)`` and ``Tensor.to`` block until the device has done all earlier work.
     """
     if device is None or device == made.device:
         return made
@@ -155,13 +155,13 @@ def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     wrapped = traced.recording() or private.in_transform()
     if wrapped or not plain or made.device.type != "cpu" or device.type in ("cpu", "meta"):
         return made.to(device)
-    # torch uses this memory again only when the copy is done.
+    # torch reuses this memory only when the copy is done.
     pinned = made if made.is_pinned() else torch.empty_like(made, pin_memory=True).copy_(made)
     return pinned.to(device, non_blocking=True)
 
 
 def refuse_capture(what: Callable[[], str]) -> None:
-    """Raise if what is enqueued on the current stream now goes into a CUDA graph; `what` says what was called."""
+    """Raise if the current stream records a CUDA graph now; `what` names the call, for the error."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             f"{what()} was called in the capture of a CUDA graph. ltx compares what ranks issue, and reads their step "
@@ -176,20 +176,20 @@ def is_of_network(error: RuntimeError) -> bool:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether this process had no memory for what it was to do."""
+    """Whether `error` says that this process ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-# How ranks connect when they make a process group: over which interface, and with an eye on peers that won't come. gloo
-# connects in C++, deaf to Ctrl-C and to the end of a peer, for five times as long as it is told. So it does that in a
-# thread, and who waits for the thread looks out meanwhile, as in every wait while a world is made.
+# How ranks connect when they make a process group: over which interface, and with checks for peers that won't come.
+# gloo connects in C++, where neither Ctrl-C nor the end of a peer interrupts it, for five times the time limit. So a
+# thread connects, and the rank that waits for the thread checks meanwhile, as in every wait while a world is made.
 
-#: How much longer than ltx's own the time limits of groups are: waits of ltx raise what is wrong. The clock of NCCL's
-#: watchdog begins with the enqueuing of a collective, that of ltx where the host waits for it, up to a step later.
+#: Time limits of groups are this much longer than ltx's own, so that waits of ltx raise first. The clock of NCCL's
+#: watchdog begins when a collective is enqueued, the clock of ltx when the host waits, up to a step later.
 LATER = timedelta(minutes=5)
 
 _TICK_S = 0.05
-# How long ranks that have met in the store may take to connect; and a little more for each of them.
+# The time that ranks which have met in the store may take to connect, and a little more for each rank.
 _CONNECT_S, _CONNECT_RANK_S = 60.0, 0.5
 
 _lookouts: list[Callable[[], object]] = []
@@ -197,7 +197,7 @@ _lookouts: list[Callable[[], object]] = []
 
 @contextmanager
 def looking_out(look: Callable[[], object]) -> Iterator[None]:
-    """Within, waits for peers that are to come call `look`, which raises if one won't."""
+    """A context in which waits for peers call `look`, which raises if a peer won't come."""
     _lookouts.append(look)
     try:
         yield
@@ -206,13 +206,14 @@ def looking_out(look: Callable[[], object]) -> Iterator[None]:
 
 
 def look_out() -> None:
-    """Called now and then by who waits while a world, an axis or a group is made: raises if a peer won't come."""
+    """Raise if a peer won't come; waits call this now and then while a world, an axis or a group is made."""
     for look in _lookouts:
         look()
 
 
 def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int | None = None) -> Any:
-    """gloo's part of a process group of ranks that have met in `store`. `threads`: of its own; None for gloo's default.
+    """gloo's part of a process group of ranks that have met in `store`. `threads`: their number; None for gloo's
+    default.
 
     Raises:
         PeerLostError: a peer is gone, or can't be reached.
@@ -256,7 +257,7 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int |
 
 
 class _WithLookout(type(dist.ProcessGroupGloo)):  # type: ignore[misc]
-    """Of what torch takes for its class of gloo's groups within :func:`connecting`."""
+    """Stands in for torch's class of gloo's groups within :func:`connecting`."""
 
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return connect(store, rank, size, timeout)
@@ -267,7 +268,7 @@ class _WithLookout(type(dist.ProcessGroupGloo)):  # type: ignore[misc]
 
 @contextmanager
 def connecting(look: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Within, torch makes process groups whose ranks connect by :func:`connect`, and `look` too is called meanwhile."""
+    """A context in which ranks of torch's new process groups connect by :func:`connect`; `look` is called meanwhile."""
     torchs: Any = c10d
     plain = torchs.ProcessGroupGloo
     torchs.ProcessGroupGloo = _WithLookout("ProcessGroupGloo", (plain,), {})
@@ -278,7 +279,7 @@ def connecting(look: Callable[[], object] = lambda: None) -> Iterator[None]:
         torchs.ProcessGroupGloo = plain
 
 
-# How long letting go of process groups may hold a rank up (see `let_go`).
+# The time for which dropping process groups may delay a rank (see `let_go`).
 _LET_GO_S = 2.0
 
 
@@ -294,9 +295,9 @@ def open_group(
 ) -> dist.ProcessGroup:
     """A process group of the global `ranks`, opened by these alone and called `name` on all of them.
 
-    `look`: called while they connect; raises if a peer won't. `in_turn`: its collectives move one after the other.
-    Otherwise two operations of a gloo group share the link, and the first takes as long as both. `device`: it is
-    connected at once for tensors on that device, so that no rank connects in the middle of a step.
+    `look`: called while ranks connect; raises if a peer won't. `in_turn`: collectives move one after the other.
+    Otherwise two operations of a gloo group share the link, and the first takes as long as both. `device`: the group
+    connects at once for tensors on that device, so that no rank connects in the middle of a step.
 
     ``dist.new_group(..., use_local_synchronization=True)`` derives names from the number of groups that a process has
     at the moment. So ranks that differ in their other groups wait for each other forever, and a name is used again
@@ -319,14 +320,14 @@ def open_group(
             )[0]
     finally:
         world.bound_device_id = bound
-    if group.name() == "undefined":  # of several backends torch has named none; it asks for one, and warns, at the end
+    if group.name() == "undefined":  # torch has named none of several backends; without a name it warns at the end
         kinds: Any = dist.ProcessGroup.BackendType
         group._set_default_backend(kinds.GLOO if "gloo" in backend else kinds.CUSTOM)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     if device is not None and type(group) is dist.ProcessGroup:
         connect: Any = group._get_backend(device)
         group.bound_device_id = device
-        if getattr(connect, "supports_splitting", False):  # those that can split can connect ahead, too
+        if getattr(connect, "supports_splitting", False):  # backends that can split can connect ahead, too
             connect.eager_connect_single_device(device)
     return group
 
@@ -335,23 +336,23 @@ _IN_TURN = "ltx_gloo_in_turn"
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether its collectives are gloo's."""
+    """Whether the group's collectives are gloo's."""
     return group.name() == "gloo" or dist.get_backend(group) == _IN_TURN
 
 
 class StreamGroup:
-    """The one communicator of an axis for tensors on the device. What is issued on it completes in one order."""
+    """The one communicator of an axis for tensors on the device. Its collectives complete in the order of issue."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group: Any = group
         self.last: Any = None  # the work that was issued last
-        self.issue: tuple[str, int] | None = None  # its channel's address, and its number there
+        self.issue: tuple[str, int] | None = None  # the address of that work's channel, and its number there
         self.aborted = False
-        self.cut_off = False  # what is under way was given up: what it was to make is garbage
+        self.cut_off = False  # the work under way was given up: its results are garbage
 
     @property
     def outstanding(self) -> bool:
-        """Whether the device has something of it left to do. It is asked, which the capture of a CUDA graph forbids."""
+        """Whether the device has work of the group left. This asks the device, which a CUDA graph's capture forbids."""
         return self.last is not None and not self.aborted and (self.failed or not self.last.is_completed())
 
     @property
@@ -362,7 +363,7 @@ class StreamGroup:
         return get_error is not None and get_error().name != "SUCCESS"
 
     def abort(self) -> None:
-        """Give up what is under way: kernels that wait for a peer end, and the stream goes on, with garbage.
+        """Give up the collectives under way: kernels that wait for a peer end, and the stream goes on, with garbage.
 
         Any thread may call it, also while another one is in ``cudaStreamSynchronize`` or ``Tensor.item``: these have
         released Python's lock, as does this call, and hold none of the group's. ``ProcessGroupNCCL::abort`` has
@@ -382,12 +383,12 @@ def _register_in_turn() -> None:
     dist.Backend.register_backend(_IN_TURN, make, devices=dist.Backend.backend_capability["gloo"])
 
 
-# NCCL's watchdog: it is to give collectives up, and to leave it to waits of ltx to raise what is wrong.
+# NCCL's watchdog should only give collectives up; waits of ltx raise the errors.
 _WATCHDOG = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # clean up only: the process goes on
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else the ranks write what they did, and end themselves
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # four times that passes before it gives up: 15 s by default
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a thread ends a process whose watchdog is held up
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # only clean up: the process goes on
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # otherwise ranks write a dump of their work, and end themselves
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # the watchdog gives up after four times this: 15 s by default
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # otherwise a thread ends a process whose watchdog is delayed
 }
 
 
@@ -400,7 +401,7 @@ def set_up_watchdog() -> None:
 def drop_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Destroy groups that are no longer used.
 
-    A group ends with its last reference. It waits then for pending collectives, maybe forever, so a thread drops it.
+    A group ends with its last reference. It then waits for pending collectives, maybe forever, so a thread drops it.
     """
     dropped = list({id(group): group for group in groups if group is not None}.values())
     for group in dropped:
@@ -411,15 +412,15 @@ def drop_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
 def let_go(held: list[Any]) -> None:
     """Drop the process groups of closed communicators and channels, and wait until the groups' threads end.
 
-    torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and those
-    that are left when Python ends abort the process now and then. So each of `held` loses its group here, whatever
-    still refers to it: a cache of what was planned for an axis, a reference cycle, or the traceback of the exception
-    that ended the axis or the world.
+    torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and threads
+    left when Python ends sometimes abort the process. So each of `held` loses its group here, even if something still
+    refers to it: a cache of an axis' plans, a reference cycle, or the traceback of the exception that ended the axis or
+    world.
 
     A gloo group with an operation under way waits in its destructor until the peers have joined in, up to the
-    operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting must not
-    hang in that. So a thread waits, and is left behind after a few seconds; the end of this process then breaks the
-    connections, which the peers see at once.
+    operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting mustn't hang
+    there. So a thread waits, and is abandoned after a few seconds; this process' end then breaks the connections, which
+    peers see at once.
     """
     groups = []
     while held:
@@ -433,7 +434,7 @@ def let_go(held: list[Any]) -> None:
         known = [weakref.ref(group) for group in groups]
         groups.clear()
         if any(group() is not None for group in known):
-            gc.collect()  # not without need: it keeps all threads waiting, those too that show signs of life
+            gc.collect()  # only if needed: it blocks all threads, also those that send heartbeats
 
     waiter = Thread(target=drop, name="ltx-teardown", daemon=True)
     try:

@@ -1,9 +1,9 @@
 """Memory for buckets, reused at the next step.
 
-A step's buckets are as large as the last one's. The allocator would return their memory to the system, and the next
-step would fault it in again page by page. So an axis keeps the memory of its last plan's buckets, and reuses it at the
-next step if nothing else refers to it, by torch's reference count. A program that keeps a gradient, or an array or a
-view of one, keeps its memory.
+The buckets of a step are as large as those of the last step. The allocator would return their memory to the system, and
+the next step would fault it in again page by page. So an axis keeps the memory of its last plan's buckets, and reuses
+it at the next step if nothing else refers to it, by torch's reference count. A program that keeps a gradient, or an
+array or a view of one, keeps its memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 from ltx.core.base.private import storage_uses
 
-#: Of each bucket: what one step's gradients lie in while the next step's come.
+#: Buffers kept for each bucket: one holds a step's gradients while the next step fills another.
 _KEPT = 2
 
 
 def _references_without_users() -> int:
-    """References to an object that is in a list which is gone through, as :meth:`BufferPool.take` does.
+    """The number of references to an object in a list during a loop over the list, as in :meth:`BufferPool.take`.
 
-    Counted where it is, and not in a function that is called with it: what such a call holds depends on whether
-    something, as Dynamo does, runs Python's frames in its place.
+    It is counted in place, not in a called function: the references of such a call depend on whether Dynamo runs the
+    frame.
     """
     for storage in [torch.empty(1).untyped_storage()]:
         found = sys.getrefcount(storage)
@@ -35,20 +35,20 @@ _UNUSED = _references_without_users()
 
 
 class BufferPool:
-    """What the buckets of one plan lay in. Tensors on the CPU alone: on GPUs torch's allocator does the same."""
+    """The memory of the buckets of one plan. It holds CPU tensors alone: on GPUs torch's allocator does the same."""
 
     def __init__(self) -> None:
         self._plan: Hashable = None
         self._kept: dict[int, list[torch.UntypedStorage]] = {}
 
     def clear(self) -> None:
-        """Give all of it back, but for what is in use."""
+        """Give the memory back, except buffers in use."""
         self._plan, self._kept = None, {}
 
     def take(
         self, plan: Hashable, place: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """An uninitialised tensor for the bucket at `place` of `plan`; what other plans lay in is given back."""
+        """An uninitialised tensor for the bucket at `place` of `plan`; memory of other plans is given back."""
         if storage_uses is None or device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         if self._plan is not plan and self._plan != plan:

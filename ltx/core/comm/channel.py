@@ -1,8 +1,8 @@
 """Channels: process groups on which collectives go out in one fixed order, each with a name.
 
 An axis has one channel for the user's collectives, one for the buckets of gradients (one more for each further phase
-of a communication hook) and one for background work. These interleave differently on different ranks, and on a single
-group a collective of one kind would pair with one of another.
+of a communication hook) and one for background work. Different ranks interleave these kinds differently, and on a
+single group a collective of one kind would pair with one of another kind.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Work:
     _finish: Callable[[torch.Tensor], torch.Tensor] = as_it_is
     _ordered: StreamGroup | None = None  # where its waits order streams
     _given_up: LtxError | None = None
-    total: float | None = None  # once complete: of the result's elements, or NaN, where asked for and known
+    total: float | None = None  # once complete: the sum of the result's elements, or NaN, where wanted and known
 
     def __post_init__(self) -> None:
         self._number, self._begun_s = self._channel.begun, time.perf_counter()
 
     @staticmethod
     def arrived(channel: Channel, value: torch.Tensor) -> Work:
-        """The work of a result that is there already."""
+        """A work whose result is complete already."""
         return Work(channel, None, value, "", None)
 
     def give_up(self) -> None:
@@ -125,7 +125,7 @@ class Work:
         return self._value
 
     def read(self) -> HostCopy:
-        """The result on its way to the host: :meth:`Channel.wait_for_host` waits for it."""
+        """The result, as it is copied to the host: :meth:`Channel.wait_for_host` waits for it."""
         started, group = self._work, self._ordered
         if group is None or started is None or isinstance(started, SharedMemoryWork):
             return HostCopy(self.wait())
@@ -133,13 +133,13 @@ class Work:
         def arrived() -> bool:
             if not self._ask(started.is_completed):
                 return False
-            self._order(started, group)  # raises if it has failed
+            self._order(started, group)  # raises if the work has failed
             return True
 
         return HostCopy(self.wait(), arrived)
 
     def _order(self, work: dist.Work, group: StreamGroup) -> None:
-        """Put the current stream behind `work`. Raises if that has failed, for its buffer holds garbage then."""
+        """Make the current stream wait for `work`. Raises if the work has failed: its buffer holds garbage then."""
         self._ask(work.wait)
         self._channel.check_device(group, self._number, self._label)
 
@@ -151,7 +151,7 @@ class Work:
                 work.wait(_SHORT_TICK if any_transport_busy() else TICK)
                 return
             except RuntimeError:
-                if work.is_completed():  # it failed, or completed just after the tick
+                if work.is_completed():  # the work failed, or completed just after the tick
                     self._ask(work.wait)
                     return
             if progress_everywhere() or any_transport_busy():
@@ -161,7 +161,7 @@ class Work:
             self._channel.look_around(began, self._number, self._label)
 
     def _ask(self, ask: Callable[[], bool]) -> bool:
-        """What the backend answers. Raises what is wrong with the peers if it fails because of them."""
+        """What the backend answers. If the wait fails because of peers, the error says what happened to them."""
         try:
             return ask()
         except RuntimeError as error:
@@ -175,7 +175,7 @@ class Work:
             if channel.transport.failures():
                 raise channel.transport_failed(self._label) from channel.transport.error
             lost = channel.transport.lost_peers()
-            # First: a peer that ended may have said why.
+            # This comes first: a peer that ended may have said why.
             channel.look_around(began, self._number, self._label, now=bool(lost))
             if lost:
                 raise PeerLostError(
@@ -194,7 +194,7 @@ class Work:
 
 
 _DIGEST_PRIME = (1 << 61) - 1
-#: How long a rank that closes a channel waits for its peers to come to that too.
+#: How long a rank that closes a channel waits for its peers to close it too.
 DRAINING_S = 3.0
 
 
@@ -203,20 +203,20 @@ class Channel:
     """One ordered stream of collectives between the ranks of an axis."""
 
     name: str
-    address: str  # its name and generation: what peers call it
+    address: str  # the channel's name and generation, by which peers know it
     axis_name: str
-    group: Any  # for tensors on the host; None once it was dropped
+    group: Any  # the group for tensors on the host; None once it was dropped
     timeout_s: float
     negotiation: Negotiation
     transport: SharedMemoryTransport | None  # shared memory, where all ranks share a machine
-    stream_group: StreamGroup | None  # for tensors on the device, where a stream-ordered backend takes these
+    stream_group: StreamGroup | None  # the group for tensors on the device, where a stream-ordered backend takes these
     _backends: Backends
     failed: LtxError | None = None  # the error after which a collective never completed
     issued: int = 0
     compared: int = 0
-    begun: int = 0  # how many buffers, by `threads`: what peers that wait here wait for (see deadlock)
+    begun: int = 0  # the number of buffers that `threads` have issued, for which waiting peers wait (see diagnosis)
     digest: int = 0
-    #: The last collectives, on `device`, for ranks that may end without having waited (:meth:`drain`).
+    #: The last collectives, on `device`, kept because ranks may end without having waited for them (:meth:`drain`).
     history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ class Channel:
         self.recent: deque[tuple[int, Agreement]] = deque(maxlen=256)
 
     def check_in_step(self, label: str) -> None:
-        """Raise if nothing more can be issued, `label` neither, because of an earlier failure."""
+        """Raise if `label` can't be issued because of an earlier failure."""
         if self.failed is None and self.transport is not None and self.transport.error is not None:
             self.failed = self.transport_failed("an earlier collective")
         if isinstance(self.failed, WorldError):  # no collective has failed: this process is a fork of the rank
@@ -241,7 +241,7 @@ class Channel:
             )
 
     def advance(self, agreement: Agreement) -> None:
-        """Count a call into the running digest: once for a call, however many buffers it moves."""
+        """Count a call into the running digest: once for each call, even if the call moves several buffers."""
         self.recent.append((self.issued, agreement))
         self.issued += 1
         self.digest = (self.digest * 1_000_003 + agreement.fingerprint) % _DIGEST_PRIME
@@ -258,7 +258,7 @@ class Channel:
         )
 
     def look_around(self, began: float, number: int, label: str, now: bool = False) -> None:
-        """Check whether the peers can still come: called now and then during a long wait for issue `number`.
+        """Check whether the peers can still come; called now and then during a long wait for issue `number`.
 
         `now`: as :meth:`Negotiation.answer_peers`.
         """
@@ -270,7 +270,7 @@ class Channel:
             self.negotiation.check_deadlock(self, number, label)
 
     def is_in_vain(self, began: float, number: int) -> bool:
-        """Whether a wait for issue `number`, which was made at `began`, would raise: for who asks, and doesn't wait."""
+        """Whether a wait for issue `number`, issued at `began`, would raise; for callers that don't wait."""
         waited_s = time.perf_counter() - began
         if waited_s < PATIENCE_S:
             return False
@@ -279,12 +279,12 @@ class Channel:
     def explain(
         self, error: RuntimeError, number: int, label: str, failed: str = "failed while waiting for its peers"
     ) -> None:
-        """Raise what `error`, which the backend has raised of issue `number`, says of the peers, if it does."""
+        """If the backend's `error` at issue `number` is due to the peers, raise an error that says so."""
         if not is_of_network(error):
             return
         if "Timed out" in str(error) or "operation timeout" in str(error):  # gloo's own clock, or NCCL's
             raise self.timed_out(number, label) from error
-        # A peer that has aborted may have said why.
+        # A peer that has aborted may have told the reason.
         self.negotiation.answer_peers(label, (self.address, number), now=True)
         raise PeerLostError(
             f"rank {self.rank}: {label} on axis {self.axis_name!r} {failed}: {self.negotiation.missing_peers()}. "
@@ -292,14 +292,14 @@ class Channel:
         ) from error
 
     def check_device(self, group: StreamGroup | None, number: int, label: str) -> None:
-        """Raise if `group` was aborted, which it is after an error: the device has gone on with garbage."""
+        """Raise if `group` was aborted after an error: the device has gone on with garbage."""
         if group is not None and group.failed and not group.aborted:
             group.abort()
         if group is not None and group.cut_off:
             self.explain(dist.DistBackendError("its communicator was aborted"), number, label)
 
     def timed_out(self, number: int, label: str) -> CollectiveTimeoutError:
-        """The error for issue `number`, to which not all peers have come: this rank may have issued more since."""
+        """The error for issue `number`, to which some peers haven't come; this rank may have issued more since."""
         return CollectiveTimeoutError(
             f"rank {self.rank}: {label} (issue {number}) on axis {self.axis_name!r}, channel {self.name!r}, "
             f"didn't complete within {self.timeout_s:g} s: {self.negotiation.stragglers(self, number)}. Every rank "
@@ -307,7 +307,7 @@ class Channel:
         )
 
     def wait_for_host(self, copy: HostCopy, label: str) -> torch.Tensor:
-        """The value of `copy`. While the host waits for the device it looks after deadlines, peers and interrupts."""
+        """The value of `copy`. While the host waits for the device, it checks deadlines, peers and interrupts."""
         try:
             self._watch(copy.ready, time.sleep, label)
             self.check_device(self.stream_group, self.begun, label)
@@ -317,7 +317,7 @@ class Channel:
         return copy.read()
 
     def wait_for_future(self, future: torch.futures.Future[Any], label: str) -> None:
-        """Wait for what another library has issued beside this channel; as :meth:`wait_for_host`."""
+        """Wait, as :meth:`wait_for_host` does, for a collective that another library has issued beside this channel."""
         completed = threading.Event()
         future.add_done_callback(lambda _: completed.set())
         try:
@@ -341,12 +341,13 @@ class Channel:
             self.negotiation.deadlocks.done()
 
     def drain(self, exchange: StoreExchange) -> None:
-        """Join what peers have issued on this channel, which keeps its history, before it is closed.
+        """Before this channel closes, join the collectives that peers have issued on it, by its history.
 
         Between training steps a rank may have sums under way that its peers haven't begun (``train.finish(state)``
         waits for them). A process group with one can't be closed: it waits for the peers, and a process that ends
-        meanwhile is aborted. So ranks tell each other through the store what they have issued. Those that are behind
-        issue the rest, with zeros, and drop the results. All give up after :data:`DRAINING_S`, or if a peer is lost.
+        meanwhile is aborted. So ranks tell each other through the store how many they have issued. Ranks that are
+        behind issue the rest, with zeros, and drop the results. They give up after :data:`DRAINING_S`, or if a peer is
+        lost.
         """
         if not self.history or self.failed is not None or self.size == 1:
             return
@@ -362,10 +363,10 @@ class Channel:
             for operation, shape, dtype, arguments in issues[len(issues) - missing :]:
                 zeros = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self.device)
                 works.append(self.issue(operation, zeros, "drain_background", tuple(arguments)))
-            # A group that is closed while its own part is under way breaks its peers' connections.
+            # If a group is closed while this rank's part is under way, its peers' connections break.
             poll_until(lambda: all(work.done for work in works), deadline - time.monotonic())
         except LtxError:
-            return  # a peer is gone, or has issued something else: it won't join
+            return  # a peer is gone, or has issued something else: the peer won't join
 
     def uses_transport(self, buffer: torch.Tensor) -> bool:
         return self.transport is not None and buffer.device.type == "cpu"
@@ -379,7 +380,7 @@ class Channel:
         return [group for group in groups if group is not None]
 
     def release(self) -> list[dist.ProcessGroup]:
-        """The channel's process groups, which it no longer holds."""
+        """Give up the channel's process groups, and return them."""
         groups, self.group, self.stream_group = self.groups, None, None
         return groups
 
@@ -399,9 +400,9 @@ class Channel:
     ) -> Work:
         """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on.
 
-        A host-blocking backend gets a copy on the host of a tensor that is elsewhere. `label`: what errors and the
-        ledger call it. `summed`: the work of a reduction records the sum of all elements, where that costs almost
-        nothing. `on_host`: `buffer` is on the host, and so the result is waited for there, whatever backends there are.
+        For a host-blocking backend a tensor on a device is copied to the host. `label`: its name in errors and in the
+        ledger. `summed`: the work of a reduction records the sum of all elements, where that costs almost nothing.
+        `on_host`: `buffer` is on the host, so the host waits for the result, whatever the backends.
         """
         self.check_in_step(label)
         if recording():
@@ -438,7 +439,7 @@ class Channel:
         try:
             work, value, finish = entry.start(ordered.group if ordered else self.group, buffer, arguments)
         except RuntimeError as error:
-            if is_out_of_memory(error):  # on this rank alone: its peers would pair its next collective with this one
+            if is_out_of_memory(error):  # only this rank failed: its peers would pair its next collective with this one
                 self.failed = RankMismatchError(
                     f"rank {self.rank}: {label} on axis {self.axis_name!r} couldn't be issued for want of memory, and "
                     "its peers may have issued theirs."
@@ -447,8 +448,8 @@ class Channel:
             raise
         if ordered:
             ordered.last, ordered.issue = work, (self.address, self.begun)
-        elif event is not None:  # futures of streams complete when they are made
-            with suppress(RuntimeError):  # some of gloo's works have no future; then the wait tells
+        elif event is not None:  # on streams, futures are complete when they are made
+            with suppress(RuntimeError):  # some works of gloo have no future; then the wait raises
                 work.get_future().add_done_callback(lambda _: setattr(event, "completed_s", time.perf_counter()))
         both = finish if restored is as_it_is else lambda completed: restored(finish(completed))
         started = Work(self, work, value, label, event, both, ordered)

@@ -1,4 +1,4 @@
-"""How each operation goes through shared memory: its buffer cut into chunks, with what a rank copies in and out."""
+"""How operations go through shared memory: a buffer is cut into chunks, functions copy each rank's part in and out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A part of a buffer, and what it takes in a segment."""
+    """A part of a buffer, and the number of bytes that it takes in a segment."""
 
     numel: int
     dtype: torch.dtype
@@ -24,7 +24,7 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """An operation as one rank of `size` has it: its buffer, memory for its result, and the static arguments."""
+    """One rank's part in an operation among `size` ranks: its buffer, memory for the result, and static arguments."""
 
     buffer: torch.Tensor
     out: torch.Tensor
@@ -46,7 +46,7 @@ def part(chunk: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def sum_of(x: torch.Tensor) -> float:
-    """The sum of a share's numbers, real and imaginary parts alike, which is finite if all of them are."""
+    """The sum of a share's numbers, real and imaginary parts alike; if a number isn't finite, the sum isn't."""
     x = torch.view_as_real(x) if x.is_complex() else x
     return float(x.sum(dtype=torch.float32 if x.dtype.itemsize < 4 else None).item())
 
@@ -55,14 +55,14 @@ def _nothing(*_: object) -> None:
     pass
 
 
-#: What a transport keeps in place of a chunk that is complete.
+#: A transport keeps this in place of a chunk that is complete.
 NO_CHUNK = Chunk(0, torch.uint8, _nothing, _nothing)
 
 
 def _cut(
     x: torch.Tensor, take: Take, gives: bool = True, reduce: Callable[..., torch.Tensor] | None = None
 ) -> Iterator[Chunk]:
-    """Chunks of `x` along its last dimension, in all of its rows if it has some."""
+    """Chunks of `x` along its last dimension; if `x` has rows, a chunk covers all rows."""
     length, column_bytes = x.shape[-1], x[..., :1].nbytes
     most = max(CHUNK_BYTES // max(column_bytes, 1), 1)
     for start in range(0, length, most):

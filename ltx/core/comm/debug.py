@@ -1,8 +1,8 @@
 """debug_checks: every call compared with the peers before it is issued.
 
 Under it, the ranks of an axis compare each of their calls through the store, whatever channel it is issued on: the k-th
-call of one rank with the k-th of the others. So ranks that are at different calls find out at once, where known
-signatures are otherwise issued without being compared.
+call of one rank with the k-th of the others. So ranks that are at different calls find out at once; without
+debug_checks, known signatures are issued uncompared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.comm.watcher import Watcher
 from ltx.core.ranks.axis import axes_in_scope
 
-#: How the names and addresses of bucket channels begin.
+#: The names and addresses of bucket channels begin so.
 BUCKETS = "buckets "
 
 
@@ -82,10 +82,10 @@ class Communicator(Protocol):
 
 
 _SAID = "{0.__class__.__name__}: {0}".format
-#: Under this address the store holds what is compared here.
+#: The store holds the compared calls under this address.
 CHECKS = "checks"
 
-# Ranks may well call these from different branches: a source and its receivers, or work that one rank does first.
+# Ranks may call these from different branches: a source and its receivers, or work that one rank does first.
 _FROM_ANY_LINE = ("broadcast", "broadcast_object", "barrier", "data_parallel", "sync_gradients")
 _LIBRARIES = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
@@ -127,11 +127,11 @@ class Checks:
         return Agreement(signature, signature.fingerprint, agreed)
 
     def cover(self, axis_comm: Communicator, keys: Iterable[Any]) -> None:
-        """The issues under `keys` that come next are part of what was just compared."""
+        """Note that the next issues, under `keys`, are part of the call that was just compared."""
         self._covered = deque((axis_comm, key) for key in keys)
 
     def exchange(self, axis_comm: Communicator, signature: Signature, value: Any = None) -> list[Post]:
-        """Every rank's post for this call: equal signatures, and each rank's `value`."""
+        """Every rank's post for this call, with equal signatures and each rank's `value`."""
         if axis_comm not in self._axes:
             self._axes[axis_comm] = None
             axis_comm.negotiation.next_check = (axis_comm.negotiation.next_check[0] + 1, 0)
@@ -179,15 +179,15 @@ class Checks:
     def abort(self, error: BaseException) -> None:
         """Let the peers know that this rank won't come to their next call, without waiting for them."""
         if error is self._told or isinstance(error, RankMismatchError):
-            return  # they know: all of them were there
+            return  # the peers know: all of them were there
         signature = Signature(f"nothing: it has left debug_checks() by {brief(error, _SAID)}", ())
         for axis_comm in self.open():
             session, call = axis_comm.negotiation.take_check()
-            with suppress(LtxError, dist.DistError):  # the error under way is the one to see
+            with suppress(LtxError, dist.DistError):  # the error under way is the one to show
                 axis_comm.negotiation.announce(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
 
     def open(self) -> list[Communicator]:
-        """The axes on which calls were compared, and can be still."""
+        """The axes on which calls were compared and that are still open."""
         return [axis_comm for axis_comm in self._axes if not axis_comm.closed]
 
 
@@ -202,26 +202,26 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
 
     All ranks enter it together, as ``with ltx.debug_checks():`` or as a decorator ``@ltx.debug_checks()``; it may be
     nested. Inside, the ranks of an axis compare each collective and each call of a data-parallel step through the store
-    (about a millisecond), known signatures too. What it finds that is otherwise found late or not at all:
+    (about a millisecond), known signatures too. It finds these mistakes, which are otherwise found late or never:
 
     * known collectives in another order on some ranks, also where the backend would abort or hang; other arguments
       (`src`, `dim`, reductions), barriers of other names;
-    * the same operation on the same shapes, called from different lines: sums of different things, whose paths and
-      shapes are alike;
-    * a rank that calls more collectives than the others, or runs a backward pass that they don't: an error as soon as
-      these call something else or leave; if they never do, a timeout that names what each rank called last;
+    * the same operation on the same shapes, called from different lines: sums of different tensors with equal paths and
+      shapes;
+    * a rank that calls more collectives than the others, or runs a backward pass that the others don't run: an error
+      comes as soon as the others call something else or leave; if they never do, a timeout that names the last calls;
     * a rank that leaves by an exception while its peers go on;
     * parameters that aren't the same bits on every rank when a data-parallel step or a train step is called and
-      gradients are wanted: the leaf, the ranks, by how much and where.
+      gradients are wanted: the error names the leaf, the ranks, and the difference.
 
-    Without it, orders that differ are caught by the digest in the next step's summary, after the fact; different lines
-    and different parameters not at all.
+    Without it, different orders are found late, by the digest in the next step's summary; different lines and
+    parameters are never found.
 
-    Not seen: calls inside compiled graphs, where no Python runs (they are compared as the graph is traced, if at all);
-    different things summed by one and the same line, under one path and shape; the issues of a hook; buffers of a train
-    step; parameters of a step called without differentiating it, of blocked steps, and of steps whose strategy leaves
-    the gradients local. Under transforms of torch.func parameters are compared below all wrappers, tangents aren't;
-    those of simulated ranks (:func:`ltx.vmap`) are compared between the entries of the axis.
+    It doesn't see: calls inside compiled graphs, where no Python runs (they are compared as the graph is traced, if at
+    all); different tensors summed by the same line, under the same path and shape; the issues of a hook; buffers of a
+    train step; parameters of a step called without differentiating it, of blocked steps, and of steps whose strategy
+    leaves the gradients local. Under transforms of torch.func, the values of parameters are compared and tangents
+    aren't; parameters of simulated ranks (:func:`ltx.vmap`) are compared between the entries of the axis.
 
     Args:
         same_lines: equal calls must also come from the same line of the program (barriers, broadcasts and steps may
@@ -229,9 +229,9 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
 
     Raises:
         RankMismatchError: on every rank, at the first call that differs, naming the calls, their leaves and lines; also
-            if only some ranks enter or leave. Before anything of that call is sent.
+            if only some ranks enter or leave. This is before the call sends anything.
         ReplicaDivergedError: on every rank; parameters differ.
-        CollectiveTimeoutError: a peer has come to nothing within the axis' timeout.
+        CollectiveTimeoutError: a peer has made no call within the axis' timeout.
 
     Example:
         >>> import torch, ltx
@@ -267,7 +267,7 @@ def caller() -> str:
 
 
 def called(issued: str) -> str:
-    """What the program calls that has `issued` this, such as pmean, which issues a psum."""
+    """The program's call that has `issued` this collective, such as pmean, which issues a psum."""
     name = ""
     for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code

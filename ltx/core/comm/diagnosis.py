@@ -1,20 +1,20 @@
-"""What each rank of the world says of itself, and what that means for one that waits: pure functions of records.
+"""The records that ranks write about themselves, and pure functions that tell a waiting rank whether it waits in vain.
 
 A rank has one record in the store, which its watcher writes (:mod:`ltx.core.comm.watcher`): a beat, whom it finds
 silent, where it is on each of its axes, and which of its threads have waited for long.
 
-Deadlocks: a collective that one rank alone calls has that rank wait there while its peers wait in the next step, and
-none of them has issued what another waits for. A thread that has waited for a second says so: for which issue of which
-channel, and how many its process has made on each. It waits for those of its peers that have made fewer. What is
-missing there may come from any thread of the peer that has issued on that channel before, so it never comes if all of
-these wait for what never comes. The largest set of threads of which that is true is a deadlock. A rank that computes,
-sleeps, or has waited for less than a second isn't in it, nor is one that waits for it.
+Deadlocks: if one rank alone calls a collective, it waits there while its peers wait in the next step, and no rank has
+issued what another waits for. A thread that has waited for a second writes down the issue and the channel that it waits
+for, and how many issues its process has made on each channel. It waits for the peers that have made fewer. A missing
+issue may come from any thread of the peer that has issued on that channel before; it never comes if all these threads
+wait in vain. The largest set of threads that all wait in vain is a deadlock. A rank that computes, sleeps, or has
+waited for less than a second isn't in a deadlock, nor is a rank that waits for it.
 
-Counts never shrink, and a thread that waits issues nothing: what one rank said before another did is still true. All
-the same a deadlock counts as one only when later beats of all its ranks say the same. And a rank whose peer has left
-the pass that it waits in will raise, however long its thread has had no time to look.
+Counts never shrink, and a thread that waits issues nothing: what one rank said before another did is still true. Still,
+a deadlock is reported only when later beats of all its ranks confirm it. And a rank whose peer has left the pass that
+it waits in isn't deadlocked: it will raise, even if its thread hasn't had time to look.
 
-Not seen: deadlocks inside compiled graphs and on devices, where Python doesn't wait. They end with the axis' timeout.
+Deadlocks inside compiled graphs and on devices, where Python doesn't wait, end with the axis' timeout.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any, Protocol
 
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError
 
-#: How keys end for which a rank that hasn't heard of them has made no issue: it hasn't opened that axis.
+#: Keys with this end count the axes that a rank has opened; a rank that doesn't mention the key has opened none.
 OPENED = "opened"
-#: And for those of which this tells how often it has made an axis' groups anew.
+#: Keys with this end count how often a rank has made an axis' groups anew.
 AGAIN = "again"
-#: And of which this tells how often it has left a pass halfway.
+#: Keys with this end count how often a rank has left a pass halfway.
 LEFT = "left"
-#: How the keys of records begin in a store.
+#: The keys of records in the store begin so.
 RECORDS = "ltx/records/"
-#: What ranks are on while ``ltx.init`` makes their world.
+#: The name of the axis that ranks are on while ``ltx.init`` makes their world.
 INIT = "ltx.init"
 
-#: A thread: the rank of its process in the world, and its number there.
+#: A thread, as (the rank of its process in the world, its number there).
 Node = tuple[int, int]
 
 _GO_ON = (
@@ -47,32 +47,32 @@ _GO_ON = (
 
 @dataclass(frozen=True)
 class ThreadWait:
-    """What a thread waits for: that `ranks` (of the world) have all made `number` issues of `key`."""
+    """The wait of a thread: it ends when all `ranks` (of the world) have made `number` issues of `key`."""
 
     thread: int
-    serial: int  # of the thread's waits: no progress where that is the same
+    serial: int  # the number of the thread's waits: if it stays the same, the thread makes no progress
     key: str
     number: int
     ranks: list[int]
-    text: str  # what it is in, and on which line
-    told_of: str = ""  # a key: it ends by an error if one of `ranks` has made more there than its own process
+    text: str  # the call that waits, and its line
+    told_of: str = ""  # a key: the wait ends by an error if one of `ranks` has made more there than its process
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a process says of its threads."""
+    """What a process tells its peers about its threads."""
 
-    waits: list[ThreadWait] = field(default_factory=list)  # of those of its threads that have waited for long
+    waits: list[ThreadWait] = field(default_factory=list)  # the waits of threads that have waited for long
     counts: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # (issues made, by which threads) by keys
-    #: The waits of the deadlock that it has found, as (rank, thread, serial); and the error's text.
+    #: The waits of the deadlock that the process has found, as (rank, thread, serial), and the error's text.
     found: tuple[list[tuple[int, int, int]], str] | None = None
 
     def made(self, wait: ThreadWait) -> int:
-        """How many issues it has made of what `wait` is for: enough, if it doesn't say."""
+        """The number of issues that the process has made of `wait`'s key; if it tells none, enough."""
         return self.counts.get(wait.key, (0 if wait.key.endswith(f"/{OPENED}") else wait.number, []))[0]
 
     def may_issue(self, key: str) -> set[int]:
-        """The threads that what is missing at `key` may come from: any that is known, if none has issued there yet."""
+        """The threads from which a missing issue of `key` may come: all known threads, if none has issued there yet."""
         return set(self.counts.get(key, (0, []))[1]) or {
             *(wait.thread for wait in self.waits),
             *(thread for _, threads in self.counts.values() for thread in threads),
@@ -84,7 +84,7 @@ class Left:
     """A pass, or a step of the training, that a rank has left halfway."""
 
     generation: int  # how many times the axis had recovered before
-    completed: int  # how many passes that rank had completed since
+    completed: int  # how many passes that rank had completed since then
     why: str
     what: str
     lost: bool  # because a peer is lost
@@ -92,13 +92,13 @@ class Left:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a rank is on one axis."""
+    """The state of a rank on one axis."""
 
     at: str = ""  # the place in the store at which it waits for its peers
     left: Left | None = None
     abandoned: tuple[str, bool] | None = None  # (why its world ends, whether because a peer is lost)
     ended: bool = False  # in good order
-    issued: dict[str, int] = field(default_factory=dict)  # how many buffers on each channel, by its address
+    issued: dict[str, int] = field(default_factory=dict)  # the number of issued buffers on each channel, by its address
 
 
 class Watched(Protocol):
@@ -108,30 +108,30 @@ class Watched(Protocol):
 
     @property
     def global_ranks(self) -> list[int]:
-        """Those that are on it, this one among them, in an order that says who looks after whom."""
+        """The ranks of the axis, this one among them, in an order that says which rank watches which."""
         ...
 
     def status(self) -> Status:
-        """What this rank says of itself there."""
+        """This rank's status on the axis."""
         return Status()
 
     def look_after_device(self) -> None:
-        """Called with each tick, in the watcher's thread: abort what the device waits for in vain."""
+        """Abort collectives that the device waits for in vain; the watcher's thread calls this with each tick."""
         return
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank says of itself."""
+    """What a rank tells its peers about itself."""
 
-    beat: float = 0.0  # another one each time; 0 once its watcher has ended
-    seen: int = 0  # the version of the records that it knows
-    silent: dict[int, float] = field(default_factory=dict)  # ranks that it finds silent, with their last beats
+    beat: float = 0.0  # a new number each time; 0 once the rank's watcher has ended
+    seen: int = 0  # the version of the records that the rank has read
+    silent: dict[int, float] = field(default_factory=dict)  # the ranks that it finds silent, with their last beats
     axes: dict[str, Status] = field(default_factory=dict)  # by the axis' label
     told: Told = Told()
 
     def on(self, label: str) -> Status:
-        """Where it is on an axis. Once the world that ``ltx.init`` had made has ended there, it opens no other one."""
+        """The rank's status on an axis. If its world of ``ltx.init`` has ended, it opens no other axis."""
         status = self.axes.get(label)
         if status is not None or self.beat or not self.axes.get(INIT, Status()).ended:
             return status or Status()
@@ -184,7 +184,7 @@ def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:
 
 
 def silent_of(records: Mapping[int, Record]) -> set[int]:
-    """The ranks that a peer has found silent and whose heartbeat hasn't come since."""
+    """The ranks that a peer has found silent and that have shown no heartbeat since."""
     return {
         rank
         for said in records.values()
@@ -200,15 +200,15 @@ class Waiter:
     rank: int
     axis_name: str
     label: str
-    ranks: list[int]  # of the axis, as ranks of the world
+    ranks: list[int]  # the ranks of the axis, as ranks of the world
     heartbeat_s: float
-    generation: int = -1  # of the pass that it is in, or may be in; -1 if what it waits for belongs to none
+    generation: int = -1  # the generation of its pass; -1 if it waits outside of passes
     completed: int = 0  # how many passes it has completed
-    issue: tuple[str, int] | None = None  # the address of the channel, and the issue that it waits for there
+    issue: tuple[str, int] | None = None  # the channel's address, and the issue that the rank waits for there
 
 
 def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
-    """Why what `waiter` waits for won't come, given the ranks' records; None if it may."""
+    """The error for a `waiter` that waits in vain, by the ranks' records; None if its wait may end."""
     me, name = waiter.rank, waiter.axis_name
     known = {place: records[rank] for place, rank in enumerate(waiter.ranks) if rank in records and place != me}
     peers = {place: record.on(waiter.label) for place, record in known.items()}
@@ -227,7 +227,7 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
     ended = [peer for peer, status in peers.items() if status.ended]
     found = silent_of(records)
     if silent := [place for place, rank in enumerate(waiter.ranks) if rank in found and place != me]:
-        if {*silent} <= {*ended}:  # their forks may keep connections open, so that these don't break
+        if {*silent} <= {*ended}:  # forks of these ranks may keep connections open, so that these don't break
             return PeerLostError(f"rank {me}: on axis {name!r}, {describe_lost(silent, ended)}.")
         which = ", ".join(str(peer) for peer in silent if peer not in ended)
         return PeerLostError(
@@ -244,7 +244,7 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
 def describe_lost(lost: Iterable[int], ended: Iterable[int]) -> str:
     """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
     left = [rank for rank in lost if rank in set(ended)]
-    # Ranks may have ended because of the others.
+    # Some ranks may have ended only because others did.
     if gone := [rank for rank in lost if rank not in left]:
         return f"the process of rank {', '.join(map(str, gone))} is gone"
     return (
@@ -269,7 +269,7 @@ def left_halfway(rank: int, peer: int, what: str, axis_name: str, why: str, done
 
 
 def parted(axis_name: str, behind: int, what: str, why: str) -> str:
-    """What ranks say of one that has left `what`, which others had completed."""
+    """The error of ranks when one rank has left `what` and others had completed it."""
     return (
         f"axis {axis_name!r}: rank {behind} left {what} halfway ({why}) when others had completed it, so what they "
         f"made of it differs. {_GO_ON} The axis works again."

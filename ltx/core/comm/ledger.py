@@ -1,4 +1,4 @@
-"""The ledger: what each issue sent, and when; and when steps computed.
+"""The ledger: what each issued collective sent and when, and at what times steps computed.
 
 Counting is off outside of :func:`recorded`, so that a step that isn't recorded pays nothing for it.
 :func:`ltx.profile.record` is the one way to read it.
@@ -19,19 +19,19 @@ import torch
 class Event:
     """One collective. Its times (time.perf_counter; seconds) are an accelerator's own once the recording has ended."""
 
-    channel: str  # its name: "user", "background", or "buckets 0", "buckets 1", .. by phases of buckets
+    channel: str  # the channel's name: "user", "background", or "buckets 0", "buckets 1", .. by phases of buckets
     operation: str  # the collective, as "psum" or "all_gather"
     label: str  # its purpose, as "psum" or "bucket 3"
-    nbytes: int  # that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum
+    nbytes: int  # the bytes that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum
     issued_s: float
     completed_s: float | None = None
-    waited_s: float = 0.0  # for how long this rank was blocked in its wait
-    #: On an accelerator, while it is recorded: where the device began and completed it.
+    waited_s: float = 0.0  # the time for which the wait blocked this rank
+    #: On an accelerator, during the recording: the marks where the device began and completed it.
     marks: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def kind(self) -> str:
-        """The label without its number: "bucket", "exchange" and "background" have one."""
+        """The label without the number that "bucket", "exchange" and "background" have."""
         return self.label.rpartition(" ")[0] or self.label
 
     @property
@@ -42,7 +42,7 @@ class Event:
 
 @dataclass
 class Span:
-    """A stretch of computing. Spans nest: those of a :class:`ltx.train_step` are in its "step"."""
+    """A stretch of computing. Spans nest: the other spans of an :class:`ltx.train_step` lie in its "step"."""
 
     name: str  # "step", "forward", "backward" or "update"
     began_s: float  # time.perf_counter; on a GPU, when this process queued the work
@@ -51,22 +51,22 @@ class Span:
 
 @dataclass
 class Recording:
-    """What is noted of this rank: the first fields of a :class:`ltx.profile.Trace`."""
+    """The events and spans of this rank: the first fields of a :class:`ltx.profile.Trace`."""
 
     events: list[Event] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     device_waited_s: float = 0.0
     device_waits: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
-    _clock: tuple[Any, float] | None = field(default=None, repr=False)  # a mark on the device, and when that was
+    _clock: tuple[Any, float] | None = field(default=None, repr=False)  # a mark on the device, and its host time
 
     def note_device(self, device: torch.device) -> None:
-        """Something on an accelerator is recorded. The first time, its clock is compared with the host's."""
+        """Call this when work on an accelerator is recorded: the first time, its clock is compared with the host's."""
         if self._clock is None and (beginning := mark(device)) is not None:
             beginning.synchronize()
             self._clock = beginning, time.perf_counter()
 
     def take_device_times(self) -> None:
-        """Replace marks on an accelerator by times. It waits until the device has come to them."""
+        """Replace marks on an accelerator by times. It waits until the device has reached the marks."""
         if self._clock is not None:
             beginning, began_s = self._clock
             for event in self.events:
@@ -86,18 +86,18 @@ _recordings: list[Recording] = []
 
 @contextmanager
 def recorded(recording: Recording) -> Iterator[None]:
-    """Within it everything is entered into `recording`, besides those that it is entered into already."""
+    """A context in which everything is entered into `recording`, and into the recordings that are on already."""
     _recordings.append(recording)
     try:
         yield
     finally:
-        # By identity: two empty recordings are equal.
+        # Compare by identity: two empty recordings are equal.
         _recordings[:] = [other for other in _recordings if other is not recording]
         recording.take_device_times()
 
 
 def mark(device: torch.device) -> Any:
-    """An event with its time, which the current stream comes to once it has done all before; None on the CPU."""
+    """An event with its time, which the current stream reaches after all earlier work; None on the CPU."""
     if device.type == "cpu":
         return None
     return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
@@ -114,7 +114,7 @@ def note(channel: str, operation: str, label: str, nbytes: int) -> Event | None:
 
 
 def note_on_device(event: Event | None, device: torch.device) -> None:
-    """The current stream of an accelerator comes to the beginning or the end of `event` here."""
+    """Mark that an accelerator's current stream comes to the beginning or the end of `event` here."""
     if event is None:
         return
     for recording in _recordings:
@@ -124,7 +124,7 @@ def note_on_device(event: Event | None, device: torch.device) -> None:
 
 @contextmanager
 def device_wait(device: torch.device) -> Iterator[None]:
-    """Within it the current stream of an accelerator is told to wait for a collective."""
+    """A context in which an accelerator's current stream is made to wait for a collective."""
     if not _recordings:
         yield
         return
@@ -137,7 +137,7 @@ def device_wait(device: torch.device) -> Iterator[None]:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Note the time within a ``with`` block as computing; nothing at all outside of a recording."""
+    """Record the time within a ``with`` block as computing; outside of a recording do nothing."""
     return _noting(name) if _recordings else _NOTHING
 
 

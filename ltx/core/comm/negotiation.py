@@ -24,7 +24,7 @@ from ltx.core.comm.signature import Post, Signature, explain_posts
 from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.core.comm.watcher import PATIENCE_S
 
-# More calls than one session of debug_checks has: its calls are counted through all sessions.
+# More calls than one session of debug_checks has; calls are numbered through all sessions.
 _CALLS = 1 << 32
 
 
@@ -37,9 +37,9 @@ class Negotiation:
         self._recovery: Recovery = axis_comm.recovery
         self.deadlocks = axis_comm.watcher.deadlocks
         self._answered: set[str] = set()
-        self._at = ""  # the place at which this rank has waited for so long that its peers are told
+        self._at = ""  # the place at which this rank has waited long enough to tell its peers
         self._ended = False
-        self._looked: tuple[object, ...] = ()  # for what, and at which records, it has looked for who waits elsewhere
+        self._looked: tuple[object, ...] = ()  # this rank has looked, for this wait and records, for peers elsewhere
         self._gone = ""  # what :meth:`missing_peers` has found
         self.next_check = (0, 0)  # (session, call) of ltx.debug_checks() on this axis; the same on all ranks
         self._posted: deque[str] = deque()  # where values of this rank are still in the store, oldest first
@@ -70,7 +70,7 @@ class Negotiation:
         return posts
 
     def compare(self, channel: ComparedChannel, signature: Signature, offer: Any) -> Any:
-        """Compare the `signature` of what comes next on `channel`. Gives rank 0's `offer`."""
+        """Compare the `signature` of the next collective on `channel`. Gives rank 0's `offer`."""
         if channel is self._comm.user:  # whose peers may have given up without comparing
             channel.check_in_step(signature.operation)
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
@@ -85,17 +85,17 @@ class Negotiation:
         """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
 
         If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
-        has returned on all ranks, or below it; None for a new one.
+        returned on all ranks, or a name below it; None for a new place.
         """
         self._comm.check_not_forked()
         issued = {channel.address: channel.issued for channel in self._comm.channels}
         post = Post(signature, value, issued=issued)
         self._posted.append(place or self._store.new_place())
         posts = self.exchange(self._posted[-1], post)
-        # All have come here, so no rank waits at, or reads, what is before the last place: there all have been, or have
-        # failed and gone on. At the last place a rank that has failed in it may still seem to wait, and this rank's
-        # post there says that it needs no answer.
-        with suppress(PeerLostError):  # the values are here, even if the store is gone by now
+        # All ranks have come here, so no rank waits at, or reads, places before the last one: all have been there, or
+        # have failed and gone on. A rank that failed at the last place may still seem to wait there, and this rank's
+        # post says that it needs no answer.
+        with suppress(PeerLostError):  # the values have arrived, even if the store is gone by now
             while len(self._posted) > 2:
                 self._store.forget(self._posted.popleft(), [self._rank])
         return [peers.value for peers in posts]
@@ -112,7 +112,7 @@ class Negotiation:
         self._store.announce(place, replace(post, compared=compared).fields())
 
     def withdraw(self, place: str, post: Post, why: str) -> None:
-        """Wait no longer at `place`, where this rank has announced `post`. A peer that comes there finds `why`."""
+        """Stop waiting at `place`, where this rank has announced `post`. A peer that comes there finds `why`."""
         self.announce(place, replace(post, signature=Signature(why, ())))
         self._wait_at("")
 
@@ -122,11 +122,11 @@ class Negotiation:
         return None if fields is None else Post.of(fields)
 
     def status(self, issued: dict[str, int]) -> Status:
-        """What this rank says of itself on this axis, where it has `issued` so many buffers on each channel."""
+        """This rank's status on this axis; `issued`: the number of buffers that it has issued on each channel."""
         return Status(self._at, self._recovery.left, self._recovery.abandoned, self._ended, issued)
 
     def go_on(self) -> None:
-        """This rank comes to something new: no longer to where it has failed, at which its peers may find it."""
+        """This rank begins something new: clear the place where it failed, at which peers may have found it."""
         self._wait_at("")
 
     def _wait_at(self, place: str) -> None:
@@ -135,7 +135,7 @@ class Negotiation:
             self._watcher.tell(wait=not place)
 
     def records(self, now: bool = False) -> dict[int, Record]:
-        """What the peers that say something say, by their ranks on this axis; `now`: not only what is known."""
+        """The statuses of peers that have one, by their ranks on this axis; `now`: read the store again first."""
         said = self._watcher.look_now() if now else self._watcher.look()
         ranks = enumerate(self._comm.global_ranks)
         return {place: said[rank] for place, rank in ranks if rank in said and place != self._rank}
@@ -146,14 +146,14 @@ class Negotiation:
         return [place for place, rank in enumerate(self._comm.global_ranks) if rank in found and place != self._rank]
 
     def diagnosed(self, in_pass: bool, issue: tuple[str, int] | None = None) -> LtxError | None:
-        """Why what this rank waits for won't come, as far as the ranks' records tell.
+        """The error if this rank waits in vain, as far as the ranks' records tell.
 
-        `in_pass`: it waits for something that ends when a pass is left. `issue`: as :attr:`Waiter.issue`.
+        `in_pass`: its wait ends when a pass is left. `issue`: as :attr:`Waiter.issue`.
         """
         at = self._recovery
         generation = at.generation if in_pass and at.left is None else -1
         ranks, heartbeat_s = self._comm.global_ranks, self._watcher.heartbeat_s
-        if 0 in ranks and self._watcher.host_gone(for_s=heartbeat_s):  # what it has sent before has come
+        if 0 in ranks and self._watcher.host_gone(for_s=heartbeat_s):  # its earlier messages have arrived
             return PeerLostError(
                 f"rank {self._rank}: rank {ranks.index(0)} on axis {self._name!r} is gone, and with it the store "
                 "through which the ranks meet."
@@ -164,9 +164,9 @@ class Negotiation:
     def check_peers(
         self, what: str, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False
     ) -> None:
-        """Called now and then in a wait for `what`: raise :meth:`diagnosed`, or that the store doesn't answer.
+        """Raise :meth:`diagnosed`, or that the store doesn't answer; called now and then in a wait for `what`.
 
-        `now`: look at what the peers say now, who may have said something before they ended.
+        `now`: read the peers' records again, since peers may have written before they ended.
         """
         try:
             if now:
@@ -179,7 +179,7 @@ class Negotiation:
             raise
 
     def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
-        """Called now and then while this rank waits at `place`: raise if not all of the others will come."""
+        """Raise if some peer won't come to `place`; called now and then while this rank waits there."""
         self._wait_at(place)
         what, in_pass = f"{post.signature.operation} on axis {self._name!r}", self._recovery.inside
         in_pass |= place.startswith(BUCKETS)
@@ -194,7 +194,7 @@ class Negotiation:
             self._refuse_deadlock(place, post, in_pass)
 
     def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
-        """How much this rank has issued and compared, and in which threads; see :class:`Deadlocks`."""
+        """The numbers of collectives that this rank has issued and compared, and the threads that did."""
         session, call = self.next_check
         counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (session * _CALLS + call, ()), OPENED: (1, ())}
         counts[EXCHANGES], counts[AGAIN] = (self._store.begun, ()), (self._recovery.come, ())
@@ -206,7 +206,7 @@ class Negotiation:
         return {f"{self._comm.label}/{key}": count for key, count in counts.items()}
 
     def check_deadlock(self, channel: ComparedChannel, number: int, what: str) -> None:
-        """Called now and then in a wait for issue `number` of `channel`: raise if a peer waits in vain before it."""
+        """Raise if a peer waits in vain before issue `number` of `channel`; called now and then in a wait for it."""
         of = "" if channel is self._comm.user else self._comm.under_way
         self._check_deadlock(channel.address, number, what, of)
 
@@ -220,7 +220,7 @@ class Negotiation:
             self.deadlocks.check(f"{label}/{key}", number, self._comm.global_ranks, describe, told_of)
 
     def _refuse_deadlock(self, place: str, post: Post, in_pass: bool) -> None:
-        """Raise if a peer won't come to `place` because it waits itself for something that won't come."""
+        """Raise if a peer won't come to `place` because it waits in vain itself."""
         address, number, detail, *_ = place.split("/")
         if address == CHECKS:
             awaited = CHECKS, int(number) * _CALLS + int(detail) + 1
@@ -231,29 +231,29 @@ class Negotiation:
         try:
             self._check_deadlock(*awaited, post.signature.operation, in_pass=in_pass)
         except RankMismatchError as error:
-            # A peer that comes here after all must not continue alone, nor this rank without it.
+            # Neither a peer that comes here later nor this rank may continue without the other.
             self._comm.user.failed = self._comm.user.failed or error
             self.withdraw(place, post, "nothing any more: it has given up")
             raise
 
     def _who_waits(self, *here: object) -> dict[int, str]:
-        """Where peers wait, by rank; those alone that this rank, which is `here`, hasn't asked for yet."""
+        """The places where peers wait, by rank; only peers that this rank, which is at `here`, hasn't looked at yet."""
         looked, self._looked = self._looked, (self._watcher.version, *here)
         if looked == self._looked or not any(record.on(self._comm.label).at for record in self.records().values()):
             return {}
         return {rank: record.on(self._comm.label).at for rank, record in self.records(now=True).items()}
 
     def _refuse_elsewhere(self, place: str, post: Post) -> None:
-        """Raise if a peer waits for this rank at another place: neither would ever come."""
+        """Raise if a peer waits for this rank at another place: the two would wait forever."""
         for rank, there in self._who_waits(place).items():
             if there in ("", place) or self._store.has(there, [self._rank]):
                 continue
-            if self._store.has(place, [rank]):  # it has been here and has continued
+            if self._store.has(place, [rank]):  # the peer has been here and has continued
                 continue
             self._reply(there, rank, post)
 
     def end(self) -> None:
-        """Tell the peers that this rank has ended its part of the world in good order, unless it has told why not."""
+        """Tell the peers that this rank has ended its part of the world in good order, unless it told of a failure."""
         if self._recovery.abandoned is None and not self._gone:
             self._ended = True
             self._watcher.tell(wait=True)
@@ -280,14 +280,14 @@ class Negotiation:
         return "; ".join(words) or "a peer hasn't issued it"
 
     def missing_peers(self) -> str:
-        """A text that says which peer is gone, when a broken connection doesn't say. Takes a second, once."""
+        """A text that names the peer that is gone, when a broken connection doesn't tell. Takes a second, once."""
         if self._gone:
             return self._gone
         peers = [rank for rank in range(self._size) if rank != self._rank]
         gone = peers
         if len(peers) > 1:
             silent = self._watcher.without_beat([self._comm.global_ranks[rank] for rank in peers])
-            # One that has ended because it missed a peer too was there.
+            # A peer that ended because it missed a peer too had been there.
             ended = {rank: record.on(self._comm.label) for rank, record in self.records().items() if not record.beat}
             left = [rank for rank, at in ended.items() if not at.ended and (at.abandoned is None or at.abandoned[1])]
             gone = [rank for rank in peers if self._comm.global_ranks[rank] in silent and rank not in left]
@@ -303,7 +303,7 @@ class Negotiation:
         """Tell `rank`, which waits at `place`, that this rank is at `post` instead. Both ranks raise."""
         theirs = self.peek(place, rank)
         assert theirs is not None
-        if theirs.signature == post.signature:  # the same call, but it would pair with another
+        if theirs.signature == post.signature:  # the call is the same, but it would pair with another one
             operation = f"{post.signature.operation} (after other calls)"
             post = replace(post, signature=replace(post.signature, operation=operation))
         self.announce(place, post)
@@ -312,9 +312,9 @@ class Negotiation:
     def answer_peers(self, what: str, issue: tuple[str, int], now: bool = False) -> None:
         """Check whether this rank would wait forever for `issue`, `what`; answer peers that wait for it in the store.
 
-        It would wait forever for a peer that has aborted a backward pass, for one that compares a signature where this
-        rank has issued another, and for one at a call of ltx.debug_checks() that hasn't issued what this rank waits
-        for. `now`: as in :meth:`check_peers`.
+        It would wait forever for a peer that has aborted a backward pass, for a peer that compares a signature where
+        this rank has issued another, and for a peer that stands at a call of ltx.debug_checks() and hasn't issued the
+        collective. `now`: as in :meth:`check_peers`.
         """
         with suppress(StoreGoneError):  # pending collectives need no store; a lost peer breaks its connections
             self.check_peers(f"{what} (issue {issue[1]})", issue=issue, now=now)
@@ -345,7 +345,7 @@ class Negotiation:
         checked = place.startswith(CHECKS)
         for channel in self._comm.channels:
             if channel is self._comm.background and not checked:
-                continue  # where ranks may issue in their own time
+                continue  # ranks may issue at different times on this channel
             position = theirs.issued.get(channel.address, channel.issued)
             mine = dict(channel.recent).get(position) if channel.issued > position else None
             if mine is not None:
@@ -354,14 +354,14 @@ class Negotiation:
                 self._reply(place, rank, self._post(replace(mine.signature, operation=operation)))
 
     def _refuse(self, posts: dict[int, Post]) -> None:
-        """Raise if `posts` disagree. A call of some ranks alone counts for all: their next calls are compared next.
+        """Raise if `posts` disagree. A call of some ranks counts as a call of all: their next calls are compared next.
 
-        If one of them has issued what others haven't, these would pair their next collective with it, so that all of
-        them issue no more.
+        If one of these ranks has issued a collective that others haven't, it would pair with their next one, so all
+        stop issuing.
         """
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self._name, posts):
-            for channel in self._comm.channels:  # ranks may have compared different ones
+            for channel in self._comm.channels:  # ranks may have compared different signatures
                 channel.compared = max(post.compared.get(channel.address, channel.compared) for post in posts.values())
             user = self._comm.user
             if any(post.issued.get(user.address, user.issued) != user.issued for post in posts.values()):

@@ -1,9 +1,9 @@
-"""What connects the ranks of an axis: latency and bandwidth, as they are stated or measured, once for each axis.
+"""The network between the ranks of an axis: its latency and bandwidth, stated or measured, once for each axis.
 
     T(sum of B bytes over n ranks) = 2 (n-1) alpha + 2 (n-1)/n B / beta
 
-alpha is measured as half the time of the smallest sum, by the number of messages; beta follows from the time of one
-that is large enough for latency not to count. Ranks differ in what their clocks say, and take rank 0's.
+alpha is measured as half the time of the smallest sum, by the number of messages; beta follows from the time of a sum
+so large that latency doesn't count. Ranks measure different times, so all take rank 0's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from ltx.core.comm.channel import Channel
 from ltx.core.comm.registry import resolve
 from ltx.core.comm.signature import Signature
 
-#: Bytes of the first large sum and of the last; each is this many times the one before it.
+#: Bytes of the first large sum and of the last; each is this many times as large as the one before.
 _FIRST, _LAST, _GROWS = 1 << 16, 1 << 24, 4
-#: A sum that takes as long tells the bandwidth: it is also far beyond what a traffic shaper lets pass in one go.
+#: A sum that takes this long (in seconds) gives the bandwidth: it is far larger than a traffic shaper's bursts.
 _LONG_ENOUGH_S = 0.025
-#: How often the smallest sum is taken, and the largest. The fastest counts: other programs slow the rest down.
+#: How often the smallest sum is repeated, and the largest. The fastest counts: other programs slow the
+#: others.
 _SMALL, _LARGE = 9, 3
 
 
@@ -37,7 +38,7 @@ class Network:
         latency: of a message, in seconds.
 
     Raises:
-        InputError: (a ValueError) a number that can't be.
+        InputError: (a ValueError) a number is out of range.
 
     Example:
         >>> import ltx
@@ -54,11 +55,11 @@ class Network:
         object.__setattr__(self, "latency", number("Network.latency", self.latency, 0))
 
     def start_s(self, ranks: int) -> float:
-        """Seconds that a sum over so many ranks takes however small it is."""
+        """Seconds that the smallest sum over `ranks` ranks takes."""
         return 2 * (ranks - 1) * self.latency
 
     def sum_s(self, nbytes: float, ranks: int) -> float:
-        """Seconds that a sum of `nbytes` over so many ranks takes."""
+        """Seconds that a sum of `nbytes` over `ranks` ranks takes."""
         return self.start_s(ranks) + 2 * (ranks - 1) / ranks * nbytes * 8 / self.bandwidth
 
     def __str__(self) -> str:
@@ -67,7 +68,7 @@ class Network:
 
 
 def measured(axis_comm: AxisComm) -> Network:
-    """The network of `axis_comm` as its buckets see it. Its ranks make the first call together, which measures it."""
+    """The network of `axis_comm` as its buckets see it. All ranks make the first call together: it measures."""
     if axis_comm.network is None:
         axis_comm.recovery.recover()
         try:
@@ -89,8 +90,7 @@ def measure_network(axis: Any = None) -> Network | None:
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        A :class:`Network`; None where there is nothing between ranks to measure: in a world of one, and for ranks that
-        are simulated.
+        A :class:`Network`; None where no network is between ranks: in a world of one, and on simulated ranks.
 
     Raises:
         RankMismatchError: other ranks call something else.
@@ -114,13 +114,13 @@ def _measure(channel: Channel, device: torch.device) -> Network:
     while _sum_s(channel, nbytes // 4, device) < _LONG_ENOUGH_S and nbytes < _LAST:
         nbytes *= _GROWS
     whole_s = min(_sum_s(channel, nbytes // 4, device) for _ in range(_LARGE))
-    # Should a small sum have been held up longer than a large one, the large one tells.
+    # If a small sum was delayed longer than a large one took, half of the large one's time counts.
     moving_s = max(whole_s - start_s, whole_s / 2)
     return Network(8 * 2 * (n - 1) / n * nbytes / moving_s, start_s / (2 * (n - 1)))
 
 
 def _sum_s(channel: Channel, numel: int, device: torch.device) -> float:
-    """How long a sum of so many float32 took on rank 0; the sum that tells the others has all ranks start together."""
+    """The time of a sum of `numel` float32 on rank 0; the sum that tells the others makes all ranks start together."""
     buffer = torch.ones(numel, device=device)
     began = time.perf_counter()
     _read(channel, buffer)
@@ -129,5 +129,5 @@ def _sum_s(channel: Channel, numel: int, device: torch.device) -> float:
 
 
 def _read(channel: Channel, buffer: torch.Tensor) -> torch.Tensor:
-    """The first number of a sum, on the host: the device has done it."""
+    """The first number of a sum, on the host, so that the device has completed the sum."""
     return channel.wait_for_host(channel.issue("psum", buffer, "measuring").read(), "measuring")[0]

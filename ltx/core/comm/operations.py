@@ -1,7 +1,7 @@
 """The table of operations: one row for each collective that a channel can issue.
 
 A row says how the collective starts on a process group, how it starts in a compiled graph, how a shared-memory
-transport cuts it into chunks, the shape of its result, and what a rank sends for it. The names are those of
+transport cuts it into chunks, the shape of its result, and the bytes that a rank sends. The names are those of
 :mod:`ltx.core.collectives`.
 
 Only this file calls a collective of torch.distributed. Every call is asynchronous and works on contiguous buffers that
@@ -29,7 +29,7 @@ _VMAP_KNOWS_VIEW = torch._C._dispatch_has_kernel_for_dispatch_key("aten::view.dt
 
 
 class _View(torch.autograd.Function):
-    """``x.view(dtype)`` under vmap, which has no rule for it in torch 2.11."""
+    """``x.view(dtype)``, also under vmap, which has no rule for it in torch 2.11."""
 
     @staticmethod
     def forward(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -79,10 +79,10 @@ def as_it_is(completed: torch.Tensor) -> torch.Tensor:
 
 
 def summable(buffer: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """`buffer` in a dtype that every backend can sum, and what makes a sum of it one of `buffer`'s dtype."""
+    """`buffer` in a dtype that every backend can sum, and a function that converts the sum to `buffer`'s dtype."""
     if buffer.dtype is torch.int16:  # which neither gloo nor NCCL knows
         return buffer.int(), torch.Tensor.short
-    if buffer.is_complex():  # which NCCL doesn't know; a sum of complex numbers is one of their parts
+    if buffer.is_complex():  # NCCL doesn't know complex numbers; their sum is the sum of their parts
         return torch.view_as_real(buffer.resolve_conj()), torch.view_as_complex
     return buffer, as_it_is
 
@@ -95,8 +95,8 @@ def _all_reduce(op: Any) -> Callable[[dist.ProcessGroup, torch.Tensor, Arguments
     return start
 
 
-# gloo sends a message whole, and may receive one meanwhile or not: on a link of 100 Mbit/s an exchange of 20 MB each
-# way took 1.8 times as long as an all-reduce that sends as much, 1.1 times in pieces of 4 MB, 0.98 in ones of 512 kB.
+# gloo sends a message whole, and can't be relied on to receive at the same time: on a link of 100 Mbit/s exchanging 20
+# MB each way took 1.8 times as long as an all-reduce of as much, 1.1 times in pieces of 4 MB, 0.98 in pieces of 512 kB.
 _MESSAGE_BYTES = 1 << 19
 
 
@@ -114,12 +114,12 @@ class Works:
             work.wait(*timeout)
 
     def get_future(self) -> Any:
-        """The last one's: they complete in order."""
+        """The last work's result: the works complete in order."""
         return self._works[-1].get_future()
 
 
 def _messages(group: dist.ProcessGroup, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`x` in parts of nearly equal length along its last dimension, each of which goes to a peer in one message."""
+    """`x` in parts of nearly equal length along its last dimension; each part is one message to a peer."""
     length = x.shape[-1]
     count = -(-length * x.itemsize // _MESSAGE_BYTES) if is_gloo(group) else 1
     parts: tuple[torch.Tensor, ...] = x.split(-(-length // max(1, count)), -1)
@@ -188,7 +188,7 @@ def _scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Argument
 def _routed(
     group: dist.ProcessGroup, given: torch.Tensor, arguments: Arguments, splits: Splits, out: torch.Tensor
 ) -> Started:
-    """What is `given`, or its rows, goes from rank to rank as `splits` say; each gets as much as fits into `out`."""
+    """Send parts of `given`, or its rows, from rank to rank as `splits` say; each rank gets what fits into `out`."""
     works = []
     for part, taken in zip(_messages(group, given), _messages(group, out.flatten()), strict=True):
         sent, received = splits(arguments, group.rank(), group.size(), taken.numel())
@@ -217,8 +217,7 @@ def _permuted_splits(arguments: Arguments, rank: int, size: int, numel: int) -> 
     return sent, [numel if (other, rank) in pairs else 0 for other in range(size)]
 
 
-#: The dtypes that have sums, products and extrema on every backend. Operations that only move data take any dtype,
-#: since the data travels as bytes.
+#: The dtypes that have sums, products and extrema on every backend. Operations that only move data take any dtype.
 SUMMED = frozenset(
     {
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -230,7 +229,7 @@ SUMMED = frozenset(
 _functional: Any = torch.ops._c10d_functional
 _group_called: Callable[[str], Any] = c10d._resolve_process_group  # type: ignore[attr-defined,assignment]
 
-# A tracer may neither drop a collective that peers wait for nor run it while it folds constants, as it does not wait.
+# A tracer mustn't drop a collective that peers wait for, nor run it when it folds constants, which doesn't wait.
 for _name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
     has_side_effect(getattr(_functional, _name).default)
 
@@ -248,9 +247,9 @@ def _all_to_all_in_graph(x: torch.Tensor, n: int, group: str, _: Arguments) -> A
 def _routed_in_graph(
     given: list[torch.Tensor], group: str, arguments: Arguments, splits: Splits, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """What arrives, of that `shape`, where rank i is given ``given[i]``, if `splits` say so; zeros if none do.
+    """The arriving tensor of `shape`, where rank i is sent ``given[i]`` if `splits` say so; zeros if nothing comes.
 
-    A filler goes to each rank that gets nothing: Inductor takes empty buffers out of the graph, and with them the
+    A filler goes to each rank that gets nothing: Inductor removes empty buffers from the graph, and with them the
     exchange that peers wait for.
     """
     sent, received = splits(arguments, _group_called(group).rank(), len(given), given[0].numel())
@@ -282,13 +281,13 @@ class Operation:
     #: Inside a compiled graph: ``(buffer, n, group name, arguments)``.
     start_in_graph: Callable[[torch.Tensor, int, str, Arguments], torch.Tensor]
     chunks: chunks.Cut
-    #: By the ring's count what one rank sends: ``(bytes of the buffer, n)``. By default all but one part of n.
+    #: The bytes that one rank sends, by the ring's count, for ``(bytes of the buffer, n)``. By default (n-1)/n of it.
     bytes_sent: Callable[[int, int], int] = lambda nbytes, n: nbytes * (n - 1) // n
-    messages: Callable[[int], int] = lambda n: n - 1  # that follow one another; by default one to each peer
+    messages: Callable[[int], int] = lambda n: n - 1  # messages that follow one another; by default one to each peer
     #: ``(shape of the buffer, n)``; None where the result has the buffer's shape.
     result_shape: Callable[[tuple[int, ...], int], tuple[int, ...]] | None = None
     in_place: bool = False  # the result overwrites the buffer
-    moves: bool = False  # it only moves data, so it takes every dtype
+    moves: bool = False  # the operation only moves data, so it takes every dtype
 
     def new_result(self, buffer: torch.Tensor, n: int) -> torch.Tensor:
         """Memory for the result: the buffer itself where the operation works in place, else uninitialised."""
@@ -299,7 +298,7 @@ class Operation:
     def begin_in_graph(
         self, buffer: torch.Tensor, n: int, group_name: str, arguments: Arguments = ()
     ) -> Callable[[], torch.Tensor]:
-        """Start inside a compiled graph; the function that comes back waits for the result.
+        """Start inside a compiled graph; the returned function waits for the result.
 
         Nothing compares or counts these collectives, because Python doesn't run in a compiled step. The ranks compared
         them when the step was traced.

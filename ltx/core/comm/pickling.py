@@ -1,9 +1,9 @@
 """Objects as messages: pickles with tensors in them, of every dtype and device, each signed by its sender.
 
-torch's own pickles lose unsigned and float8 tensors, bring a tensor of the sender's accelerator to the one of that
-number, and keep each sparse tensor that they make until somebody calls ``torch.load``. The backend's connections have
-no authentication, so an object's bytes travel with a keyed digest (HMAC, RFC 2104) of the bytes and of what they are:
-from which rank, and which issue of the axis. A rank unpickles only what has the right digest.
+torch's own pickles lose unsigned and float8 tensors, load a tensor of the sender's accelerator on the receiver's
+accelerator of the same number, and keep each sparse tensor that they make until somebody calls ``torch.load``. The
+backend's connections have no authentication, so an object's bytes travel with a keyed digest (HMAC, RFC 2104) of the
+bytes, the sending rank, and the number of the issue on the axis. A rank unpickles only bytes with the right digest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ltx.core.comm.axis_comm import AxisComm
 
 
-#: The sparse layouts -> which of a tensor's rows, columns and values are its parts.
+#: For each sparse layout, the methods that give a tensor's parts (rows, columns, values).
 _SPARSE: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values", "is_coalesced"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -35,9 +35,9 @@ _SPARSE: dict[torch.layout, tuple[str, ...]] = {
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, for which a tensor that has no typed storage in torch is its bytes.
+    """cloudpickle's pickler; a tensor whose dtype has no typed storage in torch travels as bytes.
 
-    Code keeps the name of its file, which tracebacks and errors of other ranks show; cloudpickle 3.1.3 leaves it out.
+    Code keeps its file's name, which cloudpickle 3.1.3 drops: tracebacks and errors of other ranks show it.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -68,7 +68,7 @@ def dumps(obj: Any) -> bytes:
 def _on_own_device(
     values: torch.Tensor, device_type: str, kind: type[torch.Tensor], requires_grad: bool
 ) -> torch.Tensor:
-    """A tensor of an accelerator, on this process' own."""
+    """Load a tensor of an accelerator on this process' own accelerator."""
     moved = values.to(device_type) if accelerator() == device_type else values
     if kind is torch.nn.Parameter:
         return torch.nn.Parameter(moved, requires_grad)

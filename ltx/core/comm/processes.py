@@ -1,4 +1,4 @@
-"""Ranks that are processes: what each kind of call on an axis does with its channels, and with the store."""
+"""Ranks that are processes: how each kind of call on an axis uses its channels and the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, OfTensors, 
 
 
 class ProcessRanks(AxisComm):
-    """The ranks of an axis as one of these processes sees them: what they do with the channels of its communicator."""
+    """The ranks of an axis as one of their processes sees them; they use the channels of the process' communicator."""
 
     overlaps = lags = True
 
@@ -39,7 +39,7 @@ class ProcessRanks(AxisComm):
         return self._issue(rule, static, x, label), lambda result: self._finished(rule, static, x, result)
 
     def _issue(self, rule: Rule, static: Static, x: torch.Tensor, label: str = "") -> Work:
-        """Start a rule's operation. With a `label`, which the ledger and errors show, x may change meanwhile."""
+        """Start a rule's operation. With a `label`, which the ledger and errors show, x may change during the call."""
         operation = rule.operation
         if operation is None:
             return Work.arrived(self.user, rule.before(x, self.size, static))
@@ -56,7 +56,7 @@ class ProcessRanks(AxisComm):
         return self.user.issue(operation, buffer, label or rule.name, rule.arguments(static))
 
     def _finished(self, rule: Rule, static: Static, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """The value that the rule makes of the operation's result."""
+        """The value that the rule makes from the operation's result."""
         y = fresh(rule.after(result, x, self.rank, self.size, static), x)
         return y if x.is_contiguous() or not rule.keeps_strides else torch.empty_like(x).copy_(y)
 
@@ -99,7 +99,7 @@ class ProcessRanks(AxisComm):
         return self.negotiation.exchange_values(signature, value)
 
     def by_rank(self, signature: Signature, f: OfTensors, tensors: Tensors) -> list[Any]:
-        """Through the store goes one digest of what each has, unless they differ."""
+        """Each rank sends one digest through the store; only if digests differ do values follow."""
         mine = f(tensors)
         digests = self.exchange(signature, hashlib.blake2b(json.dumps(mine).encode(), digest_size=16).hexdigest())
         return [mine] * len(digests) if len(set(digests)) == 1 else self.exchange(signature, mine)
@@ -113,7 +113,7 @@ class ProcessRanks(AxisComm):
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
         user, signature = self.user, describe()
         user.advance(replace(self.negotiate(user, key(), lambda: signature), signature=signature))
-        with private.below_transforms():  # they are sizes, the same under every transform
+        with private.below_transforms():  # the values are sizes, the same under every transform
             mine = torch.tensor(numbers, dtype=torch.int64)
             rows: list[list[int]] = user.issue("all_gather", mine, f"{label}: lengths", on_host=True).wait().tolist()
         return rows

@@ -1,12 +1,12 @@
 """Recovery: how the ranks of an axis continue after a backward pass, or a training step, that was aborted.
 
 When something raises in a backward pass, the autograd engine drops it, without telling the nodes it doesn't run. The
-ranks have then issued different collectives, and the next one would pair with one of the dropped pass. So a rank that
-aborts a pass says so in the store. Peers that wait for the rest of that pass read it and raise, which aborts it there
-too. Before the next pass all ranks wait for one another and continue with new channels.
+ranks have then issued different collectives, and their next one would pair with a collective of the dropped pass. So a
+rank that aborts a pass says so in the store. Peers that wait for the rest of that pass read it and raise, which aborts
+it there too. Before the next pass all ranks wait for one another and continue with new channels.
 
-A training step is left in the same way wherever it raises: its peers' gradients would be averaged with those of the
-next one, and after the reduction they have parameters that this rank lacks.
+A training step is left in the same way wherever it raises: its peers' gradients would be averaged with gradients of the
+next step, and after the reduction peers have parameters that this rank lacks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ltx.core.base.errors import (
 from ltx.core.comm.debug import Communicator
 from ltx.core.comm.diagnosis import AGAIN, LEFT, Left, parted
 
-#: Errors of a step that all ranks raise alike, of what they share: nobody waits for the rest of it.
+#: Errors of a step that all ranks raise alike, about values they share: no rank waits for the rest of the step.
 ALIKE = NotFiniteError, WeightError
 
-#: Errors that other ranks raise too, where they wait for this one.
+#: Errors that other ranks raise too when they wait for this rank.
 OF_PEERS = DeadlockDetectedError, RankMismatchError, ReplicaDivergedError
 
 
 class Forward:
     """The forward passes of plain steps on one axis.
 
-    Ranks may leave a step out of which one has raised, together. If this one comes to its next backward pass without
-    having called a collective, its peers can't know, and wait for the pass that it has left out.
+    If a step's forward pass raises, all ranks together may leave the step out. If only this rank does, and then comes
+    to its next backward pass without calling a collective, its peers wait in vain for the pass that it has left out.
 
     Attributes:
-        failed: why the forward pass raised after which this rank has gone on by itself.
+        failed: why the forward pass raised, if this rank has gone on by itself after that.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Forward:
 
     @contextmanager
     def entered(self, issued: Callable[[], int]) -> Iterator[None]:
-        """Surrounds one; `issued`: how many collectives the user has called so far."""
+        """A context around a forward pass; `issued`: the number of collectives that the user has called so far."""
         if issued() != self._issued_before:
             self.failed = ""
         try:
@@ -59,13 +59,13 @@ class Forward:
             raise
 
 
-# The runs of the engine that the present one is inside of.
+# The runs of the engine around the present run.
 _enclosing: list[int] = []
 
 
 @contextmanager
 def nested_run() -> Iterator[None]:
-    """Surrounds a run of the engine inside another one, whose passes continue afterwards."""
+    """A context around a run of the engine inside another run, whose passes continue afterwards."""
     _enclosing.append(private.graph_task())
     try:
         yield
@@ -74,21 +74,21 @@ def nested_run() -> Iterator[None]:
 
 
 class Unread(Protocol):
-    """Something on the device that the host has to look at sooner or later."""
+    """A result on the device that the host has to check sooner or later."""
 
     def wait(self) -> object:
-        """Look at it; raises what is wrong with it."""
+        """Check the result; raise its error."""
 
 
 class BackwardPass:
-    """One backward pass, until everything it has issued is complete (:meth:`done`)."""
+    """One backward pass, until all its collectives are complete (:meth:`done`)."""
 
     def __init__(self) -> None:
         self.task: int = private.graph_task()
         self.is_done = False
-        self.flush: Callable[[], None] = lambda: None  # waits for what it has issued so far
+        self.flush: Callable[[], None] = lambda: None  # waits for the collectives that the pass has issued so far
         if self.task >= 0:
-            # At the end of a pass that went well, also of one that wanted no gradient of a parameter.
+            # This runs at the end of a pass without errors, also of a pass without a parameter's gradient.
             private.at_end_of_pass(self.done)
 
     def done(self) -> None:
@@ -104,21 +104,21 @@ class Recovery:
         self._exchange = axis_comm.store_exchange
         self._under_way: list[BackwardPass] = []
         self.completed = 0
-        self.left: Left | None = None  # the pass that this rank has left, until all have
-        self.abandoned: tuple[str, bool] | None = None  # this rank's world ends: (why, because a peer is lost)
-        self._told, self._calls = False, 0  # calls of training steps, and of plain ones' passes
-        self.generation = self.come = 0  # how many times the ranks have recovered; to how many of these this one came
+        self.left: Left | None = None  # the pass that this rank has left, until all ranks have left it
+        self.abandoned: tuple[str, bool] | None = None  # this rank's world ends: (why, whether a peer is lost)
+        self._told, self._calls = False, 0  # _calls counts training steps and passes of plain steps
+        self.generation = self.come = 0  # the number of recoveries of all ranks, and the number that this rank came to
         self.external_runs = 0  # how many times collectives of other libraries have begun
-        self.external_error = ""  # why these no longer pair; "" as long as they do
+        self.external_error = ""  # why other libraries' collectives no longer pair; "" if they do
         self.step: int | None = None  # the number of the training step that is under way
         self.last_left = ""  # the training step that this rank has left and not made up for, and why
         self.forward = Forward()  # of plain steps
 
     @contextmanager
     def in_step(self, number: int) -> Iterator[Callable[[], None]]:
-        """Surrounds training step `number`, which counts as one pass. What is given is called when it commits.
+        """A context around training step `number`, which counts as one pass; the function that it gives commits it.
 
-        The number is part of every step summary meanwhile. What raises before leaves the step, and its peers are told.
+        Step summaries carry the number meanwhile. An exception before the commit leaves the step, and peers are told.
         """
         self._find_dropped(private.graph_task())
         self._calls += 1
@@ -140,7 +140,7 @@ class Recovery:
             self.step = around
 
     def enter(self) -> BackwardPass:
-        """A pass begins. If the engine has dropped an earlier one, it is found here."""
+        """A pass begins. If the engine has dropped an earlier pass, it is found here."""
         entered = BackwardPass()
         self._find_dropped(entered.task)
         self._under_way.append(entered)
@@ -148,7 +148,7 @@ class Recovery:
 
     def _find_dropped(self, task: int) -> None:
         self._under_way = [earlier for earlier in self._under_way if not earlier.is_done]
-        # One that is under way in the same run of the engine, or in one around it, goes on beside this one.
+        # A pass that is under way in the same run of the engine, or in a run around it, goes on beside this pass.
         alive = (task, *_enclosing)
         if any(earlier.task == -1 or earlier.task not in alive for earlier in self._under_way):
             self.leave("something was raised in it")
@@ -156,7 +156,7 @@ class Recovery:
 
     @contextmanager
     def leaving_with_peers(self) -> Iterator[None]:
-        """Surrounds a comparison on a bucket channel.
+        """A context around a comparison on a bucket channel.
 
         Ranks compare by the number of collectives that they have issued, which differ where some have left the last
         pass halfway. So all recover first. A rank that learns in the comparison that its peers have left leaves too.
@@ -170,9 +170,9 @@ class Recovery:
             raise
 
     def flush_others(self, mine: BackwardPass) -> None:
-        """Wait for what other passes have issued, before `mine` issues more.
+        """Wait for the collectives of other passes before the pass `mine` issues more.
 
-        Their later phases, which are issued whenever a collective completes, would otherwise mix with those of `mine`.
+        Otherwise their later phases, issued whenever a collective completes, would mix with those of `mine`.
         """
         for other in self._under_way:
             if other is not mine and not other.is_done:
@@ -185,7 +185,7 @@ class Recovery:
         return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
 
     def complete(self) -> None:
-        """A pass is complete on this rank, so it can be on all."""
+        """A pass is complete on this rank, so it can complete on all ranks."""
         self.completed += self.step is None
 
     @property
@@ -197,7 +197,7 @@ class Recovery:
         self.leave(f"{type(error).__name__}: {error}", isinstance(error, PeerLostError))
 
     def begin(self) -> None:
-        """A pass begins here: its peers are told if this rank has left out the one before it."""
+        """Note that a pass begins: peers are told if this rank has left out the pass before it."""
         why, self.forward.failed = self.forward.failed, ""
         if why:
             self.leave(why)
@@ -205,7 +205,7 @@ class Recovery:
         self.recover()
 
     def leave(self, why: str, lost: bool = False) -> None:
-        """Abort the current pass. `lost`: because a peer is lost, and then the other ranks raise that too."""
+        """Abort the current pass. `lost`: the reason is a lost peer, and then the other ranks raise that too."""
         if self.left is not None:
             return
         self.left = Left(self.generation, self.completed, why, self._what, lost)
@@ -217,21 +217,21 @@ class Recovery:
         )
         counts = [self._calls, self._comm.user.issued]
         said = [self.completed, why, self._what, counts, self.external_runs, self.external_error]
-        with suppress(PeerLostError):  # the store is gone: its host has ended, and the peers see that
+        with suppress(PeerLostError):  # the store is gone: its host has ended, which the peers see too
             self._exchange.announce(self._place, said)
         self._comm.watcher.tell()
 
     def abandon(self, why: str, lost: bool) -> None:
-        """This rank won't issue anything on the axis any more: its world ends. `why`, `lost`: as in :meth:`leave`."""
+        """Note that this rank issues nothing more on the axis: its world ends. `why`, `lost`: as in :meth:`leave`."""
         self.abandoned = why, lost
         self._comm.watcher.tell(wait=True)
 
     def begin_external(self, label: str) -> None:
-        """Other libraries' collectives are about to be issued, on every rank, on process groups of theirs.
+        """Note that every rank is about to issue collectives of another library, on that library's groups.
 
-        ltx only waits for them: it can't renew such a group. So ranks that leave a backward pass halfway tell each
-        other how far they had come with these. Where that differs the next would pair with those that still wait, so
-        no more of them are run.
+        ltx only waits for these: it can't renew such a group. So ranks that leave a backward pass halfway tell each
+        other how many they had issued. Where the numbers differ, the next would pair with one that still waits, so no
+        more run.
         """
         if self.external_error:
             raise DeadlockDetectedError(
@@ -243,7 +243,7 @@ class Recovery:
 
     @contextmanager
     def waiting_for_external(self, label: str) -> Iterator[None]:
-        """Surrounds a wait for them."""
+        """A context around a wait for collectives of other libraries."""
         try:
             yield
         except BaseException as error:
@@ -251,16 +251,16 @@ class Recovery:
             raise
 
     def recover(self, within: bool = False) -> None:
-        """Before a pass: if the last one was aborted, wait until all ranks have aborted it, and open new channels.
+        """Before a pass: if the last pass was aborted, wait until all ranks have aborted it, and open new channels.
 
-        `within`: in the recovery of the axis that this one is a part of.
+        `within`: this axis is a part of another one, which recovers.
 
         Raises:
-            CollectiveTimeoutError: a peer hasn't aborted it within the axis' timeout.
-            DeadlockDetectedError, PeerLostError: a peer won't, for it has left the axis or is gone.
-            RankMismatchError: a peer won't, for it waits for this rank in something else. On both.
-            ReplicaDivergedError: some ranks had completed that pass and others hadn't. On every rank once, with new
-                channels; or now, if those ahead have left, for that reason, the very call that this rank comes to.
+            CollectiveTimeoutError: a peer hasn't aborted the pass within the axis' timeout.
+            DeadlockDetectedError, PeerLostError: a peer won't come, because it has left the axis or is gone.
+            RankMismatchError: a peer won't come, because it waits for this rank in another call. On both.
+            ReplicaDivergedError: some ranks had completed that pass and others hadn't. Every rank raises it once, and
+                has new channels then; this rank raises it now if peers ahead have left, for that reason, its next call.
         """
         if self.left is None:
             return
@@ -297,10 +297,10 @@ class Recovery:
 
     @property
     def times_left(self) -> int:
-        """How many passes this rank has left halfway. No more than one before all ranks recover."""
+        """The number of passes that this rank has left halfway: at most one until all ranks recover."""
         return self.generation + (self.left is not None)
 
     @property
     def _place(self) -> str:
-        """Where each rank announces that it has aborted the current pass."""
+        """The place in the store where each rank announces that it has aborted the current pass."""
         return f"left/{self.generation}"

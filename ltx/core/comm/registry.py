@@ -1,4 +1,4 @@
-"""The axes that are open in this process: how they are opened, closed, and found by what a user gives for one."""
+"""The axes that are open in this process: how they are opened, closed, and found by the user's `axis` argument."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ltx.core.ranks.backings import Part, Ranks
 
 _DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
-#: By group and name. A group that is opened by a second name has a second communicator.
+#: The open axes by group and name. A group that is opened by a second name has a second communicator.
 _opened: dict[tuple[dist.ProcessGroup, str], Axis] = {}
 
 
@@ -37,10 +37,10 @@ def open_axis(
     heartbeat_s: float | None = None,
     make: Callable[[str, int, Ranks], Axis] = Axis,
 ) -> Axis:
-    """The axis `name` over the ranks of `group`. All of them must call it, in the same order for several axes.
+    """The axis `name` over the ranks of `group`. All ranks of the group call it, in the same order for several axes.
 
-    `name`: None for one that no other axis has. `timeout` and `heartbeat_s`: None for those of the world. `make`: the
-    kind of axis, if it isn't open yet.
+    `name`: None for a name that no other axis has. `timeout` and `heartbeat_s`: None for the world's. `make`: the class
+    of the communicator, if the axis isn't open yet.
     """
     if isinstance(group, dist.ProcessGroup) and name is not None and (group, name) in _opened:
         return _opened[group, name]
@@ -69,9 +69,9 @@ class GroupAxis(Axis):
     owns_group: bool = field(default=False, repr=False, compare=False)
 
     def close(self) -> None:
-        """Close the axis, on all of its ranks: nothing can be issued on it any more. Closing it again does nothing.
+        """Close the axis, on all of its ranks: nothing can be issued on it any more. A second call does nothing.
 
-        One that ``ltx.init`` had opened by the same name, over the same ranks, stays open: it is the world's.
+        If ``ltx.init`` had opened the axis (same name, same ranks), it stays open, as the world's.
         """
         if self.comm is None or self.comm.closed or any(axis.comm is self.comm for axis in axes.world_axes()):
             return
@@ -95,17 +95,17 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
     """An axis over the ranks of a process group, or over some ranks of the world: a process set.
 
     Args:
-        group: a ``torch.distributed`` process group that this process is in; or the ranks of the world, this one's
-            among them, in the axis' order. No process group needs to be made for these, and no other rank takes part.
-        name: what collectives call the axis, unless one of that name is in scope, or two are called so; it is always
-            found by what this returns, or by the group itself. None: a name that no other axis has.
+        group: a ``torch.distributed`` process group that this process is in; or a list of ranks of the world, this one
+            among them, in the axis' order: no process group needs to be made for them, and no other rank takes part.
+        name: what collectives call the axis, unless an axis of that name is in scope, or two axes have it. The returned
+            axis, or the group itself, always works. None: a name that no other axis has.
 
     Returns:
         The axis. All ranks of the group must call this, in the same order for several groups: its channels are opened.
         It is closed by ``axis.close()``, at the end of ``with ltx.axis_from_group(...) as axis:``, or with the world.
 
     Raises:
-        AxisError: this process isn't a member; `group` is neither, or holds a rank that the world hasn't, or one twice.
+        AxisError: this process isn't a member; `group` is neither, or holds a rank outside of the world, or one twice.
 
     Example:
         >>> import torch, ltx
@@ -131,7 +131,7 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
 
 
 def _new_group(ranks: list[Any]) -> NewGroup:
-    """A process group of some ranks of the world, which they alone make."""
+    """A process group of some ranks of the world, which these ranks alone make."""
     if not dist.is_initialized():
         raise AxisError("axis_from_group: ranks are those of a world that is up. Call ltx.init() first.")
     size, mine = dist.get_world_size(), dist.get_rank()
@@ -143,7 +143,7 @@ def _new_group(ranks: list[Any]) -> NewGroup:
 
 
 def outsider() -> str:
-    """What is wrong where this process isn't in the group that is given for an axis."""
+    """The error if this process isn't in the group that is given as an axis."""
     who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
     return f"{who} isn't a member of the process group that was given as an axis. Only its members may call this."
 
@@ -156,7 +156,7 @@ def close_axis(axis: Axis) -> None:
 
 
 def open_axes() -> tuple[Axis, ...]:
-    """Every axis that is open, those opened by passing a group to a collective and parts of others included."""
+    """All open axes, also parts of other axes, and axes that a collective opened for a group."""
     opened = tuple(_opened.values())
     return (*opened, *(part for axis in opened for part in _parts_of(axis)))
 
@@ -166,7 +166,7 @@ def _parts_of(axis: Axis) -> list[Axis]:
 
 
 def holders_of_groups(opened: Iterable[Axis]) -> list[Any]:
-    """What holds the process groups of the axes `opened`, and can let go of them: communicators and channels."""
+    """The communicators and channels that hold the process groups of the axes `opened`, and can drop them."""
     communicators = [axis.comm for axis in opened if axis.comm is not None]
     return [one for axis_comm in communicators for one in (axis_comm, *axis_comm.channels)]
 
@@ -175,14 +175,14 @@ os.register_at_fork(after_in_child=lambda: [axis.comm.refuse_fork() for axis in 
 
 
 class InGroups(NamedTuple):
-    """The ranks of a group of an axis, as an axis: what `axis_index_groups` makes of the axis of a collective."""
+    """The ranks of a group of an axis, as an axis: `axis_index_groups` turns a collective's axis into it."""
 
     axis: Any  # as users give one
     groups: tuple[tuple[int, ...], ...]  # the indices of each; as lists in errors
 
 
 class InBackground(NamedTuple):
-    """An axis on which a collective is begun and waited for later (``ltx.async_``)."""
+    """An axis on which a collective begins now and is waited for later (``ltx.async_``)."""
 
     axis: Any  # as users give one
     name: str  # the collective's, as users call it
@@ -190,7 +190,7 @@ class InBackground(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshAxis(Axis):
-    """The axis of `mesh`: a dimension of a DeviceMesh, a mesh by itself, called as that is."""
+    """The axis of `mesh`, a dimension of a DeviceMesh (a mesh itself); the axis has the dimension's name."""
 
     mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
 
@@ -198,7 +198,7 @@ class MeshAxis(Axis):
 def size_and_rank(axis: Any) -> tuple[int, int]:
     """(number of ranks, this one's place among them) of the axis that a user means; 0 on simulated ranks.
 
-    Unlike :func:`resolve` it never opens an axis, which all its ranks would have to do together.
+    Unlike :func:`resolve` it never opens an axis, since all ranks of the axis would have to do that together.
     """
     meshes = _meshes_in(axis)
     if meshes:
@@ -211,7 +211,7 @@ def size_and_rank(axis: Any) -> tuple[int, int]:
 
 
 def resolve(axis: Any) -> Axis:
-    """The axis that a user means: None, a name, an Axis, a process group, a DeviceMesh, or a tuple of such."""
+    """The axis that a user means: None, a name, an Axis, a process group, a DeviceMesh, or a tuple of these."""
     if isinstance(axis, str):
         return _called(axis)
     if isinstance(axis, list):
@@ -231,7 +231,7 @@ def resolve(axis: Any) -> Axis:
     if isinstance(axis, dist.ProcessGroup):
         return first_opened(axis) or open_axis(axis.group_name, axis)
     if isinstance(axis, int) and axis == dist.GroupMember.NON_GROUP_MEMBER:
-        # What torch gives to those who aren't in a new group.
+        # torch gives this to processes that aren't in a new group.
         raise AxisError(outsider())
     got = f"{axis}. A dimension of tensors is dim= here" if isinstance(axis, int) else type(axis).__name__
     raise AxisError(f"an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a DeviceMesh, got {got}.")
@@ -253,7 +253,7 @@ def kinds_of(axis: Any) -> list[Any]:
 
 
 def _called(name: str) -> Axis:
-    """The axis of that name: what is in scope first, then what was opened by a group or a DeviceMesh."""
+    """The axis of that name: first the axes in scope, then axes opened by a group or a DeviceMesh."""
     opened = [known for known in _opened.values() if known.name == name]
     if all(known.name != name for known in axes.axes_in_scope()):
         if len(opened) > 1:
@@ -271,12 +271,12 @@ def _called(name: str) -> Axis:
 
 
 def _ranks(axis: Axis) -> list[int]:
-    """The ranks of the world on an axis of processes; none for another."""
+    """The ranks of the world on an axis of processes; none for other axes."""
     return [] if axis.comm is None else axis.comm.global_ranks
 
 
 def _meshes_in(axis: Any) -> list[DeviceMesh]:
-    """The meshes that a user gives for an axis: one, or a tuple of dimensions by themselves or by their names."""
+    """The meshes that a user gives as an axis: one mesh, or a tuple of dimensions, given as meshes or by name."""
     if isinstance(axis, DeviceMesh):
         return [axis]
     if not isinstance(axis, tuple):

@@ -13,15 +13,15 @@ next phase of a chunk when its peers' counters allow it. There is no thread for 
 advances the transport, and a lock admits one at a time. Only a wait blocks, and it checks every 0.1 s whether its
 peers live: each process holds a lock on a file of its own, which the kernel releases when the process dies.
 
-Beside each chunk lies a tag: a digest of what its rank has issued on the channel so far, and the number of buffers.
-Where tags differ, the ranks have issued different things, and all of them refuse the chunk. On request the rank also
-stores the sum of what it has reduced, taken while the data is in the core's cache: it tells whether all of it is
-finite.
+Beside each chunk lies a tag: a digest of the collectives that its rank has issued on the channel so far, and the number
+of buffers. Where tags differ, ranks have issued different collectives, and all ranks refuse the chunk. On request the
+rank also stores the sum of the numbers that it has reduced, taken while they are in the core's cache: it tells if all
+are finite.
 
 An exception (an interrupt, or one from a signal handler) may come at any point of a phase. The counters say which
 phases are done, and a phase that isn't counted can be done again from its beginning, so an exception leaves the ranks
 in step. If the exception comes again on the second attempt, the phase itself fails: then the transport has failed, and
-its peers raise too.
+peers raise too.
 
 The memory has no name in any file system, so nothing is left behind. Counters are aligned words; x86-64 guarantees that
 others see them after the writes before them. Other processors use sockets.
@@ -51,15 +51,15 @@ from ltx.core.comm.operations import OPERATIONS
 SLOTS = 8  # for chunks
 COUNTERS_BYTES = 4096  # before the first slot
 _LINE_WORDS = 64 // 8
-#: Counters of the chunks that the rank has filled, reduced and emptied.
+#: Counters: how many chunks the rank has filled, reduced and emptied.
 FILLED, REDUCED, EMPTIED = (i * _LINE_WORDS for i in range(3))
 TAGS = 3 * _LINE_WORDS  # one for each slot
 SUMS = TAGS + SLOTS  # one for each slot
-FAILED = SUMS + SLOTS  # the length of the text that says why the rank's end has failed; 0 as long as it hasn't
+FAILED = SUMS + SLOTS  # the length of the text that says why the rank's end has failed; 0 if it hasn't failed
 REASON = COUNTERS_BYTES // 2  # the byte at which that text begins
 
-# The lock files that this process has locked. Its forks share the locks, and a fork that lets go of one would let the
-# rank's peers think that the rank has died.
+# The lock files that this process has locked. Forks share the locks: if a fork released one, the rank would seem dead
+# to its peers.
 _locked: set[int] = set()
 os.register_at_fork(after_in_child=_locked.clear)
 
@@ -77,7 +77,7 @@ def close_files(locks: list[int], files: list[int]) -> None:
 
 
 def _machine() -> list[object] | None:
-    """What ranks that can share memory have in common; None where shared memory doesn't work."""
+    """A name that ranks which can share memory have in common; None where shared memory doesn't work."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get("LTX_SHARED_MEMORY", "1") == "0":
         return None
     try:
@@ -96,7 +96,7 @@ class SharedMemoryWork:
     end: int = 0  # the place after its last chunk
     completed_s: float = 0.0
     refused: bool = False  # ranks have issued different things
-    sums: dict[int, float] | None = None  # of the elements of each chunk, by its place, if asked for
+    sums: dict[int, float] | None = None  # the sum of each chunk's elements, by the chunk's place, if wanted
 
     @property
     def completed(self) -> bool:
@@ -104,7 +104,7 @@ class SharedMemoryWork:
 
     @property
     def total(self) -> float | None:
-        """The sum of all elements of the result, if it was asked for; NaN where a rank hasn't added its part up."""
+        """The sum of all elements of the result, if it was asked for; NaN where a rank hasn't added up its part."""
         return None if self.sums is None else sum(self.sums.values())
 
 
@@ -125,7 +125,7 @@ class SharedMemoryTransport:
     def __init__(self, rank: int, segments: list[mmap.mmap], locks: list[int], files: list[int]):
         self.rank = rank
         self.size = len(segments)
-        self.error: Exception | None = None  # that a phase has raised twice: the transport has failed
+        self.error: Exception | None = None  # the error that a phase has raised twice: the transport has failed
         self._maps = segments
         self._locks = locks  # each rank's lock file, by descriptors of this process
         self._files = files
@@ -135,13 +135,13 @@ class SharedMemoryTransport:
         self._begun = 0
         self._emptied_at_close = 0
         self._forget_queue()
-        # Reentrant: an interrupt may come between acquiring and releasing it.
+        # The lock is reentrant: an interrupt may come between acquiring and releasing it.
         self._turn = threading.RLock()
 
     def _forget_queue(self) -> None:
         # A linked list: one assignment appends, so an interrupt comes before or after it.
         self._tail = _Entry(-1, NO_CHUNK, SharedMemoryWork(self), 0)
-        # The last entry known to have been through each phase. The counters are the truth: an interrupt may come
+        # The last entry known to have been through each phase. The counters are authoritative: an interrupt may come
         # between the two updates.
         self._through = {FILLED: self._tail, REDUCED: self._tail, EMPTIED: self._tail}
         self._overwritten = -1  # the place of the chunk whose reduction has begun
@@ -153,14 +153,14 @@ class SharedMemoryTransport:
 
         An exception makes the transport fail, unless it is an interrupt: peers learn of that at the next chunk.
         """
-        self._begun += 1  # first: if this fails on this rank alone, the peers refuse all that follows
+        self._begun += 1  # this comes first: if it fails on this rank alone, the peers refuse all later chunks
         work = SharedMemoryWork(self)
         try:
             with private.below_transforms(), torch.no_grad():
                 row = OPERATIONS[operation]
                 out = row.new_result(buffer, self.size)
                 chunks = list(row.chunks(Job(buffer, out, arguments, self.rank, self.size)))
-        except Exception as error:  # no memory, say: the peers would wait for this rank
+        except Exception as error:  # for example, no memory: the peers would wait for this rank
             self._fail(error)
             raise
         if summed and any(chunk.reduce is not None for chunk in chunks):
@@ -188,20 +188,20 @@ class SharedMemoryTransport:
         return counters[self.rank][EMPTIED] if counters else self._emptied_at_close
 
     def progress(self) -> bool:
-        """Do every phase that can be done now, unless another thread does; returns whether there was one."""
+        """Do every phase that can be done now, unless another thread is doing it; returns whether there was one."""
         moved = False
         if self.error is not None or not self._turn.acquire(blocking=False):
             return moved
         try:
-            # A waiting thread may be under a transform, which must not see these bytes. In inference mode it may write
-            # to tensors that were made in that mode, and to all others. Not by torch.inference_mode(): an interrupt
-            # probably comes during a wait, so here, and in the middle of its Python code it would leave the mode on.
+            # A waiting thread may be under a transform, which must not see these bytes. In inference mode the thread
+            # may write to all tensors, also to those made in that mode. torch.inference_mode() isn't used: an
+            # interrupt, which probably comes here, during a wait, might leave the mode on.
             with private.below_transforms(), private.inference(True):
                 try:
                     while self._empty() or self._reduce() or self._fill():
                         moved = True
                 except Exception:
-                    try:  # what raises again when it is repeated has failed
+                    try:  # a phase that raises again when it is repeated has failed
                         while self._empty() or self._reduce() or self._fill():
                             pass
                     except Exception as error:
@@ -288,7 +288,7 @@ class SharedMemoryTransport:
             if work.sums is not None:
                 work.sums[entry.place] = sum(words[SUMS + entry.place % SLOTS] for words in self._sums)
         work.completed_s = time.perf_counter()
-        self._tell(entry, EMPTIED)  # last: a waiting thread continues now
+        self._tell(entry, EMPTIED)  # this comes last: a waiting thread continues now
         entry.chunk = NO_CHUNK
         return True
 
@@ -307,7 +307,7 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         _transports[:] = [transport for transport in _transports if transport is not self]
-        with self._turn:  # no phase is being done
+        with self._turn:  # no phase is running
             self._emptied_at_close = self.emptied
             self._forget_queue()
             for words in self._counters:

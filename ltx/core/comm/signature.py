@@ -1,4 +1,4 @@
-"""Signatures: what ranks must agree on before any data moves.
+"""Signatures: ranks must agree on them before any data moves.
 
 A rank compares a new signature with its peers through the store, out of band, so that a disagreement is the same named
 error on every rank rather than an abort (gloo) or a hang (NCCL). A signature that has been compared is
@@ -22,11 +22,11 @@ from ltx.core.base.tree import describe
 
 @dataclass(frozen=True)
 class Signature:
-    """An operation with the shapes and dtypes it is applied to."""
+    """An operation with the shapes and dtypes of its tensors."""
 
-    operation: str  # as the user knows it, such as "psum"
+    operation: str  # the operation's public name, such as "psum"
     leaves: tuple[tuple[str, str], ...]  # (path, dtype and shape) of each tensor, in order
-    static: str = ""  # everything else that must be equal, as text
+    static: str = ""  # all other arguments that must be equal, as text
 
     @staticmethod
     def of(operation: str, paths: list[str], tensors: list[torch.Tensor], static: str = "") -> Signature:
@@ -35,7 +35,7 @@ class Signature:
 
     @staticmethod
     def of_tensors(operation: str, tensors: Sequence[torch.Tensor], static: tuple[int, ...]) -> Signature:
-        """The signature of a collective of tensors, which have no paths."""
+        """The signature of a collective of tensors without paths."""
         text = f"arguments {static}" if static else ""
         return Signature.of(operation, ["<tensor>"] * len(tensors), list(tensors), text)
 
@@ -67,26 +67,26 @@ class Signature:
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """What ranks have found to be equal, its fingerprint, and rank 0's offer."""
+    """A signature that ranks have found to be equal: its fingerprint, and rank 0's offer."""
 
     signature: Signature
     fingerprint: int
     offer: Any
 
 
-#: What stands for a collective that a rank has called, and that raised before it was issued.
+#: This stands for a collective that a rank has called and that raised before it was issued.
 _RAISED = Signature("a call that raised an error", ())
 RAISED = Agreement(_RAISED, _RAISED.fingerprint, None)
 
 
 @dataclass(frozen=True)
 class Post:
-    """What a rank puts into the store for its peers to compare: the signature of what it is about to issue."""
+    """A rank puts this into the store for its peers to compare: the signature of its next collective."""
 
     signature: Signature
-    value: Any = None  # something of its own that the peers are to know; JSON
+    value: Any = None  # the rank's own value for its peers, as JSON
     caller: str = ""  # file and line of the call, known under ltx.debug_checks()
-    issued: Mapping[str, int] = field(default_factory=dict)  # how much so far, by the addresses of its channels
+    issued: Mapping[str, int] = field(default_factory=dict)  # the number of issued buffers, by channels' addresses
     next_check: tuple[int, int] = (0, 0)  # the place of its next call in the sequence of ltx.debug_checks()
     compared: Mapping[str, int] = field(default_factory=dict)  # how many signatures it has begun to compare; likewise
 
@@ -95,7 +95,7 @@ class Post:
         return f"{self.signature.brief} at {self.caller}" if self.caller else self.signature.brief
 
     def fields(self) -> list[Any]:
-        """Itself as JSON values, for the store."""
+        """The post as JSON values, for the store."""
         issued, compared = dict(self.issued), dict(self.compared)
         return [self.signature.to_json(), self.value, self.caller, issued, self.next_check, compared]
 
@@ -117,7 +117,7 @@ def explain_posts(axis_name: str, by_rank: Mapping[int, Post]) -> RankMismatchEr
     return error
 
 
-#: What takes tensors that differ in length.
+#: Operations that take tensors of different lengths.
 _UNEVEN = {
     "all_gather": 'ltx.all_gather(x, tiled=True, splits="infer")',
     "all_to_all": 'ltx.all_to_all(x, ..., splits="infer")',
@@ -125,12 +125,12 @@ _UNEVEN = {
 
 
 def list_calls(by_rank: Mapping[int, Post]) -> str:
-    """What each rank calls, and on which line."""
+    """A text that says what each rank calls, and on which line."""
     return list_values({rank: post.call for rank, post in by_rank.items()})
 
 
 def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMismatchError:
-    """The error that every rank raises when `by_rank` isn't one and the same signature."""
+    """The error that every rank raises when the signatures in `by_rank` differ."""
     operations = {rank: s.operation for rank, s in by_rank.items()}
     if len(set(operations.values())) > 1:
         return mismatch(axis_name, "the operation", operations, "call the same collectives in the same order")

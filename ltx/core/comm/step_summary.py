@@ -1,10 +1,10 @@
-"""The step summary: one small sum a step that carries loss, weights and the digest.
+"""The step summary: one small sum in each step, which carries loss, weights and the digest.
 
-It is issued between the forward and the backward pass, in float64. The digest is the running fingerprint of all that
-this rank has issued; all ranks have the same one iff its limbs have variance zero, which sums can tell: with limbs d
-below 2^20, n * sum(d^2) == sum(d)^2 exactly if and only if all are equal.
+It is issued between the forward and the backward pass, in float64. The digest is the running fingerprint of all
+collectives that this rank has issued. All ranks have the same digest iff its limbs have variance zero, which sums can
+tell: with limbs d below 2^20, n * sum(d^2) == sum(d)^2 exactly if and only if all are equal.
 
-The number of the training step is part of the digest. Where digests differ ranks tell each other why, in the store.
+The number of the training step is part of the digest. Where digests differ, ranks exchange reasons in the store.
 
 A compiled step sends its number with its loss, and an operation of the graph looks at the sum (:func:`count_in_graph`).
 """
@@ -29,16 +29,16 @@ from ltx.core.ranks.batched import unwrapped
 _LIMB_BITS = 20
 _LIMBS = 3
 _MASK = (1 << _LIMB_BITS) - 1
-_SPREAD = 0x9E3779B97F4A7C15  # odd, so that no two numbers of steps give the same limbs
+_SPREAD = 0x9E3779B97F4A7C15  # odd, so that different step numbers give different limbs
 #: How long ranks whose digests differ wait for each other to say why.
 _EXPLAINING_S = 10.0
-#: What to do about gradients of a rank's own.
+#: The advice in errors about gradients that weren't reduced.
 UNREDUCED = (
     "gradients of a step under ltx.block_backward_sync are each rank's own: add nothing reduced to them. Take "
     "ltx.accumulate(step, n) for micro-batches; or reduce their sum by ltx.sync_gradients(grads); or set .grad to None"
 )
 
-#: Bytes of the buffer that is summed.
+#: The size in bytes of the buffer that is summed.
 SUMMARY_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
 
 
@@ -46,8 +46,8 @@ SUMMARY_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
 class StepSummary:
     """The sum of the ranks' summaries, in 0-dim float64."""
 
-    total: torch.Tensor  # of the ranks' losses, or of their totals if they are weighted
-    weight: torch.Tensor  # of the ranks' weights (the number of ranks if unweighted)
+    total: torch.Tensor  # the sum of the ranks' losses, or of their totals if they are weighted
+    weight: torch.Tensor  # the sum of the ranks' weights (the number of ranks if unweighted)
 
     @property
     def mean(self) -> torch.Tensor:
@@ -56,12 +56,12 @@ class StepSummary:
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank's digest is made of, and what it says of itself where digests differ."""
+    """The parts of a rank's digest, which ranks exchange where digests differ."""
 
-    issued: int  # the fingerprint of all that it has issued
+    issued: int  # the fingerprint of all collectives that the rank has issued
     step: int | None = None  # the number of the training step; None in a pass of a plain step
     left: str = ""  # as Recovery.last_left
-    unreduced: str = ""  # gradients of its own, with a digest, that a plain step's pass adds to
+    unreduced: str = ""  # unreduced gradients, with a digest, to which a plain step's pass adds
 
     @property
     def digest(self) -> int:
@@ -72,10 +72,10 @@ class Said:
 
 @dataclass(eq=False, repr=False)
 class IssuedSummary:
-    """A step summary that is pending; `compare` gives what each rank says of itself where digests differ.
+    """A step summary that is pending; `compare` gives the parts of each rank's digest where digests differ.
 
-    On a stream-ordered backend the host doesn't stop for it: :meth:`enqueued` gives the sums as the device will have
-    them, and :meth:`wait` is called when the host needs them, at the latest in the next pass.
+    On a stream-ordered backend the host doesn't wait for it: :meth:`enqueued` gives sums that the device will compute,
+    and :meth:`wait` is called when the host needs them, at the latest in the next pass.
     """
 
     work: Work | None
@@ -101,17 +101,17 @@ class IssuedSummary:
     def enqueued(self) -> StepSummary:
         """The sums on the device, not read by the host yet; elsewhere as :meth:`wait`.
 
-        The loss is NaN where the host will find that ranks are apart: who looks at it first isn't told a wrong one.
+        The loss is NaN where the host will find that ranks differ, so that a wrong loss is never seen.
         """
         if not self.stays_on_device:
             return self.wait()
         self._fence([self._sums])
         first, second = self._sums[2::2], self._sums[3::2]
-        apart = first.square().ne(second * self.channel.size).any()  # also where the sum was given up halfway
+        apart = first.square().ne(second * self.channel.size).any()  # this is done even if the sum was given up halfway
         return StepSummary(self._sums[0].masked_fill(apart, torch.nan), self._sums[1])
 
     def wait(self) -> StepSummary:
-        """The summary. Raises if ranks have issued different things, or are at different steps."""
+        """The summary. Raises if ranks have issued different collectives, or are at different steps."""
         if self._summary is None:
             assert self.work is not None
             late = self._copy is not None
@@ -127,9 +127,9 @@ class IssuedSummary:
         return self._summary
 
     def _refuse_apart(self, late: bool) -> None:
-        """Digests differ: raise what differs, on all ranks."""
+        """Digests differ: raise an error on all ranks that says what differs."""
         by_rank: list[Said] = []
-        with suppress(LtxError):  # a peer came to another place; what differs is then what it has issued
+        with suppress(LtxError):  # a peer came to another place; then its issued collectives are the difference
             by_rank = [Said(*of_rank) for of_rank in self.compare()]
         axis = f"axis {self.channel.axis_name!r}"
         applied = (
@@ -161,14 +161,14 @@ class IssuedSummary:
 
 
 def end_pass(among: AxisComm, summary: IssuedSummary) -> StepSummary:
-    """End a pass all buckets of which are complete or enqueued: its step summary, which is checked here or later."""
+    """End a pass whose buckets are all complete or enqueued: its step summary, which is checked here or later."""
     if summary.stays_on_device:
         among.unread = summary
     return summary.enqueued()
 
 
 def read_last_summary(among: AxisComm) -> None:
-    """Read the step summary of the last pass, if the host is ahead of the device, which it is by one pass at most."""
+    """Read the step summary of the last pass, if the host is ahead of the device (it is ahead by one pass at most)."""
     if among.unread is None:
         return
     unread, among.unread = among.unread, None
@@ -180,7 +180,7 @@ def read_last_summary(among: AxisComm) -> None:
 
 
 def confirm(among: AxisComm) -> None:
-    """Where the host runs ahead: wait until all ranks' devices have done what is enqueued now, by a sum behind it."""
+    """Where the host runs ahead: wait until all ranks' devices have done the work enqueued now, by a sum after it."""
     stream, channel = among.stream_of(among.device), among.bucket_channel(0)
     if stream is None:
         return
@@ -202,11 +202,11 @@ def begin_pass(
     weight: torch.Tensor | float = 0.0,
     unreduced: str = "",
 ) -> IssuedSummary:
-    """Begin a pass over buckets: wait until the last one is out of the way, then issue this rank's step summary.
+    """Begin a pass over buckets: wait until the last pass is complete, then issue this rank's step summary.
 
     It goes out on bucket channels of `axis_comm`, among whose ranks, or a part of them, it is; errors call it `name`.
     `agreement`: what the ranks have compared of it. `total`, `weight`: this rank's loss and its weight, 0-dim tensors;
-    0 where nobody asks for them. `unreduced`: as :attr:`Said.unreduced`.
+    0 where nobody needs them. `unreduced`: as :attr:`Said.unreduced`.
     """
     read_last_summary(among)
     among.recovery.begin()
@@ -229,7 +229,7 @@ def send_summary(
 ) -> Work:
     """Issue this rank's part."""
     limbs = [float((said.digest >> (_LIMB_BITS * i)) & _MASK) for i in range(_LIMBS)]
-    # To write into an element takes longer than to read one; where waits block the host it may read.
+    # Writing an element takes longer than reading one; where waits block the host it may read.
     reads = not channel.orders_streams(device)
     given = [x.item() if isinstance(x, torch.Tensor) and reads else x for x in (total, weight)]
     known = [0.0 if isinstance(x, torch.Tensor) else x for x in given]
@@ -244,7 +244,7 @@ def send_summary(
 def count_in_graph(
     axis_key: str, step: int, clock: torch.Tensor, total: torch.Tensor, squares: torch.Tensor
 ) -> torch.Tensor:
-    """`clock` one step later, in a graph; raises as it runs if ranks are at different steps.
+    """`clock` one step later, in a graph; when the graph runs, raises if ranks are at different steps.
 
     `total`, `squares`: the sums over ranks of :func:`number_in_graph` and of its square.
     """
@@ -255,7 +255,7 @@ def count_in_graph(
 
 
 def number_in_graph(step: int, clock: torch.Tensor) -> torch.Tensor:
-    """What is sent of the number of a compiled step."""
+    """The number of a compiled step, in the form in which it is sent."""
     return (step + clock) % (1 << _LIMB_BITS)
 
 
@@ -267,7 +267,7 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
         return one
     exchange, said = axis_comm.store_exchange, astuple(Said(0, number, axis_comm.recovery.last_left))
     channel = axis_comm.bucket_channel(0)
-    work = Work.arrived(channel, torch.cat([total.new_zeros(2), *limbs]))  # the graph has waited for it
+    work = Work.arrived(channel, torch.cat([total.new_zeros(2), *limbs]))  # the graph has waited for the sum
 
     def compare() -> list[Any]:
         return exchange.exchange(exchange.new_place(), said, "a comparison of steps", _EXPLAINING_S)

@@ -1,8 +1,8 @@
-"""What the ranks of an axis exchange through the store, and the one loop in which a rank waits for it.
+"""The exchange of values between an axis' ranks through the store, and the one loop in which a rank waits for them.
 
 The store is out of band: nothing here goes over a channel, so it mixes with no collective, and any thread may use it.
 Values are JSON. A rank announces a value at a place, a name that all ranks use for the same thing. Calls to the store
-can be given up, where those of torch's own block for as long as it doesn't answer.
+can be given up; torch's own calls block until the store answers.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ltx.core.comm.shared_memory import progress_everywhere
 
 T = TypeVar("T")
 
-#: How long the end of a thread waits that is idle or in a call to the store.
+#: How long the end waits for a thread that is idle or in a call to the store.
 ENDING_S = 1.0
 
 
 class StoreCaller:
-    """Calls the store in a thread of its own, so that the one that asks can give up after `limit_s`."""
+    """Calls the store in a thread of its own, so that the calling thread can give up after `limit_s`."""
 
     def __init__(self, rank: int, limit_s: float, why_gone: Callable[[], str], when_idle: Callable[[], None]):
         self.limit_s, self.held_by = limit_s, "rank 0's, or the launcher's on its machine"
         self._rank, self._why_gone, self._when_idle = rank, why_gone, when_idle
-        self._gone: str | None = None  # its text; the error itself would keep frames alive, and what is in them
+        self._gone: str | None = None  # the error's text; the error itself would keep frames and their objects alive
         self._late: Future[Any] | None = None
         self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._answer, name="ltx-asks-the-store", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and wait for it (one that comes back from the store while Python ends aborts the process)."""
+        """End the thread, and wait for it (one that returns from the store while Python ends aborts the process)."""
         self._questions.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(ENDING_S)
@@ -58,7 +58,7 @@ class StoreCaller:
             StoreGoneError: the store is gone.
             PeerLostError: the store hasn't answered in time.
         """
-        if self._gone is not None:  # it stays gone, and torch logs a page about each attempt
+        if self._gone is not None:  # the store stays gone, and torch logs a page about each attempt
             raise self._told_gone(self._gone)
         asked = self._put(question)
         if not wait([asked], self.limit_s).done:
@@ -86,7 +86,7 @@ class StoreCaller:
         if self._gone is not None:
             raise self._told_gone(self._gone)
         if self._late is not None and not self._late.done():
-            # A pending call occupies the connection: this one queues behind it, should the store ever answer.
+            # A pending call occupies the connection: this call waits behind it until the store answers.
             self._put(statement)
             return
         try:
@@ -128,7 +128,7 @@ class TimeoutStore:
         self._caller = caller
 
     def close(self) -> None:
-        """Let go of the store: nothing is asked any more."""
+        """Drop the store: no more calls are made."""
         del self.store
 
     def set(self, key: str, value: str) -> None:
@@ -156,7 +156,7 @@ class TimeoutStore:
         return self._caller.ask(lambda: bool(self.store.delete_key(key)))
 
 
-#: The places of :meth:`StoreExchange.new_place` begin so.
+#: Names of places from :meth:`StoreExchange.new_place` begin so.
 EXCHANGES = "exchanges"
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05
@@ -166,12 +166,12 @@ def poll_until(ready: Callable[[], bool], timeout_s: float, while_waiting: Calla
     """Call `ready` until it returns True; returns whether it did within `timeout_s`.
 
     Every wait for peers in the store goes through here. The pauses between two calls double from 0.5 ms to 50 ms. In a
-    long wait they are a twentieth of it, up to a second: many ranks may wait at one store. This rank advances shared
-    memory meanwhile: peers may need that to come.
+    long wait a pause is a twentieth of the wait so far, up to a second: many ranks may wait at one store. Meanwhile
+    this rank advances shared memory, which peers may need before they can come.
 
-    `while_waiting`: called every 50 ms. It raises if what this rank waits for won't come.
+    `while_waiting`: called every 50 ms. It raises if this rank waits in vain.
 
-    Waits for a collective are elsewhere: something better than a pause ends them.
+    Waits for collectives are elsewhere: they needn't poll with pauses.
     """
     began = checked = asked = time.monotonic()
     pause_s = _FIRST_PAUSE_S
@@ -201,20 +201,20 @@ class StoreExchange:
     def __init__(self, store: TimeoutStore, rank: int, size: int, timeout_s: float, lost: Callable[[], list[int]]):
         self._store, self._lost = store, lost
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self.begun = 0  # how many places :meth:`new_place` has returned
+        self.begun = 0  # the number of places that :meth:`new_place` has returned
         self._threads: list[threading.Thread] = []
 
     def in_file(self, file: Path) -> StoreExchange:
-        """An exchange of the same ranks in a file that all of them see. The last one alive to close it removes it."""
+        """An exchange of the same ranks in a file that all of them see. The last rank to close the file removes it."""
         store = cast(TimeoutStore, FileStore(str(file), self.size - len(self._lost())))  # which has the same methods
         return StoreExchange(store, self.rank, self.size, self.timeout_s, self._lost)
 
     def close(self) -> None:
-        """Let go of the file: nothing is exchanged any more."""
+        """Close the file: nothing more is exchanged."""
         del self._store
 
     def new_place(self) -> str:
-        """A place that wasn't used before; the same one on all ranks that call this equally often."""
+        """A new place; it is the same on all ranks that call this equally often."""
         self.begun += 1
         return f"{EXCHANGES}/item/{self.begun}"
 
@@ -223,7 +223,7 @@ class StoreExchange:
         self._store.set(f"{place}/{self.rank}", json.dumps(value))
 
     def peek(self, place: str, rank: int) -> Any:
-        """What `rank` has announced at `place`; None if it hasn't yet."""
+        """The value that `rank` has announced at `place`; None if it hasn't yet."""
         return json.loads(self._store.get(f"{place}/{rank}")) if self.has(place, [rank]) else None
 
     def has(self, place: str, ranks: Iterable[int] | None = None) -> bool:
@@ -231,11 +231,11 @@ class StoreExchange:
         return self._store.check(self._keys(place, ranks))
 
     def absent(self, place: str, ranks: Iterable[int] | None = None) -> list[int]:
-        """Those of `ranks`, or of the axis, that haven't announced anything at `place`."""
+        """The ranks among `ranks` (None: the axis) that haven't announced anything at `place`."""
         return [rank for rank in (range(self.size) if ranks is None else ranks) if not self.has(place, [rank])]
 
     def forget(self, place: str, ranks: Iterable[int] | None = None) -> None:
-        """Remove what `ranks`, or all of the axis, have announced at `place`, once no rank will read it any more."""
+        """Remove the values that `ranks` (None: the axis) have announced at `place`, once no rank reads them."""
         for key in self._keys(place, ranks):
             self._store.delete_key(key)
 
@@ -254,13 +254,13 @@ class StoreExchange:
         to: str = "do their part",
         fix: str = "",
     ) -> list[Any]:
-        """What `ranks`, or all of the axis, have announced at `place`, once all of them have.
+        """The values that `ranks` (None: the axis) have announced at `place`, once all of them have.
 
         Args:
             what: what this rank waits in; errors say it.
             timeout_s: None: the axis'.
-            while_waiting: as in :func:`poll_until`. None: look for peers that are gone.
-            to, fix: what the peers are to come for, and how to mend it if they don't; the timeout's error says these.
+            while_waiting: as in :func:`poll_until`. None: look for peers that are gone. to, fix: texts for the
+                timeout's error: what peers should come for, and what to do if they don't.
 
         Raises:
             PeerLostError: a peer's process has ended, or its heartbeat has stopped.
@@ -278,7 +278,7 @@ class StoreExchange:
         return [json.loads(text) for text in texts]
 
     def refuse_lost(self, place: str, what: str, ranks: Sequence[int]) -> None:
-        """Raise PeerLostError if one of `ranks` is gone and hasn't said at `place` what it had to."""
+        """Raise PeerLostError if one of `ranks` is gone and hasn't announced its value at `place`."""
         if (lost := [rank for rank in self._lost() if rank in ranks]) and not self.has(place, lost):
             raise PeerLostError(
                 f"rank {self.rank}: {what} failed: the process of rank {', '.join(map(str, lost))} is gone, or shows "
@@ -286,7 +286,7 @@ class StoreExchange:
             )
 
     def hold(self, thread: threading.Thread) -> None:
-        """`thread` uses this exchange: the axis waits for its end before it closes."""
+        """Note that `thread` uses this exchange: the axis waits for its end before it closes."""
         self._threads = [other for other in self._threads if other.is_alive()]
         self._threads.append(thread)
 

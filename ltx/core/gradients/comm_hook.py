@@ -33,37 +33,37 @@ from ltx.core.ranks.axis import Axis
 
 @dataclass(frozen=True)
 class HookOffers:
-    """What a hook says of itself.
+    """What a communication hook says of itself, for plans, steps and checks to read.
 
     Attributes:
-        exact: the result is the mean up to rounding in the gradients' own dtype. Others count as the exact mean under
-            second derivatives.
-        averages: the result stands for the sum of the shares, exactly or not. Hooks of which that isn't true have no
+        exact: the result is the mean up to rounding in the gradients' own dtype. In second derivatives any other counts
+            as the exact mean.
+        averages: the result stands for the sum of the shares, exactly or not. A hook whose result doesn't has no
             derivative, and can't do another hook's sums.
-        alike: all ranks get the same result, so that parameters stay the same on all.
+        alike: all ranks get the same result, so that parameters stay the same on all ranks.
         elementwise: each element's result depends on that element alone, so that gradients of several samples can be
             reduced side by side (``vmap`` of ``grad`` between processes).
-        needs_whole: the result for a parameter depends on the whole of it (its rows and columns, its norm), or in a way
-            that isn't known. So it would be another one where ranks hold parts of parameters (DTensors).
+        needs_whole: the result for a parameter depends on the whole parameter (its rows and columns, its norm), or in
+            an unknown way. So the result would differ where ranks hold parts of parameters (DTensors).
         sums: it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
         gives_gradients: its result scales with the gradients, as a mean of them does. A step whose loss is a
-            :class:`ltx.Weighted` divides the result by the sum of the weights, which isn't known before, and one with
-            a loss scale by that.
-        state_names: the tensors of one parameter's state; empty for a hook without.
-        reads_step: ``reduce`` reads the number of steps so far, for randomness too. Without it, in a hook without
-            state, ``inputs.step`` raises.
+            :class:`ltx.Weighted` divides the result by the sum of the weights, which comes later; a step with a loss
+            scale divides it by that.
+        state_names: the tensors of one parameter's state; empty for a hook without state.
+        reads_step: ``reduce`` reads the number of steps so far, for randomness too. In a hook without state that
+            doesn't say so, ``inputs.step`` raises.
         constant_after: the number of steps after which ``at`` gives the same hook at every step; None if it goes on
-            changing. A hook that defines ``at`` says this too. Compiled graphs can hold it from that step on; in them
-            ``reduce`` gets the step as a tensor, which will do for randomness.
+            changing. A hook that defines ``at`` has to set it. Compiled graphs can hold the hook from that step on; in
+            them ``reduce`` gets the step as a tensor, which is enough to draw random numbers.
         stateful: a step needs communication state: the hook's tensors, or the count of steps.
-        bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. More than 1
-            where far less than the gradients is sent, so that the arithmetic works on fewer and longer buffers.
+        bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. It is more
+            than 1 for hooks that send far less than the gradients: fewer and longer buffers cost them less.
         phases: the largest number of requests that ``reduce`` yields for a bucket. Each has a channel of its own, which
-            ranks open together when a plan is new; in the backward pass they couldn't, as they arrive in any order.
+            ranks open together when a plan is new; in the backward pass ranks couldn't, as gradients come in any order.
         phases_on: ``phases_on(axis_size)``, where `phases` depends on the number of ranks.
-        by_path: parameters have different hooks, which `each` gives. A bucket is that of one of them.
-        within: ``within(axis)``, the part of `axis` that a reduction stays in, if it does: one of ``axes(axis)``. None
-            for all ranks. The step summary, with losses and weights, stays there too.
+        by_path: parameters have different hooks, which `each` gives. All parameters of a bucket have the same hook.
+        within: ``within(axis)``, the part of `axis`, one of ``axes(axis)``, whose ranks reduce among themselves; None
+            if all ranks reduce together. The step summary, with losses and weights, stays there too.
     """
 
     exact: bool = True
@@ -93,8 +93,8 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
     processes, on simulated ranks and in compiled graphs.
 
     Attributes:
-        offers: an :class:`ltx.extend.HookOffers`. A class says what differs from its defaults by attributes of the
-            fields' names, such as ``exact = False``, and each can be read so.
+        offers: an :class:`ltx.extend.HookOffers`. A class overrides a default by an attribute of the field's name, such
+            as ``exact = False``, and each can be read so.
     """
 
     _one_line = True
@@ -112,12 +112,12 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
     def at(self, step: int) -> CommHook:
         """The hook in force at synchronised step `step`; states that it doesn't name pass through unchanged.
 
-        What the hook in force asks for has the same shapes at every step.
+        Its requests have the same shapes at every step.
         """
         return self
 
     def each(self, paths: Sequence[str], *, part: bool = False) -> Sequence[CommHook]:
-        """The hook for each of the parameters at `paths`, where that isn't one for all; `part`: there are others."""
+        """The hook of each parameter at `paths`, if they differ; `part`: the model has other parameters too."""
         return [self] * len(paths)
 
     def with_error_feedback(self) -> CommHook | None:
@@ -133,15 +133,15 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
         return ()
 
     def cast(self, dtype: torch.dtype) -> CommHook | None:
-        """The hook whose sums travel in `dtype` (:func:`ltx.hooks.cast`); None where a chain does that."""
+        """The hook whose sums travel in `dtype` (:func:`ltx.hooks.cast`); None if a chain has to cast."""
         return None
 
     def scale(self, axis_size: int) -> float:
-        """The factor of gradients when they are packed; the step gets their sum over ranks."""
+        """Gradients are multiplied by this number when they are packed; the step gets their sum over ranks."""
         return 1.0 / axis_size
 
     def derivative_scale(self, axis_size: int) -> float:
-        """The factor of the sum over ranks that the result counts as in derivatives."""
+        """In derivatives the result counts as the sum over ranks times this factor."""
         require("derivative, hook", self)
         return 1.0 / axis_size
 
@@ -160,7 +160,7 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
 
 C = TypeVar("C")
 
-#: What a hook around another one doesn't have from that one: what works on the outer hook itself, or follows from its
+#: Members that an outer hook doesn't take from the hook in it: they work on the outer hook itself, or follow from its
 #: other members.
 _ITS_OWN = ("at", "cast", "with_error_feedback", "reduce", "stateful", "offers")
 
@@ -168,8 +168,8 @@ _ITS_OWN = ("at", "cast", "with_error_feedback", "reduce", "stateful", "offers")
 def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -> Callable[[type[C]], type[C]]:
     """Decorate a class whose field `field` holds another value of the same `base`, which it wraps.
 
-    Every public member of `base` that the class, or a class between the two, doesn't define is that of the value, save
-    those in `but`; of what it offers too. So a member that `base` gets later can't be forgotten.
+    Every public member of `base` that the class, or a class between the two, doesn't define is taken from the wrapped
+    value, except those in `but`; so are the fields of `offers`. A member that `base` gets later can't be forgotten.
     """
     own_fields = {f.name for f in fields(base)} if is_dataclass(base) else set[str]()
 
@@ -228,7 +228,7 @@ EXACT = AllReduce()
 
 @dataclass(frozen=True)
 class ExactSum(AllReduce):
-    """The sum over ranks times `factor`: what a hook counts as in second derivatives, for most hooks the mean."""
+    """The sum over ranks times `factor`. Second derivatives use it in a hook's place; for most hooks it is the mean."""
 
     factor: float
 
@@ -249,11 +249,11 @@ def program_of(hook: CommHook, inputs: BucketInput) -> Program:
 
 
 def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput) -> Reduced:
-    """Drive one reduction to its end with differentiable collectives: the readable reference for the schedules."""
+    """Run one reduction to its end with differentiable collectives: a readable reference for the schedules."""
     return drive(hook.reduce(inputs), lambda request: answer_at_once(request, axis))
 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:
-    """The hook that a graph compiled at `step` can hold, for `hook`."""
+    """The hook that a graph compiled at `step` can hold in place of `hook`."""
     require("graph, hook or strategy", hook, f"a graph that is compiled at step {step}", step)
     return hook.at(step)

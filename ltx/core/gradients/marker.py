@@ -7,16 +7,17 @@ In the order of the backward pass:
 * **Tie** runs first. It takes a token from every marker, so that each marker takes part in the backward pass even if
   the loss on this rank doesn't reach its parameters; otherwise the peers would wait for this rank forever.
 * **Marker** has all parameters of one bucket as inputs, so the engine runs it exactly when all their gradients are
-  there: it starts the bucket's reduction. Its node was made before the step's, which would put it last in the engine's
-  queue; a raised sequence number puts it first.
-* **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing
-  downstream sees a pending gradient. A train step has no fence: nothing is downstream, and it waits itself.
+  there: it starts the bucket's reduction. Its node is older than the step's nodes, so the engine would run it last; a
+  raised sequence number makes it run first.
+* **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing after
+  it sees a pending gradient. A train step has no fence: nothing comes after it, and the train step waits itself.
 
-Where torch can't raise the marker's priority (before 2.13), hooks of leaves start the buckets: :class:`LeafHooks`.
+Before torch 2.13, which can raise a marker's priority, hooks on the leaf tensors start the buckets: :class:`LeafHooks`.
 
 All of it is differentiable again, in both modes. :class:`Launch` counts as the identity and :class:`Wait` as the exact
-mean over ranks, so second derivatives are exact whatever the hook does to first ones. The functions peel the levels of
-vmap one by one, and know which of these are ranks. :func:`reduce_gradients` applies them to gradients that are there.
+mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. The functions take
+off the levels of vmap one by one, and know which levels are ranks. :func:`reduce_gradients` applies them to given
+gradients.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def can_raise_priority() -> bool:
     """Whether torch has ``_set_sequence_nr`` (from 2.13 on).
 
     Without it the reductions of a train step and of ``ltx.grad`` are started by hooks of leaves
-    (:class:`LeafHooks`); others don't overlap the backward pass. Results are the same.
+    (:class:`LeafHooks`); other reductions don't overlap the backward pass. Results are the same.
     """
     with torch.enable_grad():
         return hasattr(torch.zeros((), requires_grad=True).view(()).grad_fn, "_set_sequence_nr")
@@ -67,18 +68,18 @@ def raise_priority(output: torch.Tensor, priority: int) -> None:
 
 def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     if not private.in_transform():
-        return tuple(tensors)  # of which plain autograd makes views itself
+        return tuple(tensors)  # plain autograd makes views of these itself
     return tuple([None if t is None else t.view_as(t) for t in tensors])
 
 
 def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
-    """An input that makes functorch call a Function's vmap rule at a simulated axis' levels that aren't off yet."""
+    """A dummy input, so that functorch calls a Function's vmap rule at each level of a simulated axis that is on."""
     left = _left(axis, dims)
     return None if left is None else left.ranks.batch_index(axis.size)
 
 
 def _left(axis: Axis, dims: Dims) -> Axis | None:
-    """`axis` without the levels that `dims` says are off; None if all are."""
+    """`axis` without the levels that `dims` marks as taken off; None if no level is left."""
     ranks: Ranks | None = axis.ranks
     for _ in range(sum(dims)):
         ranks = None if ranks is None else ranks.below
@@ -88,7 +89,7 @@ def _left(axis: Axis, dims: Dims) -> Axis | None:
 class Peeled(Function):
     """A Function of ``(schedule, bucket, dims, index, *tensors)`` that is told in `dims` which vmap levels it is below.
 
-    `bucket` is None for those that work on all buckets.
+    `bucket` is None for Functions that work on all buckets.
     """
 
     @staticmethod
@@ -124,7 +125,7 @@ def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The mean over ranks (what the hook counts as in derivatives), differentiable."""
+    """The mean over ranks, or the sum that the hook counts as in derivatives; it is differentiable."""
     axis = schedule.plan.axis
     factor = schedule.plan.hook.derivative_scale(axis.size)
     at, left = [i for i, here in enumerate(dims) if here], _left(axis, dims)
@@ -145,7 +146,7 @@ def _plain() -> bool:
 class Begin(Function):
     """``Begin.apply(schedule)``: begins a backward pass.
 
-    It is a Function so that it runs below every transform: what is made under a transform is wrapped in its levels.
+    It is a Function so that it runs below every transform: tensors made under one would be wrapped in its levels.
     """
 
     @staticmethod
@@ -204,7 +205,7 @@ class Wait(Peeled):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        # This pass goes on to the markers, which from here on reduce gradients of gradients.
+        # The backward pass now goes on to the markers, which from here on reduce gradients of gradients.
         ctx.schedule.again = True
         return (None, None, None, None, *Wait._derivatives(ctx, cotangents))
 
@@ -215,7 +216,7 @@ class Wait(Peeled):
 
     @staticmethod
     def _derivatives(ctx: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Those of gradients; states have none."""
+        """The tangents of gradients; states have no tangents."""
         is_state = ctx.schedule.plan.is_state
         grads = [t for t, state in zip(tensors, is_state, strict=True) if not state]
         means = iter(_counted(ctx.schedule, ctx.dims, grads))
@@ -225,7 +226,7 @@ class Wait(Peeled):
 class Shared(Peeled):
     """``Shared.apply(schedule, None, dims, index, *tangents)``: the tangents of parameters that all ranks share.
 
-    Identity, whose transpose is the exact mean: a derivative of a tangent is reduced as that of the parameter is.
+    It is the identity; its transpose is the exact mean, so tangents' derivatives are reduced as parameters' are.
     """
 
     @staticmethod
@@ -253,7 +254,7 @@ class Fence(Peeled):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, _, ctx.dims, *_ = inputs
-        # Gradients that are pending can't be materialised; tangents are, below, where there may be some.
+        # Pending gradients can't be materialised. Tangents are, below, where there may be tangents.
         ctx.set_materialize_grads(False)
         forward_mode = ctx.schedule.threaded or private.has_tangents() or private.in_transform()
         ctx.zeros = [_zeros_later(t) for t in output] if forward_mode else []
@@ -297,7 +298,7 @@ class Marker(Peeled):
         tensors = [*grads, *ctx.saved_tensors]
         if _plain():
             started = ctx.schedule.start(ctx.bucket, ctx.dims, tensors)
-            # A process schedule knows its results itself: these tensors are only memory, so let go of them.
+            # A process schedule knows its results: these tensors are only memory, so release them.
             return (None, None, None, None, *(started if ctx.schedule.threaded else (None,) * len(tensors)))
         index = _index(ctx.schedule.plan.axis, ctx.dims)
         return (None, None, None, None, *Launch.apply(ctx.schedule, ctx.bucket, ctx.dims, index, link, *tensors))
@@ -366,7 +367,7 @@ def put_on(
     states: Sequence[Sequence[torch.Tensor]],
     source: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Put markers on `params` (with each one's state tensors): (marked parameters, tokens).
+    """Put markers on `params`, each with its state tensors; returns (marked parameters, tokens).
 
     `source`: a dummy input that makes autograd build the nodes where no parameter requires gradients, for a schedule
     without a fence. Its own gradient is never used.
@@ -375,7 +376,7 @@ def put_on(
     per_bucket = [plan.tensors_of(bucket, params, states) for bucket in plan.buckets]
     index = _index(plan.axis) if source is None else source
     if schedule.fenced:
-        # The fence's inputs lie in the order in which `wait` gives its results.
+        # The fence takes its inputs in the order in which `wait` returns the results.
         fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))
         per_bucket = [list(islice(fenced, len(tensors))) for tensors in per_bucket]
     marked: dict[int, torch.Tensor] = {}
@@ -402,7 +403,7 @@ def tie(
 def reduce_gradients(
     schedule: Schedule, grads: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """Reduce gradients: (reduced, next states). Differentiable, as the marker's backward pass is."""
+    """Reduce gradients: (reduced gradients, next states). This is differentiable, as the marker's backward pass is."""
     plan, index = schedule.plan, _index(schedule.plan.axis)
     Begin.apply(schedule)
     link = torch.zeros(())
@@ -452,7 +453,7 @@ class LeafHooks:
             self._schedule.start(bucket.index, (), [*grads, *(t for m in bucket.members for t in self._states[m])])
 
     def finish(self) -> None:
-        """The backward pass is over: start what it hasn't reached."""
+        """The backward pass is over: start the buckets that it hasn't reached."""
         for bucket in self._schedule.plan.buckets:
             if self._missing[bucket.index]:
                 self._missing[bucket.index] = 0

@@ -2,7 +2,7 @@
 
 On the CPU several passes over a chunk that stays in the cache cost little more than one pass over memory, so hooks work
 on eager tensors there in :func:`chunks`. On other devices, where a call costs more than a small tensor, under
-transforms and in compiled graphs they work on all of a buffer at once, in fewer lines, and read no values.
+transforms and in compiled graphs hooks work on a whole buffer at once, and read no values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pack(
 ) -> torch.Tensor:
     """A flat buffer of shape ``(*batch, numel)``: the gradients times the hook's scale, plus its extra terms.
 
-    It makes one pass over large gradients. `empty` provides the buffer, if it isn't to be a new one.
+    It makes one pass over large gradients. `empty` provides the buffer; without it the buffer is new.
     """
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
     shape = (*batch, bucket.numel)
@@ -61,14 +61,14 @@ def pack(
 def _pack_by_foreach(
     grads: Sequence[torch.Tensor], flat: torch.Tensor, bucket: Bucket, scale: float, extra_terms: Sequence[Terms]
 ) -> None:
-    """:func:`pack` in few kernels, and one for each gradient that lies otherwise in memory."""
+    """:func:`pack` in few kernels, plus one kernel for each gradient that isn't contiguous."""
     views = [part.view(grad.shape) for part, grad in zip(flat.split(bucket.sizes, -1), grads, strict=True)]
     wider = flat.dtype.itemsize - bucket.dtype.itemsize
-    # One gradient that lies otherwise in memory, such as a channels-last one, would have torch copy all one by one.
+    # One gradient that lies otherwise in memory, such as a channels-last one, would make torch copy all one by one.
     alike = [place for place, grad in enumerate(grads) if grad.is_contiguous()]
     if alike:
         to, given = [views[place] for place in alike], [grads[place] for place in alike]
-        # What gets narrower is scaled before it is rounded, or it might overflow.
+        # Numbers that become narrower are scaled before they are rounded, or they might overflow.
         torch._foreach_copy_(to, given if wider >= 0 or scale == 1 else torch._foreach_mul(given, scale))
         if wider >= 0 and scale != 1:
             torch._foreach_mul_(to if len(alike) < len(views) else [flat], scale)
@@ -79,7 +79,7 @@ def _pack_by_foreach(
             torch.mul(grads[place], scale, out=views[place])
     added: dict[tuple[int, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for view, terms in zip(views, extra_terms, strict=True):
-        for place, (term, times) in enumerate(terms):  # the first of every leaf that has any, the second, ...
+        for place, (term, times) in enumerate(terms):  # the first term of every leaf that has terms, the second, ...
             to, what = added.setdefault((place, times), ([], []))
             to.append(view)
             what.append(term)
@@ -98,8 +98,8 @@ def refuse_sparse(grads: Sequence[torch.Tensor]) -> None:
 
 
 def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, extra_terms: Terms) -> None:
-    # A linear layer's weight gradient comes transposed, for which copy_ has a blocked kernel and others haven't. What
-    # gets wider is scaled in the wider dtype.
+    # A linear layer's weight gradient comes transposed: copy_ has a blocked kernel for that, torch.mul hasn't. Numbers
+    # that become wider are scaled in the wider dtype.
     copied = view.dtype.itemsize > grad.dtype.itemsize or (view.dtype == grad.dtype and not grad.is_contiguous())
     given = view.copy_(grad) if copied else grad
     if extra_terms:
@@ -144,7 +144,7 @@ def plus(x: torch.Tensor, y: torch.Tensor, times: float) -> torch.Tensor:
 def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.Tensor]:
     """The parts of a flat buffer of shape ``(*batch, numel)`` in their parameters' shapes; views without a batch.
 
-    `cast`: in the parameters' dtype; else in the buffer's.
+    `cast`: convert to the parameters' dtype; else keep the buffer's.
     """
     if flat.ndim == 0 or flat.shape[-1] != bucket.numel:
         raise StrategyError(
@@ -158,12 +158,12 @@ def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether `x` is an eager tensor on the CPU that no transform looks at: those are worth a path of their own."""
+    """Whether `x` is an eager tensor on the CPU that no transform looks at: such tensors have a faster path."""
     return x.device.type in IN_PIECES and _is_eager(x)
 
 
 def prefers_few_calls(x: torch.Tensor) -> bool:
-    """Whether `x` is an eager tensor on an accelerator, where one call for many tensors is worth a path of its own."""
+    """Whether `x` is an eager tensor on an accelerator, where one call for many tensors is faster."""
     return x.device.type not in IN_PIECES and x.device.type != "meta" and _is_eager(x)
 
 
@@ -171,11 +171,12 @@ def _is_eager(x: torch.Tensor) -> bool:
     return not (traced.recording() or private.in_transform() or type(x) is not torch.Tensor)
 
 
-#: Numbers of a chunk. ``benchmarks.codecs`` took 2^15 to 2^20: shorter ones are all calls, longer ones leave the cache.
+#: Numbers of a chunk. ``benchmarks.codecs`` tried 2^15 to 2^20: shorter ones spend their time on calls, longer ones
+#: leave the cache.
 CHUNK = 1 << 19
 
 
 def chunks(length: int, width: int = 1) -> Iterator[slice]:
-    """`length` rows of `width` numbers in slices of at most a chunk, but of a row at least."""
+    """Slices of `length` rows of `width` numbers, each of at most a chunk and at least one row."""
     step = max(1, CHUNK // width)
     return (slice(start, min(start + step, length)) for start in range(0, length, step))

@@ -1,14 +1,14 @@
-"""What is pending of a pass: its step summary, and several buckets at once on the bucket channels of an axis.
+"""A pass that is under way: its step summary, and several buckets at once on the bucket channels of an axis.
 
 Each phase of a hook (its first collective, its second, ...) has a channel of its own. On each channel collectives go
-out in bucket order, so all ranks issue alike, whatever the order in which gradients arrive and collectives complete.
+out in bucket order, so all ranks issue in the same order, in whatever order gradients come and collectives complete.
 
 On stream-ordered backends an axis has one communicator, and the host needn't wait between two phases: a program is
-enqueued as a whole when it is launched, on the communication stream. So the order of issues is that of the buckets, and
-within a bucket that of its phases.
+enqueued as a whole when it is launched, on the communication stream. So collectives go out bucket by bucket, and phase
+by phase in a bucket.
 
 Train steps, :func:`ltx.grad`, ``loss.backward()``, :func:`ltx.sync_gradients` and :func:`ltx.hooks.to_torch` have a
-:class:`Pending` for each pass. The same outside of a backward pass is an :class:`Exchange`. A strategy writes what it
+:class:`Pending` for each pass. An :class:`Exchange` sends buckets outside of a backward pass. A strategy writes what it
 does with parameters as a communication hook too, so the same lines run between processes, on simulated ranks, and on
 the meta device, where :func:`ltx.profile.explain` counts what they send.
 """
@@ -41,7 +41,7 @@ from ltx.core.gradients.reduction import (
 
 @dataclass
 class _Launched:
-    """A bucket: its program, and the collective that it waits for. `hook` says how many it may issue."""
+    """A bucket under way: its program, the collective that it waits for, and `hook`, which limits its collectives."""
 
     hook: CommHook
     program: Program | None
@@ -49,7 +49,7 @@ class _Launched:
     phase: int = 0
     completed: Reduced | None = None
     then: Callable[[Reduced], None] | None = None
-    total: float | None = None  # of all elements of the result, if the transport knows it
+    total: float | None = None  # the sum of all elements of the result, if the transport knows it
     fence: StreamFence | None = None  # until the stream that waits is behind the result
 
     def put_behind(self) -> None:
@@ -66,10 +66,10 @@ class Pending:
     """What one pass sends: its step summary, if it has one, and its buckets in the order of their launches.
 
     Args:
-        axis_comm: on whose channels buckets go out.
-        among: the ranks that are in the pass, if these are a part of it.
+        axis_comm: buckets go out on its channels.
+        among: the ranks that are in the pass, if not all ranks are.
         channel_of: the channel of a phase.
-        what: what errors call a bucket.
+        what: the word for a bucket in errors.
         summed: whether the sums of buckets are wanted (:meth:`total`).
     """
 
@@ -84,7 +84,7 @@ class Pending:
         self._comm, self._among = axis_comm, among or axis_comm
         self._channel_of, self._what, self._summed = channel_of, what, summed
         self._launched: list[_Launched] = []
-        self._run: comm.BackwardPass | None = None  # the run of autograd's engine that it is in
+        self._run: comm.BackwardPass | None = None  # the run of autograd's engine that the pass is in
         self.summary: comm.IssuedSummary | None = None
 
     def __len__(self) -> int:
@@ -93,18 +93,18 @@ class Pending:
     # --- the pass ----------------------------------------------------------------------------------------------------
 
     def enter(self, later_phases: bool = True) -> None:
-        """The engine runs the pass, and may drop it. `later_phases`: a bucket may issue more than one collective."""
+        """The engine runs the pass, and may drop it halfway. `later_phases`: a bucket may issue several collectives."""
         self._run = self._among.recovery.enter()
         if later_phases:
             self._run.flush = self.flush
 
     @property
     def going_on(self) -> bool:
-        """Whether the engine still runs it, and hasn't dropped it."""
+        """Whether autograd's engine still runs the pass, and hasn't dropped it."""
         return self._run is not None and self._run.task == graph_task()
 
     def flush_others(self) -> None:
-        """Wait for what other passes have issued, before this one issues more."""
+        """Wait for the collectives of other passes before this pass issues its own."""
         if self._run is not None:
             self._among.recovery.flush_others(self._run)
 
@@ -125,7 +125,7 @@ class Pending:
             self._among.recovery.abort(reason)
 
     def forget(self) -> None:
-        """Nothing of it has to be told to peers any more."""
+        """Peers needn't be told anything more about this pass."""
         self.summary = None
         if self._run is not None:
             self._run.done()
@@ -143,12 +143,12 @@ class Pending:
     def launch(
         self, programs: Iterable[Program], hook: CommHook, then: Callable[[Reduced], None] | None = None
     ) -> None:
-        """Start the `programs` of the next buckets in order, which are those of `hook`.
+        """Start `programs`, the programs of `hook` for the next buckets in order.
 
         `then` is given each result as soon as it is complete, on the stream that makes it.
 
         A hook without collectives of its own may wait for something else. Peers that are still in their backward pass
-        can't be made to wait for that, so such a hook runs when the bucket is waited for.
+        mustn't wait for that, so such a hook runs when the bucket is waited for.
         """
         for program in programs:
             pending = _Launched(hook, program, then=then)
@@ -166,12 +166,12 @@ class Pending:
             pending.fence, pending.program = stream.fence(), program
 
     def reduce(self, hook: CommHook, inputs: BucketInput, then: Callable[[Reduced], None] | None = None) -> None:
-        """Start the reduction of the next bucket in order by `hook`, and go on with those before it."""
+        """Start the reduction of the next bucket by `hook`, and continue the buckets before it."""
         self.launch([program_of(hook, inputs)], hook, then)
         self.poll()
 
     def _advance(self, place: int) -> None:
-        """Wait for a reduction's collective, run it up to its next one, and issue that."""
+        """Wait for a reduction's collective, run the reduction up to its next collective, and issue this one."""
         pending = self._launched[place]
         result = pending.work.wait() if pending.work is not None else None
         # Inference tensors count no writes.
@@ -199,7 +199,7 @@ class Pending:
             result = request.buffer  # nothing to send; every rank has the same shapes
         unchanged = version is not None and request[0] is arrived and version == arrived._version
         if pending.work is not None and unchanged:
-            pending.total = pending.work.total  # the transport's sum is that of the hook's result
+            pending.total = pending.work.total  # the transport summed exactly the hook's result
         pending.completed, pending.work, pending.program = request, None, None
         if pending.then is not None:
             pending.then(request)
@@ -215,12 +215,12 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether all are complete, or would be at once."""
+        """Whether all buckets are complete, or would be without waiting."""
         self.poll()
         return all(pending.completed is not None for pending in self._launched)
 
     def total(self, place: int) -> float | None:
-        """The sum of all elements of a complete bucket, or NaN; None if it wasn't taken."""
+        """The sum of all elements of a complete bucket, or NaN; None if no sum was taken."""
         return self._launched[place].total
 
     def wait_each(self) -> Iterator[Reduced]:
@@ -238,7 +238,7 @@ class Pending:
                     given += 1
 
     def flush(self) -> None:
-        """Wait for what was launched so far. More may be launched afterwards."""
+        """Wait for all buckets launched so far. More may be launched afterwards."""
         for _ in self.wait_each():
             pass
 
@@ -248,7 +248,7 @@ class Exchange:
 
     Args:
         plan: what is exchanged; all ranks have compared it.
-        tensors: one for each leaf of the plan. They are packed at once, and not read again.
+        tensors: one for each leaf of the plan. The tensors are packed at once, and not read again.
         states: the hook's state of each leaf; empty for a hook without states.
         background: use the background channel, where peers may come much later. The buckets' channels go through shared
             memory between ranks of one machine, but progress only while ranks wait.
@@ -295,7 +295,7 @@ class Exchange:
         return [tensors[m] for m in bucket.members], [self._states[m] for m in bucket.members]
 
     def at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
-        """What bucket `place` of `tensors` is reduced to; :mod:`ltx.estimate` counts here."""
+        """The result for bucket `place` of `tensors`; :mod:`ltx.estimate` counts here."""
         plan, bucket = self._plan, self._plan.buckets[place]
         mine, own = self._of(bucket, tensors)
         hook = plan.hook_of(bucket)
@@ -325,11 +325,11 @@ class Exchange:
         return self._failed is not None or self._pending is None or self._pending.done
 
     def wait(self) -> tuple[list[torch.Tensor], list[LeafState]]:
-        """(the result for each leaf, its next state), once all are complete; new tensors, which are views of buckets.
+        """(the result for each leaf, its next state), once all buckets are complete; new tensors, views of buckets.
 
         Raises:
-            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: it can't complete.
-            RankMismatchError: ranks have issued different things before it.
+            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: the exchange can't complete.
+                RankMismatchError: ranks have issued different collectives before it.
         """
         results = [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]

@@ -1,9 +1,9 @@
-"""Plans: from tensors, bucket sizes and a hook to what every rank will issue.
+"""Plans: they follow from tensors, bucket sizes and a hook, and say which collectives every rank will issue.
 
 A plan is a pure function of shapes, dtypes and sizes, so every rank makes the same one. Buckets are launched in the
 order of the plan, whatever the order in which they become ready.
 
-Ranks compare a plan when it is new. It says which leaves are reduced, in which order their gradients are
+Ranks compare a plan when it is new. A plan says which leaves are reduced, in which order their gradients are
 expected, and how large buckets are: as the strategy says, or with ``bucket_bytes="auto"`` as the network suggests.
 """
 
@@ -37,23 +37,23 @@ from ltx.typing import Tree
 KIB = 1 << 10
 MIB = 1 << 20
 
-#: Without a network to go by: of a bucket, and of the first one at most.
+#: Bytes of a bucket, and of the first one at most, where the network isn't known.
 DEFAULT_BYTES = 4 * MIB
 #: The same where streams order collectives: kernels of an accelerator cost more to start, as for torch's DDP.
 DEFAULT_STREAM_BYTES = 25 * MIB
 _LEAST, _MOST = 256 * KIB, 256 * MIB
-#: Of a bucket's time, what its start may take.
+#: The part of a bucket's time that its start may take.
 _START = 0.02
 #: CPU time of a bucket beside its transfer.
 _OWN_S = 1e-3
-#: The first bucket is as much smaller than the others.
+#: The first bucket is this many times smaller than the others.
 _FIRST = 4
 
 #: For each leaf, the names of its communication state's tensors.
 Names = tuple[tuple[str, ...], ...]
 
 
-#: Whether a data-parallel step runs in this thread, or a part of one is run again.
+#: Whether a data-parallel step runs in this thread, or a checkpoint runs a part of a step again.
 in_step: ContextVar[bool] = ContextVar("in_step", default=False)
 
 
@@ -78,14 +78,14 @@ def tracked(tensor: torch.Tensor) -> bool:
 
 
 def all_tracked(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The places of those that are :func:`tracked`."""
+    """The places of the tensors that are :func:`tracked`."""
     if private.in_transform():
         return [i for i, x in enumerate(tensors) if tracked(x)]
     return [i for i, x in enumerate(tensors) if x.requires_grad] if torch.is_grad_enabled() else []
 
 
 def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of them is :func:`tracked`, or has a tangent; or may have one, below other transforms."""
+    """Whether a tensor is :func:`tracked`, or has a tangent, or may have one below other transforms."""
     if all_tracked(tensors):
         return True
     if not private.has_tangents():
@@ -96,7 +96,7 @@ def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The places of those that can have a gradient."""
+    """The places of the tensors that can have a gradient."""
     if all(map(torch.is_floating_point, tensors)):
         return list(range(len(tensors)))
     return [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
@@ -104,19 +104,19 @@ def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one synchronised step does: constant from step to step."""
+    """A plan: which buckets one synchronised step reduces, and how. It is the same from step to step."""
 
     axis: Axis
     hook: CommHook  # what is done to buckets
     buckets: tuple[Bucket, ...]  # in the order of launches
     state_names: Names
     step: int | None = None  # the number of synchronised steps before this one; None if the hook doesn't read it
-    clock: torch.Tensor | None = None  # what a compiled graph, where `step` is a constant, adds to it; None elsewhere
-    hooks: tuple[CommHook, ...] = ()  # of the buckets, where `hook` gives parameters different ones
+    clock: torch.Tensor | None = None  # a compiled graph, in which `step` is constant, adds this to it; None elsewhere
+    hooks: tuple[CommHook, ...] = ()  # the hooks of the buckets, where `hook` gives parameters different ones
     agreement: comm.Agreement | None = None  # what ranks compared when the plan was new; None if there is nothing
 
     def hook_of(self, bucket: Bucket) -> CommHook:
-        """What is done to `bucket`."""
+        """The hook of `bucket`."""
         return self.hooks[bucket.index] if self.hooks else self.hook
 
     @staticmethod
@@ -128,7 +128,7 @@ class Plan:
         return [*map(leaves.__getitem__, bucket.members), *chain.from_iterable(its_states)]
 
     def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
-        """State tensors of a bucket, by leaf and name; without tensors each leaf has none."""
+        """State tensors of a bucket, by leaf and name; an empty dict for each leaf without state."""
         if not flat_states:
             return [{} for _ in bucket.members]
         tensors = iter(flat_states)
@@ -161,7 +161,7 @@ class Plan:
         return tuple(flags)
 
     def packed(self, hook: CommHook, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> BucketInput:
-        """What `hook` reduces: a bucket's ``[*gradients, *state tensors]``, packed without writing into anything."""
+        """The input of `hook`: a bucket's ``[*gradients, *state tensors]``, packed without writing into anything."""
         count = len(bucket.members)
         states = self.states_of(bucket, tensors[count:])
         flat = pack_pure(tensors[:count], bucket, hook, self.axis.size, states)
@@ -175,7 +175,7 @@ class Plan:
         update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
     ) -> BucketInput:
         """The hook's view of a bucket."""
-        # Simulated ranks have a clock each, all alike.
+        # Each simulated rank has a clock, and all clocks are equal.
         step = self.step if self.step is None or self.clock is None else self.step + self.clock.max().long()
         last = bucket.index == len(self.buckets) - 1
         return BucketInput(flat, bucket, self.axis.size, self.axis.rank, states, step, last, self.axis, update)
@@ -190,13 +190,13 @@ def plan_buckets(
     groups: tuple[int, ...] = (),
     hooks: tuple[CommHook, ...] = (),
 ) -> tuple[Bucket, ...]:
-    """Fill buckets with `leaves` in the order in which their gradients are expected: that of the places in `arrival`.
+    """Fill buckets with `leaves` in the order in which their gradients are expected, given by the places in `arrival`.
 
     A bucket is closed before its gradients would exceed its size; a larger leaf has a bucket of its own. The first
     bucket is small, so that communication starts early. A bucket holds one dtype on one device. The leaves of a group
     have a bucket of their own, whatever their sizes. `groups`: for each leaf the number of its group, -1 for none;
-    empty if there are no groups. `hooks`: for each leaf its own, which the others in its bucket have too, and whose
-    factor sizes have; empty if all have the same.
+    empty if there are no groups. `hooks`: for each leaf its hook. Leaves of a bucket have one hook, whose factor
+    multiplies its size. Empty if all leaves have the same hook.
 
     Buckets come in the order of launches, which is the order in which their last gradients are expected.
     """
@@ -233,16 +233,15 @@ class BucketSettings(Readable):
             whose collectives streams order; a hook that sends far less may ask for larger ones
             (``HookOffers.bucket_factor``). "auto": the axis is measured when ranks first use it
             (:func:`ltx.profile.measure_network`), and sizes are chosen by the cost of a message
-            (:func:`ltx.core.gradients.planning.bucket_sizes`), the same on every rank and from then on. The rounding of
-            a sum over three or more ranks depends on a number's place in its bucket: set a number where two runs must
-            be equal bit for bit. Compiled graphs need the measurement before; simulated ranks and worlds of one take
-            the default.
-        first_bucket_bytes: size of the first bucket; small, so that communication starts early. With "auto" its largest
-            size.
+            (:func:`ltx.core.gradients.planning.bucket_sizes`); they are the same on every rank and stay so. The
+            rounding of a sum over three or more ranks depends on a number's place in its bucket: set a number where two
+            runs must be equal bit for bit. Compiled graphs need it measured before; simulated ranks and worlds of one
+            take the default.
+        first_bucket_bytes: size of the first bucket; small, so that communication starts early. With "auto" it is a
+            maximum.
         network: what "auto" uses instead of a measurement.
         process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
-        timeout: how long ``ltx.init``'s collectives wait for a peer: a timedelta, or a number of seconds, of which it
-            makes one.
+        timeout: how long ``ltx.init``'s collectives wait for a peer: a timedelta, or a number of seconds.
     """
 
     _one_line = True
@@ -270,7 +269,7 @@ class BucketSettings(Readable):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a bucket, and of the first one; with "auto" those without a known network."""
+        """Bytes of a bucket, and of the first one; with "auto" the sizes for an unknown network."""
         return DEFAULT_BYTES if isinstance(self.bucket_bytes, str) else self.bucket_bytes, self.first_bucket_bytes
 
     @property
@@ -281,8 +280,8 @@ class BucketSettings(Readable):
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
         """Which gradients share a bucket: for each of `paths` the number of its group, -1 for none; () for no groups.
 
-        `arrival` has their places in the order in which gradients are expected, the last parameter's first; it is the
-        same on every rank.
+        `arrival` has the parameters' places in the order in which gradients are expected, the last parameter first, on
+        all ranks alike.
         """
         return ()
 
@@ -310,11 +309,11 @@ def _plan(
 def chosen_sizes(
     sizes: tuple[int, int], network: comm.Network | None, hook: CommHook, ranks: int, nbytes: int
 ) -> tuple[int, int]:
-    """Bytes of a bucket, before the hook's factor, and of the first one: `sizes`, or those that suit the network."""
+    """Bytes of a bucket, before the hook's factor, and of the first one: `sizes`, or sizes that suit the network."""
     if network is None or ranks == 1:
         return sizes
     bucket, first = bucket_sizes(network, ranks, nbytes, sizes[1])
-    # Where less than the gradients is sent, in several phases, more of a bucket's time are its starts and its codec.
+    # A hook that sends less, in several phases, spends more of a bucket's time on starts and on its codec.
     small = hook.phases_on(ranks) <= 1 and hook.bucket_factor == 1
     return (bucket, first) if small else (max(bucket, DEFAULT_BYTES), sizes[1])
 
@@ -327,13 +326,13 @@ def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) ->
 
         lost(b) = a B/b + b/r,     least at     b = sqrt(a B r)
 
-    The first part is lost where the link is the bottleneck of a step, the second where it isn't. Which of them holds
-    depends on the computation, of which nothing is known yet; their sum is never far from either. Up to the size that
+    The first part is lost where the link is the bottleneck of a step, the second where the computation is. Nothing is
+    known of the computation yet, so the sum of both is taken, which is never far from either. Up to the size that
     strategies have by default, two things make buckets larger: where the link is the bottleneck, starts should take a
     fiftieth of its time at most; and a bucket costs its rank about a millisecond besides, of calls, caches and waiting
     for a processor, which counts like a start.
 
-    Sizes are powers of two, so that two measurements of one network come to the same.
+    Sizes are powers of two, so that two measurements of one network give the same sizes.
 
     >>> bucket_sizes(Network(bandwidth=1e9, latency=100e-6), 2, 21_000_000, MIB)  # 2 MiB
     (2097152, 524288)
@@ -348,7 +347,7 @@ def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) ->
 
 
 def _network(owner: BucketSettings, axis: Axis, compare: bool, background: bool) -> comm.Network | None:
-    """The network that sizes are chosen for: all ranks know it, or all call this. None where sizes are fixed."""
+    """The network that sizes are chosen for; None where sizes are fixed. Unless it is known, all ranks call this."""
     if not owner.auto_sizes or background:
         return None
     if owner.network is not None:
@@ -383,17 +382,18 @@ def make_plan(
 ) -> Plan:
     """The plan for reducing `tensors`, leaves of a tree of this `structure`; ranks compare it when it is new.
 
-    Of a schedule of hooks the one at `step`, the number of steps so far, is in force (:meth:`CommHook.at`).
+    A hook that changes with the step takes its form at `step`, the number of steps so far (:meth:`CommHook.at`).
     `arrival`: the order in which this rank expects its gradients; all ranks take rank 0's, once for a plan.
-    `compare`: False inside a graph, where ranks can't wait for each other. `background`: for the background channel,
-    on which a hook has one phase. `grouped`: whether the strategy's groups hold, which are of parameters.
+    `compare`: False inside a graph, where ranks can't wait for each other. `background`: make the plan for the
+    background channel, on which a hook has one phase. `grouped`: whether the strategy's groups of parameters apply
+    here.
     """
     hook = hook.at(step)
     leaves = tuple(map(attrgetter("shape", "dtype", "device"), tensors))
-    if not compare:  # once it has traced several models Dynamo takes sizes for variables; a plan is for these sizes
+    if not compare:  # after several models Dynamo makes sizes variables; a plan is for these sizes
         leaves = tuple((torch.Size(map(int, shape)), dtype, device) for shape, dtype, device in leaves)
     agreement = None
-    key = (operation, owner, hook, leaves, names, structure)  # not the order: it may differ
+    key = (operation, owner, hook, leaves, names, structure)  # without the order, which may differ
 
     def described() -> comm.Signature:
         states = f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
@@ -406,7 +406,7 @@ def make_plan(
 
     if compare:
         agreement = axis.ranks.agree_on_plan(key, described, lambda: list(arrival()), background=background)
-        axes = hook.axes(axis)  # which opens those that aren't open yet, on all ranks together
+        axes = hook.axes(axis)  # all ranks together open the axes that aren't open yet
         for on in () if background else (axis, *axes):
             on.ranks.open_phases(hook.phases_on(axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())

@@ -1,7 +1,7 @@
-"""Buckets, gradients that travel together; and their programs: what a step does to one, a generator of requests.
+"""Buckets (gradients that travel together) and their programs: generators that say what is done to a bucket.
 
 A program yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result; it returns the
-bucket's results. The reduction of a communication hook is one; a training step whose ranks communicate after the
+bucket's results. The reduction of a communication hook is a program; a training step whose ranks communicate after the
 optimizer has programs with the optimizer inside. The same program runs on every kind of axis, since drivers differ only
 in how they answer requests: asynchronously between processes (:mod:`ltx.core.gradients.pending`), as nodes of a
 compiled graph (:mod:`ltx.core.gradients.schedule`), or at once, here.
@@ -22,7 +22,7 @@ from ltx.core.base.errors import StrategyError
 from ltx.core.collectives.linear import Static, apply
 from ltx.core.ranks.axis import Axis
 
-#: Of so many elements the call costs more than the copy.
+#: Up to this many elements, calling a copy costs more than copying.
 _SMALL = 1 << 13
 
 
@@ -86,7 +86,7 @@ class Bucket:
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """(first leaf, end) of runs of leaves that are best copied together: several small ones, or one large one."""
+        """(first leaf, end) of runs of leaves that are best copied together: several small ones, or a large one."""
         runs: list[tuple[int, int]] = []
         for place, size in enumerate(self.sizes):
             if size <= _SMALL and runs and self.sizes[runs[-1][0]] <= _SMALL:
@@ -99,7 +99,7 @@ class Bucket:
 #: One parameter's communication state: tensors by name.
 LeafState = dict[str, torch.Tensor]
 
-#: Tensors, and what each is multiplied by in a sum.
+#: The terms of a sum: tensors, each with its factor.
 Terms = Sequence[tuple[torch.Tensor, float]]
 
 
@@ -111,7 +111,7 @@ REQUESTS: dict[str, Static] = {
     "all_to_all": (0, 0),
     "ppermute": (),
 }
-#: Those whose buffer has a row for each rank.
+#: The collectives whose buffer has a row for each rank.
 _BY_ROWS = ("psum_scatter", "all_to_all")
 
 
@@ -125,8 +125,9 @@ class CollectiveRequest:
             rank i), "ppermute" (as `arguments` say; zeros come where no rank sends).
         buffer: contiguous; the driver may overwrite it.
         arguments: of a permutation: source, destination, source, ...
-        axis: the ranks of the collective, if not all: a part of the input's axis, which the hook names in its `axes`.
-        sent: set by a hook that answers a sum with less than the sum: returns what it took of `buffer`.
+        axis: the ranks of the collective, if only a part of the input's axis takes part, which the hook names in its
+            `axes`.
+        sent: set by a hook that answers a sum inexactly: a function that returns what it sent of `buffer`.
 
     Raises:
         StrategyError: no such operation, or no tensor.
@@ -148,7 +149,7 @@ class CollectiveRequest:
             )
 
     def check_rows(self, axis_size: int) -> None:
-        """Raise unless a buffer that is sent by rows has one for each rank."""
+        """Raise unless a buffer that is sent by rows has a row for each rank."""
         if self.operation in _BY_ROWS and (self.buffer.ndim == 0 or self.buffer.shape[0] != axis_size):
             raise StrategyError(
                 f"CollectiveRequest({self.operation!r}, a buffer of shape {list(self.buffer.shape)}): expected a first "
@@ -167,12 +168,12 @@ class BucketInput:
         axis_size: the number of ranks.
         rank: this rank's place among them; on simulated ranks a 0-dim tensor.
         states: the state of each parameter of the bucket, in the bucket's order.
-        known_step: what `step` gives; None for a hook that hasn't said that it reads it.
+        known_step: the value of `step`; None for a hook that hasn't said that it reads the step.
         last: whether no bucket comes after this one.
         axis: the ranks; None in a reduction on its own.
         update: for a hook that updates parameters in its reduction
-            (:class:`ltx.core.transforms.strategy_update.PostUpdateHook`): from reduced gradients to what this rank's
-            optimizer makes of the parameters.
+            (:class:`ltx.core.transforms.strategy_update.PostUpdateHook`): a function from reduced gradients to the
+            parameters that this rank's optimizer makes.
     """
 
     flat: torch.Tensor
@@ -190,7 +191,7 @@ class BucketInput:
         """The number of synchronised steps before this one; in compiled graphs a 0-dim tensor.
 
         Raises:
-            StrategyError: in a hook that doesn't say that it reads it.
+            StrategyError: in a hook that doesn't set ``reads_step``.
         """
         if self.known_step is None:
             raise StrategyError(
@@ -203,7 +204,7 @@ class BucketInput:
 #: (reduced flat buffer, next states)
 Reduced = tuple[torch.Tensor, Sequence[LeafState]]
 
-#: Yields requests, is sent their results, returns the reduced buffer and the next states.
+#: A generator that yields requests, is sent their results, and returns the reduced buffer and the next states.
 Reduction = Generator[CollectiveRequest, torch.Tensor, Reduced]
 
 
@@ -211,7 +212,7 @@ class Program(NamedTuple):
     """The program of a bucket."""
 
     requests: Reduction
-    reads: Sequence[torch.Tensor]  # the tensors that it reads; they are kept until it is complete
+    reads: Sequence[torch.Tensor]  # the tensors that the program reads; they are kept until it is complete
 
 
 #: ``(bucket, gradients, states)`` -> the program of that bucket, which has packed the gradients.
@@ -219,7 +220,7 @@ ProgramOf = Callable[[Bucket, Sequence[torch.Tensor], Sequence[LeafState]], Prog
 
 
 def advance(program: Generator[CollectiveRequest, torch.Tensor, Any], result: torch.Tensor | None = None) -> Any:
-    """Run `program` up to its next request; return that, or what the program returns at its end.
+    """Run `program` up to its next request; return the request, or the program's result at its end.
 
     `result`: the answer to its last request; None at the beginning.
     """
@@ -246,7 +247,7 @@ def advance(program: Generator[CollectiveRequest, torch.Tensor, Any], result: to
 
 
 def drive(program: Reduction, answer: Callable[[CollectiveRequest], torch.Tensor]) -> Reduced:
-    """Run `program` to its end, each request answered at once."""
+    """Run `program` to its end; `answer` gives the result of each request at once."""
     request = advance(program)
     while isinstance(request, CollectiveRequest):
         request = advance(program, answer(request))
@@ -266,7 +267,7 @@ def drive_within(
 
 
 def answer_at_once(request: CollectiveRequest, axis: Axis) -> torch.Tensor:
-    """The result of a request, by a differentiable collective on `axis`."""
+    """The result of a request, computed by a differentiable collective on `axis`."""
     axis = request.axis or axis
     request.check_rows(axis.size)
     if (answer := axis.ranks.answer) is not None:
@@ -277,5 +278,5 @@ def answer_at_once(request: CollectiveRequest, axis: Axis) -> torch.Tensor:
 
 
 def collective_alone(request: CollectiveRequest) -> torch.Tensor:
-    """What a collective among one rank gives."""
+    """The result of a collective on an axis of one rank."""
     return answer_at_once(replace(request, axis=Axis("alone", 1)), Axis("alone", 1))

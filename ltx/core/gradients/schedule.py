@@ -1,6 +1,6 @@
 """Schedules: how the buckets of one backward pass are reduced.
 
-The backward pass calls ``start(index, dims, tensors)`` as soon as a bucket's gradients are there, and ``wait(tensors)``
+The backward pass calls ``start(index, dims, tensors)`` as soon as a bucket's gradients are ready, and ``wait(tensors)``
 at the fence, after the last bucket.
 
 Tensors come as ``[*gradients, *state tensors]`` of the bucket. While they pass through vmap levels they gain leading
@@ -45,26 +45,26 @@ Dims = tuple[bool, ...]
 class Schedule(ABC):
     """How one backward pass is reduced."""
 
-    threaded = True  # :meth:`wait` reads the tensors that it is given; else the schedule knows the results itself
-    compiled = False  # it is part of a compiled graph
+    threaded = True  # :meth:`wait` reads the tensors that it is given; else the schedule has the results itself
+    compiled = False  # the schedule is part of a compiled graph
     fenced = True  # the backward pass has a fence, which waits for the reductions
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        #: This backward pass goes through an earlier backward pass. Gradients of gradients are reduced exactly,
-        #: whatever the hook does to gradients: as what it counts as.
+        #: This backward pass goes through an earlier backward pass. Gradients of gradients are reduced exactly: by the
+        #: sum that the hook counts as, not by the hook.
         self.again = False
-        #: Called when a backward pass has begun: what ``.grad`` holds of this rank alone, which ranks compare.
+        #: Called when a backward pass has begun: a digest of the unreduced gradients in ``.grad``, which ranks compare.
         self.unreduced: Callable[[], str] = lambda: ""
 
     def hook_of(self, bucket: Bucket | None = None) -> CommHook:
-        """What this pass does to a bucket, or to all."""
+        """The hook that this pass applies to a bucket, or to all buckets."""
         hook = self.plan.hook if bucket is None else self.plan.hook_of(bucket)
         return ExactSum(hook.derivative_scale(self.plan.axis.size)) if self.again else hook
 
     @property
     def hook(self) -> CommHook:
-        """What this pass does to its buckets."""
+        """The hook that this pass applies to its buckets."""
         return self.hook_of()
 
     def in_forward(self) -> AbstractContextManager[None]:
@@ -77,11 +77,11 @@ class Schedule(ABC):
 
     @abstractmethod
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Bucket `index` is ready. Gives tensors of the same shapes, which :meth:`wait` is given and may replace."""
+        """Bucket `index` is ready. Returns tensors of the same shapes, which :meth:`wait` takes and may replace."""
 
     @abstractmethod
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """All buckets were started: the reduced gradients and next states, bucket after bucket."""
+        """All buckets were started: return the reduced gradients and next states, bucket after bucket."""
 
     def _check_batchable(self, dims: Dims, states: Sequence[torch.Tensor]) -> None:
         if dims and not (self.hook.elementwise and (self.again or not states)):
@@ -93,7 +93,7 @@ class Schedule(ABC):
 
 
 class ImmediateSchedule(Schedule):
-    """Reductions on simulated ranks and in a world of one, each done completely when its bucket is ready."""
+    """The schedule on simulated ranks and in a world of one: each bucket is reduced completely when it is ready."""
 
     def begin(self) -> None:
         self.plan.axis.ranks.begin_pass(self.plan.agreement, self.unreduced())
@@ -120,7 +120,7 @@ def _under_vmaps(
     tensors: Sequence[torch.Tensor],
     levels: tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Run `body` for every entry of the leading dimensions that `dims` lists; the axis' own become its `levels`."""
+    """Run `body` for every entry of the leading dimensions in `dims`; dimensions of the axis become its `levels`."""
     if not dims:
         return body(replace(axis, ranks=axis.ranks.at(levels)) if levels else axis, *tensors)
 
@@ -128,7 +128,7 @@ def _under_vmaps(
         here = (*levels, private.current_level()) if dims[0] else levels
         return _under_vmaps(body, dims[1:], axis, entries, here)
 
-    # Contiguous: what all ranks share comes back expanded, which forward mode can't attach tangents to.
+    # Contiguous: a value that all ranks share comes back expanded, and forward mode can't attach tangents to that.
     results: tuple[torch.Tensor, ...] = torch.vmap(inner, randomness="different")(*tensors)
     return tuple(result.contiguous() for result in results)
 
@@ -149,7 +149,7 @@ class GraphSchedule(Schedule):
         self._started = {}
 
     def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Any:
-        """Run a reduction up to its next collective; what waits for that, or the final result."""
+        """Run a reduction up to its next collective; return a function that waits for that, or the final result."""
         request = advance(reduction, result)
         if not isinstance(request, CollectiveRequest):
             return request
@@ -168,7 +168,7 @@ class GraphSchedule(Schedule):
         bucket = self.plan.buckets[index]
         grads = tensors[: len(bucket.members)]
         self._check_batchable(dims, tensors[len(grads) :])
-        # Samples lie side by side in the buffer: as far as unpacking goes, each leaf is a larger one.
+        # Samples lie side by side in the buffer, so a leaf is unpacked like a larger leaf.
         leaves = tuple(replace(leaf, shape=grad.shape) for leaf, grad in zip(bucket.leaves, grads, strict=True))
         hook = self.hook_of(bucket)
         reduction = hook.reduce(self.plan.packed(hook, bucket, tensors))
@@ -190,9 +190,9 @@ class GraphSchedule(Schedule):
 class ProcessSchedule(Schedule):
     """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`Pending`).
 
-    With `deferred` there is no fence: who has called the step begins the pass and waits for its buckets, one by one.
+    With `deferred` there is no fence: the caller of the step begins the pass and waits for its buckets one by one.
 
-    If the hook stays within a part of the axis, so does the step summary: other ranks needn't be in this pass.
+    If the hook stays within a part of the axis, the step summary does too: other ranks needn't be in this pass.
 
     On a stream-ordered backend buckets share a communicator with the user's collectives. If there are any in the graph,
     their backward passes may come before or after a bucket, which may differ between ranks. So buckets are then held
@@ -208,7 +208,7 @@ class ProcessSchedule(Schedule):
         self.comm: comm.AxisComm = plan.axis.comm
         #: Called when the backward pass is over.
         self.on_end: Callable[[], None] = lambda: None
-        #: Makes the program of a bucket whose gradients are there; :meth:`program` if None.
+        #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
         self.program_of: ProgramOf | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
@@ -228,7 +228,7 @@ class ProcessSchedule(Schedule):
         weight: torch.Tensor | float = 0.0,
         sums: bool = False,
     ) -> None:
-        """Begin a deferred pass, which errors call `name`, by its step summary. `sums`: :meth:`total` will be asked."""
+        """Begin a deferred pass, `name` in errors, with its step summary. `sums`: :meth:`total` will be called."""
         self._reset(sums)
         self.pending.send_summary(name, self.plan.agreement, total, weight, self.unreduced())
 
@@ -236,7 +236,7 @@ class ProcessSchedule(Schedule):
         return self.among.recovery.forward.entered(_issued_by_user)
 
     def begin(self) -> None:
-        if self.fenced:  # who waits for the buckets itself has begun the pass, and watches it
+        if self.fenced:  # a caller that waits for the buckets has begun the pass and watches it
             self._reset()
             self.pending.enter(self.has_later_phases)
             self.pending.send_summary("a backward pass", self.plan.agreement, unreduced=self.unreduced())
@@ -253,7 +253,7 @@ class ProcessSchedule(Schedule):
         self._ready: dict[int, Program] = {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Make the program of a bucket whose gradients are there, and launch what is due in bucket order."""
+        """Make the program of a bucket whose gradients are ready, and launch the buckets whose turn it is."""
         bucket = self.plan.buckets[index]
         grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
         with self._watched():
@@ -281,21 +281,21 @@ class ProcessSchedule(Schedule):
             raise
 
     def backward(self, objective: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
-        """Run a deferred pass from `objective`; None where it reaches no parameter."""
+        """Run a deferred pass from `objective`, which is None if it reaches no parameter."""
         if objective is not None:
             with comm.span("backward"):
                 torch.autograd.backward(objective, inputs=inputs)
         self.launch()
 
     def launch(self) -> None:
-        """The backward pass is over: launch what isn't yet."""
+        """The backward pass is over: launch the buckets that weren't launched."""
         on_end, self.on_end = self.on_end, lambda: None
         on_end()
         self.pending.launch(self._due(), self.hook)
         self.program_of = None  # it holds the step
 
     def _due(self) -> Iterator[Program]:
-        """The programs whose turn it is, each once those before it are launched."""
+        """The programs whose turn it is; each comes once the programs before it are launched."""
         while (program := self._ready.pop(len(self.pending), None)) is not None:
             yield program
 
@@ -306,7 +306,7 @@ class ProcessSchedule(Schedule):
         states: Sequence[LeafState],
         update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
     ) -> Program:
-        """The reduction of `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
+        """The program that reduces `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
         hook, plan, batch = self.hook_of(bucket), self.plan, self._batches[bucket.index]
         room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index)
         flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
@@ -320,7 +320,7 @@ class ProcessSchedule(Schedule):
         return unpack(reduced[0].view(*self._batches[bucket.index], bucket.numel), bucket)
 
     def total(self, bucket: Bucket) -> float | None:
-        """The sum of all gradients of a complete bucket, or NaN; None if it wasn't taken."""
+        """The sum of all gradients of a complete bucket, or NaN; None if no sum was taken."""
         same = self.hook_of(bucket).wire_dtype(bucket.dtype) == bucket.dtype
         return self.pending.total(bucket.index) if same else None
 
@@ -341,7 +341,7 @@ class ProcessSchedule(Schedule):
         return tuple(outs)
 
     def finish(self) -> comm.StepSummary | None:
-        """After the last bucket: the step summary. What was reduced is no longer held here."""
+        """After the last bucket: the step summary. The schedule then releases the reduced buckets."""
         pending = self.pending
         self._reset()
         return pending.finish()

@@ -214,8 +214,8 @@ def from_torch(
 ) -> Optimizer:
     """Any ``torch.optim`` class as an optimizer on explicit state, bit-equal to the class after any number of steps.
 
-    An optimizer of torch's holds the parameters and changes them. This one holds nothing: it is given parameters,
-    gradients and its state, and returns the next parameters and state.
+    An optimizer of torch holds the parameters and changes them. This one holds nothing: you give it the parameters,
+    the gradients and its state, and it returns the next parameters and the next state.
 
     >>> import torch
     >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)

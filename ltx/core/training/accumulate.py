@@ -2,7 +2,7 @@
 
     f(p, [b_1 ... b_k]) = (f(p, b_1) + ... + f(p, b_k)) / k          grad f = (grad f_1 + ... + grad f_k) / k
 
-Sums are taken in float32 at least: in bfloat16 a thousand equal gradients would add up to 256 of them.
+Sums are taken in float32 at least: in bfloat16, adding up a thousand equal gradients gives 256 times one gradient.
 
 The first k - 1 micro-batches are one autograd Function that computes its gradients G in its forward pass and keeps only
 them; the last one is plain graph, so that the reduction overlaps with its backward pass. Since G is an output of the
@@ -36,7 +36,7 @@ from ltx.typing import Step, Tree
 
 
 class _Part(NamedTuple):
-    """The sum over some micro-batches. `rest` is what the step returned besides, one entry a micro-batch."""
+    """The sum over some micro-batches. `rest` has the step's other outputs, one entry for each micro-batch."""
 
     total: torch.Tensor
     weight: torch.Tensor | None
@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # torch 2.11 looks up objects that a compiled function makes before they have fields
 class Accumulated:
-    """A step over micro-batches: what :func:`accumulate` makes of a plain step."""
+    """A step over micro-batches, which :func:`accumulate` makes of a plain step."""
 
     fn: Step
     steps: int
@@ -59,7 +59,7 @@ class Accumulated:
         if traced.recording():
             return call.finish(call.run(leaves, range(self.steps)))
         inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and tracked(leaf)]
-        # Tangents of what the step closes over would be lost in a Function; the plain graph keeps them.
+        # If the step closes over tensors with tangents, a Function would lose these; the plain graph keeps them.
         forward_mode = private.has_tangents()
         if not inputs or self.steps == 1 or forward_mode:
             return call.finish(call.run(leaves, range(self.steps)))
@@ -68,7 +68,7 @@ class Accumulated:
         return call.finish(_add(first, last))
 
     def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tree, list[bool], int | None, bool]:
-        """(arguments by position and by keyword, which leaves are split, the batch's length, has it records)"""
+        """(arguments by position and by keyword, which leaves are split, the batch's length, whether it has records)"""
         whole = {n % len(args) for n in ((self.argnums,) if isinstance(self.argnums, int) else self.argnums)}
         if self.carry is not None:
             if not -len(args) <= self.carry < len(args):
@@ -87,9 +87,9 @@ class Accumulated:
 
 
 class _Call:
-    """One call of an accumulated step. Leaves of the batch are given by their chunks, all others are whole.
+    """One call of an accumulated step. The batch's leaves are split into chunks; other leaves are whole.
 
-    Called with tensors in the places of its own, it gives the sums over all micro-batches but the last.
+    Called with tensors in the places of its leaves, it gives the sums over all micro-batches but the last.
     """
 
     def __init__(self, step: Accumulated, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -99,9 +99,9 @@ class _Call:
         pairs = zip(self.leaves, split, strict=True)
         self.chunks = [leaf.tensor_split(step.steps) if splits else None for leaf, splits in pairs]
         self._structure: tuple[Any, list[Any]] = (None, [])
-        self._positions: list[int] = []  # of tensors among the leaves
-        self.wanted: tuple[int, ...] = ()  # those of the tensors that are differentiated
-        self.drawn: dict[str, Any] = {}  # of what random numbers were drawn
+        self._positions: list[int] = []  # the places of tensors among the leaves
+        self.wanted: tuple[int, ...] = ()  # the places, among the tensors, of those that are differentiated
+        self.drawn: dict[str, Any] = {}  # the states of the random number generators before the forward pass
         self._dtype = torch.float32  # of the losses
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
@@ -110,7 +110,7 @@ class _Call:
         Chunks that were made outside a Function may belong to a transform that isn't run inside it.
         """
         parts = []
-        # What several micro-batches share gets its gradients in float32: those of copies, which are rounded back.
+        # Tensors that micro-batches share are widened to float32, so that their gradients are summed in float32.
         shared = [
             _widened(x) if chunk is None and len(which) > 1 else x for x, chunk in zip(leaves, self.chunks, strict=True)
         ]
@@ -163,7 +163,7 @@ class _Call:
         return _Part(first.to(wide(first.dtype)), None, [rest], carry)
 
     def finish(self, part: _Part) -> Any:
-        """The output of the whole: a mean (or Weighted sums), then what the step returned besides, stacked."""
+        """The output of the whole call: a mean (or Weighted sums), then the step's other outputs, stacked."""
         if part.weight is None:
             first: Any = (part.total / self.step.steps).to(self._dtype)
         else:
@@ -174,7 +174,7 @@ class _Call:
 
     def first_micro_batches(self, inputs: list[int]) -> _Part:
         """All but the last micro-batch, holding one graph at a time."""
-        # All tensors are arguments of the Function, since it unwraps what it is given and nothing else.
+        # All tensors are arguments of the Function, since a Function unwraps its arguments and nothing else.
         self._positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.wanted = tuple(self._positions.index(i) for i in inputs)
         self.drawn = torch_states()
@@ -206,7 +206,7 @@ class _Call:
             parts.append(self.run(leaves, range(k, k + 1), carry))
             return parts[-1].total
 
-        at = [tensors[i].to(self.leaves[self._positions[i]].dtype) for i in self.wanted]  # which may be in float32
+        at = [tensors[i].to(self.leaves[self._positions[i]].dtype) for i in self.wanted]  # `tensors` may be in float32
         if private.in_transform():
             found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
             return list(found), parts[-1]._replace(total=value)
@@ -227,7 +227,7 @@ class _Call:
 
 
 class MicroBatches(Function):
-    """``MicroBatches.apply(call, *tensors)``: what `call` gives for the tensors, with its derivatives.
+    """``MicroBatches.apply(call, *tensors)``: the result of `call` for the tensors, with its derivatives.
 
     The cotangent of each wanted tensor is ct(total) * G, for G the gradients that the forward pass has made. G's own
     derivative is the Hessian, taken through the steps again, only when somebody asks for it.
@@ -303,29 +303,29 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> Accumulat
 def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParallel | Accumulated:
     """The same step over a batch `steps` times as large, with the memory of one micro-batch's graph.
 
-    For batches that don't fit into memory: it cuts the batch into pieces, runs them one after the other, and adds up
-    their gradients, which then travel once.
+    For batches that don't fit into memory: the batch is cut into pieces, which run one after the other. Their gradients
+    are added up, and ranks share the sum once.
 
     Args:
         step: what :func:`ltx.data_parallel` returned (then all micro-batches take part in one synchronisation), or a
             plain step to be wrapped later; both ways are the same. It returns a 0-dim loss or :class:`ltx.Weighted`,
-            alone or first in a tuple. Of ``ltx.data_parallel(f, returns="grads")``, whose f returns ``(grads, loss)``,
-            it makes a step that returns the loss, with the mean of those gradients (DP-SGD in micro-batches).
+            alone or first in a tuple. From ``ltx.data_parallel(f, returns="grads")``, whose f returns
+            ``(grads, loss)``, comes a step that returns the loss, with these gradients' mean (DP-SGD in micro-batches).
         steps: the number of micro-batches, at least 1. The batch is all other arguments, given by position or by
             keyword. Its tensors have one length and are split along dim 0 into that many chunks, equal ones unless the
-            step is Weighted; 0-dim tensors and other leaves go to each as they are. Lists of records are split between
-            them, as by :func:`ltx.shard`. :mod:`ltx.tree` says which containers are looked into.
-        carry: the position of an argument that is threaded through the micro-batches (batch norm's buffers): the
-            second output of each is what the next one is given there, as a constant. The last one's is returned.
+            step is Weighted; 0-dim tensors and other leaves go to every micro-batch as they are. Lists of records are
+            split among micro-batches, as by :func:`ltx.shard`. :mod:`ltx.tree` lists known containers.
+        carry: the position of an argument that is threaded through the micro-batches (batch norm's buffers): the second
+            output of each micro-batch becomes this argument of the next one, as a constant. The last one's is returned.
 
     Returns:
         A step with the same arguments: the mean over the micro-batches (or the Weighted sums), then the other outputs,
         each stacked along a new dimension 0 of size `steps`.
 
     Gradient:
-        Of the mean over micro-batches, to any order, with sums in float32 at least; what is carried from one to the
-        next has none. Second derivatives compute the micro-batches again. In forward mode (jvp, hessian), inside a
-        compiled graph and under vmap within an outer grad all graphs are held.
+        That of the mean over micro-batches, to any order, with sums in float32 at least. The carried argument has no
+        gradient. Second derivatives compute the micro-batches again. In forward mode (jvp, hessian), inside a compiled
+        graph and under vmap within an outer grad all graphs are held.
 
     Raises:
         StepError: the batch doesn't split evenly, or the step returns no loss.

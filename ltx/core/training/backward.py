@@ -1,4 +1,4 @@
-"""The two halves of an eager training step: what the forward pass gave, and what the backward pass needs and gives."""
+"""The two halves of an eager training step: the results of the forward pass, and the backward pass with its results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True)
 class Forward:
-    """What the forward pass gave."""
+    """The results of the forward pass."""
 
     run: Run  # the call of the user's step
     leaves: list[torch.Tensor]  # the parameters that the step was given
@@ -38,13 +38,13 @@ class Forward:
     sync_spec: Any  # its structure
     total: torch.Tensor  # the loss, or a Weighted's sum of losses
     weight: torch.Tensor | None  # a Weighted's sum of weights; None for a plain loss
-    buffers: Tree  # the next ones, which the step returned; None if there are none
-    aux: Any  # what the step returned besides
+    buffers: Tree  # the next buffers, which the step returned; None if there are none
+    aux: Any  # the other outputs of the step
     mean: torch.Tensor | None  # the mean loss, if that is asked for and has to be taken
 
     @property
     def schedule(self) -> ProcessSchedule | None:
-        """What reduces the gradients, if ranks are processes that share them."""
+        """The schedule that reduces the gradients, if ranks are processes that share them."""
         return self.run.schedule if isinstance(self.run.schedule, ProcessSchedule) else None
 
 
@@ -55,20 +55,20 @@ class Backward:
     optimizer: Optimizer
     state: TrainState
     forward: Forward
-    inputs: list[torch.Tensor]  # what the loss is differentiated with respect to: the leaves, or one source for all
+    inputs: list[torch.Tensor]  # the loss is differentiated with respect to these: the leaves, or one source for all
     donate: bool  # parameters and optimizer state are updated in place
     loss_scale: float | torch.Tensor = 1.0  # the factor of the loss; a tensor where the host doesn't wait for it
-    #: Gives sums of complete gradients, where the guard wants them.
+    #: Returns sums of complete gradients, where the guard wants them.
     probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     #: At a training's first step, the paths of parameters that the loss doesn't depend on on this rank, by their places
-    #: among the leaves. Those are taken out whose gradients other ranks have.
+    #: among the leaves. Parameters whose gradients other ranks have are taken out later.
     unused: dict[int, str] = field(default_factory=dict)
 
     def objective(self, total: torch.Tensor) -> torch.Tensor | None:
-        """What the backward pass differentiates: `total` times the loss scale; None if no input has a part in it.
+        """The tensor that is differentiated: `total` times the loss scale; None if it depends on no input.
 
-        The pass is ``torch.autograd.backward`` and not ``grad``: accumulating lays each gradient out as its parameter,
-        which the optimizers' kernels want, while it is still in the cache.
+        The pass is ``torch.autograd.backward`` and not ``grad``: accumulating gives each gradient, while it is in the
+        cache, its parameter's memory layout, which optimizers' kernels want.
         """
         if not is_one(self.loss_scale):
             with torch.enable_grad():
@@ -76,7 +76,7 @@ class Backward:
         return total if self.inputs and total.requires_grad else None
 
     def run_alone(self, total: torch.Tensor, divisor: torch.Tensor | None) -> BackwardResult:
-        """Without communication: all gradients are there after the backward pass. `divisor`: a Weighted's."""
+        """The step without communication: all gradients are ready after the backward pass. `divisor`: a Weighted's."""
         if (objective := self.objective(total)) is not None:
             with comm.span("backward"):
                 torch.autograd.backward(objective, inputs=self.inputs)
@@ -126,7 +126,7 @@ class Backward:
 def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | None) -> list[int]:
     """The places of the leaves that `total` doesn't depend on, by its graph; `plan`: that of its markers.
 
-    Of micro-batches the last one tells: the node of the others has all parameters for inputs.
+    With micro-batches the last one decides: the graph node of the others has all parameters as inputs.
     """
     places = {id(leaf): place for place, leaf in enumerate(leaves)}
     queue: list[Any] = [total.grad_fn]
@@ -145,14 +145,14 @@ def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | 
 
 
 def is_one(scale: float | torch.Tensor) -> bool:
-    """Whether the host knows that it is 1."""
+    """Whether the host knows that the factor is 1."""
     return not isinstance(scale, torch.Tensor) and scale == 1
 
 
 def mean_at_once(
     total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool, reduced: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(mean loss, what gradients are divided by), without a step summary; None for that of an unweighted step.
+    """(mean loss, divisor of the gradients), without a step summary; the divisor of an unweighted step is None.
 
     `local`: ranks that don't share gradients don't wait for each other to share losses. `reduced`: gradients are means
     over the ranks of `axis`.
@@ -173,19 +173,19 @@ def mean_at_once(
 
 @dataclass(frozen=True)
 class BackwardResult:
-    """What the backward pass gave."""
+    """The results of the backward pass."""
 
     grads: list[torch.Tensor] | None  # reduced gradients; None if the optimizer has run bucket by bucket
     states: dict[str, LeafState]  # the next communication state, by path
     params: Tree = None  # made by an optimizer that has run bucket by bucket
     opt_state: Tree = None  # made by it too
-    sums: list[torch.Tensor | float] | None = None  # those of the gradients, if the guard wants them
+    sums: list[torch.Tensor | float] | None = None  # the sums of the gradients, if the guard wants them
     skip: torch.Tensor | None = None  # on the device: nothing may be updated; None if that isn't in question
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What reduced gradients are multiplied by."""
+    """The factor by which reduced gradients are multiplied."""
 
     factor: float | torch.Tensor  # a tensor where the host doesn't wait for it
     skip: torch.Tensor | None = None  # on the device: nothing may be updated; None if that isn't in question
@@ -196,12 +196,12 @@ class Scale:
             torch._foreach_mul_(list(grads), self.factor)
 
     def conditional(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Optimizer:
-        """`optimizer`, which does nothing where nothing may be updated."""
+        """`optimizer`, wrapped so that it does nothing where nothing may be updated."""
         return optimizer if self.skip is None else unless(optimizer, self.skip, params)
 
 
 def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale:
-    """The factor of reduced gradients. With weights this waits for the step summary, if that comes to the host."""
+    """The factor of reduced gradients. With weights this waits for the step summary, if the host reads it."""
     if not weighted:
         return Scale(1.0 / work.loss_scale)
     summary = schedule.pending.summary
@@ -215,7 +215,7 @@ def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale
 
 def _weighted_scale(schedule: ProcessSchedule, weight: float) -> float:
     alone = schedule.among is not schedule.comm
-    if weight == 0 and alone:  # no data on this rank and those that it shares gradients with; other ranks continue
+    if weight == 0 and alone:  # no data on this rank and the ranks that it shares gradients with; other ranks continue
         return 1.0
     if weight == 0:
         schedule.pending.flush()  # every rank raises: keep the channels in step
@@ -225,7 +225,7 @@ def _weighted_scale(schedule: ProcessSchedule, weight: float) -> float:
 
 
 class Completion:
-    """What is done with the buckets of a pass, as each is complete."""
+    """An object that gets each bucket of a pass when it is complete."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule):
         self.updated = 0  # how many buckets the optimizer has updated
@@ -239,7 +239,7 @@ class Completion:
         raise NotImplementedError
 
     def result(self) -> BackwardResult:
-        """What came of all buckets."""
+        """The results of all buckets."""
         raise NotImplementedError
 
     def _begin_update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
@@ -256,7 +256,7 @@ class Completion:
 
 
 class CollectGradients(Completion):
-    """Collects gradients (``overlap="backward"``), for an optimizer that runs on all. The state isn't touched."""
+    """Collects gradients (``overlap="backward"``), for an optimizer that needs all at once. The state isn't touched."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         super().__init__(work, schedule)
@@ -298,7 +298,7 @@ class UpdateBuckets(Completion):
         self._applied = scale.conditional(work.optimizer, self._leaves)
 
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        """Update the bucket's parameters with its gradients, which are overwritten."""
+        """Update the bucket's parameters with its gradients; the gradients are overwritten."""
         grads = unpack(reduced[0].view(-1), bucket)
         self._begin_update(bucket, grads)
         self._scale.apply(grads)
@@ -314,8 +314,8 @@ class UpdateBuckets(Completion):
 class UpdateThenSend(Completion):
     """Updates and sends a bucket as soon as its gradients are there (:mod:`ltx.core.transforms.strategy_update`).
 
-    The backward pass may still need the old parameters, so they keep their values until it is over; the optimizer's
-    state doesn't. `total`, `weight`: as in :class:`Forward`.
+    The backward pass may still need the old parameters, so parameters keep their values until the pass is over; the
+    optimizer's state doesn't. `total`, `weight`: as in :class:`Forward`.
     """
 
     def __init__(
@@ -326,8 +326,8 @@ class UpdateThenSend(Completion):
         total: torch.Tensor,
         weight: torch.Tensor | None,
     ):
-        # Not the total: its graph holds the schedule, which holds this while the pass goes on, and the garbage
-        # collector doesn't see through a graph.
+        # The total isn't kept: its graph holds the schedule, which holds this object during the pass, and the garbage
+        # collector can't follow such a cycle through a graph.
         super().__init__(work, schedule)
         self._hook, self._axis = hook, self._plan.axis
         state, optimizer = work.state, work.optimizer
@@ -347,7 +347,7 @@ class UpdateThenSend(Completion):
             self.mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
 
     def program(self, bucket: Bucket, grads: Sequence[torch.Tensor], states: Sequence[LeafState]) -> Program:
-        """The program of a bucket. The optimizer runs inside it, on shared gradients; or now, on this rank's own."""
+        """The program of a bucket. The optimizer runs inside it, on shared gradients; or now, on the rank's own."""
         if self._hook.shares_gradients:
             return self._schedule.program(bucket, grads, states, partial(self._update_shared, bucket))
         refuse_sparse(grads)
@@ -357,7 +357,7 @@ class UpdateThenSend(Completion):
         return self._schedule.program(bucket, given, self._hook.begun(self._old.of(bucket)))
 
     def _update_shared(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's new parameters, of shared gradients, which nothing else holds."""
+        """This rank's new parameters, made of shared gradients; nothing else holds these."""
         with comm.span("update"):
             self._scale.apply(grads)
             return self._updated(bucket, list(grads))

@@ -1,7 +1,8 @@
-"""What a training step does about gradients that aren't finite: the guard, the loss scale, and the next state.
+"""How a training step treats gradients that aren't finite: the guard, the loss scale, and the next state.
 
 Every hook delivers NaN and infinity as such to every rank, so ranks that share gradients all see them without asking.
-Which rank caused them is asked only then: each rank takes its own gradients again, and they compare through the store.
+Only when an error is raised do ranks find out who caused them: each computes its own gradients again, and they compare
+these in the store.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _SHOWN = 4
 
 
 def probes(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sums over all: one isn't finite if an element isn't, and hardly ever otherwise. One pass over memory."""
+    """Sums over all elements: one isn't finite if an element isn't, and hardly ever otherwise. One pass over memory."""
     return [g.sum(dtype=torch.float32) if g.dtype.itemsize < 4 else g.sum() for g in _runs(grads)]
 
 
 def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`grads`, with those that lie side by side in a bucket as one tensor, because each call has a cost."""
+    """`grads`, where neighbours in a bucket are joined into one tensor, because each call has a cost."""
     runs: list[tuple[torch.Tensor, int, tuple[Any, ...]]] = []  # first tensor, elements, where the next one would be
     for g in grads:
         storage, start, count = g.untyped_storage().data_ptr(), g.storage_offset(), g.numel()
@@ -55,12 +56,12 @@ def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
-    """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: their :func:`probes`, if at hand."""
+    """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: their :func:`probes`, if known."""
     sums = probes(grads) if sums is None else sums
     numbers = [x for x in sums if isinstance(x, float) or x.device.type == "cpu"]
     tensors = [x.isfinite() for x in sums if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
     suspicious = not all(cmath.isfinite(x) for x in numbers) or (tensors and not bool(torch.stack(tensors).all()))
-    # Sums of finite numbers overflow, too.
+    # Sums of finite numbers may overflow too.
     return any_not_finite(grads) if suspicious else torch.tensor(False, device=grads[0].device if grads else None)
 
 
@@ -74,7 +75,7 @@ def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def not_finite_on_device(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`not_finite` for an accelerator: exact, in few kernels, and nothing is read."""
+    """:func:`not_finite` for an accelerator: exact, in few kernels, and the host reads nothing."""
     largest = [torch.linalg.vector_norm(run, float("inf")) for run in _runs([g for g in grads if g.numel()])]
     if not largest:
         return torch.zeros((), dtype=torch.bool)
@@ -92,7 +93,7 @@ def not_finite_error(
 ) -> NotFiniteError:
     """The error of a step whose `reduced` gradients aren't finite; the same on every rank. All ranks call this.
 
-    `states`: the generators' before the step; `factor`: the loss scale.
+    `states`: the states of random number generators before the step; `factor`: the loss scale.
     """
     paths = tree.leaf_paths(state.trained)
     with drawn_again(states):
@@ -119,7 +120,7 @@ def not_finite_error(
 
 
 def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: StepInfo, factor: Any) -> list[Any]:
-    """This rank's gradients, before anything is reduced; zeros for those it doesn't use."""
+    """This rank's gradients, before anything is reduced; zeros for parameters that this rank doesn't use."""
     local = replace(train.step, blocked=True)
 
     def loss(params: Tree) -> torch.Tensor:
@@ -140,7 +141,7 @@ def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: 
 
 
 def _described(paths: Sequence[str], grads: Sequence[torch.Tensor]) -> list[str]:
-    """Each leaf that isn't finite, and how."""
+    """Texts on the leaves that aren't finite, with the number of bad elements."""
     found = []
     for path, grad in zip(paths, grads, strict=True):
         values = plain_values(grad)
@@ -173,7 +174,7 @@ def may_raise(train: TrainSettings) -> bool:
 def host_asks(train: TrainSettings, step: int) -> bool:
     """Whether the host waits at this step for a device to say if gradients are finite.
 
-    For a limit of n skipped steps it does so at every n-th step, and what is over the limit by then raises there.
+    For a limit of n skipped steps it does so at every n-th step, and if the limit is exceeded then, it raises.
     """
     return train.guard == "raise" or (train.max_skipped is not None and step % train.max_skipped == 0)
 
@@ -184,7 +185,7 @@ def must_sync_finite(train: TrainSettings, info: StepInfo) -> bool:
 
 
 def runs_ahead(info: StepInfo, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the host runs ahead of the device of `tensors`, so that it shouldn't read what that computes."""
+    """Whether the host runs ahead of the device of `tensors`, so that the host shouldn't read its values."""
     if tensors and tensors[0].device.type != "cpu":
         return True
     device = info.axis.ranks.device
@@ -213,7 +214,7 @@ def all_finite(
 ) -> bool | torch.Tensor:
     """Whether all gradients of all ranks are finite, on all ranks alike; for steps that :func:`checks_finite`."""
     pure = traced.recording() or private.in_transform()
-    ahead = not pure and runs_ahead(info, grads)  # the host doesn't wait for what is found
+    ahead = not pure and runs_ahead(info, grads)  # the host doesn't wait for the answer
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):
         bad = on_any(train, bad, info)
@@ -231,7 +232,7 @@ def on_any(train: TrainSettings, bad: torch.Tensor, info: StepInfo) -> torch.Ten
 def should_raise(train: TrainSettings, state: TrainState) -> bool:
     """Whether gradients that aren't finite raise: with dynamic loss scaling, only once the scale isn't the cause.
 
-    Or once as many steps in a row as the limit allows were skipped.
+    They also raise once as many steps in a row were skipped as the limit allows.
     """
     dynamic = scaling(train)
     return over_limit(train, state) or (
@@ -241,7 +242,7 @@ def should_raise(train: TrainSettings, state: TrainState) -> bool:
 
 
 def over_limit(train: TrainSettings, state: TrainState) -> bool:
-    """Whether as many steps in a row have been skipped as may be."""
+    """Whether as many steps in a row have been skipped as the limit allows."""
     if train.max_skipped is None or isinstance(state.loss_scale, tuple):
         return False
     return bool((plain_values(state.loss_scale.good_steps) <= -train.max_skipped).any())
@@ -267,9 +268,9 @@ def next_state(
     metrics: Metrics,
     finite: bool | torch.Tensor | None,
 ) -> tuple[TrainState, Metrics]:
-    """The next state, and the metrics that can be read off it."""
+    """The next state, and the metrics that follow from it."""
     if (norm := grad_norm(updated.opt_state)) is not None:
-        metrics = replace(metrics, grad_norm=norm.clone())  # the next step may write into it
+        metrics = replace(metrics, grad_norm=norm.clone())  # the next step may write into this tensor
     loss_scale: Any = state.held("loss_scale")
     if finite is not None and checks_finite(train):
         skipped = torch.logical_not(torch.as_tensor(finite, device=metrics.loss.device))
@@ -278,7 +279,7 @@ def next_state(
             metrics = replace(metrics, loss_scale=loss_scale.scale)
             loss_scale = dynamic.after(loss_scale, finite)
         elif train.max_skipped is not None:
-            before = LossScale() if isinstance(loss_scale, tuple) else loss_scale  # a state of a step without a limit
+            before = LossScale() if isinstance(loss_scale, tuple) else loss_scale  # a state of a step without limit
             loss_scale = LossScale(good_steps=before.run_after(finite))
     following = TrainState(
         updated.params,

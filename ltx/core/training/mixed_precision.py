@@ -39,9 +39,9 @@ class DynamicLossScale:
     Args:
         init: the first scale.
         growth: it is multiplied by this after `growth_interval` steps in a row with finite gradients.
-        backoff: it is multiplied by this after a step with others.
+        backoff: it is multiplied by this after a step with infinite or NaN gradients.
         growth_interval: see `growth`.
-        least: it doesn't shrink below. ``train_step(guard="raise")`` raises once it has come down to that, or to 1.
+        least: the scale doesn't shrink below this. ``train_step(guard="raise")`` raises once it is at `least`, or 1.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
@@ -79,19 +79,19 @@ class Precision(Readable):
     """Dtypes of a step, for :func:`ltx.mixed_precision`.
 
     Args:
-        compute: what floating parameters and floating tensors of the batch are cast to inside the step.
-        reduce: torch.float16 or torch.bfloat16: gradients travel between ranks in it (:func:`ltx.hooks.cast`). None: as
-            the strategy sends them, in the parameters' own dtype.
-        output: what floating outputs in `compute` are cast to. Those that the step itself has made in another dtype
-            stay as they are. None: all do.
+        compute: inside the step, floating parameters and floating tensors of the batch are cast to this dtype.
+        reduce: torch.float16 or torch.bfloat16: gradients travel between ranks in it (:func:`ltx.hooks.cast`). None: in
+            the parameters' own dtype, as the strategy sends them. output: floating outputs in the dtype `compute` are
+            cast to this dtype; outputs in another dtype stay as they are. None: no output is cast.
         loss_scale: in :func:`ltx.train_step` the loss is multiplied by it before the backward pass, and gradients are
-            divided by it before the optimizer. None: 1; a number: that; a :class:`ltx.DynamicLossScale` skips the
-            update, on all ranks alike, where any gradient of any rank isn't finite. A fixed scale skips nothing.
+            divided by it before the optimizer. None is 1, and a number is a fixed scale. A
+            :class:`ltx.DynamicLossScale` skips the update, on all ranks alike, where any gradient of any rank isn't
+            finite. A fixed scale skips nothing.
         keep_params: paths of parameters that aren't cast, as patterns of :mod:`fnmatch` (``("*norm*", "*.bn?.*")``) or
-            a function from a path to a bool. Norms' weights and biases want float32 where the rest is in half
-            precision: torch's batch norm takes half precision inputs with float32 parameters and statistics.
+            a function from a path to a bool. Keep weights and biases of norms in float32 where the rest is in half
+            precision: torch's batch norm takes half-precision inputs with float32 parameters and statistics.
         keep: positions of arguments whose tensors aren't cast. ``keep=(1,)`` for the buffers of a train step, such as
-            running means, which would lose what half precision can't hold.
+            running means, which would lose precision.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
@@ -162,7 +162,7 @@ def _matches(patterns: tuple[str, ...], path: str) -> bool:
 
 @dataclass(frozen=True)
 class Casted:
-    """A step between two casts: what :func:`mixed_precision` makes of a plain one."""
+    """A step between two casts, which :func:`mixed_precision` makes of a plain step."""
 
     fn: Step
     precision: Precision
@@ -200,26 +200,26 @@ class Casted:
 def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     """The same step, computed in ``precision.compute``; parameters and their gradients keep their own dtype.
 
-    Inside the step floating parameters and floating tensors of the batch are in ``precision.compute``; what the
-    optimizer updates are the master weights that came in, and gradients have their dtype too: each micro-batch's is
-    cast before it is added up, and ranks sum them in that dtype unless ``precision.reduce`` says otherwise. Complex
-    and integer tensors pass as they are, and so do parameters whose paths ``precision.keep_params`` names.
-    ``torch.autocast`` inside the step works as anywhere.
+    Inside the step floating parameters and floating tensors of the batch are in ``precision.compute``; the optimizer
+    updates the master weights, the parameters that came in, and gradients have their dtype: the gradient of each
+    micro-batch is cast before it is added up, and ranks sum gradients in that dtype unless ``precision.reduce`` is set.
+    Complex and integer tensors pass as they are, and so do parameters whose paths ``precision.keep_params`` names.
+    ``torch.autocast`` may be used inside the step.
 
     Args:
-        step: what :func:`ltx.data_parallel` returned, of any strategy; accumulated before or afterwards, which is the
-            same.
+        step: what :func:`ltx.data_parallel` returned, of any strategy; accumulated before or afterwards (no
+            difference).
         precision: an :class:`ltx.Precision`.
 
     Returns:
         A step with the same arguments, which composes as the one given does: with torch.func, torch.compile,
-        :func:`ltx.accumulate` and :func:`ltx.train_step`. Loss scaling is the train step's; a program that
-        takes gradients of the step itself scales them itself.
+        :func:`ltx.accumulate` and :func:`ltx.train_step`. The train step does the loss scaling; a program that takes
+        gradients of the step itself has to scale the loss itself.
 
-    With a loss scale, hooks and strategies see gradients multiplied by it. What overflows in a reduction arrives as
-    inf or NaN on every rank. A hook's residual (error feedback) is in units of the scaled gradient, also after the
-    scale has changed. :func:`ltx.train_step` refuses a scale where gradients are added to what isn't multiplied:
-    QAdam's momenta, Horovod's sums over several passes.
+    With a loss scale, hooks and strategies see gradients multiplied by it. Numbers that overflow in a reduction arrive
+    as inf or NaN on every rank. A hook's residual (error feedback) is in units of the scaled gradient, even after the
+    scale has changed. :func:`ltx.train_step` refuses a scale where gradients are added to tensors that aren't
+    multiplied by it: QAdam's momenta, Horovod's sums over several passes.
 
     Raises:
         StepError: `step` isn't data parallel, is of mixed precision already, or returns gradients.
@@ -256,5 +256,5 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     casted = replace(step, fn=fn, precision=precision)
     for at in steps_ahead(step.strategy):
         for training in (False, True):
-            casted.hook(at, training)  # raises for one that can't be cast
+            casted.hook(at, training)  # this raises for a hook that can't be cast
     return casted

@@ -1,6 +1,6 @@
 """The arguments and the result of the user's step inside a train step.
 
-A step that returns gradients counts as one that returns the loss of which those are the gradients (:func:`as_loss`).
+A step that returns gradients is turned into a step that returns a loss with these gradients (:func:`as_loss`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Batch(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The parts of what a step returned."""
+    """The parts of a step's output."""
 
     loss: torch.Tensor | Weighted  # part of the graph
-    buffers: Tree  # the next ones, or None if there are none
-    aux: Any  # everything else; None without `has_aux`
+    buffers: Tree  # the next buffers, or None if there are none
+    aux: Any  # the other outputs; None without `has_aux`
 
 
 def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
@@ -44,7 +44,7 @@ def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
 
 
 def check_call(fn: Step, buffers: Tree, batch: Batch) -> None:
-    """Raise if the user's step can't be called so, and could be with buffers, or without them."""
+    """Raise if the user's step can't be called with these arguments, but could be with buffers, or without them."""
     step = getattr(fn, "fn", fn)  # that of given gradients
     try:
         signature = inspect.signature(step)
@@ -73,17 +73,17 @@ def check_call(fn: Step, buffers: Tree, batch: Batch) -> None:
 
 
 def loss_in(output: Any) -> Any:
-    """The entry `loss` of a mapping or dataclass that a step returned, such as a ModelOutput; None if there is none."""
+    """The entry `loss` of a step's output, a mapping or dataclass such as ModelOutput; None for other outputs."""
     if isinstance(output, Mapping):
         return output.get("loss")
     return getattr(output, "loss", None) if dataclasses.is_dataclass(output) else None
 
 
 def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) -> Outputs:
-    """The parts of what `run` returned, which was given `buffers`.
+    """The parts of the output of `run`, a step that got `buffers`.
 
     A mapping or dataclass with an entry `loss` counts as that loss, and with `has_aux` as aux too. Buffers and aux are
-    means over ranks with ``data_parallel(outputs="mean")``; without derivative, if they are to be `detached`.
+    means over ranks with ``data_parallel(outputs="mean")``; with `detached` they have no derivative.
     """
     output = run.output
     wanted = 1 + (buffers is not None) + has_aux
@@ -131,7 +131,7 @@ def unshared(values: Tree, others: Tree) -> Tree:
 
 
 class ZeroWithGradients(torch.autograd.Function):
-    """``apply(n, *params, *grads)`` is 0, with those gradients; a sum of products took twice as long as the update.
+    """``apply(n, *params, *grads)`` is 0, and its gradients are `grads`. (Sums of products took twice as long.)
 
     In float64, so that the loss's cotangent arrives as it is, whatever the dtypes of parameters.
     """
@@ -157,8 +157,7 @@ class ZeroWithGradients(torch.autograd.Function):
 class GivenGradients:
     """``(params, *batch) -> loss, *rest`` of a step that returns ``(grads, loss, *rest)``.
 
-    To the loss is added a zero whose gradient is the given one. So whatever a train step does with a loss it does with
-    gradients, in one way.
+    A zero with the given gradients is added to the loss. So a train step treats losses and gradients alike.
     """
 
     fn: Step
@@ -190,7 +189,7 @@ class GivenGradients:
         return loss.detach() + zero.to(loss.dtype)
 
     def _zero(self, params: Tree, grads: Tree) -> Tensor:
-        """A 0 with these gradients, where there are some."""
+        """A zero with these gradients, if there are any."""
         leaves, spec = tree.flatten(params)
         try:
             given = spec.flatten_up_to(grads)
@@ -214,5 +213,5 @@ class GivenGradients:
 
 
 def as_loss(step: DataParallel) -> DataParallel:
-    """`step`, or if it returns gradients, the step whose loss has them."""
+    """`step`; if it returns gradients, a step whose loss has these gradients."""
     return step if step.returns == "value" else replace(step, fn=GivenGradients(step.fn), returns="value")

@@ -1,4 +1,4 @@
-"""The parameters of a train step: which are trained, taken from a tree or a module, and given back to a module."""
+"""The parameters of a train step: choose the trained ones, take them from a tree or a module, give them back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ltx.typing import Tree
 #: Which leaves are trained: patterns of paths (as in :mod:`fnmatch`), or a function of a path.
 Trainable = str | Sequence[str] | Callable[[str], bool] | None
 
-# A module's parameters are broadcast so many bytes at a time, since both copies exist while that goes on.
+# A module's parameters are broadcast this many bytes at a time, since two copies exist meanwhile.
 _PIECE_BYTES = 64 << 20
 
 
@@ -38,7 +38,7 @@ def check_trainable(trainable: Any) -> None:
 def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
     """(trained, frozen) parameters: each with None in the places of the other; None for `frozen` if there are none.
 
-    A leaf is frozen if it doesn't require gradients while others do, or is a parameter of a module that doesn't; and if
+    A leaf is frozen if it doesn't require gradients while others do, if it is a module's parameter that doesn't, or if
     `trainable` leaves it out. Where no leaf requires gradients and none is a module's parameter, all are trained.
     """
     leaves, spec = tree.flatten(params)
@@ -64,7 +64,7 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
 
 
 def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequence[bool]) -> None:
-    """Refuse what can't be trained, and two names for one tensor, which would go apart."""
+    """Refuse leaves that can't be trained, and two names for one tensor, as training would make the two differ."""
     known: dict[Any, str] = {}
     for x, path, is_frozen in zip(leaves, paths, frozen, strict=True):
         if not is_frozen and not (x.is_floating_point() or x.is_complex()):
@@ -93,7 +93,7 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
 def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tuple[Tree, Tree]:
     """(trained, frozen) parameters of `module`, in its own memory, with rank 0's values on every rank.
 
-    The module's trained parameters can't be used any more, and say so.
+    The module's trained parameters can't be used any more: their use raises.
     """
     parameters = dict(module.named_parameters())
     if axis.ranks.overlaps:
@@ -126,7 +126,7 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return pieces
 
 
-# Where a parameter or buffer is: a dict of a module, and the key in it.
+# The place of a parameter or buffer: a dict of a module, and the key in it.
 _Slot = tuple[dict[str, Any], str]
 
 
@@ -134,9 +134,9 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
     """`module` with the parameters and buffers of a train state, as copies: for evaluation, ``generate``, saving.
 
     Args:
-        module: the one whose ``named_parameters()`` the state was made of, or another one of the same names and shapes.
-            It is changed, and returned.
-        state: a :class:`ltx.TrainState`, or a dict of tensors by name. Names that the module has and `state` hasn't
+        module: the module whose ``named_parameters()`` the state was made of, or one like it. It is changed in place
+            and returned.
+        state: a :class:`ltx.TrainState`, or a dict of tensors by name. Tensors of the module whose names `state` lacks
             stay as they are. Tied parameters have one name in a state and stay tied; a dict may have all of their
             names, as ``module.state_dict()`` does.
 
@@ -145,8 +145,8 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
             differ.
         DonatedStateError: the state was donated.
 
-    Each rank sees its own state, so it calls this alone. Not differentiable: the copies are new leaves. What holds the
-    old parameters, such as an optimizer of torch or DDP, has to be made after it.
+    Each rank sees its own state, so it calls this alone. Not differentiable: the copies are new leaves. Make objects
+    that hold the module's parameters, such as torch's optimizers or DDP, after this call.
 
     Example:
         >>> import torch, ltx
@@ -186,7 +186,7 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
     together: dict[int, dict[str, _Slot]] = {}  # by tensor, which is tied where it has several names
     for name, (table, key) in slots.items():
         together.setdefault(id(table[key]), {})[name] = table, key
-    with torch.inference_mode(False):  # what is copied in it could never be trained again
+    with torch.inference_mode(False):  # tensors copied in inference mode could never be trained again
         for tied in together.values():
             given = [name for name in tied if name in values]
             if not given:
@@ -202,7 +202,7 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
 
 
 def _check_equal(names: list[str], values: dict[str, torch.Tensor]) -> None:
-    """Raise unless the names of one parameter have one value."""
+    """Raise unless all names of one parameter have the same value."""
     first = values[names[0]]
     for name in names[1:]:
         if not same_values([values[name]], [first]):
@@ -213,7 +213,7 @@ def _check_equal(names: list[str], values: dict[str, torch.Tensor]) -> None:
 
 
 def _slots(module: torch.nn.Module) -> dict[str, _Slot]:
-    """Where each parameter and buffer is, by all of its names."""
+    """The place of each parameter and buffer, by all of its names."""
     found = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for table in (owner._parameters, owner._buffers):

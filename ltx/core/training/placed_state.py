@@ -1,8 +1,8 @@
 """Train states of DTensors: a train step works on this rank's parts of them, and gives states of DTensors back.
 
 Parameters, optimizer state and what a strategy keeps are plain tensors in between: the parts that the ranks of the data
-axis have in common. What needs more than a part asks the ranks of the other dimensions of the mesh: the norm of
-clipping, and whether gradients are finite.
+axis have in common. Two things need more than a part, and ask the ranks of the other dimensions of the mesh: the norm
+of clipping, and whether gradients are finite.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _PARTS = ("params", "buffers", "opt_state", "frozen")
 
 @dataclass(frozen=True)
 class PlacedState:
-    """How the parts of a train state lie on meshes."""
+    """The placements on meshes of the parts of a train state."""
 
-    given: Placements  # the parameters as the step is given them, trained and frozen ones together
+    given: Placements  # the parameters as the step gets them, trained and frozen ones together
     trained: Placements  # the parameters that are trained
     parts: tuple[Placements, ...]  # in the order of :data:`_PARTS`
 
@@ -93,7 +93,7 @@ def _placed(part: Tree, placements: Placements) -> Tree:
 def on_parts(
     method: Callable[Concatenate[Train, TrainState, Arguments], Result],
 ) -> Callable[Concatenate[Train, TrainState, Arguments], Result]:
-    """A method of a train step that takes a state, and gives one or a tuple that begins with one, for DTensors too."""
+    """Let a train step's method take DTensors too; it maps a state to a state, or to a tuple that begins with one."""
 
     @wraps(method)
     def of_state(train: Train, state: TrainState, *args: Arguments.args, **named: Arguments.kwargs) -> Any:
@@ -117,7 +117,7 @@ def on_parts(
 
 
 def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
-    """``train.init(params, buffers)`` where parameters are DTensors; None where none is."""
+    """``train.init(params, buffers)`` where parameters are DTensors; None where no parameter is."""
     if isinstance(params, torch.nn.Module):
         if on_mesh(params.parameters()):
             raise UnsupportedError(
@@ -141,7 +141,7 @@ def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
     shapes = dict(zip(tree.leaf_paths(parts), (x.shape for x in tree.flatten(parts)[0]), strict=True))
 
     def of(part: Tree) -> Placements:
-        """Those of parameters, or of what an optimizer keeps for them."""
+        """The placements of parameters, or of the optimizer's state for them."""
         pairs = zip(tree.leaf_paths(part), tree.flatten(part)[0], strict=True)
         paths = [(_parameter_of(path, by_path), x) for path, x in pairs]
         found = tuple(by_path[path] if path is not None and shapes[path] == x.shape else None for path, x in paths)
@@ -159,7 +159,7 @@ _SHARED = (
 
 
 def _check_shared(given: Placements, parts: Tree) -> None:
-    """Raise ReplicaDivergedError, on all ranks, unless those of a mesh have one value of what isn't split on it."""
+    """Raise ReplicaDivergedError on all ranks unless ranks of a mesh are equal in tensors that aren't split on it."""
     leaves = list(zip(given.leaves, tree.leaf_paths(parts), tree.flatten(parts)[0], strict=True))
     for group in given.groups:
         shared = [(path, x) for placement, path, x in leaves if placement is None or placement.is_whole_on(group)]
@@ -167,13 +167,13 @@ def _check_shared(given: Placements, parts: Tree) -> None:
 
 
 def _parameter_part(x: Tensor) -> Tensor:
-    """This rank's part of a parameter, which says as that does whether it is trained."""
+    """This rank's part of a parameter; its ``requires_grad`` is the parameter's."""
     part = local(x.detach())
     return torch.nn.Parameter(part, x.requires_grad) if isinstance(x, torch.nn.Parameter) else part
 
 
 def _parameter_of(path: str, params: Any) -> str | None:
-    """The path of the parameter that an optimizer keeps the leaf at `path` for: the longest that fits.
+    """The path of the parameter to which the optimizer's leaf at `path` belongs: the longest path that fits.
 
     >>> _parameter_of("per_param.layer.weight.exp_avg", {"weight": 0, "layer.weight": 0})
     'layer.weight'
@@ -188,7 +188,7 @@ def _parameter_of(path: str, params: Any) -> str | None:
 
 @dataclass(frozen=True)
 class NormOfParts:
-    """The norm of gradients that lie on meshes so, from this rank's parts: each number counts once."""
+    """The norm of gradients with these placements, computed from this rank's parts; each number counts once."""
 
     takes_parts: ClassVar[bool] = True
 
@@ -210,7 +210,7 @@ class NormOfParts:
 
 
 def on_any_rank(bad: Tensor, placements: Placements) -> Tensor:
-    """`bad`, or whether it is on another rank of the meshes."""
+    """Whether `bad` is true here or on another rank of the meshes."""
     for group in placements.groups:
         bad = collectives.psum(bad.float(), group) > 0
     return bad

@@ -1,7 +1,7 @@
-"""check_replicas: are the parts of a state that should be the same on every rank the same? sync_params: make them so.
+"""check_replicas asks whether ranks have the same values where they should; sync_params makes them the same.
 
-What makes ranks drift apart without a word: memory or links that flip bits, kernels that differ between machines,
-parameters changed by hand on one rank. Gradients are averaged all the same, so nothing shows it.
+Ranks silently drift apart where memory or links flip bits, kernels differ between machines, or a program changes
+parameters on one rank. Gradients are averaged all the same, so nothing shows it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _REPAIR = (
 
 
 def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
-    """Raise unless all ranks have the same bits where they should. Every rank calls it.
+    """Raise unless ranks have the same bits in all values that should be the same on every rank. Every rank calls it.
 
     Digests of all leaves are compared through the store: a few milliseconds, and nothing is sent that training waits
     for. ``train_step(..., check_every=k)`` does so before every k-th step.
 
     Args:
-        state: a training state, of which those parts are compared that its strategy keeps the same on all ranks
-            (``state.layout``), and with the parameters the counts of steps and of the optimizer's updates, which
-            schedules read; or a tree of tensors, all of them.
+        state: a training state: the parts that its strategy keeps the same on all ranks (``state.layout``) are
+            compared, and with the parameters the counts of steps and of the optimizer's updates. Or any tree of
+            tensors.
         axis: as in :func:`ltx.psum`.
 
     Raises:
@@ -57,19 +57,19 @@ def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
 
 @checked("src")
 def sync_params(state: State, src: int | None = None, axis: Any = None) -> State:
-    """`state` with the same values on every rank where ranks should have the same: repairs what has drifted apart.
+    """`state` with the same values on every rank where they should be the same: it repairs a drift.
 
     Args:
         state: as for :func:`check_replicas`; the same structure, shapes and dtypes on every rank.
-        src: whose values are taken. None: those that most ranks have, in all leaves.
+        src: the rank whose values are taken. None: the values that most ranks have in all leaves.
         axis: as in :func:`ltx.psum`.
 
     Returns:
         What each rank sees: `src`'s values, in tensors of its own; `state` itself where nothing differs and `src` is
-        None. What a strategy keeps for each rank alone stays as it is. Not part of a graph: no gradient flows back.
+        None. Tensors that a strategy keeps for each rank alone stay as they are. No gradient flows back.
 
     Raises:
-        ReplicaDivergedError: on every rank: `src` is None, and no value is that of more than half of the ranks.
+        ReplicaDivergedError: on every rank: `src` is None, and more than half of the ranks don't agree.
         RankMismatchError: ranks come with different structures, shapes or dtypes.
         AxisError: `src` isn't on the axis.
 
@@ -101,13 +101,13 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
 
 
 def fingerprint(state: TrainState) -> str:
-    """Equal on ranks whose replicated parts have the same bits. It doesn't communicate."""
+    """A digest of the replicated parts: equal on ranks that have the same bits. It doesn't communicate."""
     leaves = [*_replicated(state), *_counts(state)]
     return hash_of(f"{path} {digest(values(leaf))}" for path, leaf in leaves)
 
 
 def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
-    """(path, tensor) of what should be the same on every rank."""
+    """(path, tensor) of the tensors that should be the same on every rank."""
     if not isinstance(state, TrainState):
         return tensors_by_path(state)
     state.check_owned()

@@ -1,4 +1,4 @@
-"""The arguments of a train step, which of them fit together, and the errors for those that don't."""
+"""The arguments of a train step, the checks that they fit together, and the errors if they don't."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_pieces(step: Any, optimizer: Any) -> None:
-    """Raise unless these make a train step."""
+    """Raise unless a train step can be made of these arguments."""
     if not isinstance(step, DataParallel):
         raise StepError(
             f"train_step takes a step made by ltx.data_parallel, got {type(step).__name__}. Wrap it: "
@@ -43,9 +43,9 @@ def check_pieces(step: Any, optimizer: Any) -> None:
 
 
 def check_devices(axis: Axis, value: Tree, what: str) -> None:
-    """Raise unless all of `value` is where this rank computes, if that is an accelerator.
+    """Raise unless all tensors of `value` are on this rank's accelerator, if it computes on one.
 
-    Elsewhere collectives would go by another backend, step for step through the host.
+    Collectives of tensors elsewhere would use another backend, which goes through the host.
     """
     here = axis.ranks.device if axis.ranks.overlaps else None
     if here is None or here.type == "cpu":
@@ -60,7 +60,7 @@ def check_devices(axis: Axis, value: Tree, what: str) -> None:
 
 
 def check_every(steps: Any, strategy: Strategy) -> None:
-    """Raise unless parameters of `strategy` can be compared every so many `steps`."""
+    """Raise unless parameters of `strategy` can be compared every `steps` steps."""
     if steps is None:
         return
     whole("train_step: check_every", steps, 1, StrategyError, besides="None or ")
@@ -68,13 +68,13 @@ def check_every(steps: Any, strategy: Strategy) -> None:
 
 
 def check_weighted(strategy: Strategy, step: int) -> None:
-    """Raise unless the training step after `step` others may return :class:`ltx.Weighted`."""
+    """Raise unless the training step that follows `step` steps may return :class:`ltx.Weighted`."""
     require("weighted, strategy", strategy, "", step)
     require("weighted, hook", strategy.hook(step))
 
 
 def check_loss_scale(step: DataParallel) -> None:
-    """Raise if gradients that a loss scale has multiplied would be added to what it hasn't."""
+    """Raise if gradients multiplied by a loss scale would be added to tensors that aren't."""
     scale = None if step.precision is None else step.precision.loss_scale
     if scale is None or scale == 1:
         return
@@ -83,7 +83,7 @@ def check_loss_scale(step: DataParallel) -> None:
 
 
 def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
-    """Raise unless a step of these pieces can apply its buckets as `overlap` says."""
+    """Raise unless a step of these arguments can apply its buckets as `overlap` says."""
     if overlap == "backward":
         return
     require("overlap, strategy", step.strategy)
@@ -95,7 +95,7 @@ def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard:
 
 
 def check_max_skipped(steps: Any, guard: str, step: DataParallel) -> None:
-    """Raise unless steps may be skipped, so many in a row."""
+    """Raise unless this many steps in a row may be skipped."""
     if steps is None:
         return
     whole("train_step: max_skipped", steps, 1, StrategyError, besides="None or ")
@@ -108,9 +108,9 @@ def check_max_skipped(steps: Any, guard: str, step: DataParallel) -> None:
 
 @traced.at_trace_time
 def check_layout(strategy: Strategy, step: int) -> None:
-    """Raise where ranks come to differ at `step` and the strategy hasn't said so.
+    """Raise if ranks get different parameters at `step` and the strategy's layout doesn't say so.
 
-    A checkpoint would take a part of the state for the same on every rank, and give all ranks the values of one.
+    A checkpoint would treat these parameters as equal on all ranks, and load one rank's values on all.
     """
     if strategy.layout is StrategyOffers.layout and not strategy.shares_gradients(step):
         name = type(strategy).__name__
@@ -132,7 +132,7 @@ def refuse_in_graph(strategy: Strategy, checks_finite: bool, may_raise: bool) ->
 
 
 def check_kept(buffers: Tree, step: DataParallel) -> None:
-    """Refuse buffers that steps would cut, as a part of the batch, or round."""
+    """Refuse buffers that steps would round, or cut as if they were a part of the batch."""
     tree.check_tensors(buffers, "buffers")
     precision: Precision | None = step.precision
     if isinstance(step.fn, Accumulated) and step.fn.carry is None:
@@ -153,7 +153,7 @@ def check_kept(buffers: Tree, step: DataParallel) -> None:
 
 @dataclass(frozen=True)
 class TrainSettings(Readable):
-    """The arguments of :func:`ltx.train_step`, each checked, and all of them together."""
+    """The arguments of :func:`ltx.train_step`, checked one by one and together."""
 
     step: DataParallel
     optimizer: Optimizer
@@ -164,9 +164,9 @@ class TrainSettings(Readable):
     check_every: int | None = None
     trainable: Trainable = None
     max_skipped: int | None = None
-    #: Before the state before is written to, the host waits until all ranks have all that they are sent. Else it runs
-    #: ahead of an accelerator, and hears of a lost peer when the memory of the state before is that of the next one.
-    #: Set by :func:`ltx.elastic`, which goes on from the state before.
+    #: If true, the host waits until all messages have arrived on all ranks before it writes to the previous state. If
+    #: not, the host runs ahead of an accelerator, and learns of a lost peer only when the previous state's memory holds
+    #: the next one. :func:`ltx.elastic` sets it, because it goes on from the previous state.
     confirms: bool = False
 
     def __post_init__(self) -> None:

@@ -63,16 +63,16 @@ from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
 
 @contextmanager
 def uninterrupted(wanted: bool) -> Iterator[None]:
-    """Delay signals to the end of the block, if `wanted`: their handlers may raise, as those of Ctrl-C, alarms do.
+    """Delay signals to the end of the block, if `wanted`: their handlers may raise, as for Ctrl-C and alarms.
 
-    In the main thread, which handles them.
+    This acts in the main thread alone, which handles signals.
     """
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
     came: dict[int, FrameType | None] = {}
     found = [*map(_signals.getsignal, _SIGNALS)]
-    handlers = compress(zip(_SIGNALS, found, strict=True), map(callable, found))  # without a line of Python for each
+    handlers = compress(zip(_SIGNALS, found, strict=True), map(callable, found))  # no Python code runs for each signal
     with ExitStack() as stack:
         for number, handler in handlers:
             stack.callback(_handle_late, number, handler, came)
@@ -88,7 +88,7 @@ def _handle_late(
         handler(number, came[number])
 
 
-# Python's wrappers look for each handler among the members of an enumeration, which takes longer than all else here.
+# Python's wrappers look for each handler among the members of an enumeration, which would take most of the time here.
 _signals: Any = importlib.import_module("_signal")
 _SIGNALS = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
 
@@ -102,9 +102,9 @@ class Step:
     batch: Batch
     seen: tuple[str, ...]  # the parts of `state` whose tensors the user may hold
     info: StepInfo
-    pending: Any  # what the strategy's `begin` gave
+    pending: Any  # the result of the strategy's `begin`
     late: bool  # ranks communicate after the optimizer
-    post_update_hook: PostUpdateHook | None  # what they do with each bucket then, if buckets don't wait for each other
+    post_update_hook: PostUpdateHook | None  # the hook on each bucket after it, if buckets don't wait for each other
     commit: Callable[[], None]  # called when the step commits
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class Step:
     @property
     def _versions(self) -> list[int]:
         """How often each tensor that the optimizer writes into has been written to."""
-        counts_first = isinstance(self.train.optimizer, TorchOptimizer)  # on the parameters, before it writes anything
+        counts_first = isinstance(self.train.optimizer, TorchOptimizer)  # it counts on parameters, before any write
         states = [] if counts_first else tree.flatten(self.state.held("opt_state"))[0]
         return [*map(attrgetter("_version"), (*self._params, *states))]
 
@@ -153,7 +153,7 @@ class Step:
             arguments = arguments_of(given, held, self.batch)
             run = train.step.run(arguments, self.batch.named, options)
             loss, buffers, aux = outputs_of(run, held, train.has_aux)
-        if self._in_place:  # what the step returned mustn't change when the parameters do
+        if self._in_place:  # the step's outputs mustn't change when the parameters do
             buffers, aux = unshared((buffers, aux), leaves)
         if isinstance(loss, Weighted):
             check_weighted(strategy, self.info.step)
@@ -178,7 +178,7 @@ class Step:
         if self.state.step == 0:
             schedule = forward.run.schedule
             missing = unreached(forward.total, leaves, None if schedule is None else schedule.plan)
-            if missing and (len(missing) < len(leaves) or self.info.axis.size == 1):  # a rank without data can't say
+            if missing and (len(missing) < len(leaves) or self.info.axis.size == 1):  # a rank without data doesn't know
                 paths = tree.leaf_paths(self.state.trained)
                 unused = {member: paths[member] for member in missing}
         return Backward(train.optimizer, self.state, forward, inputs, self._in_place, factor, look, unused)
@@ -186,7 +186,7 @@ class Step:
     def _backward(
         self, forward: Forward, schedule: ProcessSchedule, work: Backward
     ) -> tuple[BackwardResult, torch.Tensor]:
-        """Run the backward pass, which launches the buckets' programs: (what came of the buckets, the mean loss)."""
+        """Run the backward pass, which launches the buckets' programs: (the buckets' results, the mean loss)."""
         total, weight, name = forward.total, forward.weight, f"step {self.state.step}"
         self._read_last_summary(schedule)
         schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, checks_finite(self.train))
@@ -200,7 +200,7 @@ class Step:
                 scale = scale_of(work, schedule, weighted=weight is not None)
                 of = UpdateBuckets if self.train.overlap == "update" else CollectGradients
                 completion = of(work, schedule, scale)
-            with torch.no_grad():  # views of results would be costly
+            with torch.no_grad():  # views that autograd records would be costly
                 for bucket, reduced in schedule.wait_buckets():
                     completion.complete(bucket, reduced)
             if self.train.confirms and not self.late:
@@ -216,7 +216,7 @@ class Step:
         return done, summary.mean.to(total.dtype) if completion.mean is None else completion.mean
 
     def _read_last_summary(self, schedule: ProcessSchedule) -> None:
-        """Where the host runs ahead of the device: check the last step, of which this one's state was made."""
+        """Where the host runs ahead of the device: check the last step, whose result is this step's state."""
         try:
             comm.read_last_summary(schedule.among)
         except WeightError:  # that step has changed nothing
@@ -321,7 +321,7 @@ class Step:
 
 
 def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> None:
-    """Raise if somebody differentiates the next state, and not all of its derivative would pass."""
+    """Raise if somebody differentiates the next state and its derivative would be incomplete."""
     parts = state.trained, state.frozen, state.buffers, batch.args, batch.named
     if not any_derivative([x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor)]):
         return
@@ -341,14 +341,14 @@ def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> 
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
-    """What gradients are taken with respect to: `x`, with its tangent."""
+    """A leaf with the value and tangent of `x`; gradients are taken with respect to it."""
     tangent = forward_ad.unpack_dual(x).tangent if private.has_tangents() else None
     leaf = x.detach().requires_grad_()
     return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
 
 
 def _mean_in_graph(key: str, loss: torch.Tensor, step: int, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss, and the clock one step later; the number of the step goes with the loss, and is compared."""
+    """The mean loss, and the clock one step later; ranks compare the step's number, which travels with the loss."""
     number = comm.number_in_graph(step, clock).to(loss.device)
     sums = collectives.psum(torch.stack([loss.double(), number, number * number]), key)
     return (sums[0] / traced_size(key)).to(loss.dtype), comm.count_in_graph(key, step, clock, sums[1], sums[2])
@@ -385,14 +385,14 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         if isinstance(loss, Weighted):
             check_weighted(strategy, info.step)
         value = replace(run, output=loss).value()
-        # torch.func takes tensors alone as aux.
+        # torch.func accepts only tensors as aux.
         rest, structure = tree.flatten((buffers, aux))
         others[:] = [structure, isinstance(loss, Weighted), [None if isinstance(x, torch.Tensor) else x for x in rest]]
         tensors = [value, *(x for x in rest if isinstance(x, torch.Tensor))]
         return value if loss_scale is None else value * loss_scale, tensors
 
     pending = strategy.begin(state.trained, sync.leaves, info, None)
-    # torch.func takes None, which stands in the place of frozen parameters, for a leaf.
+    # torch.func treats None, which stands in the place of frozen parameters, as a leaf.
     flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
     if traced.recording() or private.in_transform():
         flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
@@ -429,7 +429,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
             f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to complete "
             "within a step there."
         )
-    if traced.recording():  # a number in the structure that changed would compile each step anew
+    if traced.recording():  # a changing number in the structure would make every step compile anew
         next_sync = SyncState(updated.states, sync.uses, clock, sync.step, sync.choice)
     else:
         next_sync = sync.advanced(updated.states)

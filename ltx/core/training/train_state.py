@@ -1,8 +1,8 @@
 """TrainState: everything that training changes, as one value; the metrics beside it, and random numbers.
 
-A step with ``donate=True`` writes into the tensors of its state. Their objects become :class:`DonatedTensor`, of which
-a use raises, as in JAX, and the next state gets new objects on the same memory. This is done only to tensors that the
-user may hold: those of parts that were read off the state or put into it.
+A step with ``donate=True`` writes into the tensors of its state. Their objects become :class:`DonatedTensor`, whose use
+raises, as in JAX, and the next state gets new objects on the same memory. Only tensors that the user may hold are
+treated so: tensors of parts that were read from the state or put into it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from ltx.core.optim.base import advanced, all_of, sees_loss
 from ltx.core.transforms.strategy_update import StateLayout
 from ltx.typing import Tree
 
-# The parts that hold tensors. An instance has them under names with an underscore; properties read them.
+# The parts that hold tensors. An instance holds them under names with an underscore; properties read them.
 _PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
 
-# Those of them that steps write into.
+# The parts that steps write into.
 _WRITTEN = ("params", "opt_state", "sync_state")
 
 
 @dataclass(frozen=True, eq=False)
 class LossScale:
-    """What a step knows of the ones before about gradients that aren't finite, the same on every rank.
+    """What earlier steps found about gradients that aren't finite; the same on every rank.
 
     Attributes:
-        scale: 0-dim float32: what the next loss is multiplied by; () without dynamic loss scaling.
-        good_steps: 0-dim int32: steps in a row with finite gradients since the scale changed last; of steps in a row
-            that were skipped, their number below 0.
+        scale: 0-dim float32: the factor of the next loss; () without dynamic loss scaling.
+        good_steps: 0-dim int32: the number of steps in a row with finite gradients since the last change of the scale;
+            or, below 0, the number of steps in a row that were skipped.
     """
 
     scale: Any = ()
     good_steps: torch.Tensor = field(default_factory=lambda: torch.tensor(0, dtype=torch.int32))
 
     def run_after(self, finite: torch.Tensor | bool, interval: int = 1) -> torch.Tensor:
-        """The next `good_steps`, which begin anew after so many."""
+        """The next `good_steps`, which begins anew at `interval`."""
         good = self.good_steps.clamp(min=0) + 1
         good = good * (good < interval)
         return torch.where(torch.as_tensor(finite, device=good.device), good, self.good_steps.clamp(max=0) - 1)
@@ -72,23 +72,24 @@ class TrainState(Readable):
     """Parameters, buffers, optimizer state and communication state after `step` steps.
 
     A pytree node (optree's and torch's) whose structure carries `step`; :mod:`ltx.checkpoint` saves it, and it is a
-    Stateful of ``torch.distributed.checkpoint``. Made by ``train.init(params)`` and by each step.
+    Stateful of ``torch.distributed.checkpoint``. ``train.init(params)`` and each step make one.
 
     A step with ``donate=True`` updates the state's tensors in place, as JAX's donated buffers. Then the old state can't
-    be read, copied, printed or pickled any more, and neither can tensors that were read off it be used: both raise
-    DonatedStateError. Views that were taken of them before (``x.detach()``, ``x[0]``, ``x.numpy()``) share their memory
-    and change without a word. To keep values, copy them: ``copy.deepcopy(state)``, or ``{name: x.clone() for name, x in
-    state.params.items()}``.
+    be read, copied, printed or pickled any more, and tensors that were read from it can't be used: both raise
+    DonatedStateError. Earlier views of these tensors (``x.detach()``, ``x[0]``, ``x.numpy()``) share their memory and
+    change silently. To keep values, copy them: ``copy.deepcopy(state)``, or
+    ``{name: x.clone() for name, x in state.params.items()}``.
 
     Attributes:
-        params: tree of tensors: `trained` and `frozen` ones together, as the step is given them.
+        params: tree of tensors: `trained` and `frozen` ones together, as the step gets them.
         buffers: tree of tensors that steps pass on without differentiating them, or None.
         opt_state: the optimizer's.
         sync_state: the communication state, an :class:`ltx.SyncState`.
         step: the number of steps done, a Python int.
         layout: how each part relates across ranks.
         loss_scale: the :class:`LossScale` of dynamic loss scaling or of a limit on skipped steps; else ().
-        pending: what the strategy has under way between two steps, None for most; not part of the tree, and not saved.
+        pending: work of the strategy that is under way between two steps, None for most. It isn't in the tree, nor
+            saved.
         frozen: the parameters that aren't trained, with None in the places of the others; None if all are trained.
     """
 
@@ -104,7 +105,7 @@ class TrainState(Readable):
     _lease: _Lease = field(default_factory=lambda: [None], repr=False)
 
     def __post_init__(self) -> None:
-        # The user who makes a state may hold its tensors; steps reset this for theirs.
+        # A user who makes a state may hold its tensors; steps reset this for the states that they make.
         object.__setattr__(self, "_seen", _PARTS)
         if self.frozen is not None:
             given = self.__dict__["_params"]
@@ -124,7 +125,7 @@ class TrainState(Readable):
         return sees_loss(self.held("opt_state"))
 
     def _look_at(self, part: str) -> None:
-        """A part is read: note that the user may hold its tensors."""
+        """Note that a part was read, so that the user may hold its tensors."""
         if traced.recording():
             return
         self.check_owned()
@@ -134,7 +135,7 @@ class TrainState(Readable):
     def __getstate__(self) -> dict[str, Any]:
         for part in _PARTS:
             self._look_at(part)
-        return {**self.__dict__, "pending": None}  # what is pending belongs to this process
+        return {**self.__dict__, "pending": None}  # pending work belongs to this process
 
     def check_owned(self) -> None:
         """Raise if this state was donated or is invalid.
@@ -152,7 +153,7 @@ class TrainState(Readable):
             )
 
     def check_finished(self, what: str) -> None:
-        """Raise InputError if the strategy has something under way: it would be lost, or be added to other values."""
+        """Raise InputError if the strategy has work under way: it would be lost, or be added to other values."""
         if getattr(self.pending, "mean", self.pending) is not None:
             raise InputError(
                 f"{what}: {self.layout.strategy} has an exchange under way between two steps, which a file can't "
@@ -186,7 +187,7 @@ class TrainState(Readable):
             self.__dict__.pop(f"_{name}", None)
 
     def begin_writing(self) -> None:
-        """A step is about to write into this state's tensors: it is invalid until that is over, whatever happens."""
+        """A step is about to write into this state's tensors: the state is invalid until the step has ended."""
         self._lease[0] = (
             f"this TrainState (step {self.step}) is invalid: something failed while its tensors were updated in place. "
             "Load a checkpoint. With donate=False the tensors of a state are never written to."
@@ -209,14 +210,14 @@ class TrainState(Readable):
     def state_dict(self) -> dict[str, Any]:
         """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves.
 
-        Of tensors of one path that keeps one rank's. So paths of what is each rank's own name the rank, such as
-        ``params.rank_0_of_2.weight`` with local SGD, and as many ranks load them.
+        DCP keeps one rank's tensor for each path. So paths of tensors that are each rank's own name the rank, such as
+        ``params.rank_0_of_2.weight`` with local SGD, and the same number of ranks has to load them.
         """
         self.check_owned()
         self.check_finished("state_dict")
         tensors = tree.flatten(self)[0]
         own = [part for part in ("params", "opt_state") if getattr(self.layout, part) == "per_rank"]
-        if self.layout.params == "sharded":  # a sharded optimizer state says in its paths whose part it is
+        if self.layout.params == "sharded":  # the paths of a sharded optimizer state name the rank
             own.append("params")
         if self.layout.sync_state == "per_rank" or on_mesh(tensors):
             own.append("sync_state.leaves")
@@ -226,7 +227,7 @@ class TrainState(Readable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.
 
-        The one place where a state changes: the protocol of ``torch.distributed.checkpoint`` asks for it.
+        Only here does a state change: the protocol of ``torch.distributed.checkpoint`` asks for it.
 
         Raises:
             InputError: (a ValueError) leaves or their shapes differ; nothing has changed then.
@@ -235,7 +236,7 @@ class TrainState(Readable):
         if missing := sorted(mine.keys() ^ state_dict.keys()):
             raise InputError(f"the checkpoint and this state differ in their leaves: {missing[:8]}. {fix}")
         for path, tensor in mine.items():
-            if tensor.shape != state_dict[path].shape:  # which copying would repeat along a dimension of size 1
+            if tensor.shape != state_dict[path].shape:  # copying would repeat a dimension of size 1
                 raise InputError(
                     f"leaf {path!r} is {tree.describe(state_dict[path])} in the checkpoint, and "
                     f"{tree.describe(tensor)} in this state. {fix}"
@@ -248,7 +249,7 @@ class TrainState(Readable):
 
 
 def _of_this_rank(own: list[str], path: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Path and tensor; with the rank in it, and local, in one of the parts `own`, which each rank has of its own."""
+    """Path and tensor; in the parts `own`, which differ between ranks, with the rank in the path, and local."""
     part = next((part for part in own if f"{path}.".startswith(f"{part}.")), "")
     if not part or not dist.is_initialized() or dist.get_world_size() == 1:
         return path, x
@@ -274,21 +275,21 @@ for _name in _PARTS:
 def counted(state: TrainState, step: int, updates: int) -> TrainState:
     """`state` with the counts of `step` steps and `updates` of the optimizer, its tensors as they are.
 
-    Steps are counted in the structure: here, by the optimizer and by the communication state, whose clock, which counts
-    those of compiled steps, begins anew.
+    The structure counts steps in three places: here, in the optimizer's and in the communication state. The latter's
+    clock, which counts compiled steps, begins anew.
     """
     sync_state = replace(state.sync_state, step=step, clock=torch.zeros_like(state.sync_state.clock))
     return replace(state, step=step, opt_state=advanced(state.opt_state, lambda _: updates), sync_state=sync_state)
 
 
 def updates_of(state: TrainState) -> int:
-    """How often the optimizer has run: not at every step, with a strategy that accumulates gradients of several."""
+    """How often the optimizer has run: less often than steps, if the strategy accumulates gradients."""
     counts: list[int] = [node.count for node in all_of(state.opt_state, TorchState)]
     return counts[-1] if counts else state.step
 
 
 def _children(state: TrainState) -> tuple[str, ...]:
-    """The names of its children as a tree."""
+    """The names of the state's children in a tree."""
     return _PARTS if state.frozen is None else (*_PARTS, "frozen")
 
 
@@ -305,7 +306,7 @@ tree.register_node(
 
 # --- donated tensors -------------------------------------------------------------------------------------------------
 
-# What may be asked of a donated tensor: nothing of it is a value.
+# The allowed attributes of a donated tensor: none of them reads a value.
 _HARMLESS = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_sparse")
@@ -344,7 +345,7 @@ def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
     for x in tensors:
         part = own_part(x)
         if x.layout is torch.strided and (x.is_floating_point() or x.is_complex()):
-            # functorch's wrappers don't ask the class: a read through them finds NaN, which takes no memory.
+            # functorch's wrappers ignore the class: a read through them finds NaN, which takes no memory.
             part.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(part.shape)
         with suppress(TypeError):  # a subclass of tensors with a layout of its own
             x.__class__ = kind if part is x else type("DonatedTensor", (kind, type(x)), _OF_PLACED)
@@ -377,14 +378,15 @@ class Metrics(Readable):
     """What a step reports.
 
     Attributes:
-        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step), the same on every rank; over those
-            that share gradients in this step, as of a node, or this rank's own, unless all do or outputs are "mean".
-        aux: what the step returned besides; None without `has_aux`. It is this rank's own, unless the step takes the
+        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step), the same on every rank. Where only
+            some ranks share gradients in this step, such as those of a node, it is their mean; where none do, this
+            rank's own; with outputs="mean" always the mean over all.
+        aux: the other outputs of the step; None without `has_aux`. It is this rank's own, unless the step takes the
             mean itself, ``return loss, {"accuracy": ltx.pmean(accuracy)}``, or ``data_parallel(outputs="mean")`` does.
-        grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping, of this rank's own where ranks share
-            none; None without :func:`ltx.optim.clip_by_global_norm` or :func:`ltx.optim.measure_global_norm` in the
-            optimizer, or in some groups of a partition.
-        loss_scale: 0-dim tensor: what this step's loss was multiplied by; None without dynamic loss scaling.
+        grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping, or of this rank's own gradients
+            where ranks don't share them; None without :func:`ltx.optim.clip_by_global_norm` or
+            :func:`ltx.optim.measure_global_norm` in the optimizer, or in some groups of a partition.
+        loss_scale: 0-dim tensor: the factor of this step's loss; None without dynamic loss scaling.
         skipped: 0-dim bool tensor: whether this step left parameters and optimizer state as they were, because
             gradients weren't finite; None without dynamic loss scaling or a guard. (`grad_norm` is then an earlier
             step's.)
@@ -409,7 +411,7 @@ tree.register_node(
 
 
 def torch_states() -> dict[str, Any]:
-    """What torch's generators would draw next: the CPU's, and the current CUDA device's if there is one in use."""
+    """The states of torch's random number generators: the CPU's, and the current CUDA device's if one is in use."""
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -417,7 +419,7 @@ def torch_states() -> dict[str, Any]:
 
 
 def random_states() -> dict[str, Any]:
-    """torch's, Python's, and NumPy's if it is loaded, in what a checkpoint can hold."""
+    """The states of the generators of torch, Python and, if loaded, NumPy, in types that a checkpoint can hold."""
     states = torch_states() | {"python": random.getstate()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -440,7 +442,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 @contextmanager
 def drawn_again(states: dict[str, Any]) -> Iterator[None]:
-    """In the block torch's generators go on from what :func:`torch_states` gave; afterwards from where they were."""
+    """In the block torch's generators go on from `states`, made by :func:`torch_states`; then from where they were."""
     with torch.random.fork_rng([torch.cuda.current_device()] if "cuda" in states else []):
         set_random_states(states)
         yield

@@ -38,7 +38,7 @@ from ltx.typing import Tree
 class TrainStep(TrainSettings):
     """What :func:`train_step` returns: ``init(params) -> state`` and ``(state, *batch) -> (state, metrics)``.
 
-    Beside these two it has what else a train state needs the step, the optimizer and the strategy for.
+    It also has the operations on a train state that need the step, the optimizer and the strategy.
     """
 
     def init(self, params: Tree | torch.nn.Module, buffers: Tree = None) -> TrainState:
@@ -47,8 +47,8 @@ class TrainStep(TrainSettings):
         Args:
             params: tree of floating or complex tensors, which are copied. Parameters of a module whose requires_grad is
                 False are frozen: neither differentiated nor sent, without optimizer state, and still given to the step;
-                so are those that the train step's `trainable` leaves out. Or a module, whose parameters the state takes
-                over, so that there is no second copy: they raise DonatedStateError from then on, and
+                so are those that the train step's `trainable` leaves out. Or a module: the state takes its parameters
+                over, so that there is no second copy. The module's raise DonatedStateError from then on, and
                 ``ltx.to_module(module, state)`` gives the module the state's values.
             buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
                 buffers)``, or ``(loss, buffers, aux)`` with `has_aux`; :func:`ltx.functional_call` with
@@ -99,11 +99,11 @@ class TrainStep(TrainSettings):
 
     @on_parts
     def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
-        """Rank `src`'s state on every rank, whatever theirs were: what was restored or made on one rank alone.
+        """Give every rank the state of rank `src`, such as one that was restored or made on that rank alone.
 
         Parameters, buffers, optimizer state, communication state and the count of steps, their structures included; so
         ranks may come with any state, such as that of :meth:`init`. Parts that are each rank's own (``state.layout``)
-        are the same on all of them afterwards: `src`'s, also in what ranks know of each other. Every rank calls it.
+        become `src`'s on every rank; copies of peers' parameters are replaced too. Every rank calls it.
 
         Source: Horovod's ``broadcast_parameters`` and ``broadcast_optimizer_state``.
         """
@@ -123,14 +123,14 @@ class TrainStep(TrainSettings):
         params, frozen, buffers, opt_state, entries, loss_scale = tree.map(
             torch.Tensor.detach, collectives.broadcast(parts, src, axis)
         )
-        if name := layout.copies_of:  # of peers, which have the same as this rank now
+        if name := layout.copies_of:  # copies of peers' parameters, which equal this rank's now
             entries = {path: {copy: held[name].clone() for copy in held} for path, held in entries.items()}
         sync = replace(SyncState.new(entries, choice), step=sync_step)
         return TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen)
 
     @on_parts
     def finish(self, state: TrainState) -> TrainState:
-        """`state` after what its strategy has under way between two steps, as an asynchronous one has, is complete.
+        """Complete work that the strategy has under way between two steps, as an asynchronous strategy has.
 
         Every rank calls it, after its last step or before it looks at the parameters; other strategies give the state
         back as it is. Training may go on afterwards.
@@ -170,7 +170,7 @@ class TrainStep(TrainSettings):
         if traced.recording() or self._is_differentiated(state, batch):
             return step_purely(self, state, batch)
         state.check_owned()
-        axis, seen = comm.resolve(self.step.axis), state.seen  # before the comparison looks at the state
+        axis, seen = comm.resolve(self.step.axis), state.seen  # this comes before the comparison looks at the state
         self._compare(state, axis)
         params, sync = state.held("params"), state.held("sync_state")
         strategy, info = self.step.strategy, StepInfo(sync.checked_step(), axis)
@@ -194,9 +194,9 @@ class TrainStep(TrainSettings):
             raise
 
     def _together(self, state: TrainState, info: StepInfo, late: bool) -> AbstractContextManager[Callable[[], None]]:
-        """Surrounds a step that this rank does together with others: what raises in it leaves it on all of them.
+        """A context around a step that ranks do together: an exception on one rank ends the step on all.
 
-        What it gives is to be called when the step commits.
+        It yields a function to call when the step commits.
         """
         axis = info.axis
         hook = self.step.hook_as_chosen(state.sync_state).hook(info.step, training=True)
@@ -207,21 +207,21 @@ class TrainStep(TrainSettings):
         return among.ranks.in_step(state.step)
 
     def _begun(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`, without its derivative if it says that it is trained, as modules' parameters do."""
+        """`x`, detached if it is a parameter of a module, or a leaf of a state whose memory is reused."""
         return x.detach() if x.is_leaf and (self._may_donate or isinstance(x, torch.nn.Parameter)) else x
 
     @property
     def _may_donate(self) -> bool:
-        """Whether steps take their state's memory: what is differentiated or batched around them would need it."""
+        """Whether steps reuse their state's memory: not under derivatives or batching, which need the old values."""
         return self.donate and not is_transforming() and not in_step.get()
 
     def _is_differentiated(self, state: TrainState, batch: Batch) -> bool:
-        """Whether somebody may differentiate the next state; not in a batch, if the step takes the state's memory."""
+        """Whether somebody may differentiate the next state; if the step reuses memory, the batch doesn't count."""
         parts = (state.held("params"), state.held("buffers"), () if self._may_donate else (batch.args, batch.named))
         return differentiated([x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor)])
 
     def _compare(self, state: TrainState, axis: Axis) -> None:
-        """Compare what should be the same on all ranks: when it is due, and at the first step in a world.
+        """Compare the values that should be the same on all ranks, when it is due and at the first step in a world.
 
         Ranks that come from a checkpoint or from an interrupt may come from different steps.
         """
@@ -237,9 +237,9 @@ class TrainStep(TrainSettings):
                 compared.add(TrainStep, None)
 
     def post_update_hook(self, step: int) -> PostUpdateHook | None:
-        """What ranks do with each bucket of parameters after the optimizer, in the step after `step` others.
+        """The hook on each bucket of parameters after the optimizer, in the step that follows `step` steps.
 
-        None where they do nothing then, or do it only when the optimizer has run on all parameters.
+        None where ranks do nothing there, or where they wait until the optimizer has run on all parameters.
         """
         if self.overlap != "update" or not self.step.strategy.communicates_after_update(step):
             return None
@@ -268,24 +268,24 @@ def train_step(
     Args:
         step: a data-parallel step that returns a 0-dim loss or :class:`ltx.Weighted`, or a mapping or dataclass that
             holds it as `loss`; accumulated or not. Or one with ``returns="grads"``, which returns ``(grads, loss)``, as
-            :func:`ltx.grad_and_value` does, and what else a step returns after them: DP-SGD, evolution strategies.
-            With a Weighted loss its gradients are those of the total.
+            :func:`ltx.grad_and_value` does, and its other outputs after them: DP-SGD, evolution strategies. If the loss
+            is Weighted, the gradients are those of its total.
         optimizer: from :mod:`ltx.optim`.
         donate: update the state's tensors in place, as JAX's buffer donation does; the old state can't be used again.
-            Off where a step is differentiated: under transforms, inside of another step, or because its state requires
-            grad. With ``donate=False`` a batch that requires grad counts too, and derivatives pass through steps.
+            Nothing is donated where a step is differentiated: under transforms, inside of another step, or if its state
+            requires grad. With ``donate=False`` derivatives pass through steps, also to a batch that requires grad.
         guard: what happens to a step whose gradients are NaN or infinite on any rank. "off": no check. "skip":
-            parameters, buffers, optimizer state and what hooks carry stay as they were, on all ranks; the step is
-            counted, ``metrics.skipped`` says so, and what a strategy does to parameters besides (averages) it still
-            does. "raise": the same NotFiniteError on every rank, which names ranks and leaves; the state may be used
-            again. Ranks that don't share gradients ask one another at every step. With :class:`ltx.DynamicLossScale`,
-            which skips such steps anyway, "raise" raises once the scale has come down to 1, or its least value.
+            parameters, buffers, optimizer state and hooks' states stay as they were, on all ranks. The step is counted,
+            ``metrics.skipped`` is true, and a strategy still averages parameters where it would. "raise": the same
+            NotFiniteError on every rank, which names ranks and leaves; the state may be used again. Ranks that don't
+            share gradients exchange the answer at every step. With :class:`ltx.DynamicLossScale`, which skips such
+            steps anyway, "raise" raises once the scale has come down to 1, or to its least value.
         overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
             complete. The step commits whole: if anything fails before that, the state is as it was. "update": the
             optimizer runs on each bucket when it is complete, which is faster and not atomic: after a failure in the
-            middle a donated state is invalid, and using it raises InvalidStateError. For optimizers that update leaf by
-            leaf; refused for others (clipping). Where ranks communicate after the optimizer (ZeRO, Adasum), both happen
-            bucket by bucket during the backward pass, and their failure invalidates the state too.
+            middle a donated state is invalid, and using it raises InvalidStateError. It needs an optimizer that updates
+            leaf by leaf, and refuses others (clipping). Where ranks communicate after the optimizer (ZeRO, Adasum),
+            both happen bucket by bucket during the backward pass, and a failure invalidates the state too.
         has_aux: the step returns ``(loss, aux)``; aux comes back in ``metrics.aux``, where it is this rank's own. Take
             means in the step, ``return loss, {"accuracy": ltx.pmean(accuracy)}``, or by
             ``data_parallel(outputs="mean")``. A mapping or dataclass with an entry `loss`, as transformers return it,

@@ -1,4 +1,4 @@
-"""Checks of what a step uses without getting it as an argument.
+"""Checks for tensors that a step uses without getting them as arguments.
 
 Parameters, whose gradients would silently stay local; buffers of modules, which would stay on one rank; and values that
 a surrounding transform differentiates, which have no derivative where a step runs below that transform.
@@ -29,12 +29,12 @@ _looked_at = Seen(forgets=True)
 def captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | None:
     """A leaf that requires gradients, that `outputs` depend on, and that isn't among `given`; None if there is none.
 
-    Leaves that the step `fn` has made, such as inputs that it differentiates with respect to, don't count: neither
-    parameters nor reached from the function.
+    Leaves that the step `fn` has made, such as inputs that it differentiates with respect to, don't count: they are no
+    parameters, and the function doesn't refer to them.
     """
     given = [x for x in given if isinstance(x, torch.Tensor)]
     known = {id(x) for x in given}
-    seen: set[Any] = {x.grad_fn for x in given}  # what they were made of is the caller's business
+    seen: set[Any] = {x.grad_fn for x in given}  # the tensors that they were made of are the caller's business
     queue = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
     while queue:
         node = queue.pop()
@@ -49,18 +49,18 @@ def captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> torch.Ten
 
 
 def _is_kept(leaf: torch.Tensor, fn: Any) -> bool:
-    """Whether a leaf is a parameter, or is kept where `fn` reaches it: it was there before the call."""
+    """Whether a leaf is a parameter, or is kept where `fn` refers to it, so that it was there before the call."""
     parts = [part for module in modules_of(fn) for part in module.modules()]
     kept = [x for part in parts for x in (*part._buffers.values(), *vars(part).values())]
     return isinstance(leaf, nn.Parameter) or any(x is leaf for x in (*reached_from(fn), *kept))
 
 
 def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> None:
-    """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, what it was called with.
+    """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, the arguments of the call.
 
     Buffers of modules that require gradients count too, unless derivatives are taken with respect to `given` alone.
-    Looks at each function once, and again when a call makes another number of nodes, `made`. Only under plain autograd:
-    under torch.func nothing but arguments is differentiated.
+    Each function is checked once, and again when a call makes another number of nodes, `made`. The check is for plain
+    autograd: torch.func differentiates nothing but arguments.
     """
     if _looked_at.has(fn, made):
         return
@@ -77,7 +77,7 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
 
 
 def _name_of(fn: Any, tensor: torch.Tensor) -> str:
-    """What `tensor` is to a module that `fn` refers to."""
+    """The name of `tensor` in a module that `fn` refers to."""
     for module in modules_of(fn):
         for what, held in (("a parameter", module.named_parameters()), ("a buffer", module.named_buffers())):
             for path in (path for path, x in held if x is tensor):
@@ -138,7 +138,7 @@ def look_at_modules(fn: Any, in_place: Callable[[], set[int]]) -> Iterator[None]
     try:
         yield
     except RuntimeError as error:
-        # On simulated ranks torch can't write what differs among ranks into a tensor that they share.
+        # On simulated ranks torch can't write values that differ among ranks into a tensor that ranks share.
         norms = [path for module in modules for path in _running_statistics(module)]
         if norms and any(text in str(error) for text in _IN_PLACE):
             raise StepError(own_buffer_text(norms[0])) from error
@@ -163,9 +163,9 @@ def refuse_max_norm(module: nn.Module) -> None:
 
 
 def own_written(buffers: Sequence[Buffer], where: str, in_place: Callable[[], set[int]]) -> None:
-    """Raise if one of `buffers`, of the module that errors call `where`, isn't any more what it was.
+    """Raise if one of `buffers` has changed; errors call their module `where`.
 
-    `in_place`: gives the ids of tensors that calls around this one have put into modules, and look after.
+    `in_place`: gives the ids of tensors that outer calls have put into modules; these calls check them.
     """
     written = [buffer for buffer in buffers if buffer.written()]
     if not written:
@@ -177,7 +177,7 @@ def own_written(buffers: Sequence[Buffer], where: str, in_place: Callable[[], se
 
 
 def own_buffer_text(which: str) -> str:
-    """What is wrong with a step that writes to a buffer of a module, and what to write."""
+    """The text of the error for a step that writes to a buffer of a module."""
     return (
         f"{which}: the module wrote to this buffer of its own. It isn't part of any state, and each rank would have "
         "its own values. Pass buffers in and return them: train.init(params, dict(module.named_buffers())), and in the "
@@ -198,18 +198,18 @@ class Buffer(NamedTuple):
     persistent: bool
 
     def written(self) -> bool:
-        """Whether it has been written to, or replaced if it is one that is saved; others are caches."""
+        """Whether the buffer was written to, or, if it is saved with the module, replaced; other buffers are caches."""
         now = self.kept_in.get(self.name)
         return version_of(now) != self.version if now is self.tensor else self.persistent
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The count of writes to it, where torch counts them."""
+    """The count of writes to the tensor, where torch counts them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def same_values(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors are equal pair by pair, to the last bit and below all transforms; the host reads that once."""
+    """Whether tensors are equal pair by pair, to the last bit and below all transforms; the host waits once."""
 
     def bits(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         return torch.cat([x.reshape(-1).view(torch.uint8) for x in tensors if x.device == device])
@@ -228,7 +228,7 @@ class Members:
             raise UnsupportedError(f"functional_call can't put tensors into a {type(module).__name__}.")
         self.module = module
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that holds the tensor, and its key
-        self.tied: dict[int, list[str]] = {}  # of tensors with several names, by id
+        self.tied: dict[int, list[str]] = {}  # the names of tensors with several names, by id
         self.buffers: list[Buffer] = []
         slots, first = self.slots, dict[int, str]()
         rest: list[tuple[str, nn.Module]] = [("", module)]
@@ -256,7 +256,7 @@ class Members:
             rest.extend([(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None])
 
     def untied(self, given: dict[str, torch.Tensor], tie_weights: bool) -> dict[str, torch.Tensor]:
-        """`given`, checked, with the other names of tensors that the module has under several."""
+        """`given`, checked, and extended by the other names of tensors that have several names in the module."""
         filled = dict(given)
         for name, tensor in given.items():
             if not isinstance(tensor, torch.Tensor):
@@ -274,7 +274,7 @@ class Members:
         return filled
 
     def _check_attribute(self, name: str) -> None:
-        """Raise unless the module has `name`, though as no parameter, and what is put there gets a gradient."""
+        """Raise unless the module has `name`, not as a parameter, and a tensor in its place would get a gradient."""
         *steps, last = name.split(".")
         part: Any = self.module
         for step in steps:
@@ -300,7 +300,7 @@ def modules_of(fn: Any) -> list[nn.Module]:
 
 
 def reached_from(fn: Any) -> Iterator[Any]:
-    """What `fn` refers to: in closures, globals, defaults, partials, and objects whose method it is."""
+    """The objects that `fn` refers to: in closures, globals, defaults, partials, and the object of a method."""
     seen: set[int] = set()
     queue: list[tuple[Any, int]] = [(fn, 0)]
     while queue and len(seen) < _MANY:
@@ -313,7 +313,7 @@ def reached_from(fn: Any) -> Iterator[Any]:
             queue.extend((x, depth + 1) for x in _referred(value))
 
 
-# A step may refer to all of a program.
+# A step may refer to everything in a program, so the search is limited.
 _DEPTH, _MANY = 6, 10_000
 
 

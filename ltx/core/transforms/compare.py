@@ -1,8 +1,7 @@
 """Comparing tensors between ranks by their digests, through the store or, in one process, in place.
 
-Parameters are compared at the first call of a step, and under ``ltx.debug_checks()`` at every call. Only where digests
-differ does data move, and only under debug_checks: rank 0's leaf, which each rank compares with its own to say by how
-much.
+Parameters are compared at the first call of a step, and under ``ltx.debug_checks()`` at every call. Data moves only
+under debug_checks, and only where digests differ: each rank gets rank 0's leaf, to say by how much its own differs.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
     """Raise ReplicaDivergedError on every rank unless `params`, which step `fn` is given, are the same on all.
 
     Between processes and threads only the first call of `fn` with each `key` compares; all ranks must make it together.
-    A peer that is elsewhere is told that this rank is at `signature`. Ranks of a vmap level that share one value have
-    nothing to compare; others are compared at every call.
+    If a peer calls something else meanwhile, its error says that this rank is at `signature`. Simulated ranks that
+    share one tensor have nothing to compare; tensors that they don't share are compared at every call.
     """
     compared = axis.ranks.compared
     if axis.size == 1 or (compared is not None and compared.has(fn, key)):
@@ -68,7 +67,7 @@ def check_leaves(
 def digests_by_rank(
     axis: Axis, leaves: Sequence[tuple[str, torch.Tensor]], signature: comm.Signature | None = None
 ) -> list[list[str]]:
-    """Each rank's digests of `leaves`, "" where they share a value; all of them are the same if no leaf differs."""
+    """Each rank's digests of `leaves`, "" for a leaf that ranks share; equal digests mean that no leaf differs."""
     paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
     apart = [axis.ranks.may_differ(x) for x in tensors]
     return axis.ranks.by_rank(
@@ -81,10 +80,10 @@ def digests_by_rank(
 def _diverged(
     axis_name: str, leaves: Sequence[tuple[str, torch.Tensor]], by_rank: Sequence[Sequence[str]], fix: str
 ) -> ReplicaDivergedError:
-    """The error for `leaves` that differ, of which the ranks have these digests; `fix` says what to do."""
+    """The error for `leaves` that differ among ranks, by the ranks' digests; `fix` says what to do."""
     size = len(by_rank)
     first = [digests[0] for digests in by_rank]
-    most, count = Counter(first).most_common(1)[0]  # of several, rank 0's or the next
+    most, count = Counter(first).most_common(1)[0]  # if several values are as frequent, take rank 0's or the next
     odd = [rank for rank in range(size) if first[rank] != most]
     right = first.index(most)
     path, leaf = leaves[0]
@@ -100,7 +99,7 @@ def _diverged(
 
 
 _COLUMNS = 512
-#: Below so many words of 8 bytes a cryptographic digest of everything costs as little.
+#: Below this many words of 8 bytes a cryptographic digest of everything costs no more.
 _SMALL = 8 * _COLUMNS
 
 
@@ -119,11 +118,11 @@ def hash_of(digests: Iterable[str]) -> str:
 
 
 def digest(x: torch.Tensor) -> str:
-    """Equal for equal bits, and different for others as good as always; "" for no elements.
+    """A digest: equal for equal bits, and almost always different for different bits; "" for no elements.
 
-    Sums of 64-bit words, modulo 2^64, over rows and over columns: changes that leave all of these as they were come by
-    fours at least, at the corners of rectangles. (``torch.hash_tensor``, an exclusive or, is the same for elements in
-    another order.)
+    Sums of 64-bit words, modulo 2^64, over rows and over columns: a change that leaves all of these sums as they were
+    changes at least four words, at the corners of a rectangle. (``torch.hash_tensor``, an exclusive or, ignores the
+    order of elements.)
     """
     data = bits(x)
     if not data.numel():
@@ -141,7 +140,7 @@ def digest(x: torch.Tensor) -> str:
 
 
 def bytes_of(x: torch.Tensor) -> bytes:
-    """Those of a tensor that :func:`values` gave, without NumPy."""
+    """The words of a tensor that :func:`values` gave, without NumPy."""
     x = x.cpu()
     return ctypes.string_at(x.data_ptr(), x.numel() * x.itemsize)
 

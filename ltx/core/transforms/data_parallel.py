@@ -78,7 +78,7 @@ class DataParallel(StepSettings):
         return plain_autograd.applies(tree.flatten((params, state))[0], others)
 
     def init(self, params: Tree) -> SyncState:
-        """The communication state before the first step, for strategies that have one; without leaves for others.
+        """The communication state before the first step; it has no leaves if the strategy keeps no state.
 
         With ``bucket_bytes="auto"`` or ``comm_hook="auto"`` the network is measured here, so every rank must call this.
         """
@@ -148,7 +148,7 @@ class DataParallel(StepSettings):
         return Run(marked.tied(output), self.axis, marked.schedule, mean, local, within, marked.inputs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, deferred: bool) -> Any:
-        """Call the user's step, and see to what it does besides returning something."""
+        """Call the user's step, and check its side effects."""
         token, before = in_step.set(True), private.nodes_made()
         try:
             with look_at_modules(self.fn, tensors_in_place):
@@ -245,7 +245,8 @@ def data_parallel(
 ) -> DataParallel | Callable[[Step], DataParallel]:
     """A step whose gradients are reduced over the ranks of an axis, overlapping the backward pass.
 
-    You write the step of one process; on every rank the gradients then are the mean over all ranks' batches.
+    You write the step of one process. Every rank (process) runs it on its own batch, and gets the mean of all ranks'
+    gradients: those of one process that had all batches.
 
     Args:
         step_fn: ``(params, *batch) -> output``, pure in its parameters: a tree of tensors in, a scalar loss (or a tree
@@ -264,12 +265,12 @@ def data_parallel(
         A :class:`DataParallel`: a function with `step_fn`'s signature and value. ``@ltx.data_parallel`` decorates, too.
 
     Gradient:
-        With respect to `argnums`: the gradient of the mean over ranks of the output, as the strategy reduces it; the
-        same bits on every rank, or this rank's own where ranks share something else, as in local SGD. It works through
-        ``loss.backward()``, ``torch.autograd.grad``, torch.func, ``torch.compile`` and inside :func:`ltx.vmap`. Other
-        arguments have this rank's own. Every rank must differentiate its output; parameters that it doesn't use have
-        zeros. ``vmap(grad(step))`` gives for sample j the mean over ranks of their samples j. Second derivatives are
-        exact, whatever the hook does to first ones.
+        With respect to `argnums`: the gradient of the mean over ranks of the output, as the strategy reduces it, with
+        the same bits on every rank. Where ranks don't share gradients, as in local SGD, it is this rank's own. It works
+        through ``loss.backward()``, ``torch.autograd.grad``, torch.func, ``torch.compile`` and inside :func:`ltx.vmap`.
+        Gradients with respect to other arguments are this rank's own. Every rank must differentiate its output;
+        parameters that the output doesn't use get zeros. ``vmap(grad(step))`` gives, for sample j, the mean over ranks
+        of the gradients of each rank's sample j. Second derivatives are exact, even if the hook compresses first ones.
 
     Raises:
         StepError: the output has the structure and shapes of the parameters and `returns` isn't "grads"; or the step
@@ -277,7 +278,7 @@ def data_parallel(
         TreeError: the parameters aren't a tree of tensors.
         RankMismatchError: ranks' parameters differ in structure, shapes or dtypes; on all ranks, at the first call.
         ReplicaDivergedError: ranks' parameters differ in their values; on all ranks, at the first differentiated call
-            with parameters of this structure. Compared by digests through the store, before anything is reduced.
+            with parameters of this structure. Ranks compare digests through the store before anything is reduced.
 
     Example:
         >>> import torch, ltx
@@ -313,7 +314,7 @@ class Blocked(DataParallel):
 
 
 def block_backward_sync(step: DataParallel) -> Blocked:
-    """The same step with this rank's own gradients: nothing is reduced, nothing is sent.
+    """The same step with this rank's own gradients: nothing is reduced and nothing is sent.
 
     Args:
         step: what :func:`ltx.data_parallel` returned.

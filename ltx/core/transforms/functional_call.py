@@ -1,18 +1,18 @@
-"""functional_call: torch.func's, with its tensors in place also while activation checkpointing recomputes.
+"""functional_call: as torch.func's, but its tensors are also in place while activation checkpointing recomputes.
 
-Tensors are put into the module for the time of the call, as torch does. A copy of the module that holds them would be
-simpler, but what refers to the original (a bound method, a patched forward, a list of layers) would use old parameters
-without a word.
+Tensors are put into the module for the time of the call, as torch does. To call a copy of the module would be simpler,
+but bound methods, patched forwards and lists of layers refer to the original, and would use its old parameters.
 
 ``torch.utils.checkpoint`` runs a function again in the backward pass. By then a functional call has given the module
-its own tensors back, so the function would see those, and gradients would be wrong without a word. Torch has no place
-to say what a second pass needs, so three of its classes are replaced by subclasses here, which note what is in modules
-where a checkpoint begins: by ltx's functional calls, and in a step by torch's too. Elsewhere they do what torch's do.
+its own tensors back, so the function would use these, and gradients would be silently wrong. Torch has no hook for
+this, so three of its classes are replaced by subclasses here. Where a checkpoint begins, they note which tensors
+functional calls of ltx (and in a step, of torch) have put into modules. Elsewhere they do what torch's classes do.
 
-To leave the tensors in the module until the backward pass has ended was tried (torch 2.13). It is right for one call of
-a module in a step that owns its backward pass. It is wrong for two calls with different tensors (a teacher, an inner
-loop), for buffers that the first pass has written (power iterations, batch norm), and after ``step(params)`` whose
-backward pass comes later or never: the module would hold the step's parameters, also after an error.
+Another way was tried (torch 2.13): to leave the tensors in the module until the backward pass has ended. That is right
+for one call of a module in a step that owns its backward pass. It is wrong for two calls with different tensors (a
+teacher, an inner loop), for buffers that the first pass has written (power iterations, batch norm), and after
+``step(params)`` whose backward pass comes later or never: the module would keep the step's parameters, even after
+errors.
 """
 
 from __future__ import annotations
@@ -50,15 +50,18 @@ def functional_call(
 ) -> Any:
     """Call a module with the given tensors in the places of its parameters and buffers.
 
-    ``torch.func.functional_call``, and right where that is silently wrong: under activation checkpointing
-    (``torch.utils.checkpoint``, ``gradient_checkpointing_enable()``) the second forward pass, in the backward pass,
-    sees the given tensors as well. The module and the given tensors stay as they are.
+    A module of torch holds its parameters; a step of ltx is given them, as a dict from names to tensors such as
+    ``dict(model.named_parameters())``. ``ltx.functional_call(model, params, (x,))`` is ``model(x)`` with `params`.
+
+    It does what ``torch.func.functional_call`` does, and is right where that is silently wrong: under activation
+    checkpointing (``torch.utils.checkpoint``, ``gradient_checkpointing_enable()``) the second forward pass, in the
+    backward pass, sees the given tensors as well. The module and the given tensors stay as they are.
 
     Args:
-        module: any module. Tensors that aren't given are its own.
+        module: any module. In place of tensors that aren't given, the module's own are used.
         params_and_buffers: a dict from names, as in ``module.named_parameters()`` and ``named_buffers()``, to tensors,
             or a tuple of such dicts.
-        args: the module's positional arguments, a tuple; anything else is the only one.
+        args: a tuple of the module's positional arguments; anything else than a tuple is the only argument.
         kwargs: its keyword arguments.
         tie_weights: a tensor that the module has under several names is replaced under all of them by the one that is
             given for one. If False, names that aren't given keep the module's own.
@@ -69,8 +72,8 @@ def functional_call(
         What the module returns, or ``(that, buffers)`` with `return_buffers`: a dict with the given buffers' names.
 
     Gradient:
-        With respect to the given tensors, as through the module. With ``use_reentrant=True`` checkpoints run as with
-        False, which have the same gradients. Where torch.func makes the graph (simulated ranks, second derivatives,
+        With respect to the given tensors, as through the module. Checkpoints with ``use_reentrant=True`` run as if it
+        were False; gradients are the same. Where torch.func makes the graph (simulated ranks, second derivatives,
         :func:`ltx.grad` in a world of one, compiled steps) torch can't checkpoint: values are the same, and activations
         are kept.
 
@@ -95,7 +98,7 @@ def functional_call(
     kwargs = {} if kwargs is None else dict(kwargs)
     if traced.recording():
         _check_traceable(module)
-        # There checkpoints are operators that have all they need as arguments.
+        # In a graph, checkpoints are operators that get all they need as arguments.
         # Under torch.func, writes to given buffers that nobody takes raise; they would be lost in copies.
         taken = return_buffers or not private.in_transform()
         names = [name for name, _ in module.named_buffers(remove_duplicate=False) if name in given and taken]
@@ -106,7 +109,7 @@ def functional_call(
         if not isinstance(flag, bool):
             raise InputError(f"functional_call: {name} must be a bool, got {brief(flag)}.")
     members = Members(module)
-    copied: dict[int, torch.Tensor] = {}  # of a buffer with several names there is one copy
+    copied: dict[int, torch.Tensor] = {}  # a buffer with several names has one copy
     copies = {
         buffer.path: copied.setdefault(id(x), _copied(x))
         for buffer in members.buffers
@@ -168,7 +171,7 @@ def _merged(given: Any) -> dict[str, torch.Tensor]:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that can be written to, also with what differs among simulated ranks."""
+    """A copy that can be written to, also with values that differ among simulated ranks."""
     copied = tensor.clone()
     if private.in_transform():
         for axis in axes_in_scope():
@@ -178,7 +181,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Tensor | None:
-    """What `copy` is, if it may be written to past torch's count of writes."""
+    """The value of `copy`, for a buffer that may be written to without torch counting it."""
     if private.in_transform():
         with private.below_transforms():
             return unwrapped(copy).clone()
@@ -188,7 +191,7 @@ def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Ten
 
 
 def _written(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str | None:
-    """The name of a tensor that isn't what it was, in pairs of what it is and was; the host waits for values once."""
+    """The name of a tensor that has changed; `pairs` are (now, before). The host waits for values once."""
     if not pairs or same_values(*zip(*((unwrapped(now), was) for now, was in pairs.values()), strict=True)):
         return None
     return next(name for name, (now, was) in pairs.items() if not same_values([unwrapped(now)], [was]))
@@ -196,14 +199,14 @@ def _written(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str | No
 
 # --- tensors in places ------------------------------------------------------------------------------------------------
 
-#: What ltx.functional_call has put into modules in this thread, the outermost call first.
+#: The calls of ltx.functional_call that are under way in this thread, the outermost first.
 _placed: ContextVar[tuple[Swap, ...]] = ContextVar("_placed", default=())
 
 
 class Swap:
-    """Tensors in the places of a module's own.
+    """Tensors that take the places of a module's own during a call.
 
-    `tensors`: by name, tied names included. `before`: those that are copies of given buffers, as they were given.
+    `tensors`: by name, tied names included. `before`: given buffers of which copies are put in, as they were given.
     """
 
     def __init__(self, members: Members, tensors: dict[str, torch.Tensor], before: Mapping[str, torch.Tensor]):
@@ -213,12 +216,12 @@ class Swap:
         self._own: dict[str, torch.Tensor] = {}
         # Parametrized tensors aren't kept in a dict of the module.
         self._parametrized, self._others = NamedMemberAccessor(members.module), dict[str, torch.Tensor]()
-        # Of each buffer: the tensor, the count of writes to it, and the value that it had then.
+        # For each buffer: the tensor, the count of writes to it, and its value at that count.
         self._kept = {name: (tensors[name], version_of(tensors[name]), value) for name, value in before.items()}
 
     @classmethod
     def of_call(cls, module: nn.Module, given: Mapping[str, torch.Tensor]) -> Swap:
-        """Of torch's functional_call of `module`, which is under way: what of `given` is in the module now."""
+        """The swap of torch's functional_call, while it is under way: the tensors of `given` that `module` holds."""
         members, ids = Members(module), {id(x) for x in given.values()}
         tensors = {path: x for path, (kept_in, key) in members.slots.items() if id(x := kept_in[key]) in ids}
         return cls(members, tensors, {b.path: b.tensor.clone() for b in members.buffers if b.path in tensors})
@@ -233,7 +236,7 @@ class Swap:
                 kept_in[key] = tensor
 
     def _take_out(self) -> dict[str, torch.Tensor]:
-        """Give the module its own tensors back; those that it held instead, by name."""
+        """Give the module its own tensors back; return the tensors that it held instead, by name."""
         held = {}
         for name, tensor in self._own.items():
             kept_in, key = self.members.slots[name]
@@ -243,7 +246,7 @@ class Swap:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the tensors there, and the module's own back afterwards."""
+        """Put the tensors into the module, and its own back afterwards."""
         module, slots = self.members.module, self.members.slots
         token = _placed.set((*_placed.get(), self))
         lost: list[str] = []
@@ -265,13 +268,13 @@ class Swap:
             )
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """What puts them there once more, for a second pass through a part of this call. Buffers begin as they are now.
+        """A function that puts the tensors in again, for a second pass through a part of this call.
 
-        What the second pass writes to them is thrown away: it was written in the first.
+        Buffers begin as they are now. The second pass' writes to them are thrown away: the first pass made them too.
         """
         if not self._kept:
             return self.in_place
-        # Batch norm counts its calls in one buffer and writes past the count of writes to the others.
+        # Batch norm counts its calls in one buffer, and writes to its other buffers without torch counting it.
         found = {name: kept_in[key] for name in self._kept for kept_in, key in [self.members.slots[name]]}
         written = {
             _module_of(name)
@@ -301,7 +304,7 @@ def _module_of(name: str) -> str:
 def set_placed_aside() -> Callable[[], None]:
     """Give modules their own tensors back for a while, in which another rank of this process runs.
 
-    What comes back puts those of the functional calls that are under way in this thread there again.
+    The function that this returns puts in the tensors of the functional calls under way in this thread again.
     """
     held = [(swap, swap._take_out()) for swap in reversed(_placed.get())]
 
@@ -332,7 +335,7 @@ class _Call(NamedTuple):
 
 
 def _calls() -> tuple[list[_Call], bool]:
-    """What runs in this thread: functional calls of torch, and whether a data-parallel step does.
+    """What runs in this thread: functional calls of torch, and perhaps a data-parallel step.
 
     Found on the stack. Where a part of a compiled function can't be compiled, it runs in branches for graphs.
     """
@@ -387,7 +390,7 @@ class _Frame(_CheckpointFrame):
 
 
 class _Hook(_checkpoint_hook):
-    """What makes a checkpointed call forget its activations; not under torch.func, which has no such hooks."""
+    """The hooks that make a checkpointed call drop its activations; torch.func forbids such hooks."""
 
     def __enter__(self) -> None:
         refused = private.why_no_saved_hooks() is not None
@@ -403,9 +406,9 @@ class _Hook(_checkpoint_hook):
 class _Reentrant(CheckpointFunction):
     """``use_reentrant=True``.
 
-    Its backward pass would differentiate down to the step's parameters on its own, past the reduction; and for what it
-    closes over there would be no gradient, without a word. Inside ltx.functional_call and data-parallel steps the other
-    kind runs in its place, which has the same gradients.
+    The reentrant kind would differentiate down to the step's parameters by itself, past the reduction, and tensors that
+    it closes over would silently get no gradient. Inside ltx.functional_call and data-parallel steps the other kind
+    runs in its place, with the same gradients.
     """
 
     @classmethod

@@ -1,6 +1,6 @@
-"""grad and grad_and_value: torch.func's, threading the communication state.
+"""grad and grad_and_value: as torch.func's, with the communication state passed through.
 
-functorch takes some 30 us a parameter more for a step that is an autograd Function to it than for one that isn't. So
+functorch takes some 30 us a parameter more for a step that it sees as an autograd Function than for another step. So
 where no transform is around the call, and nothing but the parameters is differentiated, gradients are taken by plain
 autograd up to the marker, and from there as reductions complete.
 """
@@ -43,7 +43,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
 
     Raises:
         StepError: the step returned something else than a 0-dim tensor.
-        SyncStateError: the strategy has state and none was given, or one that was used before.
+        SyncStateError: the strategy has state and no state was given, or a state that was used before.
 
     Example:
         >>> import torch, ltx
@@ -76,7 +76,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         if sync_state is not None:
             check_state(sync_state)
         placements = Placements.of(tree.flatten(args[argnums])[0]) if isinstance(argnums, int) else PLAIN
-        if placements and isinstance(argnums, int):  # first derivatives are all there is
+        if placements and isinstance(argnums, int):  # only first derivatives are taken
             args = (*args[:argnums], tree.map(torch.Tensor.detach, args[argnums]), *args[argnums:][1:])
         if isinstance(argnums, int) and _is_plain(step, argnums, args, kwargs, sync_state):
             return _by_plain_autograd(step, argnums, args, kwargs, sync_state, checked_output)
@@ -95,7 +95,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         filled = at_places(args, [argnums], [Synced(args[argnums], sync_state)])
         synced, value = _by_torch_func(scalar, numbers, True, has_aux, filled, kwargs)
         state = synced.sync_state
-        if traced.recording():  # the clock has counted: a step in the structure would be compiled anew
+        if traced.recording():  # the clock has counted; a step in the structure would need a new compilation
             return (synced.params, state), value
         return (synced.params, state.clock_read()), value
 
@@ -106,8 +106,8 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
 def grad(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """``torch.func.grad`` with a keyword for the communication state of the step.
 
-    As :func:`grad_and_value` without the value: gives ``grads``, ``(grads, next state)`` if given a `sync_state`, and
-    that together with aux as a pair with `has_aux`.
+    As :func:`grad_and_value` without the value: it gives ``grads``, or ``(grads, next state)`` if it gets a
+    `sync_state`; with `has_aux`, the pair of that and aux.
 
     Example:
         >>> import torch, ltx
@@ -146,7 +146,7 @@ def _by_torch_func(
 def _is_plain(
     step: Step, argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], sync_state: SyncState | None
 ) -> TypeGuard[DataParallel]:
-    """Whether plain autograd gives what torch.func would: no transform is around, nothing else is differentiated."""
+    """Whether plain autograd gives torch.func's result: no transform is around, and nothing else is differentiated."""
     if not isinstance(step, DataParallel) or not isinstance(step.argnums, int) or step.returns != "value":
         return False
     if argnum % len(args) != step.argnums % len(args) or isinstance(args[argnum], Synced):
@@ -169,7 +169,7 @@ def _by_plain_autograd(
     sync_state: SyncState | None,
     checked_output: Callable[[Any], Any],
 ) -> Any:
-    """What :func:`grad_and_value`'s function gives, where :func:`_is_plain`."""
+    """The result of :func:`grad_and_value`'s function, where :func:`_is_plain`."""
     params = args[argnum]
     filled = at_places(args, [argnum], [params if sync_state is None else Synced(params, sync_state)])
     with comm.span("forward"), torch.enable_grad():
@@ -184,7 +184,7 @@ def _by_plain_autograd(
     try:
         schedule.send_summary()
         loss = output[0] if isinstance(output, tuple) else output
-        # Where nothing ties it to the markers it may reach no parameter.
+        # Where nothing ties the loss to the markers, it may reach no parameter.
         schedule.backward(loss if loss.requires_grad else None, run.inputs)
         with torch.no_grad():
             for bucket, reduced in schedule.wait_buckets():
@@ -207,7 +207,7 @@ def _by_plain_autograd(
 def _by_local_parts(
     scalar: Callable[..., Any], argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], placements: Placements
 ) -> Any:
-    """What :func:`grad_and_value`'s function gives for DTensors, into which torch.func can't look."""
+    """The result of :func:`grad_and_value`'s function for DTensors, into which torch.func can't look."""
     leaves, spec = tree.flatten(args[argnum])
     parts = [x.detach().requires_grad_() for x in placements.local(leaves)]
     with torch.enable_grad():

@@ -1,7 +1,7 @@
-"""Marking the parameters of a step, so that their gradients are reduced in the backward pass; or those at hand, now.
+"""Mark the parameters of a step, so that the backward pass reduces their gradients; or reduce given gradients now.
 
 An eager call gets a schedule. A compiled graph gets nodes, which make a schedule of functional collectives when they
-run. Without communication there is no mark.
+run. A step without communication gets no mark.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def prepare_trace(
     dtype: torch.dtype | None = None,
     choice: str = "",
 ) -> tuple[str, tuple[str, ...], bool]:
-    """(the key of a step's settings in a graph, the names of a leaf's states, whether hooks go by paths).
+    """Returns (the key of a step's settings in a graph, the names of a leaf's states, whether hooks go by paths).
 
     The key is "" where gradients stay local.
 
@@ -84,7 +84,7 @@ def _schedule_in_graph(
     step: int = 0,
     clock: torch.Tensor | None = None,
 ) -> Schedule:
-    """`paths`: of the tensors, if they are asked for."""
+    """`paths`: the paths of the tensors, if hooks need them."""
     strategy, hook, axis = traced.kept(key)
     of = list(paths)
     plan = make_plan(
@@ -104,7 +104,7 @@ def _mark_node(
     clock: torch.Tensor | None,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """(marked parameters, tokens) of ``*parameters, *states``, at the step `step` + `clock`."""
+    """Mark ``*parameters, *states`` at the step `step` + `clock`: (marked parameters, tokens)."""
     count = len(arrival)
     schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, paths, step, clock)
     states = iter(tensors[count:])
@@ -114,7 +114,7 @@ def _mark_node(
 
 @traced.node
 def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Outputs tied, of ``*tokens, *kept, *successors, *outputs``."""
+    """The tied outputs, from ``*tokens, *kept, *successors, *outputs``."""
     _, hook, axis = traced.kept(key)
     return tuple(marker.Tie.apply(schedule_for(Plan(axis, hook, (), ()), compiled=True), tokens, kept, *tensors))
 
@@ -123,7 +123,7 @@ def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple
 def reduce_in_graph(
     key: str, arrival: tuple[int, ...], paths: tuple[str, ...], *grads: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Reduced gradients, by a hook without state."""
+    """Gradients reduced by a hook without state."""
     none: list[tuple[()]] = [() for _ in grads]
     schedule = _schedule_in_graph(key, "sync_gradients", grads, arrival, tuple(none), paths)
     return tuple(reduce_gradients(schedule, grads, none)[0])
@@ -157,7 +157,7 @@ def mark(
 ) -> Marked:
     """The marked parameters of an eager call of `step_fn` at `step`, for which the strategy gives `hook`.
 
-    `leaves` are local parts of those `given`.
+    `leaves` are the local parts of the `given` tensors.
     """
     axis, hook = comm.resolve(step_fn.axis), options.hook or hook
     own = {} if options.deferred else _with_grads(given, axis)
@@ -172,7 +172,7 @@ def mark(
         f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with others. "
         "Nest two ltx.vmap, one for nodes and one for the ranks of a node.",
     )
-    # A deferred caller takes the gradients from the schedule, so no graph has to lead to the parameters.
+    # A deferred caller takes the gradients from the schedule, so the graph needn't lead to the parameters.
     source = torch.zeros((), requires_grad=True) if options.deferred and axis.ranks.overlaps else None
     wanted = all_tracked(leaves) if source is None else differentiable(leaves)
     if not wanted:
@@ -193,7 +193,8 @@ def mark(
         "data_parallel",
         spec,
     )
-    # Ranks that share gradients start from the same parameters; ranks that communicate after the optimizer needn't.
+    # Ranks that share gradients start from the same parameters; if ranks communicate after the optimizer, these may
+    # differ.
     if step_fn.strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
         sharing = hook.within(axis) or axis
         check_in_debug(sharing, params)
@@ -219,7 +220,7 @@ def mark(
 def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
     if sync_state is None or not any(tracked(leaf) for leaf in leaves):
         return Marked(leaves, as_given=True)
-    # Blocked, the state passes through unchanged; else this was a step, though without communication.
+    # If the step is blocked, the state passes through unchanged; else this counts as a step without communication.
     if step_fn.blocked:
         kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
     else:
@@ -228,12 +229,12 @@ def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncStat
     return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
 
 
-# An attribute of a leaf whose .grad holds gradients of this rank alone, whatever else has been done to them.
+# The attribute that marks a leaf whose .grad was written by a step whose gradients stay local.
 _LOCAL = "_ltx_local"
 
 
 def _with_grads(given: Sequence[torch.Tensor], axis: Axis) -> dict[int, torch.Tensor]:
-    """Those of the `given` leaves that a backward pass may write a ``.grad`` to, by their places."""
+    """The `given` leaves whose ``.grad`` a backward pass may write, by their places."""
     active = private.in_transform()
     below = () if active and not axis.ranks.levels else map(unwrapped, given) if active else given
     return {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}
@@ -255,9 +256,9 @@ def _noted(outs: list[torch.Tensor], leaves: Collection[torch.Tensor]) -> list[t
 def _unreduced(
     axis: Axis, given: Sequence[torch.Tensor], leaves: dict[int, torch.Tensor], paths: Callable[[], list[str]]
 ) -> str:
-    """The leaves whose ``.grad`` of this rank alone this backward pass adds to, with a digest; "" if there are none.
+    """The leaves whose unreduced ``.grad`` this backward pass adds to, with a digest; "" if there are none.
 
-    Ranks compare it, simulated ones here: what has been reduced since, by whatever means, is the same on all of them.
+    Ranks compare the digest (simulated ranks do it here): a ``.grad`` that was reduced since is equal on all ranks.
     """
     grads = []
     for i, x in leaves.items():
@@ -288,7 +289,7 @@ def _accumulates(leaf: torch.Tensor) -> bool:
     """Whether the backward pass under way adds to the ``.grad`` of `leaf`."""
     try:
         return private.will_run(torch.autograd.graph.get_gradient_edge(leaf).node)
-    except RuntimeError:  # torch.autograd.grad gives it to its caller
+    except RuntimeError:  # torch.autograd.grad gives the gradient to its caller
         return False
 
 
@@ -344,7 +345,7 @@ def sync_gradients(
             passed on. None leaves are part of the structure. Sparse ones (COO, as of ``nn.Embedding(sparse=True)``) are
             reduced exactly, whatever the hook, by their entries alone, and come back coalesced; each rank may have
             entries at other places.
-        strategy: how; :class:`ltx.DDPStrategy` if None.
+        strategy: how gradients are reduced; :class:`ltx.DDPStrategy` if None.
         sync_state: the communication state of a stateful strategy.
         axis: as in :func:`ltx.psum`.
 
@@ -357,7 +358,7 @@ def sync_gradients(
     Raises:
         TreeError, AxisError, RankMismatchError: as in :func:`ltx.psum`.
         SyncStateError: a stateful strategy without its state.
-        UnsupportedError: a sparse leaf, and a hook that takes no mean (:class:`ltx.hooks.Adasum`).
+        UnsupportedError: a sparse leaf with a hook that takes no mean (:class:`ltx.hooks.Adasum`).
 
     Example:
         >>> import torch, ltx
@@ -399,7 +400,7 @@ def sync_gradients(
 def _of_local_parts(
     grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any
 ) -> tuple[Tree, SyncState | None]:
-    """:func:`sync_gradients` of a tree with DTensors: of their local parts. Sums that are due are taken first."""
+    """:func:`sync_gradients` of a tree with DTensors: it reduces their local parts. Partial sums are added up first."""
     leaves, spec = tree.flatten(tree.map(summed, grads))
     placements = Placements.of(leaves)
     step = 0 if state is None else state.checked_step()
@@ -410,9 +411,9 @@ def _of_local_parts(
 
 
 def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any) -> tuple[Tree, SyncState | None]:
-    """:func:`sync_gradients` of a tree with sparse leaves: Horovod's way, whose indices and values are gathered.
+    """:func:`sync_gradients` of a tree with sparse leaves: it gathers their indices and values, as Horovod does.
 
-    Nothing of them is compressed. They go first, as ranks compare their whole trees by then.
+    Sparse leaves aren't compressed. They go first, and with them ranks compare their whole trees.
     """
     sparse, dense = split_sparse(grads)
     hook = strategy.hook(0 if state is None else state.checked_step())

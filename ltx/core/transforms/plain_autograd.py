@@ -1,12 +1,12 @@
 """First derivatives by torch.func at the speed of plain autograd.
 
 Under ``torch.func.grad`` every operation of a step passes functorch's interpreter, and the backward pass is recorded as
-if it were to be differentiated again: 1.08 times the time of ``loss.backward()`` and more memory. Where one level of
-``grad`` (or ``vjp``, ``jacrev``) is all there is, the step runs *below* it instead, on plain autograd, as one autograd
+if it were to be differentiated again: 1.08 times the time of ``loss.backward()`` and more memory. Where a single level
+of ``grad`` (or ``vjp``, ``jacrev``) is in force, the step runs *below* it instead, on plain autograd, as one autograd
 Function of its parameters; the gradient, the overlap and the bits are those of ``loss.backward()``.
 
-Anything else takes the ordinary way, which composes without limit: several levels, tangents, other arguments that are
-differentiated, or a step that closes over a value that is.
+Other cases take the ordinary way, which composes without limit: several levels, tangents, differentiated arguments
+beside the parameters, or a step that closes over a differentiated value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch
 
 
 class Call:
-    """One call of a step below the transform: its plain graph, kept for the backward pass."""
+    """One call of a step below the transform, with its plain graph, which is kept for the backward pass."""
 
     def __init__(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.step = step
@@ -47,7 +47,7 @@ class Call:
         self._differentiable: list[int] = []
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the step on plain leaves; the outputs that have a gradient."""
+        """Run the step on plain leaves; return the outputs that have a gradient."""
         self.inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, self._wanted, strict=True)]
         args, kwargs = tree.unflatten(self.spec, at_places(self.leaves, self.wrapped, self.inputs))
         with comm.span("forward"), torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn):
@@ -58,7 +58,7 @@ class Call:
         return tuple(x.detach() for x in self.outputs)
 
     def result(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """What the step returned, with `outputs` in the places of those that have a gradient."""
+        """The step's result, with `outputs` in the places of the tensors that have a gradient."""
         values, spec = self._result
         return tree.unflatten(spec, at_places(values, self._differentiable, outputs))
 
@@ -145,7 +145,7 @@ def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def call_below(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The value of `step`, its derivative on plain autograd. Raises TracedValueError where that isn't exact."""
+    """The value of `step`, derived by plain autograd. Raises TracedValueError where that would be incomplete."""
     call = Call(step, args, kwargs)
     outputs = Below.apply(call, *(call.leaves[i] for i in call.wrapped))
     if not call.outputs:

@@ -29,21 +29,20 @@ from ltx.typing import Step, Tree
 
 
 class Weighted(NamedTuple):
-    """What a step returns instead of a mean: a sum over its samples or tokens, and their count.
+    """A step returns this instead of a mean: a sum over its samples or tokens, and their count.
 
     The value and gradient of the wrapped step are then the sum of the totals divided by the sum of the weights, over
     ranks and micro-batches, exactly; ranks may have unequal batches, and a rank without data contributes weight 0.
-    Sums, and so the value, are in float32 at least.
+    Sums are taken in float32 at least, so the value is too.
 
     Attributes:
         total: 0-dim floating tensor: the sum of the losses.
-        weight: 0-dim tensor or number: how many there were. It counts as a constant: no gradient flows through it.
+        weight: 0-dim tensor or number: the count of samples. It is a constant: no gradient flows through it.
 
     Raises:
         StrategyError: (from a train step) the strategy averages parameters or updates of ranks that take steps of their
             own (local SGD, DiLoCo, gossip, asynchronous averaging, Adasum): every rank counts alike there.
-        WeightError: (from the step) the weights of all ranks add up to 0. In a compiled graph, where values can't be
-            looked at, the result is NaN.
+        WeightError: (from the step) the weights of all ranks add up to 0. In a compiled graph the result is NaN.
 
     Example:
         >>> import torch, ltx
@@ -84,7 +83,7 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSettings(Readable):
-    """The fields of :class:`ltx.DataParallel`, each checked, and what follows from them."""
+    """The fields of :class:`ltx.DataParallel`, each checked, and values that follow from them."""
 
     fn: Step
     strategy: Strategy = field(default_factory=default_strategy)
@@ -94,7 +93,7 @@ class StepSettings(Readable):
     returns: Literal["value", "grads"] = "value"
     blocked: bool = False
     precision: Any = None
-    #: How all parameters lie on meshes, for a caller that gives the step their local parts. Else the parameters say.
+    #: The placements of all parameters, for a caller that gives the step their local parts. Else the parameters say.
     placements: Placements = field(default=PLAIN, repr=False)
 
     def __post_init__(self) -> None:
@@ -138,14 +137,14 @@ class StepSettings(Readable):
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How the marker of one call works. A plain call of a step has none of these."""
+    """How the marker of one call works. A plain call of a step has the defaults."""
 
     #: The backward pass doesn't wait for its reductions: the caller does. The caller then differentiates with respect
     #: to :attr:`Run.inputs`, and parameters needn't require gradients.
     deferred: bool = False
     step: int | None = None  # the number of steps so far, if the caller counts them; None: the communication state does
-    hook: CommHook | None = None  # what ranks share in place of gradients; None: what the strategy says
-    frozen: Tree = None  # parameters that take the places of None among those of the step
+    hook: CommHook | None = None  # the hook of what ranks share in place of gradients; None: the strategy's
+    frozen: Tree = None  # the frozen parameters, which take the places of None among the step's parameters
 
 
 PLAIN_CALL = CallOptions()
@@ -153,13 +152,13 @@ PLAIN_CALL = CallOptions()
 
 @dataclass(frozen=True)
 class Marked:
-    """What a step is given, and what will be done to what it returns."""
+    """The parameters that a step gets, and the function that ties its output to their markers."""
 
     leaves: list[Any]  # the parameters, marked or as they are
     #: Ties floating tensors to the markers; None if there are none.
     tie: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
-    schedule: Schedule | None = None  # of the backward pass on an axis, if there will be one; None in a compiled graph
-    #: What to differentiate with respect to, where the schedule has all that comes of it.
+    schedule: Schedule | None = None  # that of a coming backward pass on an axis; None in a compiled graph
+    #: The tensors to differentiate with respect to, where the schedule keeps the gradients itself.
     inputs: list[torch.Tensor] | None = None
     as_given: bool = False  # `leaves` are those of the call. (A list's identity can't be asked in a graph.)
 
@@ -170,7 +169,7 @@ class Marked:
         leaves, spec = tree.flatten(output)
         ties = _floating(leaves)
         if not (traced.recording() or private.in_transform()):
-            # What is detached stays so. Where all is, the rank's loss reaches no parameter, and counts all the same.
+            # Detached tensors stay detached. If all are, the loss reaches no parameter, but the rank takes part.
             ties = [i for i in ties if leaves[i].requires_grad] or ties
         if ties:
             given = [leaves[i] for i in ties]
@@ -202,13 +201,13 @@ class Run:
     output: Any  # what the user's function returned, tied to the markers
     axis: Any  # the step's
     schedule: Schedule | None  # as in :class:`Marked`
-    mean: bool  # values are means over ranks
+    mean: bool  # tensors in the value are means over ranks
     local: bool  # ranks don't share gradients in this step, so a Weighted's mean is this rank's own too
-    within: Axis | None  # the part of the axis whose ranks share gradients, if it isn't all
+    within: Axis | None  # the part of the axis whose ranks share gradients, if not all ranks do
     inputs: list[torch.Tensor] | None  # as in :class:`Marked`
 
     def value(self) -> Any:
-        """What the caller of the step gets."""
+        """The value that the caller of the step gets."""
         output = self.output
         if isinstance(output, Weighted):
             return self._weighted_mean(output)
@@ -217,7 +216,7 @@ class Run:
         return self.averaged(output)
 
     def averaged(self, values: Tree) -> Tree:
-        """`values` with the mean over ranks of floating and complex tensors, if outputs are means."""
+        """`values`; if outputs are means, with the means over ranks of floating and complex tensors."""
         return averaged(values, self.axis) if self.mean else values
 
     def _weighted_mean(self, output: Weighted) -> torch.Tensor:
@@ -238,7 +237,7 @@ class Run:
 def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:
     """Raise if `output` looks like the parameters (`leaves` and `spec`).
 
-    A gradient or new parameters made inside the step would be local, without a word.
+    Gradients or new parameters made inside the step would silently be this rank's own.
     """
     if isinstance(output, torch.Tensor) and output.ndim == 0:
         return  # a loss, whatever else it may be
@@ -267,12 +266,12 @@ def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None
 #
 #     data_parallel(f)(params) = (tie ∘ f ∘ placed ∘ mark ∘ local)(params)
 #
-# All between is plain tensors: buckets, hooks, states. The transpose of `placed` gives a gradient the placements of its
-# parameter. A mesh may split parameters over its other dimensions.
+# Between `local` and `placed` all tensors are plain: buckets, hooks, states. The transpose of `placed` gives a gradient
+# the placements of its parameter. A mesh may split parameters over its other dimensions.
 
 
 def placed(placements: Placements, parts: Tree) -> Tree:
-    """The tree of `parts` as the user's step is given it."""
+    """The tree of parameters that the user's step gets, made of `parts`."""
     leaves, spec = tree.flatten(parts)
     given = placements.placed(leaves)
     for x, part in zip(given, leaves, strict=True):
@@ -283,7 +282,7 @@ def placed(placements: Placements, parts: Tree) -> Tree:
 
 
 def whole_scalars(output: Any) -> Any:
-    """`output` with 0-dim tensors that are whole: a loss is its value, the same on all ranks of a mesh."""
+    """`output` with whole 0-dim tensors: a loss that is a DTensor becomes its value, equal on all ranks of a mesh."""
     leaves, spec = tree.flatten(output)
     scalars = [i for i in on_mesh(leaves) if leaves[i].ndim == 0]
     return tree.unflatten(spec, at_places(leaves, scalars, [whole(leaves[i]) for i in scalars])) if scalars else output
@@ -292,9 +291,9 @@ def whole_scalars(output: Any) -> Any:
 def check_placements(
     axis: Axis, placements: Placements, strategy: Strategy, step: int, paths: Callable[[], list[str]], what: str
 ) -> None:
-    """Raise UnsupportedError unless `strategy` can reduce the gradients of leaves that lie on meshes so over `axis`.
+    """Raise UnsupportedError unless `strategy` can reduce gradients of leaves with these `placements` over `axis`.
 
-    Looked at are the hooks that `strategy` holds, and those that it uses at `step` and in its cycle. The error begins
+    It checks the hooks that `strategy` holds, and the hooks that it uses at `step` and in its cycle. The error begins
     with `what`, and names a leaf by `paths`.
     """
     placements.check(None if axis.comm is None else axis.comm.group, paths, what)
@@ -314,7 +313,7 @@ def check_placements(
 
 
 def _hooks_in(values: Iterable[Any]) -> Iterator[CommHook]:
-    """The hooks among `values`, and those that they are made of."""
+    """The hooks among `values`, and the hooks inside them."""
     for value in values:
         if isinstance(value, CommHook):
             yield value

@@ -50,19 +50,20 @@ def _has_own(strategy: Strategy, *methods: str) -> bool:
 
 @dataclass(frozen=True)
 class StrategyOffers:
-    """What a strategy says of itself. Its methods among them get the number of synchronised steps before theirs.
+    """What a strategy says of itself, for steps, checks and plans to read. Methods get the number of synchronised steps
+    so far.
 
     Attributes:
         layout: how the parts of a train state relate across ranks.
         stateful: a step needs communication state, even if only for the count of steps.
         needs_whole: what ranks do after the update depends on whole parameters, as ``HookOffers.needs_whole`` says.
-        takes_complex: it trains complex parameters too.
+        takes_complex: the strategy trains complex parameters too.
         constant_after: the number of steps after which ``hook(step)`` is the same at every step; None if it goes on
-            changing. Compiled graphs can hold it from that step on.
+            changing. Compiled graphs can hold the hook from that step on.
         cycle: (first, length): from step `first` on, what a step sends repeats every `length` steps.
-            :func:`ltx.profile.plan` takes its mean over that many steps.
-        hook_in_graph: ``hook(step)`` for a compiled graph that is traced at step `step` and runs at later ones too;
-            raises where it changes.
+            :func:`ltx.profile.plan` takes the mean over that many steps.
+        hook_in_graph: ``hook(step)`` for a compiled graph that is traced at step `step` and runs at later steps; raises
+            if the hook changes.
         hook_in_training: ``hook(step)`` in a whole training step, where ``update`` alone sees the gradients.
         shares_gradients: whether ``update`` gets the same gradients on every rank.
         communicates_after_update: whether ``update`` communicates after the optimizer. The optimizer then doesn't
@@ -70,8 +71,8 @@ class StrategyOffers:
         communicates_besides: a training step communicates more than gradients.
         updates_in_buckets: the optimizer may run bucket by bucket (``overlap="update"``): ``update`` is the plain one.
         auto_hook: ``step.init`` chooses the hook for the network, and puts the hook's name into the state. Then the
-            class has ``choose(params, ranks, network, dtype)``, which gives a name (`dtype`: in which mixed precision
-            reduces gradients), and ``with_choice(name)``, the strategy with that hook.
+            class has ``choose(params, ranks, network, dtype)``, which returns a hook's name (mixed precision reduces
+            gradients in `dtype`), and ``with_choice(name)``, which returns the strategy with that hook.
     """
 
     layout: StateLayout = StateLayout()
@@ -97,20 +98,20 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
     schedules read the static number of steps so far. Its state is explicit: it is part of the communication state that
     the step gets and returns.
 
-    Most define :meth:`hook`, the reduction of the gradients during the backward pass, and :meth:`after_update`, what
-    happens to the parameters after the optimizer. Methods from :meth:`begin` on concern whole training steps
-    (:func:`ltx.train_step`) alone. They communicate through :meth:`exchange`: when a rank fails, what is left of one
-    exchange doesn't mix with the next.
+    Most strategies define :meth:`hook`, which reduces the gradients during the backward pass, and :meth:`after_update`,
+    which changes the parameters after the optimizer. Methods from :meth:`begin` on concern whole training steps
+    (:func:`ltx.train_step`) alone. They communicate through :meth:`exchange`: when a rank fails, messages left over
+    from one exchange don't mix with the next.
 
     Attributes:
-        offers: an :class:`ltx.extend.StrategyOffers`. A class says what differs from its defaults by attributes,
-            properties or methods of the fields' names, and each can be read so.
+        offers: an :class:`ltx.extend.StrategyOffers`. A class overrides a default by an attribute, property or method
+            of the field's name, and each can be read so.
         bucket_bytes, first_bucket_bytes, network, process_group_backend, timeout: as in
             :class:`ltx.extend.BucketSettings`.
     """
 
     def hook(self, step: int) -> CommHook | None:
-        """The reduction of the gradients of synchronised step `step`; None leaves them local."""
+        """The hook that reduces the gradients of synchronised step `step`; None leaves gradients local."""
         raise NotImplementedError(f"{type(self).__name__} must define hook(step)")
 
     def init(self, param: Any, path: str = "") -> LeafState:
@@ -119,25 +120,25 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
         return hook.init(param, path) if hook is not None else {}
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise :class:`ltx.errors.StrategyError` unless it can train with `optimizer`: not with another strategy's."""
+        """Raise :class:`ltx.errors.StrategyError` unless it trains with `optimizer`; not with another strategy's."""
         require("own strategy, optimizer", optimizer, type(self).__name__)
 
     def check_axis(self, axis: Axis) -> None:
-        """Raise :class:`ltx.errors.StrategyError` unless this strategy works on so many ranks."""
+        """Raise :class:`ltx.errors.StrategyError` unless this strategy works on the axis' number of ranks."""
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
         """The optimizer's state before the first step."""
         return optimizer.init(params)
 
     def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, info: StepInfo) -> Tree:
-        """A sharded optimizer state, whole on every rank, as :meth:`init_optimizer` makes it in a world of one."""
+        """The whole optimizer state on every rank, made of a sharded one, as :meth:`init_optimizer` makes it alone."""
         return opt_state
 
     def begin(self, params: Tree, states: States, info: StepInfo, pending: Any) -> Any:
         """Start work that is pending during the forward and the backward pass.
 
-        `pending` is what the last step left (None at first); the result is given to :meth:`update`. If it is new and
-        the step then fails, peers are told; the state keeps what the last step left.
+        `pending` is the work that the last step left (None at first); :meth:`update` gets the result. If the step then
+        fails, peers are told of new work; the state keeps the work that the last step left.
         """
         return pending
 
@@ -148,17 +149,17 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
         return Updated(params, opt_state, states, pending)
 
     def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
-        """The final parameters, made of the updated ones, and the next state. Neither input may be written to."""
+        """The final parameters, made of the updated ones, and the next state. Don't write to either input."""
         return params, states
 
     def finish(self, params: Tree, states: States, info: StepInfo, pending: Any) -> tuple[Tree, States]:
-        """Wait for what is `pending` between two steps, on all ranks together."""
+        """Wait for the work that is `pending` between two steps; all ranks do it together."""
         return params, states
 
     def post_update_hook(self, optimizer: Optimizer, step: int) -> PostUpdateHook | None:
-        """What ranks do with parameters after the optimizer, if each bucket can do it without waiting for the others.
+        """The hook on parameters after the optimizer, if buckets needn't wait for each other there.
 
-        With ``overlap="update"`` the step drives it in place of :meth:`update`. None: :meth:`update` does all of it.
+        With ``overlap="update"`` the step runs this hook in place of :meth:`update`. None: :meth:`update` does it all.
         """
         return None
 
@@ -177,15 +178,15 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
         """Start `hook` on tensors that aren't gradients of a backward pass; :meth:`Exchange.wait` gives the results.
 
         Args:
-            hook: its reduction is done, on buckets of this strategy's sizes.
+            hook: the hook that is run, on buckets of this strategy's sizes.
             tensors: the same shapes and dtypes on every rank. They are copied before this returns.
             paths: their names in errors.
             info: as the strategy got it.
             states: the hook's state of each tensor.
             background: wait for it much later, at the earliest after the backward pass; for a hook with one phase.
-            midway: another exchange of the same step follows it on every rank. If a rank fails between them, its peers
-                can repeat the step with it.
-            like: the tree whose leaves the tensors are, to have the buckets of its gradients.
+            midway: another exchange of the same step follows it on every rank. If a rank fails between them, peers can
+                repeat the step with it.
+            like: the tree whose leaves the tensors are: they get the same buckets as its gradients.
         """
         plan = _plan(self, hook, tensors, paths, info, states, background, like)
         if (make := info.axis.ranks.exchanges) is not None:
@@ -203,7 +204,7 @@ def negotiate(
     *,
     background: bool = False,
 ) -> None:
-    """Compare an exchange with the peers now, so that the first one needn't wait for them. Sends nothing."""
+    """Compare an exchange with the peers now, so that the first exchange needn't wait for them. Sends nothing."""
     _plan(strategy, hook, tensors, paths, info, (), background)
 
 
@@ -239,9 +240,9 @@ def steps_ahead(strategy: Strategy) -> tuple[int, ...]:
     return (0, *range(first, first + length))
 
 
-@lru_cache(maxsize=64)  # each step of DTensors asks, and a cycle may be long
+@lru_cache(maxsize=64)  # each step with DTensors asks this, and a cycle may be long
 def hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
-    """The hooks at those steps."""
+    """The hooks at the steps of :func:`steps_ahead`."""
     return tuple(dict.fromkeys(map(strategy.hook, steps_ahead(strategy))))
 
 
@@ -253,7 +254,7 @@ def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
 
 
 def network_on(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network | None:
-    """The network between the ranks of `axis`, measured if need be; None where there is none."""
+    """The network between the ranks of `axis`, measured if it isn't known; None where there is no network."""
     axis_comm: comm.AxisComm | None = axis.comm
     if strategy.network is not None or axis_comm is None or axis.size == 1:
         return strategy.network
@@ -268,9 +269,9 @@ def network_on(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network | N
 
 
 class HandedIn:
-    """What rooms below the boundary give the kernel when ``ltx`` is imported, since it imports none of them."""
+    """Objects that packages outside of the core give it when ``ltx`` is imported; the core imports none of them."""
 
-    strategy = Strategy()  # of transformations that are given none. Made once: Dynamo can't make one while it traces
+    strategy = Strategy()  # the default strategy, made once: Dynamo can't make it while it traces
     hooks: Any = None  # ltx.hooks
 
 

@@ -1,16 +1,15 @@
-"""A strategy's part of a step: what it gets and returns, how the state is laid out, and hooks after the optimizer:
+"""A strategy's part of a step: its arguments and results, the layout of the state, and hooks after the optimizer:
 
     x_r = update_r(w_r, g_r)         of every parameter, on each rank
     w_r = finish(w_r, reduce(x))     by a hook among ranks, bucket by bucket
 
 Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
-buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket has its part of both as soon as its
-gradients are there (:class:`ltx.core.training.backward.UpdateThenSend`), so messages travel during the backward
-pass.
+buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket runs its part of both as soon as its
+gradients are ready (:class:`ltx.core.training.backward.UpdateThenSend`), so messages travel during the backward pass.
 
 Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
-doesn't run in place on them. What remains after that, such as adding the differences that have arrived, can't fail: it
-may be done in the old state's memory, if the step allows it (:attr:`ltx.core.optim.base.Update.may_overwrite`).
+doesn't run in place on them. Later work, such as adding the differences that have arrived, can't fail: it may write
+into the old state's memory, if the step allows it (:attr:`ltx.core.optim.base.Update.may_overwrite`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ States = dict[str, LeafState]
 
 @dataclass(frozen=True)
 class StepInfo:
-    """When and where a strategy acts.
+    """When and where a strategy acts: the step and the axis.
 
     Attributes:
         step: the number of steps before this one, a Python int that is the same on every rank.
@@ -51,10 +50,10 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Updated:
-    """The result of :meth:`Strategy.update`: everything that a step changes, and what stays pending.
+    """The result of :meth:`Strategy.update`: everything that a step changes, and the work that stays pending.
 
     Attributes:
-        finish: writes into tensors of the old state that the new one takes over, when everything is complete (see
+        finish: when everything is complete, writes into the tensors of the old state that the new state takes over (see
             :attr:`ltx.core.optim.base.Update.may_overwrite`). It can't fail, and nothing comes between it and the
             step's end, not even an interrupt.
     """
@@ -77,8 +76,9 @@ class StateLayout:
     Checkpoints, replica checks and changes of the number of ranks read this.
 
     Attributes:
-        strategy: the strategy that this layout is of, for errors; "" if unknown.
-        copies_of: the communication state of which all others of a parameter are copies, those of peers; "" if none is.
+        strategy: the strategy that has this layout, for errors; "" if unknown.
+        copies_of: the name of the communication state that a parameter's other states are copies of, taken from peers;
+            "" if there is none.
     """
 
     params: LeafLayout = "replicated"
@@ -118,7 +118,8 @@ class PostUpdateResult:
     """A bucket's next parameters and communication states, each by leaf.
 
     Attributes:
-        finish: what remains to be done in the memory of the old ones, which may be that of the new ones. It can't fail.
+        finish: a function that does the remaining work in the old tensors' memory, which may be the new ones'. It can't
+            fail.
     """
 
     params: Sequence[torch.Tensor]
@@ -130,8 +131,8 @@ class PostUpdateResult:
 class PostUpdateHook(CommHook):
     """A hook on parameters that the optimizer has updated."""
 
-    #: Whether the optimizer runs on gradients that a first collective of :meth:`reduce` gives, by ``inputs.update``;
-    #: else on this rank's own, and what is reduced are its new parameters.
+    #: Whether :meth:`reduce` first reduces the gradients and then runs the optimizer by ``inputs.update``. If not, the
+    #: optimizer runs on this rank's own gradients, and its new parameters are reduced.
     shares_gradients: ClassVar[bool] = False
 
     def cast(self, dtype: torch.dtype) -> Self:
@@ -191,7 +192,7 @@ def communicate_after_update(
 
 
 def with_overwriting(hook: PostUpdateHook, old: Old, may_overwrite: bool, opt_state: Tree) -> Old:
-    """`old`, which may be overwritten if `may_overwrite` and all that `hook` writes to is safe to write to."""
+    """`old`, which may be overwritten if `may_overwrite` and all tensors that `hook` writes to are safe to write to."""
     return replace(old, may_overwrite=may_overwrite and may_be_written_to(hook.written(old), opt_state))
 
 
@@ -205,7 +206,7 @@ def take_updated(
 ) -> Callable[[], None] | None:
     """Put the next parameters and communication states of a completed bucket into `params` and `states`.
 
-    What comes back remains to be done.
+    The function that comes back does the remaining work.
     """
     done = hook.finish_bucket(bucket, reduced, old.of(bucket))
     for member, param, state in zip(bucket.members, done.params, done.states, strict=True):
@@ -214,10 +215,10 @@ def take_updated(
 
 
 def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
-    """Whether `tensors` are eager ones, contiguous, and share no start of memory with each other or `others`.
+    """Whether `tensors` are eager and contiguous, and no two of them, or of `others`, begin at the same address.
 
-    A user's optimizer may keep the parameters that it was given in its state. On an accelerator what is written is
-    enqueued behind all that reads the old values: the step's own stream, and a bucket's fence.
+    A user's optimizer may keep the parameters that it was given in its state. On an accelerator writes are enqueued
+    behind everything that reads the old values: the step's own stream, and a bucket's fence.
     """
     mine = [x for x in tensors if x.numel()]
     if not all((is_plain(x) or prefers_few_calls(x)) and x.is_contiguous() for x in mine):
@@ -233,7 +234,7 @@ def check_updated(strategy: Any, got: Any, update: Update, states: States) -> Up
     """`got`, if it is what ``strategy.update`` should have returned of `update` and `states`; else raise."""
     if not isinstance(got, Updated):
         raise _other(strategy, "update", got, "an ltx.strategies.Updated(params, opt_state, states)")
-    if not strategy.updates_in_buckets:  # else it is the plain one, and after_update's result was looked at
+    if not strategy.updates_in_buckets:  # else update is the plain one, and after_update's result was checked
         check_next(strategy, "update", (got.params, got.states), update.params, states)
     return got
 

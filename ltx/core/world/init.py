@@ -64,6 +64,10 @@ def init(
 ) -> World:
     """Set up this process' part of the world that its launcher describes, and put the world's axes in scope.
 
+    Distributed training runs one program in several processes at once, most often one for each GPU. A launcher
+    (``ltx run``, torchrun) starts the processes and gives each a number, its rank. ``with ltx.init():`` at the top of
+    the program connects them. Without a launcher the same program runs as a single process, rank 0 of 1.
+
     Launchers are torchrun, srun of SLURM, mpirun of Open MPI, MPICH, Intel MPI and MVAPICH2, and :class:`ltx.Pool`;
     ``ltx doctor`` tells which was found. Without one it is a world of one and no process group is made. A process group
     that torch.distributed has already is adopted, and left alone at the end. Call it on every rank, equally often.

@@ -361,13 +361,14 @@ def test_what_is_each_ranks_own_needs_as_many_ranks(ranks: Ranks, tmp_path: Path
     (refused,) = set(ranks(3).run(loaded, local))
     assert "leaf 'params.few' was each rank's own, saved by 2 ranks with LocalSGDStrategy(" in refused
     assert refused.endswith(
-        'and here are 3 ranks. Load it on 2 ranks, or give every rank the mean of those saved: per_rank="mean".'
+        "and this world has 3 ranks. Load it on 2 ranks, or give every rank the mean of the saved values: "
+        'per_rank="mean".'
     )
     (refused,) = set(ranks(2).run(loaded, ltx.DDPStrategy()))
-    assert "and here it should be the same on every rank" in refused
+    assert "and in this state it should be the same on every rank" in refused
     (refused,) = set(ranks(3).run(loaded, local, per_rank="mean"))
-    assert "2 ranks saved different positions in their data, and here are 3 ranks" in refused
-    with pytest.warns(RuntimeWarning, match="saved by 2 ranks, and here are 1, so they are left alone"):
+    assert "2 ranks saved different positions in their data, and this world has 3 ranks" in refused
+    with pytest.warns(RuntimeWarning, match="saved by 2 ranks, and this world has 1, so they are left alone"):
         alone, _ = loaded(local, per_rank="mean", data="all")
     for params, data in [*ranks(3).run(loaded, local, per_rank="mean", data="all", rng=False), (alone, None)]:
         assert data in (None, [{"at": 0}, {"at": 1}])
@@ -428,7 +429,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     state = plain_start(train)
     for kwargs, text in (
         ({"keep": 0}, "keep must be None (all) or a whole number of at least 1, got 0"),
-        ({"data": iter([])}, "data is of type list_iterator, and a checkpoint holds no pickles"),
+        ({"data": iter([])}, "data is of type list_iterator, which a checkpoint can't hold without a pickle"),
         ({"data": {"a": [{1: 2}]}}, "data['a'][0] is of type dict"),
     ):
         with pytest.raises(InputError, match=re.escape(text)):

@@ -214,7 +214,7 @@ REFUSED = {
         hooks.after(5, hooks.OneBit(block=16)),
         True,
         UnsupportedError,
-        r"compiled at step 0 needs one reduction .*After.*: take the first steps eagerly",
+        r"compiled at step 0 needs one reduction .*After.*: run the first steps eagerly",
     ),
     "a schedule of one's own": (
         Alternating(),

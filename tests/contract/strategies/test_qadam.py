@@ -127,8 +127,8 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum(), QAdam(warmup_steps=5))
     [
         (
             optim.from_torch(torch.optim.SGD, lr=0.1),
-            "QAdam(warmup_steps=5) needs an ltx.optim.qadam of its warmup_steps and betas, by itself, as nothing else "
-            "may take momenta for gradients, which from_torch(torch.optim.SGD, lr=0.1) doesn't offer: use",
+            "QAdam(warmup_steps=5) needs an ltx.optim.qadam of its warmup_steps and betas, by itself, as others would "
+            "take momenta for gradients, which from_torch(torch.optim.SGD, lr=0.1) doesn't offer: use",
         ),
         (
             optim.chain(optim.clip_by_global_norm(1.0), optim.qadam(warmup_steps=5)),

@@ -581,7 +581,7 @@ def test_errors(make: Callable[[], Any], error: type[Exception], text: str) -> N
 def test_asking_cant_be_compiled() -> None:
     train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(loss, LocalSGD()), FP16), sgd(), donate=False)
     with pytest.raises(
-        (UnsupportedError, torch._dynamo.exc.TorchDynamoException), match="needs them alike on all ranks"
+        (UnsupportedError, torch._dynamo.exc.TorchDynamoException), match="needs equal ones on all ranks"
     ):
         torch.compile(train, backend="aot_eager", fullgraph=True)(train.init(params()), batch(0, 0))
 

@@ -185,7 +185,7 @@ def test_another_file_system(ranks: Ranks, tmp_path: Path) -> None:
         return str(raised.value)
 
     (said,) = set(ranks(2).run(on_a_rank))
-    assert re.search("rank 1 has written .*, and rank 0 sees no such file: all ranks need the same file system", said)
+    assert re.search("rank 1 has written .*, but rank 0 sees no such file: all ranks need the same file system", said)
 
 
 @pytest.mark.full

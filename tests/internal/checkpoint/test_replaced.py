@@ -104,7 +104,7 @@ def test_another_runs_is_put_back_before_it_could_be_replaced(tmp_path: Path, mo
     save(tmp_path, "old")
     killed(tmp_path, sets_aside, HOSTS[0])
     monkeypatch.setattr(directory, "_runs", {})
-    with pytest.raises(CheckpointError, match="step_00000000 is there, saved by another run"):
+    with pytest.raises(CheckpointError, match="step_00000000 was saved by another run"):
         save(tmp_path, "of another run")
     assert loaded(tmp_path) == "old"
 

@@ -36,7 +36,7 @@ def test_another_runs_checkpoints_stay(of_others: Path) -> None:
     for step in (3, 4):
         ltx.checkpoint.save(of_others, state_of(step), keep=1)
     assert directory.steps(of_others) == [5, 4, 2, 1]
-    with pytest.raises(CheckpointError, match=r"step_00000005 is there, saved by another run\. Give another directory"):
+    with pytest.raises(CheckpointError, match=r"step_00000005 was saved by another run\. Give another directory"):
         ltx.checkpoint.save(of_others, state_of(5), keep=1)
     assert directory.steps(of_others) == [5, 4, 2, 1]
     assert list(of_others.glob(".*")) == []

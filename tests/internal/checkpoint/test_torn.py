@@ -65,7 +65,7 @@ def test_the_one_before_is_taken(name: str, harm: Callable[[Path], None], tmp_pa
     states = saved(tmp_path)
     harm(tmp_path / "step_00000002" / name)
     where = re.escape(str(tmp_path / "step_00000002" / name))
-    with pytest.warns(RuntimeWarning, match=f"the checkpoint of step 2 isn't whole, and is passed over: {where}"):
+    with pytest.warns(RuntimeWarning, match=f"the checkpoint of step 2 isn't whole, so it is skipped: {where}"):
         restored = ltx.checkpoint.load(tmp_path, start())
     assert (restored.step, restored.data, restored.path) == (1, {"at": 1}, tmp_path / "step_00000001")
     assert torch.equal(restored.state.params["w"], states[1].params["w"])
@@ -171,7 +171,9 @@ def test_older_ones_that_cant_be_removed_are_no_reason_to_fail(tmp_path: Path, m
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(directory, "prune", denied)
-    with pytest.warns(RuntimeWarning, match="step_00000002 is saved, and older ones weren't removed: .*denied"):
+    with pytest.warns(
+        RuntimeWarning, match="step_00000002 is saved, but older checkpoints couldn't be removed: .*denied"
+    ):
         assert ltx.checkpoint.save(tmp_path, states[-1], keep=1) == tmp_path / "step_00000002"
     assert ltx.checkpoint.load(tmp_path, start()).step == 2
 
