@@ -155,7 +155,7 @@ def test_one_that_cant_be_put_back_is_named(tmp_path: Path, monkeypatch: pytest.
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(CheckpointError, match=r"step_00000000 was set aside .* is in .*/\.replaced_step_.*Permission"):
+    with pytest.raises(CheckpointError, match=r"step_00000000 was renamed to .*/\.replaced_step_.*Permission"):
         loaded(tmp_path)
     with pytest.raises(CheckpointError, match="has ended, rename it to"):
         ltx.checkpoint.latest(tmp_path)
