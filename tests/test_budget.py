@@ -25,23 +25,23 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1842, 11),
-    "all": Size(41159, 164),
-    "checkpoint": Size(1638, 7),
+    "all": Size(41190, 164),
+    "checkpoint": Size(1643, 7),
     "core": Size(1, 1),
     "core/base": Size(2163, 11),
-    "core/collectives": Size(3139, 11),
-    "core/comm": Size(6291, 22),
-    "core/gradients": Size(2321, 8),
+    "core/collectives": Size(3143, 11),
+    "core/comm": Size(6293, 22),
+    "core/gradients": Size(2324, 8),
     "core/optim": Size(2994, 11),
     "core/ranks": Size(1184, 5),
-    "core/training": Size(3487, 13),
-    "core/transforms": Size(3276, 12),
-    "core/world": Size(1619, 7),
+    "core/training": Size(3489, 13),
+    "core/transforms": Size(3281, 12),
+    "core/world": Size(1623, 7),
     "demo": Size(480, 3),
     "hooks": Size(2636, 13),
     "profile": Size(1118, 4),
     "runtime": Size(4288, 14),
-    "strategies": Size(2682, 11),
+    "strategies": Size(2688, 11),
 }
 
 
