@@ -259,7 +259,8 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int |
 class _WithLookout(type(dist.ProcessGroupGloo)):  # type: ignore[misc]
     """Stands in for torch's class of gloo's groups within :func:`connecting`."""
 
-    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False) -> Any:
+        # torch 2.14 says the last one always; nothing of ltx asks for True.
         return connect(store, rank, size, timeout)
 
     def __instancecheck__(cls, one: object) -> bool:
