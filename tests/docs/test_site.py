@@ -140,3 +140,12 @@ def test_every_command_is_listed() -> None:
     shown = re.findall(r"^    (\w+) ", _parser().format_help(), re.MULTILINE)
     page = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
     assert set(shown) == set(re.findall(r"^\| `ltx (\w+)", page, re.MULTILINE))
+
+
+def test_a_change_is_told_once() -> None:
+    """A merge easily brings back under "Unreleased" what an older version has."""
+    pages = [page.read_text("utf-8") for page in (ROOT / "CHANGELOG.md", *(DOCS / "changes").glob("*.md"))]
+    told = [entry for page in pages for entry in re.findall(r"^- .*(?:\n  .*)*", page, re.MULTILINE)]
+    assert len(told) > 100
+    assert sorted(told) == sorted(set(told))
+    assert not [line for page in pages for line in re.findall(r"(.+)\n## ", page)], "a title without an empty line"
