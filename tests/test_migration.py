@@ -314,7 +314,7 @@ def test_a_strategy_s_backend_and_timeout_reach_init(launched: Callable[[int], N
 
 # --- whole loops, before and after ------------------------------------------------------------------------------------
 
-DIFFS = ("ddp", "fabric", "horovod", "lightning")
+DIFFS = ("accelerate", "ddp", "fabric", "horovod", "lightning")
 
 
 def diff_of(page: str) -> tuple[str, list[str]]:

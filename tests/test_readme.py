@@ -27,7 +27,8 @@ from tests.kinds import Ranks
 ROOT = Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 BLOCK = re.compile(
-    r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```python\n(?P<code>.*?)^```$(?P<printed>[^`]*\n```text\n.*?^```$)?",
+    r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```python\n(?P<code>.*?)^```$"
+    r"(?P<printed>(?:[^`]*|(?:(?!```).)*? prints:\n)\n```text\n.*?^```$)?",
     re.MULTILINE | re.DOTALL,
 )
 NUMBER = re.compile(r"\d+\.\d+")

@@ -92,6 +92,40 @@ def axes() -> None:
         words(drawn, 20, top - 14, "node 1", size=8, color=SOFT, ha="right")
 
 
+def collectives() -> None:
+    """What four ranks have before and after. A column is a rank's, a colour whose value it was, a number which part."""
+    drawn, ranks, side = canvas(5.5), range(4), 4.6
+    everything = {(rank, part): (rank, str(part)) for rank in ranks for part in ranks}
+    of_all = {(rank, part): (part, "") for rank in ranks for part in ranks}
+    of_each, sums = {(rank, rank): (rank, "") for rank in ranks}, dict.fromkeys(everything, (4, "\u03a3"))
+    first = {(rank, 0): (rank, "") for rank in ranks}
+    shown = [
+        ("psum(x)", everything, sums),
+        ("psum_scatter(x, tiled=True)", everything, {at: sums[at] for at in of_each}),
+        ("all_gather(x, tiled=True)", of_each, of_all),
+        ("all_to_all(x, 0, 0)", everything, {(rank, part): (part, str(rank)) for rank in ranks for part in ranks}),
+        ("ppermute(x, ring)", first, {(rank, 0): ((rank - 1) % 4, "") for rank in ranks}),
+        ("broadcast(x, src=1)", first, {(rank, 0): (1, "") for rank in ranks}),
+        ("gather(x, dst=0)", of_each, {(0, part): (part, "") for part in ranks}),
+        ("scatter(x, src=0)", {(0, part): (0, str(part)) for part in ranks}, {(r, r): (0, str(r)) for r in ranks}),
+    ]
+    colours = (BLUE, ORANGE, GREEN, "#a05fb4", PAPER)
+    for number, (call, *grids) in enumerate(shown):
+        x, y = 3 + 50 * (number % 2), 128 - 30 * (number // 2)
+        words(drawn, x, y, call, code=True, size=7.5, ha="left")
+        for left, grid in zip((x, x + 24), grids, strict=True):
+            for (rank, part), (owner, text) in grid.items():
+                corner = left + side * rank, y - 7.5 - side * part
+                colour, edge = colours[owner], SOFT if owner == 4 else colours[owner]
+                drawn.add_patch(plt.Rectangle(corner, side - 0.6, side - 0.6, facecolor=colour, edgecolor=edge))
+                middle = corner[0] + side / 2 - 0.3, corner[1] + side / 2 - 0.6
+                words(drawn, *middle, text, size=7.5, color=INK if owner == 4 else "#ffffff")
+        middle_y = y - 3.2 - side * (1 + max(part for grid in grids for _, part in grid)) / 2
+        arrow(drawn, (x + 19.2, middle_y), (x + 23.2, middle_y))
+    words(drawn, 3, 7.5, "columns: ranks 0 to 3, before and after; a colour: whose value it was;", size=7.5, ha="left")
+    words(drawn, 3, 3.5, "a number: which part of it; \u03a3: the sum over ranks", size=7.5, ha="left")
+
+
 def state() -> None:
     """Each step gives its state's memory on to the next one; a copy stays."""
     axes = canvas(2.7)
@@ -189,4 +223,4 @@ def hang() -> None:
 
 
 if __name__ == "__main__":
-    main({f.__name__: f for f in (landing, cell, axes, state, strategies, hang)})
+    main({f.__name__: f for f in (landing, cell, axes, collectives, state, strategies, hang)})
