@@ -8,8 +8,6 @@ import random
 import secrets
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ltx import Axis, PerRank, Pool
+from ltx import PerRank, Pool
 from ltx.core import comm
 from ltx.core.ranks.axis import axes_in_scope, set_world_axes
 from ltx.errors import CallFailedError, WorkerError
+from tests import inside
 from tests.covering import fast
 from tests.forks import Ranks
 from tests.shards import claimed
@@ -190,7 +189,7 @@ def on_new_axis() -> Iterator[Callable[..., PerRank[Any]]]:
         world_axes = axes_in_scope()
         for axis in comm.open_axes():
             if axis not in world_axes and not axis.comm.closed:  # a part, with its axis
-                _close(axis)
+                inside.close_axis(axis)
         gc.collect()  # groups in the tracebacks of errors
         # Not torch's half an hour: whoever lets go of a group waits for what is under way on it.
         group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=30))
@@ -207,31 +206,6 @@ def on_new_axis() -> Iterator[Callable[..., PerRank[Any]]]:
         yield lambda fn, timeout_s=10.0, sockets=False: pool.run(run, fn, timeout_s, sockets)
         with pytest.raises(WorkerError):  # to end in order would be to wait for all that was left waiting
             pool.run(os._exit, 0)
-
-
-def _close(axis: Axis) -> None:
-    """Close an axis in which something may still be under way, without waiting for it."""
-    axis_comm = axis.comm
-    groups = [axis_comm.group, *(channel.group for channel in axis_comm.channels)]
-    comm.close_axis(axis)
-    dist.destroy_process_group(axis_comm.group)
-    axis_comm.group = None
-    for channel in axis_comm.channels:
-        channel.group = None
-    threading.Thread(target=_let_go, args=(groups,), daemon=True).start()
-
-
-def _let_go(groups: list[Any]) -> None:
-    """Drop process groups, each once nobody else holds it.
-
-    The threads of a group end with the last reference to it, and that waits for what is under way. It mustn't be one
-    in a plan, or in an error's traceback, that the garbage collector finds in the middle of another test.
-    """
-    while groups:
-        group = groups.pop()
-        while sys.getrefcount(group) > 2:  # `group`, and what asks
-            time.sleep(0.2)
-        del group
 
 
 @pytest.fixture(autouse=True)

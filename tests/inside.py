@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from ltx.core.comm import SUMMARY_BYTES, close_axis, open_axes, open_axis, resolve
+from collections.abc import Iterable
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from ltx import Axis
+from ltx.core.comm import SUMMARY_BYTES, open_axes, open_axis, resolve
+from ltx.core.comm.axis_comm import NewGroup
+from ltx.core.comm.registry import GroupAxis
 from ltx.core.ranks.axis import axes_in_scope, find
 from ltx.core.ranks.batched import VmapRanks
 from ltx.strategies.async_averaging import AsyncAveraging
@@ -16,7 +25,21 @@ __all__ = [
     "axes_in_scope",
     "close_axis",
     "find",
+    "new_axis",
     "open_axes",
     "open_axis",
     "resolve",
 ]
+
+
+def new_axis(name: str, ranks: Iterable[int], timeout: timedelta | None = None) -> GroupAxis:
+    """The axis of ``ltx.axis_from_group(ranks, name)``, with a time limit of its own."""
+    group = NewGroup(list(ranks), dist.get_backend_config())
+    axis = open_axis(name, group, timeout, make=partial(GroupAxis, owns_group=True))
+    assert isinstance(axis, GroupAxis)
+    return axis
+
+
+def close_axis(axis: Axis) -> None:
+    """Close `axis` as users close theirs, and its process group: caches of plans hold the axis, not its threads."""
+    GroupAxis(axis.name, axis.size, axis.ranks, owns_group=True).close()

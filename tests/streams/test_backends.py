@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from ltx import extend
 from ltx.core import comm
 from ltx.core.comm import backends, operations
 from ltx.core.comm.backends import Backends, backends_of, default_backend
+from ltx.core.comm.registry import GroupAxis
 from ltx.core.ranks.axis import axes_in_scope, set_world_axes
 from ltx.core.training.settings import check_devices
 from ltx.core.world.launchers import placement_from_env
@@ -74,7 +76,7 @@ def test_a_group_without_a_backend_for_the_host(ranks: Ranks) -> None:
         group = dist.new_group(backend="cuda:gloo")
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.all_reduce(torch.ones(1), group=group)
-        axis = comm.open_axis("data", group)
+        axis = comm.open_axis("data", group, make=partial(GroupAxis, owns_group=True))
         set_world_axes((axis,))
         try:
             ltx.barrier("here")
@@ -83,7 +85,7 @@ def test_a_group_without_a_backend_for_the_host(ranks: Ranks) -> None:
             return ltx.psum(torch.ones(2)), ltx.broadcast_object("x", 1), grads
         finally:
             set_world_axes(before)
-            comm.close_axis(axis)
+            axis.close()
 
     for total, told, grads in ranks(2).run(run):
         assert (total.tolist(), told, grads.tolist()) == ([2.0, 2.0], "x", [0.5, 0.5])

@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -18,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ltx
-from tests.inside import open_axis
+from ltx.core.comm.registry import GroupAxis
+from tests.inside import new_axis
 from tests.kinds import Params
 
 Batch = tuple[Tensor, ...]
@@ -51,9 +51,9 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def own_axis(timeout: timedelta = timedelta(minutes=1)) -> ltx.Axis:
+def own_axis(timeout: timedelta = timedelta(minutes=1)) -> GroupAxis:
     """On two ranks: an axis that no other test uses, for steps that leave it out of order."""
-    return open_axis("own", dist.new_group([0, 1]), timeout)
+    return new_axis("own", [0, 1], timeout)
 
 
 # --- models: forward gives the loss of this rank ---------------------------------------------------------------------

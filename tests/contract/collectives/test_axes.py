@@ -83,7 +83,6 @@ def _subgroups(*members: list[int]) -> Iterator[list[Any]]:
         for group in groups:
             if isinstance(group, dist.ProcessGroup):
                 inside.close_axis(inside.resolve(group))
-                dist.destroy_process_group(group)
 
 
 @pytest.mark.full

@@ -383,7 +383,6 @@ def test_an_axis_closes_whatever_is_found_on_the_way(ranks: Ranks) -> None:
         with pytest.raises(KeyboardInterrupt):
             inside.close_axis(axis)
         inside.close_axis(axis)  # nothing is left to do
-        dist.destroy_process_group(group)
         ended = users - axis.comm.watcher._users
         return ended, len(dist.distributed_c10d._world.pg_map) - groups, len(axis.comm.parts)
 

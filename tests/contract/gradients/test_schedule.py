@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import ltx
@@ -132,11 +131,10 @@ def test_channels_of_later_phases_open_while_peers_wait(ranks: Ranks, seed: int)
         drawn = random.Random(seed + rank)
         found = []
         for _ in range(8):
-            axis = _fresh_axis()
-            step = ltx.data_parallel(_loss, _strategy(InThreePhases()), axis=axis)
-            delays_s = [drawn.choice([0.0, 0.01, 0.03]) for _ in NAMES]
-            found.append(torch.func.grad(step)(params, rank, delays_s, [], False))
-            inside.close_axis(axis)
+            with inside.new_axis("fresh", range(3), timedelta(seconds=10)) as axis:
+                step = ltx.data_parallel(_loss, _strategy(InThreePhases()), axis=axis)
+                delays_s = [drawn.choice([0.0, 0.01, 0.03]) for _ in NAMES]
+                found.append(torch.func.grad(step)(params, rank, delays_s, [], False))
         return found
 
     for got in ranks(3).run(run, timeout_s=40.0).replicated():
@@ -148,16 +146,13 @@ class SaysTwoAsksThree(InThreePhases):
     phases: ClassVar[int] = 2
 
 
-def _fresh_axis() -> ltx.Axis:
-    return inside.open_axis("fresh", dist.new_group(list(range(dist.get_world_size()))), timedelta(seconds=10))
-
-
 def test_a_hook_that_asks_for_more_than_it_says(ranks: Ranks) -> None:
     params = _params()
 
     def run() -> str:
-        step = ltx.data_parallel(_loss, _strategy(SaysTwoAsksThree()), axis=_fresh_axis())
-        with pytest.raises(ltx.errors.LtxError) as caught:
+        axis = inside.new_axis("fresh", [0, 1], timedelta(seconds=10))
+        step = ltx.data_parallel(_loss, _strategy(SaysTwoAsksThree()), axis=axis)
+        with axis, pytest.raises(ltx.errors.LtxError) as caught:
             torch.func.grad(step)(params, int(ltx.axis_index()), [0.0] * len(NAMES), [], False)
         return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -187,7 +182,7 @@ def test_a_backward_pass_that_one_rank_leaves_halfway(ranks: Ranks, where: str, 
     params = _params()
 
     def run() -> tuple[str, list[Params]]:
-        axis = _fresh_axis()
+        axis = inside.new_axis("fresh", [0, 1], timedelta(seconds=10))
 
         def loss(params: Params, fail: bool) -> Tensor:
             return sum(((Fails.apply(p) if fail and name == where else p) ** 2).sum() for name, p in params.items())
@@ -211,7 +206,9 @@ def test_a_backward_pass_that_one_rank_leaves_halfway(ranks: Ranks, where: str, 
         failure = ZeroDivisionError if ltx.axis_index(axis) == 0 else ltx.errors.DeadlockDetectedError
         with pytest.raises(failure) as caught:
             once(ltx.axis_index(axis) == 0)
-        return str(caught.value), [once(False), once(False)]
+        results = [once(False), once(False)]
+        axis.close()
+        return str(caught.value), results
 
     (left, results), (waited, others) = ranks(2).run(run, timeout_s=50.0)
     assert left == "no derivative"

@@ -241,13 +241,14 @@ def test_nothing_runs_and_nothing_needs_memory() -> None:
 
 def test_one_rank_alone_may_ask_and_opens_no_axis(ranks: Ranks) -> None:
     def run() -> tuple[int, int] | None:
-        group = dist.new_group(list(range(dist.get_world_size())))
-        if dist.get_rank() == 0:
-            return None
-        before = inside.open_axes()
-        found = ltx.profile.explain(_step(hooks.AllReduce(), axis=group), _params())
-        assert inside.open_axes() == before
-        return found.world, found.rank
+        group, found = dist.new_group(list(range(dist.get_world_size()))), None
+        if dist.get_rank() == 1:
+            before = inside.open_axes()
+            explained = ltx.profile.explain(_step(hooks.AllReduce(), axis=group), _params())
+            assert inside.open_axes() == before
+            found = explained.world, explained.rank
+        dist.destroy_process_group(group)
+        return found
 
     assert list(ranks(2).run(run)) == [None, (2, 1)]
 

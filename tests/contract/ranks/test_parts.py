@@ -15,7 +15,6 @@ from ltx.errors import AxisError, UnsupportedError
 from ltx.extend import inner, outer
 from ltx.hooks import BucketInput, CollectiveRequest, Reduction
 from ltx.strategies import StepInfo
-from tests import inside
 from tests.inside import find
 from tests.kinds import Ranks
 
@@ -132,15 +131,11 @@ def test_data_parallel_within_a_node(ranks: Ranks) -> None:
 @pytest.mark.full
 def test_parts_are_closed_with_their_axis(ranks: Ranks) -> None:
     def run() -> tuple[int, int]:
-        group = torch.distributed.new_group([0, 1, 2, 3])
         before = len(torch.distributed.distributed_c10d._world.pg_map)
-        axis = ltx.axis_from_group(group, "four")
-        ltx.psum(torch.ones(1), inner(axis, 2))
-        ltx.psum(torch.ones(1), outer(axis, 2))
-        inside.close_axis(axis)
-        after = len(torch.distributed.distributed_c10d._world.pg_map)
-        torch.distributed.destroy_process_group(group)
-        return before, after
+        with ltx.axis_from_group([0, 1, 2, 3]) as axis:
+            ltx.psum(torch.ones(1), inner(axis, 2))
+            ltx.psum(torch.ones(1), outer(axis, 2))
+        return before, len(torch.distributed.distributed_c10d._world.pg_map)
 
     for before, after in ranks(4).run(run):
         assert before == after

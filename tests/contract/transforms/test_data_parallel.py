@@ -227,8 +227,9 @@ def test_two_graphs_at_once(ranks: Ranks, seed: int) -> None:
 
 def on_an_axis_of_its_own(seed: int) -> Params:
     module, batches = CASES["mlp"].build(seed, 2)
-    step = ltx.data_parallel(plain_step(module), axis=own_axis())
-    return WAYS["torch.func.grad"](step, params_of(module), *batches[ltx.world().rank])
+    with own_axis() as axis:
+        step = ltx.data_parallel(plain_step(module), axis=axis)
+        return WAYS["torch.func.grad"](step, params_of(module), *batches[ltx.world().rank])
 
 
 def test_an_axis_of_ones_own(ranks: Ranks, seed: int) -> None:

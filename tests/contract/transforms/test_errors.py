@@ -338,6 +338,7 @@ def on_both(make: Callable[[int], tuple[Any, Any]], how: str, known: bool) -> st
     if not known and how != "train_step":  # nothing was sent: the axis is as it was
         step = ltx.data_parallel(lambda w: w * (1 + ltx.axis_index(axis)), axis=axis)
         assert torch.func.grad(step)(torch.tensor(2.0)) == 1.5
+    axis.close()
     return str(raised.value)
 
 
@@ -396,8 +397,7 @@ def test_ranks_that_disagree_in_training(name: str, ranks: Ranks) -> None:
 
 
 def at_different_collectives() -> str:
-    axis = own_axis()
-    with pytest.raises(RankMismatchError) as raised:
+    with own_axis() as axis, pytest.raises(RankMismatchError) as raised:
         ltx.sync_gradients(A, axis=axis) if ltx.world().rank else ltx.psum(A, axis)
     return str(raised.value)
 
@@ -441,13 +441,15 @@ def alone_in_raising() -> tuple[str, list[Any]]:
             raise ZeroDivisionError("no data")
         return linear(params, x)
 
-    stepped = ltx.train_step(ltx.data_parallel(loss, axis=own_axis(timedelta(seconds=0.5))), sgd(lr=1.0))
+    axis = own_axis(timedelta(seconds=0.5))
+    stepped = ltx.train_step(ltx.data_parallel(loss, axis=axis), sgd(lr=1.0))
     state, _ = stepped(stepped.init(P), X, False)
     before = ltx.tree.map(torch.clone, state.params)
     with pytest.raises((DeadlockDetectedError, ZeroDivisionError)) as raised:
         stepped(state, X, ltx.world().rank == 1)
     after = ltx.tree.map(torch.clone, state.params)
     good, _ = stepped(state, X, False)
+    axis.close()
     return type(raised.value).__name__, [before, after, good.params]
 
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import ltx
 from ltx import Axis
-from ltx.core import comm
 from ltx.core.comm import network as measuring
 from ltx.errors import DeadlockDetectedError, InputError, LtxError, RankMismatchError
 from tests.kinds import OnNewAxis, Ranks
@@ -21,13 +20,8 @@ from tests.kinds import OnNewAxis, Ranks
 
 def _on_new_axis(fn: Callable[[Axis], Any]) -> Any:
     """fn(axis) with an axis on which nothing was measured."""
-    group = dist.new_group(list(range(dist.get_world_size())))
-    axis = comm.open_axis("fresh", group)
-    try:
+    with ltx.axis_from_group(range(dist.get_world_size())) as axis:
         return fn(axis)
-    finally:
-        comm.close_axis(axis)
-        dist.destroy_process_group(group)
 
 
 @pytest.mark.full(but=1)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import ltx
 from ltx import hooks
-from ltx.core import comm
 from ltx.core.comm import network as measured_network
 from ltx.core.gradients.planning import MIB, bucket_sizes
 from ltx.errors import InputError, RankMismatchError, SyncStateError, UnsupportedError
@@ -168,7 +167,7 @@ def test_ranks_measure_when_they_make_their_state(ranks: Ranks) -> None:
             state = step.init({"w": torch.ones(1000, 1000)})
             again = step.init({"w": torch.ones(1000, 1000)})
         labels = {event.label for event in trace.events}
-        comm.close_axis(axis)
+        axis.close()
         return state.choice, again.choice, axis_comm.network, labels
 
     first, second = ranks(2).run(made)
@@ -187,7 +186,7 @@ def test_ranks_that_measure_differently_choose_alike(ranks: Ranks) -> None:
             patch.setattr(measured_network, "time", SimpleNamespace(perf_counter=lambda: 1e6**rank * inner()))
             state = ltx.data_parallel(lambda p: p["w"].sum(), AUTO, axis=axis).init(params)
         network = axis.comm.network
-        comm.close_axis(axis)
+        axis.close()
         assert network is not None
         assert state.choice == choice_for(AUTO, params, 2, network).name
         return state.choice, sorted(state.leaves), network
@@ -232,7 +231,7 @@ def test_the_first_call_measures_without_a_state_too(ranks: Ranks) -> None:
                 value = grad(torch.ones(3))
             labels.append([event.label for event in trace.events if event.label != "summary"])
         network = axis_comm.network
-        comm.close_axis(axis)
+        axis.close()
         return value, network, labels
 
     first, second = ranks(2).run(called)
@@ -259,7 +258,7 @@ def test_ranks_that_are_told_different_things(ranks: Ranks, strategies: tuple[An
         params = {"w": torch.ones(1000, 1000)}
         with pytest.raises(RankMismatchError) as raised:
             ltx.grad_and_value(step)(params, sync_state=step.init(params))
-        comm.close_axis(axis)
+        axis.close()
         return str(raised.value)
 
     for text in ranks(2).run(differ):
@@ -273,7 +272,7 @@ def test_one_rank_that_measures_alone(ranks: Ranks) -> None:
         step = ltx.data_parallel(lambda p: p["w"].sum(), strategy, axis=axis)
         with pytest.raises(RankMismatchError) as raised:
             ltx.grad_and_value(step)({"w": torch.ones(2)}, sync_state=step.init({"w": torch.ones(2)}))
-        comm.close_axis(axis)
+        axis.close()
         return str(raised.value)
 
     for text in ranks(2).run(differ):
@@ -306,7 +305,7 @@ def test_every_strategy_chooses_buckets(ranks: Ranks, make: Callable[..., ltx.St
             found.append(run(train, module, batches))
         assert_same_bits(*found)
         assert axis.comm.network is not None
-        comm.close_axis(axis)
+        axis.close()
 
     ranks(2).run(trained)
 
@@ -390,7 +389,7 @@ def test_compiled(ranks: Ranks, seed: int) -> None:
             assert graph[0][1].choice == state.choice
             for a, b in zip(ltx.tree.flatten(graph[0][0])[0], ltx.tree.flatten(eager[0][0])[0], strict=True):
                 torch.testing.assert_close(a, b)
-        comm.close_axis(axis)
+        axis.close()
         return refused, state.choice
 
     for refused, choice in ranks(2).run(compiled):
