@@ -1,7 +1,7 @@
 """Ranks that are threads of this process (:func:`ltx.simulate`): one runs at a time, and hands over where it waits.
 
-A thread that comes to a call of several waits there until all of them have come. The last one computes what each gets.
-Between two such calls threads run in the order of their numbers, so a run repeats itself exactly.
+A thread that comes to a common call waits there until all its members have come. The last one computes each member's
+result. Between two such calls threads run in the order of their numbers, so a run repeats itself exactly.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from ltx.core.comm.signature import Agreement, Seen, Signature, explain_mismatch
 from ltx.core.comm.step_summary import UNREDUCED
 from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, Part, Ranks, Rule, Static, Tensors, fresh
 
-#: What every member has brought, in their order -> what each of them gets.
+#: From the values of all members, in their order, to the result of each member.
 Combine = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(eq=False)
 class Call:
-    """What one rank calls together with others, and waits in."""
+    """A call that one rank makes together with others, and in which it waits."""
 
     axis_name: str
-    members: tuple[int, ...]  # the ranks that call it, by their place on the axis
-    signatures: tuple[Signature, ...]  # what they must agree on: of the call, after those of what led to it
+    members: tuple[int, ...]  # the ranks that make the call, by their place on the axis
+    signatures: tuple[Signature, ...]  # members must agree on these: outer calls', then the call's own
     value: Any  # what this rank brings
     combine: Combine | None  # None gives each rank all values
-    leavable: bool = False  # it belongs to a step or pass, which a peer may leave
+    leavable: bool = False  # the call belongs to a step or pass, which a peer may leave
     complete: bool = field(default=False, init=False)  # `result` or `error` is there
     result: Any = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
 
     @property
     def what(self) -> str:
-        """What the rank has called, on one line: that which led to the call, if something did."""
+        """The rank's call, on one line: the outer call, if there is one."""
         return self.signatures[-2 if len(self.signatures) > 1 else -1].brief
 
     def fail(self, error: BaseException) -> None:
-        """End it with `error`, which each rank raises a copy of: a traceback belongs to one thread."""
+        """End the call with `error`; each rank raises a copy, since a traceback belongs to one thread."""
         self.complete, self.error = True, copy.copy(error)
 
 
@@ -60,13 +60,13 @@ class Left:
     rank: int
     what: str
     why: str
-    completed: int  # how many it had completed before
-    told: bool = False  # that others have completed this one
+    completed: int  # how many steps or passes the rank had completed before
+    told: bool = False  # set if others have completed this step or pass
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of a run, and the rank that raised it; None for one of the caller's, such as an interrupt."""
+    """The first error of a run, and the rank that raised it; None if the caller had it, such as an interrupt."""
 
     error: BaseException
     rank: int | None
@@ -80,29 +80,29 @@ class Failure:
 class Turns:
     """`size` threads that take turns, here called ranks.
 
-    `set_aside`: called in a rank's thread at the end of its turn. It puts aside what the rank has changed in this
-    process, and returns a function that brings it back when the next turn begins.
+    `set_aside`: called in a rank's thread at the end of its turn. It puts aside the rank's changes to this process, and
+    returns a function that brings them back at the rank's next turn.
     """
 
     def __init__(self, size: int, set_aside: Callable[[], Callable[[], None]]):
         self.size = size
         self.closed = False
         self._set_aside = set_aside
-        self._turns = [_held_lock() for _ in range(size)]  # a rank acquires its own to run
+        self._turns = [_held_lock() for _ in range(size)]  # a rank acquires its own lock to run
         self._all_ended = _held_lock()
         self._threads: dict[int, int] = {}
         self._calls: dict[int, Call] = {}
         self._ended: dict[int, str] = {}
         self._failure: Failure | None = None
-        #: What a rank is told at the next step or pass that it comes to with others.
+        #: A rank gets this news at the next step or pass that it comes to with others.
         self._told: dict[tuple[int, tuple[int, ...]], Left] = {}
         #: How many steps and passes a rank has completed with others.
         self.completed = Counter[tuple[int, tuple[int, ...]]]()
 
     def leave(self, left: Left, members: tuple[int, ...]) -> None:
-        """A rank has left a step or pass, which its peers are told where they wait in it, or come to one."""
+        """A rank has left a step or pass: tell its peers, where they wait in it or at their next one."""
         told = self._told.pop((left.rank, members), left)
-        if told.rank == left.rank or told.completed != left.completed:  # else a peer has left it too
+        if told.rank == left.rank or told.completed != left.completed:  # otherwise a peer has left it too
             for peer in members:
                 if peer != left.rank:
                     self._tell_later(peer, members, left)
@@ -113,7 +113,7 @@ class Turns:
             self._tell(rank, call)
 
     def _tell(self, rank: int, call: Call) -> None:
-        """Let `call` of `rank` fail if it belongs to a step or pass, and one has been left."""
+        """Make `call` of `rank` fail if it belongs to a step or pass that a peer has left."""
         if not call.leavable or (left := self._told.pop((rank, call.members), None)) is None:
             return
         who, done = call.members.index(left.rank), self.completed[rank, call.members] > left.completed
@@ -151,7 +151,7 @@ class Turns:
             self._wait()
         except BaseException as error:
             self._failure = self._failure or Failure(error, None)
-            if not begun:  # no more threads: those that there are end without having run
+            if not begun:  # no more threads: the threads made so far end without having run
                 self._ended.update(dict.fromkeys(range(started, self.size), "has no thread"))
                 self._turns[0].release()
             if started:
@@ -167,7 +167,7 @@ class Turns:
         return results
 
     def _wait(self) -> None:
-        """Wait until all ranks have ended. A signal that comes just before a lock's wait is seen after it alone."""
+        """Wait until all ranks have ended. A signal just before a lock's wait is seen only after the wait."""
         while not self._all_ended.acquire(timeout=0.1):
             pass
 
@@ -189,7 +189,7 @@ class Turns:
             self._turns[self._next_after(rank)].release()
 
     def wait_in(self, rank: int, call: Call) -> Any:
-        """Come to `call` as `rank`, and return what it gives once all of its members have come to it.
+        """Come to `call` as `rank`, and return the call's result once all its members have come to it.
 
         Raises:
             RankMismatchError: members call something else, or return; on all ranks that wait.
@@ -224,7 +224,7 @@ class Turns:
         return call.result
 
     def check_thread(self, rank: int, signature: Signature, axis_name: str) -> None:
-        """Raise unless this is the thread of `rank`, which calls what `signature` says."""
+        """Raise unless this is the thread of `rank`; `signature` names the call, for the error."""
         if threading.get_ident() != self._threads.get(rank):
             raise UnsupportedError(
                 f"{signature.brief} on axis {axis_name!r} was called in a thread that is no rank's. ltx.simulate gives "
@@ -246,7 +246,7 @@ class Turns:
         return able[0]
 
     def _give_up(self) -> None:
-        """No rank can run: each waits for one that waits elsewhere or has ended."""
+        """The error when no rank can run: each waits for a rank that waits elsewhere or has ended."""
         names = {call.axis_name for call in self._calls.values()}
         place = dict(self._ended)
         for rank, call in self._calls.items():
@@ -267,7 +267,7 @@ def _held_lock() -> threading.Lock:
 
 
 def _complete(calls: list[Call]) -> None:
-    """All members have come: let each have its result, or the same error."""
+    """All members have come: give each its result, or the same error."""
     first = calls[0]
     values = [call.value for call in calls]
     try:
@@ -275,10 +275,10 @@ def _complete(calls: list[Call]) -> None:
             for step in zip(*(call.signatures for call in calls), strict=False):
                 if len(set(step)) > 1:
                     raise explain_mismatch(first.axis_name, dict(enumerate(step)))
-            # One has called less than another before.
+            # One rank has made fewer calls than another before.
             texts = {i: "; ".join(s.brief for s in call.signatures) for i, call in enumerate(calls)}
             raise mismatch(first.axis_name, "the calls", texts, "call the same collectives in the same order")
-        # The last rank computes what all get, so its own modes mustn't count.
+        # The last rank computes all results, so its own modes mustn't count.
         with torch.no_grad(), private.below_transforms(), private.without_autocast():
             results = [values] * len(calls) if first.combine is None else first.combine(values)
     except Exception as error:
@@ -292,9 +292,9 @@ def _complete(calls: list[Call]) -> None:
 class ThreadRanks(Ranks):
     """The ranks of an axis that are threads here, as one of them sees them.
 
-    Ranks are in one process, so nothing is sent: each brings a value, and one of them computes what all get.
-    `members`: the numbers of the threads of the axis' ranks; `rank`: this one's place among them; `device`: of what
-    they were given.
+    Ranks are in one process, so nothing is sent: each brings a value, and one of them computes all results.
+    `members`: the numbers of the threads of the axis' ranks; `rank`: this rank's place; `device`: that of its
+    arguments.
     """
 
     in_turn = True
@@ -337,7 +337,7 @@ class ThreadRanks(Ranks):
         self.exchange(Signature(label, ()), None)
 
     def _say(self, signature: Signature) -> None:
-        """Let the ranks compare `signature` at their next exchange: what this rank calls, which leads to that."""
+        """Let the ranks compare `signature`, an outer call, at their next exchange, to which it leads."""
         self._turns.check_thread(self._members[self.rank], signature, self.name)
         self._announced.append(signature)
 
@@ -392,7 +392,7 @@ class ThreadRanks(Ranks):
         self._turns.completed[self._members[self.rank], self._members] += whole
 
     def exchange(self, signature: Signature, value: Any = None) -> list[Any]:
-        """Wait for all ranks, and return their values, which may be anything: ranks share them, and write to none.
+        """Wait for all ranks, and return their values, any objects: ranks share them, and mustn't write to them.
 
         Raises:
             RankMismatchError: ranks disagree in their signatures, or some never come; on all ranks that wait.
@@ -403,7 +403,7 @@ class ThreadRanks(Ranks):
         return values
 
     def combined(self, signature: Signature, value: Any, combine: Combine | None = None) -> Any:
-        """:meth:`exchange`, or what `combine` makes of all values for this rank."""
+        """:meth:`exchange`; with `combine`, this rank's result of it for all values."""
         self._turns.check_thread(self._members[self.rank], signature, self.name)
         signatures = (*self._announced, signature)
         self._announced.clear()

@@ -1,19 +1,19 @@
-"""The watcher: the one thread of a process that looks after its peers, in the store.
+"""The watcher: one thread of a process that checks on its peers, through the store.
 
 A broken connection shows at once that a peer is gone. Silence doesn't: a stopped process, a machine without power and
-an unplugged cable look like a slow peer. And a peer that has raised something may be alive all the same. So each
-process keeps a record of itself in the store (:mod:`ltx.core.comm.diagnosis`), which its watcher writes again and
-again: a beat. A counter beside the records says that one of them says something new. So a look at the counter is all
-that waiting costs, however many ranks there are; all records are read when it has moved.
+an unplugged cable look like a slow peer. And a peer that has raised an error may still be alive. So each process keeps
+a record of itself in the store (:mod:`ltx.core.comm.diagnosis`), and its watcher writes the record again and again:
+each time is a beat. A counter beside the records moves when a record has news. So waiting costs one look at the
+counter, however many ranks there are; all records are read when the counter has moved.
 
-On each axis a rank looks after the beats of the one that follows it, and, where that one is silent, of all others. It
-says whom it finds silent. So every rank knows of a silent one, and none reads the beats of all.
+On each axis a rank checks the beats of the rank after it, and if that one is silent, the beats of all others. It tells
+which ranks it finds silent. So every rank learns of a silent rank, and no rank reads all beats.
 
-A rank that waits asks its watcher, not the store. Where a device waits, and the host with it, nobody asks: there the
-watcher aborts what the device waits for.
+A rank that waits asks its watcher, not the store. Where a device waits, and the host with it, no thread asks: there the
+watcher aborts the device's collectives.
 
-The store may end before the ranks do, with the launcher that held it. Then their records go to a second one, which a
-rank has held since their world was made, empty: nothing is compared there, but who lives is known.
+The store may end before the ranks do, with the launcher that held it. Then records go to a second store, which a rank
+has held, empty, since the world was made: nothing is compared there, but it shows which ranks live.
 
 Calls to the store can block forever too, and are given up after one heartbeat timeout. Python computation doesn't stop
 the beats. C code that holds Python's lock for longer than the heartbeat timeout does.
@@ -40,63 +40,63 @@ from ltx.core.comm.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadW
 from ltx.core.comm.signature import list_values
 from ltx.core.comm.store_exchange import ENDING_S, StoreCaller, poll_until
 
-#: Without a sign of life for so long, a peer counts as lost.
+#: A peer without a sign of life for this long counts as lost.
 DEFAULT_HEARTBEAT_S = 10.0
-#: A thread that has waited for so long says so.
+#: A thread that has waited this long tells its peers.
 PATIENCE_S = 1.0
-# How often it looks then, and how long the first to find a deadlock waits for the others to hear of it.
+# How often such a thread looks, and how long the first one to find a deadlock waits until the others know.
 _PAUSE_S, _LINGER_S = 0.5, 3.0
-# How soon a look at the counter follows another one, in a wait that has just begun and in a long one.
+# The time between two looks at the counter, in a wait that has just begun and in a long wait.
 _FIRST_TICK_S, _LAST_TICK_S = 0.1, 1.0
-# Who hasn't asked for so long waits no longer.
+# A thread that hasn't asked for this long waits no longer.
 _LEASE_S = 1.0
-# How long a rank that leaves by an exception waits until its peers have heard of that.
+# How long a rank that leaves by an exception waits until its peers know.
 _HEARD_S = 2.0
-_PAST = 16  # axes that have ended, of which a record still tells
+_PAST = 16  # a record keeps this many axes that have ended
 
 
 class Watcher:
     """The watcher of this process, which is `rank` of the world. A peer without a beat for `heartbeat_s` is lost.
 
-    Calls on one connection wait for each other. So it has one for its own thread, and threads of ltx ask on that of
-    `store`. On neither may torch have groups connect.
+    Calls on one connection wait for each other. So the watcher's thread has its own connection, and other threads of
+    ltx use that of `store`. torch mustn't connect groups on either.
     """
 
     def __init__(self, store: Store, rank: int, heartbeat_s: float, answer_s: float = 0.0):
         self._rank = rank
         self._users = 0
-        #: Without a beat for so long a peer counts as lost; the store without an answer, unless `answer_s` is longer.
+        #: A peer without a beat for this long counts as lost; so does a silent store, unless `answer_s` is longer.
         self.heartbeat_s = heartbeat_s
         self.store = store
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
         self._own = PrefixStore(RECORDS, self._connection)
         #: Called with each beat, in the watcher's thread and with its connection to `store`.
         self.on_beat: Callable[[Store], None] = lambda store: None
-        #: The rank that holds a second store, and how to connect to that; and it itself, on that rank.
+        #: The rank that holds a second store, how to connect to it, and, on that rank, the store itself.
         self.second: tuple[int, Callable[[], Store]] | None = None
         self.held: Store | None = None
-        #: The axes that it looks after, by label.
+        #: The axes that the watcher looks after, by label.
         self.axes: dict[str, Watched] = {}
         self.deadlocks = Deadlocks(self, rank)
-        #: What all ranks say, as far as this process has looked: replaced as a whole.
+        #: The records of all ranks, as this process has read them last: replaced as a whole.
         self.records: Mapping[int, Record] = {}
         self.version = 0  # of them
-        self._news = True  # there is something new to say
+        self._news = True  # this process' record has news
         self._wanted_s, self._tick_s, self._refresh = 0.0, _FIRST_TICK_S, False
         self._mine = Record()
-        self._past: dict[str, Status] = {}  # of the axes that were closed last
-        self._rounds = 0  # how many times it has gone round
+        self._past: dict[str, Status] = {}  # the statuses of the axes that were closed last
+        self._rounds = 0  # how many rounds the watcher has made
         self._round = threading.Condition()
-        self._under_way_s: float | None = None  # since when a call to the store has been
+        self._under_way_s: float | None = None  # the time at which the pending call to the store began
         self._with_record: set[int] = set()
-        self._beats: dict[int, tuple[float, float]] = {}  # of all whose record it has read: (beat, since when)
+        self._beats: dict[int, tuple[float, float]] = {}  # (beat, since when) of all ranks whose record was read
         self._silent: dict[int, float] = {}
         self._looked_s = 0.0
         self._ended, self._gone, self._gone_s, self._woken = False, False, 0.0, threading.Event()
-        # After all of the above, which its thread looks at.
-        #: Through which this process calls the store, and gives up after a while.
+        # This comes after the fields above, which its thread reads.
+        #: This process calls the store through it, and can give up.
         self.store_caller = StoreCaller(rank, max(heartbeat_s, answer_s), self._why_gone, self._when_idle)
-        #: Tells this world from all others; the same on all ranks.
+        #: A name of this world, different from all others; the same on all ranks.
         self.world = self._own.compare_set("world", "", os.urandom(8).hex()).decode()
         self._write()
         self._thread = threading.Thread(target=self._watch, name="ltx-watcher", daemon=True)
@@ -130,23 +130,23 @@ class Watcher:
         return min(0.5, self.heartbeat_s / 10)
 
     def shorten(self, heartbeat_s: float) -> None:
-        """Let it be `heartbeat_s` from now on, if it was longer. The beats follow at once: peers won't wait longer."""
+        """Lower the timeout to `heartbeat_s`, if it was longer. Beats follow at once: peers won't wait longer."""
         if heartbeat_s < self.heartbeat_s:
             self.heartbeat_s = heartbeat_s
             self.expect_answers()
             self._woken.set()
 
     def expect_answers(self) -> None:
-        """From now on a store that doesn't answer for as long as a peer may be silent counts as lost too."""
+        """From now on a store counts as lost too if it doesn't answer for as long as a peer may be silent."""
         self.store_caller.limit_s = self.heartbeat_s
 
     def tell(self, wait: bool = False) -> None:
-        """This process' record has something new: let the peers know. `wait`: until they can."""
+        """This process' record has news: let the peers know. `wait`: until they can."""
         self._news = True
         self._go_round(wait)
 
     def look(self) -> Mapping[int, Record]:
-        """What all ranks say, at most a tick old. Called again and again by a thread that waits.
+        """The records of all ranks, at most a tick old; a thread that waits calls this again and again.
 
         Raises:
             PeerLostError: the store doesn't answer.
@@ -161,17 +161,17 @@ class Watcher:
         return self.records
 
     def look_again(self) -> None:
-        """Have all records read with the next tick, though none of them says something new."""
+        """Read all records with the next tick, even if no record has news."""
         self._refresh = True
 
     def look_now(self) -> Mapping[int, Record]:
-        """What all ranks say now, if the store answers."""
+        """The records of all ranks now, if the store answers."""
         self._refresh = True
         self._go_round(wait=True)
         return self.records
 
     def _go_round(self, wait: bool) -> None:
-        """Have the watcher go round once more; `wait`: until it has, or it can't."""
+        """Make the watcher do one more round; `wait`: until it has done it, or can't."""
         with self._round:
             after = self._rounds + 1 + (self._under_way_s is not None)
             self._woken.set()
@@ -179,7 +179,7 @@ class Watcher:
                 self._round.wait_for(lambda: self._rounds >= after or self.without_store, self.heartbeat_s)
 
     def wait_until_heard(self, dead: Collection[int] = ()) -> None:
-        """Wait, a little, until the peers but the `dead` know what this process has said: with it the store may end."""
+        """Wait, a little, until the peers, except the `dead`, have read this record: the store may end with it."""
         with suppress(LtxError):
             poll_until(partial(self._is_heard, dead), _HEARD_S)
 
@@ -189,23 +189,23 @@ class Watcher:
         return self._gone or all(record.seen >= self.version for record in alive)
 
     def _abandoned(self) -> dict[int, str]:
-        """Why ranks have left an axis by an exception, as far as this process knows."""
+        """The exceptions by which ranks have left an axis, as far as this process knows."""
         said = [(rank, status) for rank, record in self.records.items() for status in record.axes.values()]
         return {rank: status.abandoned[0] for rank, status in said if status.abandoned is not None}
 
     def _why_gone(self) -> str:
-        """What the peers have said, for one that finds the store gone."""
+        """The peers' reasons to leave, for the error of a rank that finds the store gone."""
         self._gone_s = self._gone_s or time.monotonic()
         why = {rank: why for rank, why in self._abandoned().items() if rank != self._rank}
         return "".join(f" Rank {rank} had left because of an exception ({said})." for rank, said in sorted(why.items()))
 
     def gone(self) -> set[int]:
-        """Who has ended, or shows no beats any more, as far as the ranks that have a record say. As :meth:`look`."""
+        """The ranks that have ended or show no more beats, according to the ranks' records. As :meth:`look`."""
         said = self.look()
         return silent_of(said) | {rank for rank, record in said.items() if not record.beat}
 
     def without_beat(self, ranks: Sequence[int]) -> set[int]:
-        """Those of `ranks` that show no beat from now on, for about an interval; several for longer: some are late."""
+        """The ranks among `ranks` that show no beat for about an interval from now on; for several it waits longer."""
         before, silent = self.look_now(), {*ranks}
 
         def are_silent(at_most: int) -> bool:
@@ -218,7 +218,7 @@ class Watcher:
         return silent
 
     def leave(self, axis: Watched) -> None:
-        """`axis` has ended. What this rank said last of it stays in its record, as long as few have ended since."""
+        """`axis` has ended. The axis' last status stays in the record until many other axes have ended."""
         if self.held is not None and self._gone_s:  # the peers may lose it next
             self.wait_until_heard()
         if self.axes.pop(axis.label, None) is not None:
@@ -231,7 +231,7 @@ class Watcher:
         self._users += 1
 
     def release(self) -> bool:
-        """Count one user less; returns whether that was the last one, and the watcher has ended."""
+        """Count one user less; returns whether it was the last one, and the watcher has ended."""
         self._users -= 1
         if self._users:
             return False
@@ -254,7 +254,7 @@ class Watcher:
             with suppress(dist.DistError):
                 self._connection = connect()
                 self._own = PrefixStore(RECORDS, self._connection)
-                # Nobody has a record there yet, and how long peers are silent counts from now on.
+                # No rank has a record in the second store yet, and the time of peers' silence counts from now on.
                 self.on_beat, self.version, self._news, self._with_record = lambda store: None, 0, True, set()
                 self._looked_s = 0.0
                 self._go_round_by_round()
@@ -306,7 +306,7 @@ class Watcher:
             self._own.add("version", 1)
 
     def _read(self) -> None:
-        """Read all records if something new is in them."""
+        """Read all records if one of them has news."""
         version = self._own.add("version", 0)
         if version == self.version and not self._refresh:
             return
@@ -315,7 +315,7 @@ class Watcher:
         self.records = self._records_of(wanted) | {self._rank: self._mine}
         if version != self.version:
             self._tick_s, self.version = _FIRST_TICK_S, version
-            if self._abandoned():  # who has said so may wait until it has been heard
+            if self._abandoned():  # a rank with news may wait until peers have read it
                 self._write()
 
     def _records_of(self, ranks: set[int]) -> dict[int, Record]:
@@ -336,8 +336,8 @@ class Watcher:
         return records
 
     def _look_after_peers(self, now: float) -> None:
-        """Find out who is silent among those that this rank looks after."""
-        if now - self._looked_s > self.heartbeat_s / 2:  # it was held up itself: old beats tell nothing
+        """Find out which of the ranks that this rank checks are silent."""
+        if now - self._looked_s > self.heartbeat_s / 2:  # this watcher was delayed itself: old beats tell nothing
             self._beats.clear()
         self._looked_s = now
         records = self._records_of({rank for axis in list(self.axes.values()) for rank in self._after(axis)})
@@ -363,25 +363,25 @@ class Watcher:
 
 
 class Deadlocks:
-    """What the threads of this process, which is `rank` of the world, wait for, and whether they may for ever."""
+    """The waits of the threads of this process, `rank` of the world, and whether a wait can never end."""
 
     def __init__(self, watcher: Watcher, rank: int):
         self._watcher, self._rank = watcher, rank
         self._serials = count()
         self._waits: dict[int, ThreadWait] = {}
         self._looked_s: dict[int, float] = {}
-        #: By thread, the deadlock that it has seen once: everybody's wait, and when the ranks in it had said so.
+        #: By thread, the deadlock that it has seen once: all threads' waits, and the beats of the ranks in it then.
         self._suspected: dict[int, tuple[dict[Node, int], dict[int, float]]] = {}
         self._found: tuple[list[tuple[int, int, int]], str] | None = None
         self._said: Any = None
-        #: Ranks of other axes, which this one's peers wait for.
+        #: Ranks of other axes for which this rank's peers wait.
         self.wanted: set[int] = set()
         #: By axis: (issues made, threads that have made them) of each key.
         self.counts: dict[str, Callable[[], dict[str, tuple[int, Iterable[int]]]]] = {}
 
     def told(self) -> Told:
-        """What goes with the record; nothing while no thread has waited for long."""
-        # Before the counts: in between a thread may only have issued more, never less, than it had when it waited.
+        """The threads' part of the record; nothing while no thread has waited for long."""
+        # Before the counts: between the two reads a thread may only have issued more than it had when it began to wait.
         waits = list(self._waits.values())
         if not waits and self._found is None:
             return Told()
@@ -394,13 +394,13 @@ class Deadlocks:
         return Told(waits, counts, self._found)
 
     def is_new(self, told: Told) -> bool:
-        """Whether what is `told` now can be a deadlock where what was told before wasn't."""
+        """Whether the waits `told` now can be a deadlock if those told before weren't."""
         said = told.waits, {key: threads for key, (_, threads) in told.counts.items()}, told.found
         new, self._said = bool(told.waits) and said != self._said, said
         return new
 
     def check(self, key: str, number: int, ranks: list[int], describe: Callable[[], str], told_of: str = "") -> None:
-        """Called now and then by a thread that has waited for :data:`PATIENCE_S`: will it for ever?
+        """Check whether this thread, which has waited for :data:`PATIENCE_S`, will wait for ever; called now and then.
 
         Raises:
             RankMismatchError: it would; on all ranks that would.
@@ -436,12 +436,12 @@ class Deadlocks:
             self._watcher.look_again()
 
     def done(self) -> None:
-        """This thread waits no longer."""
+        """Note that this thread waits no longer."""
         if self._waits:
             self._waits.pop(threading.get_ident(), None)
 
     def _all_told(self, ranks: Iterable[int]) -> tuple[dict[int, Told], dict[int, float]]:
-        """What `ranks` say, and those that they wait for, and so on; and when each has."""
+        """The waits of `ranks`, of the ranks that these wait for, and so on; and the beats at which they were told."""
         records = self._watcher.look()
         told, said_s, wanted = dict[int, Told](), dict[int, float](), set(ranks)
         while missing := sorted(wanted - told.keys()):
@@ -458,7 +458,7 @@ class Deadlocks:
     def _raise(self, nodes: list[tuple[int, int, int]], text: str) -> NoReturn:
         """Raise, once all ranks in the deadlock know of it: the first one to raise may end, and the store with it."""
         self._found = (nodes, text)
-        with suppress(LtxError):  # it is known what to raise
+        with suppress(LtxError):  # the error to raise is known
             self._watcher.tell(wait=True)
             poll_until(lambda: self._have_heard(nodes), _LINGER_S)
         raise RankMismatchError(
@@ -479,7 +479,7 @@ _watchers: dict[int, tuple[Store, Watcher]] = {}
 
 
 def watch_by(watcher: Watcher, store: Store) -> None:
-    """`watcher` is the one in the world of `store`, from now on."""
+    """Make `watcher` the watcher of this process in the world of `store`."""
     _watchers[id(store)] = store, watcher
 
 

@@ -1,1 +1,1 @@
-"""What the ranks of an axis are: processes, simulated ranks, one."""
+"""The ranks of an axis: processes, simulated ranks, or one rank alone."""

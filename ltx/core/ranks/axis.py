@@ -1,9 +1,9 @@
 """Named axes: the dimensions of ranks that collectives reduce over, and which of them are in scope.
 
 An axis is backed by a process group, by a level of ``torch.vmap`` (:func:`ltx.vmap`), by threads that take turns
-(:func:`ltx.simulate`), or by nothing (size 1). Code that uses an axis can't tell which. What is in scope is the one
-piece of ambient state that ltx has: the axes of the world, set by ``ltx.init``, and inside them those that
-:func:`ltx.vmap` and :func:`ltx.simulate` open in a thread while their function runs.
+(:func:`ltx.simulate`), or by nothing (size 1). Code that uses an axis can't tell which. The axes in scope are the only
+ambient state of ltx: the world's axes, set by ``ltx.init``, and inside them the axes that :func:`ltx.vmap` and
+:func:`ltx.simulate` open in a thread while their function runs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class Axis:
     """A named dimension of ranks.
 
     Attributes:
-        name: what collectives call it.
-        size: the number of ranks on it; where it stands for groups of unequal sizes on simulated ranks, the largest.
-        ranks: what its ranks are, and how they communicate.
+        name: the axis' name in collectives. size: the number of ranks; for groups of unequal sizes on simulated ranks,
+            the largest. ranks: the object through which the ranks communicate.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Axis:
     ranks: Ranks = None  # type: ignore[assignment]  # this rank alone
 
     def __post_init__(self) -> None:
-        if self.ranks is None:  # no default: Dynamo can't find where it would come from
+        if self.ranks is None:  # no default: Dynamo couldn't find the default's source
             object.__setattr__(self, "ranks", ALONE)
         check_fields(self, AxisError)
         if self.size < 1:
@@ -53,7 +52,7 @@ class Axis:
 
     @property
     def rank(self) -> int | torch.Tensor:
-        """This rank's position: an int where there is one rank a process, else as :meth:`index` has it."""
+        """This rank's position: an int where each process has one rank, else the tensor of :meth:`index`."""
         index = self.ranks.batch_index(self.size)
         return self.ranks.rank if index is None else index
 
@@ -64,7 +63,7 @@ class Axis:
 
 
 def inner(axis: Axis, size: int) -> Axis:
-    """The axis of the `size` ranks of this rank's node, of which `axis` has several, one after the other.
+    """The axis of this rank's node: `axis` consists of nodes of `size` ranks each, one node after the other.
 
     Between processes all ranks of `axis` must call this together the first time.
 
@@ -81,7 +80,7 @@ def inner(axis: Axis, size: int) -> Axis:
 
 
 def outer(axis: Axis, size: int) -> Axis:
-    """The axis of the ranks that have this rank's place in their nodes of `size` ranks each; see :func:`inner`.
+    """The axis of the ranks that have the same place in their node as this rank; see :func:`inner`.
 
     Example:
         >>> import torch, ltx
@@ -104,7 +103,7 @@ def _part(axis: Axis, size: int, across: bool) -> Axis:
 
 
 def in_groups(axis: Axis, part: Part, name: str) -> Axis:
-    """The axis called `name` of the ranks that `part` puts together with this one.
+    """The axis called `name` of the ranks that are in this rank's group of `part`.
 
     Between processes all ranks of a group must call this together the first time.
     """
@@ -112,18 +111,18 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
     return Axis(name, 1) if size == 1 else Axis(name, size, axis.ranks.part(name, part))
 
 
-# What raises where this process isn't alone, though it has no axes; empty once it is known to be, or has had a world.
+# The check that raises if this process has no axes but isn't alone; empty once that is known, or after a world.
 _alone: list[Callable[[], None]] = []
 _world_axes: tuple[Axis, ...] = ()
-_whole_world: list[Axis] = []  # all ranks of a world that has several axes
+_whole_world: list[Axis] = []  # the axis of all ranks of a world that has several axes
 #: A key in place of a thread's: threads that have opened no axis find the axes under this key.
 OTHERS = 0
-# By the thread that opened them: threads simulate ranks without each other. With the trace of Dynamo's, if one did.
+# The opened axes, by the thread that opened them, each with Dynamo's trace, if a trace opened it.
 _opened_axes: dict[int, list[tuple[Axis, private.TracingContext | None]]] = {}
 
 
 def check_open(axis: Axis) -> Axis:
-    """`axis`, if its ranks are there: that of a :func:`vmap` that has ended has none."""
+    """`axis`, if it is open; raises for one whose :func:`vmap` has ended."""
     if why := axis.ranks.ended:
         raise AxisError(f"axis {axis.name!r} is closed: {why}.")
     if isinstance(axis.ranks, Alone) and axis.size > 1:
@@ -135,7 +134,7 @@ def check_open(axis: Axis) -> Axis:
 
 
 def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
-    """Make `axes`, outermost first, the ones that are in scope everywhere; ``()`` clears them.
+    """Put `axes`, outermost first, in scope everywhere; ``()`` removes them.
 
     `whole`: the axis of all ranks, where there are several axes.
     """
@@ -147,12 +146,12 @@ def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
 
 
 def ask_if_alone(check: Callable[[], None]) -> None:
-    """Call `check`, which raises if it isn't, before this process is taken to be alone for the first time."""
+    """Call `check` before this process counts as alone for the first time; `check` raises if it isn't alone."""
     _alone.append(check)
 
 
 def world_axes() -> tuple[Axis, ...]:
-    """The axes of the world that is up, that of all its ranks included."""
+    """The axes of the current world, with the axis of all its ranks."""
     return (*_world_axes, *_whole_world)
 
 
@@ -162,7 +161,7 @@ def axes_in_scope() -> tuple[Axis, ...]:
 
 
 def _opened(there: tuple[tuple[int, int], ...]) -> tuple[Axis, ...]:
-    # One of another thread's may have ended meanwhile.
+    # An axis of another thread may have ended meanwhile.
     return tuple(axis for thread, at in there for axis, _ in _opened_axes.get(thread, [])[at : at + 1])
 
 
@@ -170,9 +169,8 @@ def find(name: str | None) -> Axis:
     """The axis called `name`, the innermost one first; None is the one that is in scope.
 
     Of several axes None is none: to reduce over one of them would let the others drift apart. That holds for axes of
-    size 1 too, so that a program means the same on one node and on several. Two cases are no choice: nested simulated
-    axes of one name, of which the innermost hides the others; and simulated axes inside a world of one process, whose
-    axes have nobody else on them.
+    size 1 too, so that a program means the same on one node and on several. In two cases None still works: nested
+    simulated axes of one name, where the innermost hides the others; and simulated axes inside a world of one process.
 
     Without any axis in scope the default axis has size 1, unless a launcher has started this process as one of several
     (:class:`ltx.errors.WorldError`). Raises :class:`ltx.errors.AxisError` for other names.
@@ -194,7 +192,7 @@ def find(name: str | None) -> Axis:
 
 
 def _choice() -> tuple[Axis, ...]:
-    """The axes in scope of which None is the innermost; raises where they are several."""
+    """The axes in scope, if None can name the innermost; raises where None is ambiguous."""
     if not (there := _there()) and len(_world_axes) == 1:
         return _world_axes
     world = math.prod(axis.size for axis in _world_axes)
@@ -212,7 +210,7 @@ def _choice() -> tuple[Axis, ...]:
 
 
 def joined(names: tuple[Any, ...]) -> Axis:
-    """The axis of all ranks of several: the first is the outermost. Between processes, all of its ranks call this.
+    """One axis of all ranks of several axes, the first the outermost. Between processes, all its ranks call this.
 
     Example:
         >>> import torch, ltx
@@ -262,24 +260,24 @@ def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
 # Dynamo doesn't trace into these: the level is functorch's own, which exists at trace time and is the same at run time.
 @at_trace_time
 def open_simulated(name: str, size: int, device: torch.device | None = None) -> int:
-    """Open an axis of simulated ranks at torch.func's current level, which it gives. `device`: of what is mapped."""
+    """Open an axis of simulated ranks at torch.func's current level; returns the level. `device`: of mapped tensors."""
     level: int = private.current_level()
     opened = _opened_axes.setdefault(threading.get_ident(), [])
-    while opened and opened[-1][0].ranks.level >= level:  # left behind by a trace that failed
+    while opened and opened[-1][0].ranks.level >= level:  # axes left behind by a trace that failed
         opened.pop()
     opened.append((Axis(name, size, VmapRanks(level, device=device)), private.TracingContext.try_get()))
     return level
 
 
 def open_alone(axis: Axis, thread: int | None = None) -> Callable[[], None]:
-    """Make `axis` the only opened one of this thread, or of :data:`OTHERS`; what comes back undoes it."""
+    """Make `axis` the only opened axis of this thread, or of :data:`OTHERS`; the returned function undoes it."""
     undo = set_opened_aside(thread)
     _opened_axes[threading.get_ident() if thread is None else thread] = [(axis, None)]
     return undo
 
 
 def set_opened_aside(thread: int | None = None) -> Callable[[], None]:
-    """Close this thread's opened axes for a while, or those of :data:`OTHERS`; what comes back undoes it."""
+    """Close the opened axes of this thread, or of :data:`OTHERS`; the returned function opens them again."""
     thread = threading.get_ident() if thread is None else thread
     kept = _opened_axes.pop(thread, None)
 
@@ -293,10 +291,10 @@ def set_opened_aside(thread: int | None = None) -> Callable[[], None]:
 
 @at_trace_time
 def _there() -> tuple[tuple[int, int], ...]:
-    """The (thread, place) of the opened axes that are still there: a trace that failed leaves its own behind.
+    """The (thread, place) of the opened axes that are still valid: a failed trace leaves its axes behind.
 
-    A thread finds its own, and that of OTHERS, unless it is one of the ranks which that stands for. Autograd's thread
-    of a device, which may do a forward pass again, finds its caller's.
+    A thread finds its own axes, and that of OTHERS, unless the thread is one of its ranks. Autograd's device threads,
+    which may do a forward pass again, find their caller's axes.
     """
     if not _opened_axes:
         return ()

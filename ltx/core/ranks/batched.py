@@ -17,14 +17,14 @@ from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stac
 class VmapRanks(Ranks):
     """Ranks are the entries of the batch dimension that functorch's interpreter at `level` adds.
 
-    Several nested levels make one axis if there are `dims`. functorch takes the innermost level off first. Those above
+    With `dims`, several nested levels make one axis. functorch takes the innermost level off first. Levels above
     `level` are off already; their dimensions are in front of the tensors, the outermost level's first.
     """
 
     level: int = 0
-    part_of: Part | None = None  # the dimension then holds several axes side by side, of which this is one
+    part_of: Part | None = None  # the dimension holds several axes side by side, and this is one of them
     dims: tuple[tuple[int, int], ...] = ()  # (level, size) of each, the first the outermost in the order of ranks
-    device: torch.device | None = None  # where tensors of the ranks' numbers are made: the device of what is mapped
+    device: torch.device | None = None  # tensors of ranks' numbers are made on this device, that of mapped tensors
 
     @property
     def levels(self) -> list[int]:
@@ -46,7 +46,7 @@ class VmapRanks(Ranks):
         return [self.levels.index(level) for level, _ in self.dims]
 
     def stacked(self, xs: torch.Tensor) -> torch.Tensor:
-        """`xs`, with a dimension for each level in front, with one for the ranks of all."""
+        """`xs` with one dimension for all ranks in front, in place of a dimension for each level."""
         if not self.dims:
             return xs
         count = len(self.dims)
@@ -61,11 +61,11 @@ class VmapRanks(Ranks):
         return by_dim.permute(*(order.index(i) for i in range(count)), *range(count, by_dim.ndim))
 
     def batched(self, xs: torch.Tensor) -> torch.Tensor:
-        """A vector with one entry for each rank, as what each has: 0-dim, and batched at each level that isn't off."""
+        """A vector with one entry for each rank, as each rank's 0-dim value: batched at each level that isn't off."""
         by_level = self.unstacked(xs)
         for _ in range(self.taken):  # those levels' ranks don't matter to what is left
             by_level = by_level[..., 0]
-        by_level = unwrapped(by_level)  # what factories make is wrapped for the innermost level, which may not be ours
+        by_level = unwrapped(by_level)  # factories wrap tensors for the innermost level, which may not be ours
         for level in self.levels:
             if level <= self.level:
                 by_level = private.add_batch_dim(by_level, 0, level)
@@ -103,7 +103,7 @@ class VmapRanks(Ranks):
         return self._split(x)[1] is not None
 
     def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
-        """Of parts, which are side by side, those at one place count as one: `f` is given a stack of them."""
+        """Parts lie side by side; those at one place count as one: `f` gets a stack of them."""
         split = [self._split(x) for x in tensors]
         sizes = {x.shape[dim] for x, dim in split if dim is not None}
         if not sizes:
@@ -146,7 +146,7 @@ class VmapRanks(Ranks):
             size = next(size for level, size in self.dims if level == self.level)
             flat = self.stacked(in_front(size, [x], [dim])[0])
             y, per_rank = replace(self, dims=()).on_stack(rule, static, n, flat, 0)
-            # Every level has got its dimension, so every level gets one back.
+            # Every level gave a dimension, so every level gets one back.
             return self.unstacked(y if per_rank else y.expand(world, *y.shape)), True
         (xs,) = in_front(world, [x], [dim])
         if part is None:
@@ -176,20 +176,20 @@ def below_wrappers(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | Non
 
 
 def in_front(size: int, xs: Tensors, dims: Sequence[int | None]) -> list[torch.Tensor]:
-    """`xs` with the dimension of a vmap level in front; without one they are the same in all `size` entries."""
+    """`xs` with the dimension of a vmap level in front; tensors without it are expanded to all `size` entries."""
     pairs = zip(xs, dims, strict=True)
     return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
 
 
 @dataclass(frozen=True, eq=False)
 class ShapeRanks(Ranks):
-    """There are no ranks, and tensors have no values (the meta device): what would be sent is asked of `answer`."""
+    """There are no ranks, and tensors have no values (the meta device): `answer` gives the results of collectives."""
 
     rank: int = field()  # the one that is looked at
     size: int = field()
     answer: Callable[..., torch.Tensor] = field(repr=False)
     exchanges: Callable[..., Any] | None = field(default=None, repr=False)  # (plan, tensors, states, background, paths)
-    members: tuple[int, ...] = ()  # for a part of an axis, the ranks of the whole that it has
+    members: tuple[int, ...] = ()  # for a part of an axis, its ranks in the whole axis
     lasting = False
     lags = True
 

@@ -33,10 +33,10 @@ def vmap(
     Use it to try or test a distributed function in one process, on a laptop or in a notebook: four ranks are a batch of
     four. The same function runs between processes unchanged.
 
-    Inside `f` ltx's collectives, and all that is built on them, work over the axis `axis_name` as between processes.
-    The call composes with ``torch.func`` and nests. What ``torch.vmap`` can't run (``.item()``, boolean masks, writes
-    in place) runs under :func:`ltx.simulate`. A result of ``psum`` and its like is one tensor that all ranks share:
-    ``psum(x) + y`` works, and ``psum(x).add_(y)``, which would write all ranks' values into it, raises.
+    Inside `f` ltx's collectives, and all that is built on them, work over the axis `axis_name`, as they do between
+    processes. The call composes with ``torch.func`` and nests. Code that ``torch.vmap`` can't run (``.item()``, boolean
+    masks, writes in place) runs under :func:`ltx.simulate`. A result of ``psum`` and its like is one tensor that all
+    ranks share: ``psum(x) + y`` works, and ``psum(x).add_(y)``, which would write all ranks' values into it, raises.
 
     Args:
         f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on.
@@ -45,11 +45,11 @@ def vmap(
             arguments are mapped over dimension 0, as in JAX.
         out_dims: where the outputs' rank dimension goes: an int or None for all of them, or a tree of these that is a
             prefix of the output. None: the output is one value without a rank dimension, which has to be the same on
-            all ranks, such as what ``psum`` gives, gradients of a data-parallel step, or parameters.
-        axis_name: what collectives call the axis.
+            all ranks, such as a result of ``psum``, gradients of a data-parallel step, or parameters.
+        axis_name: the axis' name in collectives.
         axis_size: the number of ranks; needed only if no input is mapped.
         randomness: as in ``torch.vmap``: "different" numbers on each rank, whatever the seed; the "same"; "error".
-        chunk_size: None. ``torch.vmap`` would run ranks in turns with a number, and then they couldn't communicate.
+        chunk_size: None. With a number ``torch.vmap`` would run ranks in turns, and they couldn't communicate.
 
     Returns:
         A function with `f`'s arguments, each mapped tensor or array with an additional dimension of size `axis_size`.
@@ -58,7 +58,8 @@ def vmap(
         AxisError: the mapped inputs disagree on the axis' size, or there are none and `axis_size` isn't given; or an
             output of ``out_dims=None`` differs between ranks.
         TreeError: an object among the mapped arguments or the outputs holds tensors where ltx can't look inside.
-        UnsupportedError: a `chunk_size`; or `f` does what ``torch.vmap`` can't run. It says what to write instead.
+        UnsupportedError: a `chunk_size`; or an operation that ``torch.vmap`` can't run. The error says what to write
+            instead.
 
     Example:
         >>> import torch, ltx
@@ -124,7 +125,7 @@ def vmap(
     return traced.whole(mapped)
 
 
-#: What torch says of what its vmap can't run, and what to do instead.
+#: torch's texts for operations that its vmap can't run, and what to do instead.
 _READS = (
     "the function reads values, which simulated ranks don't have one by one (.item(), an `if`, a boolean "
     "mask). Run it under ltx.simulate, or choose by torch.where(condition, a, b)."
@@ -212,7 +213,7 @@ def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[
 
 @traced.node
 def _has_rank_dim(leaf: torch.Tensor, level: int) -> torch.Tensor:
-    """Of length 1 if `leaf` has a value for each rank, else 0: of what is in a tensor, Dynamo knows the shape alone."""
+    """A tensor of length 1 if `leaf` has a value for each rank, else 0: of a tensor, Dynamo knows only the shape."""
     return torch.empty(int(below_wrappers(leaf, level)[1] is not None))
 
 
@@ -235,7 +236,7 @@ def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
 def mapped_arguments(
     axis_name: str, in_dims: Any, args: tuple[Any, ...], given: tuple[Any, ...], opaque: Any = ()
 ) -> tuple[list[Any], Any, list[int | None]]:
-    """The leaves of what a call is `given`, their structure, and the ranks' dimension of each.
+    """The leaves of a call's arguments, `given`, their structure, and the ranks' dimension of each leaf.
 
     `given`: `args`, and after them a dict of keyword arguments. Leaves of the types `opaque` may be mapped though they
     aren't tensors.
@@ -273,7 +274,7 @@ def _broadcast_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
 
 
 def _entries(what: str, prefix: Any, whole: Tree) -> list[Any]:
-    """The leaves of `prefix`, which is a prefix of the tree `whole`, each as often as there are leaves under it."""
+    """The leaves of `prefix`, a prefix of the tree `whole`, each repeated for all leaves of `whole` under it."""
     dims: list[Any] = []
     tree.flatten(prefix)
     try:

@@ -1,4 +1,4 @@
-"""Where an exception was raised, in the user's own code, and the word of it that a rank leaves for its launcher.
+"""The line of the user's code at which an exception was raised, and the report that a rank leaves for its launcher.
 
 Frames of ltx say nothing about the user's mistake.
 """
@@ -32,20 +32,20 @@ def is_installed(file: str | None) -> bool:
     if file is None:
         return True
     paths = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    # Those of the system too, which a virtual environment may see, and the user's own.
+    # Folders of the system, which a virtual environment may see, and of the user's packages count too.
     homes = {Path(path).resolve() for path in (*paths, *site.getsitepackages(), site.getusersitepackages())}
     return any(home in Path(file).resolve().parents for home in (*homes, LTX_HOME))
 
 
 def place_of(trace: traceback.StackSummary) -> str:
-    """The innermost frame of the user's in `trace`, in words; "" if there is none."""
+    """The user's innermost frame in `trace`, in words; "" if there is none."""
     frames = [frame for frame in trace if not is_ours(frame.filename)]
     own = [frame for frame in frames if not is_installed(frame.filename)] or frames
     return in_words(own[-1]) if own else ""
 
 
 def place_of_error(error: BaseException) -> str:
-    """The innermost frame of the user's in which `error` was raised, in words; "" if there is none."""
+    """The user's innermost frame in which `error` was raised, in words; "" if there is none."""
     return place_of(traceback.extract_tb(error.__traceback__))
 
 
@@ -65,7 +65,7 @@ def is_hidden(filename: str) -> bool:
 
 
 def label(filename: str) -> str:
-    """What the driver calls the cell that `filename` stands for; `filename` itself for a file."""
+    """The driver's name of the cell that `filename` stands for; `filename` itself for a file."""
     entry = linecache.cache.get(filename)
     return entry[3] if entry is not None and len(entry) == 4 and entry[1] is None else filename
 
@@ -100,7 +100,7 @@ def hide_ours(shell: Any) -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """In a rank: leave word of what it has raised for the launcher, now; how long its teardown takes says nothing."""
+    """In a rank: report its exception to the launcher now, since its teardown may take long."""
     file = os.environ.get(_ERROR_FILE)
     if not file or (isinstance(error, SystemExit) and not error.code) or getattr(error, _NOTED, False):
         return
@@ -113,7 +113,7 @@ def note_failure(error: BaseException) -> None:
 
 
 def note_uncaught(then: Callable[[BaseException], None]) -> None:
-    """In a rank: have what ends the program noted, and `then` called with it."""
+    """In a rank: note the exception that ends the program, and call `then` with it."""
     before = sys.excepthook
     if getattr(before, _NOTED, False):
         return

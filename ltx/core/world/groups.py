@@ -1,6 +1,7 @@
-"""The process groups and axes of a world: made, adopted, and let go of.
+"""The process groups and axes of a world: made, adopted, and destroyed.
 
-Each function that makes something pushes what undoes it on a stack, so that a failure halfway undoes what was done.
+Each function that makes something pushes a function that undoes it on a stack, so that a failure undoes all steps so
+far.
 """
 
 from __future__ import annotations
@@ -42,13 +43,12 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
 
-# How long the store may take to answer while ranks connect to it: it looks for the name of each connection's other end,
-# one after the other.
+# How long the store may take to answer while ranks connect to it: it looks up the host names of connections one by one.
 _ANSWER_S = 30.0
 
 
 def adopted_world(placement: Placement, backend: str | None) -> World:
-    """The world of a process group that the user has initialised; raises unless what ``ltx.init`` was told agrees."""
+    """The world of a process group that the user has initialised; raises unless the arguments of ``ltx.init`` agree."""
     rank, size, used = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
     if used == "undefined":  # several, by device
         used = str(dist.get_backend_config())
@@ -69,7 +69,7 @@ def adopted_world(placement: Placement, backend: str | None) -> World:
 def make_group(
     placement: Placement, world: World, timeout: timedelta, heartbeat_s: float, undo: ExitStack, meanwhile: ExitStack
 ) -> Meeting:
-    """Initialise torch.distributed. Returns the ranks' meeting. `meanwhile`: closed when their world is made."""
+    """Initialise torch.distributed. Returns the ranks' meeting. `meanwhile`: it is closed when the world is made."""
     assert placement.master is not None
     address, port = placement.master
     process.worlds, process.abandoned = process.worlds + 1, False
@@ -79,13 +79,13 @@ def make_group(
             holds = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             store = _open_store(address, port, holds, timeout)
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # The launcher keeps its store when it starts ranks again: what they find there is their predecessors'.
+                # The launcher keeps its store when it starts ranks again: it holds keys of their predecessors.
                 store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             process.stores[placement] = store
         store.set_timeout(timeout)
         world_store = PrefixStore(f"ltx/{process.worlds}", store)
-        # All connections of a rank to the store are made before its peers hear of it: three. This one is torch's, and
-        # this world's alone: where gloo still waits on it, it is left behind.
+        # A rank makes all its connections to the store, three, before its peers hear of it. This one is for torch and
+        # for this world alone: if gloo still waits on it at the end, it is abandoned.
         apart = world_store.clone()  # type: ignore[attr-defined]
         meeting = Meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
         meanwhile.callback(meeting.close)
@@ -94,7 +94,7 @@ def make_group(
         held = meeting.watcher.held = _open_store(own, 0, True, timeout) if own and world.rank == last else None
         addresses, ports = zip(*meeting.gather([own, getattr(held, "port", 0)]), strict=True)
         meeting.watcher.expect_answers()
-        # A node may know itself by a loopback address, where its peers don't find it.
+        # A node may resolve its own name to a loopback address, which its peers can't reach.
         outside = [other for other in addresses if other and not is_loopback(other)]
         mine = addresses[world.rank]
         if ports[last] and not (outside and is_loopback(addresses[last])):
@@ -107,7 +107,7 @@ def make_group(
         _refuse_shared_devices(meeting.exchange, world)
         set_up_watchdog()
         torchs: Any = c10d
-        torchs._world.group_count = 0  # it names the group; torch leaves it at 1 where an earlier attempt has failed
+        torchs._world.group_count = 0  # torch leaves this number, which names the group, at 1 after a failure
         with connecting():
             limit, size = timeout + LATER, world.size
             dist.init_process_group(world.backend, store=apart, rank=world.rank, world_size=size, timeout=limit)
@@ -149,9 +149,9 @@ def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
 
 
 def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Store:
-    """The store at `address`, such as that at which the ranks meet.
+    """The store at `address`, such as the one where the ranks meet.
 
-    `holds`: this process holds it, at a free port for 0; for this machine alone where that is what `address` is.
+    `holds`: this process holds the store; port 0 means a free port. A loopback `address` serves this machine alone.
     """
     try:
         socket.getaddrinfo(address, None)
@@ -162,7 +162,7 @@ def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Sto
         ) from error
     listening: dict[str, Any] = {}
     if holds and is_loopback(address):
-        with suppress(OSError):  # this process holds one there already; or another does, and torch says so
+        with suppress(OSError):  # this process holds a store there already; or another process does, and torch says so
             at = LOOPBACK if address == "localhost" else address, port
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listening["master_listen_fd"] = socket.create_server(at, family=family, backlog=2048).detach()
@@ -195,12 +195,12 @@ def own_address_towards(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has the IPv4 `address`; "" if none is found."""
+    """The name of the network interface with the IPv4 `address`; "" if none is found."""
     return next((name for name, its in interfaces().items() if its == address != ""), "")
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of every network interface; "" for those without."""
+    """The IPv4 address of every network interface; "" for an interface without one."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -242,7 +242,7 @@ class Meeting(Watched):
         return Status(ended=self._made)
 
     def look(self) -> None:
-        """Raise PeerLostError if a rank has come, and is gone without having made its part."""
+        """Raise PeerLostError if a rank had come, and is gone before it has made its part."""
         said = self.watcher.look()
         made = [rank for rank, record in said.items() if record.axes.get(self.label, Status()).ended]
         if lost := self.watcher.gone().difference(made, [self.world.rank]):
@@ -254,9 +254,9 @@ class Meeting(Watched):
         return []
 
     def gather(self, own: Any) -> list[Any]:
-        """What all ranks say of themselves, which is JSON, once they are here; this one says `own`.
+        """The JSON values that all ranks tell about themselves, once they have come; this rank tells `own`.
 
-        Raises WorldError if they don't agree on their number, TimeoutError if they don't come.
+        Raises WorldError if ranks disagree on their number, TimeoutError if some don't come.
         """
         world, here = self.world, dict[int, tuple[int, Any]]()
         self._store.append("here", f"{json.dumps([world.rank, world.size, own])}\n")
@@ -280,7 +280,7 @@ class Meeting(Watched):
     def finish(self, placement: Placement) -> None:
         """Rank 0 hosts the store, so it waits here for all ranks: its process may end next, and they still need it.
 
-        Where ranks can't be sure of their nodes they compare them first.
+        Where ranks can't be sure of their nodes, they first compare these.
         """
         world, wrong = self.world, ""
         if placement.launcher in UNSURE and not placement.agreed:
@@ -296,7 +296,7 @@ class Meeting(Watched):
 
 
 def _misfit(places: Sequence[Sequence[int]]) -> str:
-    """What is wrong with the (node, number of nodes, local rank, local size) of all ranks; "" if nothing is."""
+    """The fault in all ranks' (node, number of nodes, local rank, local size), as a text; "" if there is none."""
     taken: dict[tuple[int, int], int] = {}
     on_node = Counter(place[0] for place in places)
     for rank, (node, num_nodes, local_rank, local_size) in enumerate(places):
@@ -331,7 +331,7 @@ def check_mesh(mesh: Mesh, world: World) -> None:
 def open_axes(
     mesh: Mesh, world: World, timeout: timedelta, heartbeat: timedelta, undo: ExitStack
 ) -> tuple[tuple[Axis, ...], Axis | None]:
-    """One axis for each entry of `mesh`, over the ranks that differ from this one in that coordinate alone.
+    """One axis for each entry of `mesh`, over the ranks that differ from this rank in that coordinate alone.
 
     The second value is the axis of all ranks, if `mesh` has several entries.
     """
@@ -359,7 +359,7 @@ def open_axes(
 
 def _destroy(group: Any, world_group: Any) -> None:
     if dist.is_initialized() and dist.group.WORLD is world_group:  # else the user has destroyed it
-        if process.abandoned and backends_of(group).stream:  # in good order it waits for kernels that may never end
+        if process.abandoned and backends_of(group).stream:  # orderly, it would wait for kernels that may never end
             group.abort()
         dist.destroy_process_group(group)
 
@@ -368,6 +368,6 @@ def close_ended(axis: Axis, world_group: Any) -> None:
     """Close an axis whose process groups may have been destroyed."""
     try:
         close_axis(axis)
-    except ValueError:  # its process groups are gone: right if the user has destroyed them all
+    except ValueError:  # the axis' process groups are gone, which is fine if the user has destroyed them all
         if dist.is_initialized() and dist.group.WORLD is world_group:
             raise

@@ -1,8 +1,7 @@
-"""``ltx.init``: set up process groups and axes once, and take them down again whatever happens.
+"""``ltx.init``: set up process groups and axes once, and take them down again in every case.
 
-A process has at most one world at a time. What is set up is recorded as teardown steps on a stack while it is set up,
-so that a failure halfway, an exception in a ``with`` block, ``shutdown()`` and the end of the process all undo exactly
-what was done.
+A process has at most one world at a time. Each step of the setup pushes its teardown on a stack, so that a failure
+halfway, an exception in a ``with`` block, ``shutdown()`` and the end of the process all undo exactly these steps.
 """
 
 from __future__ import annotations
@@ -69,12 +68,12 @@ def init(
     the program connects them. Without a launcher the same program runs as a single process, rank 0 of 1.
 
     Launchers are torchrun, srun of SLURM, mpirun of Open MPI, MPICH, Intel MPI and MVAPICH2, and :class:`ltx.Pool`;
-    ``ltx doctor`` tells which was found. Without one it is a world of one and no process group is made. A process group
-    that torch.distributed has already is adopted, and left alone at the end. Call it on every rank, equally often.
+    ``ltx doctor`` tells which one was found. Without a launcher there is a world of one, without a process group. An
+    existing process group of torch.distributed is adopted, and kept at the end. Call it on every rank, equally often.
 
     As a context manager it takes everything down at the end of the block, also after an exception. As a plain call it
     lasts until :func:`shutdown` or the end of the process. A second call gives the same world; an inner
-    ``with ltx.init()`` then doesn't end what an outer call began.
+    ``with ltx.init()`` then doesn't end the world of an outer call.
 
     Args:
         strategy: a strategy whose fields ``process_group_backend`` and ``timeout`` are used where the arguments below
@@ -84,25 +83,25 @@ def init(
             seconds, as all durations.
         mesh: the sizes of the world's axes by name, outermost first, ``{"node": 2, "data": 4}`` for example. Rank
             ``r`` is at ``divmod(r, 4)`` then. Their product must be the world's size. By default there is one axis,
-            ``{"data": size}``. With several, calls name theirs: ``axis="data"`` for one, ``axis=("node", "data")`` for
-            the ranks of both; ``axis=None`` raises.
-        heartbeat_timeout: a rank that waits for a peer without a sign of life for so long (its process was stopped, its
-            machine or the link to it is down) raises :class:`ltx.errors.PeerLostError`. `timeout` is for peers that
-            live and don't come.
-        rank: with `size` and `master`, which rank this is, whatever a launcher says: for processes that were started
-            by hand. ``rank=0, size=1`` is a process alone. With ``LTX_JOIN`` set the process has no rank until
-            :func:`ltx.elastic` has it taken in, and these arguments don't count.
+            ``{"data": size}``. With several axes, calls name one: ``axis="data"`` for one, ``axis=("node", "data")``
+            for the ranks of both; ``axis=None`` raises.
+        heartbeat_timeout: a rank raises :class:`ltx.errors.PeerLostError` if it waits for a peer that shows no sign of
+            life for this long (its process was stopped, its machine or link is down). `timeout` is for peers
+            that live and don't come.
+        rank: with `size` and `master`, this process' rank, for processes that were started by hand; a launcher's
+            variables are ignored. ``rank=0, size=1`` is a process alone. If ``LTX_JOIN`` is set, the process has no
+            rank until :func:`ltx.elastic` takes it in, and these arguments don't count.
         size: the number of ranks.
-        master: where they meet, ``"host:port"``: the name or address of rank 0's node and a free port there.
+        master: where ranks meet, ``"host:port"``: the name or address of rank 0's node and a free port there.
         local_rank: this rank's index among those of its node.
-        local_size: their number, the same on each node; by default all ranks are on one node.
+        local_size: the number of ranks on this node, the same on each node; by default all ranks are on one node.
 
     Returns:
         The world, which is a context manager too.
 
     Raises:
-        WorldError: `strategy` isn't one, the environment is malformed, the ranks can't meet, the mesh doesn't fit, a
-            world with other arguments is up already, or this process is a fork of a rank's.
+        WorldError: `strategy` isn't a strategy, the environment is malformed, the ranks can't meet, the mesh doesn't
+            fit, a world with other arguments is up already, or this process is a fork of a rank's.
 
     Example:
         >>> import torch, ltx
@@ -113,7 +112,7 @@ def init(
     asked = _asked_settings(strategy, backend, timeout, mesh, heartbeat_timeout)
     told = placement_from_arguments(rank, size, master, local_rank, local_size)
     if told is not None and told.master is not None and JOIN_VARIABLE in os.environ:
-        told = None  # a newcomer runs the program of the ranks that are there, and has no rank yet
+        told = None  # a newcomer runs the same program as the ranks of the run, and has no rank yet
     if told is not None:
         asked["placement"] = told
     session = process.session
@@ -154,10 +153,10 @@ def renew(count: int) -> None:
 
 
 def reform(asked: Mapping[str, Any], count: int, placement: Placement, meanwhile: AbstractContextManager[Any]) -> World:
-    """A world of other ranks in place of the one that is up, or of one that couldn't be set up.
+    """Make a world of other ranks in place of the current one, or of one that couldn't be set up.
 
-    `asked`: the settings of the world before. `count`: as in :func:`renew`. `meanwhile`: entered while the new one is
-    set up, and left before what was set up is undone if that fails.
+    `asked`: the settings of the world before. `count`: as in :func:`renew`. `meanwhile`: a context around the setup of
+    the new world; if the setup fails, it is left before the setup is undone.
     """
     old = process.replaced = process.session or process.replaced
     shutdown()
@@ -173,8 +172,8 @@ def reform(asked: Mapping[str, Any], count: int, placement: Placement, meanwhile
 def to_device(tree: Tree) -> Tree:
     """`tree` with every leaf that has a ``.to(device)`` method moved to this rank's device; other leaves as they are.
 
-    To an accelerator tensors go by way of pinned memory, and the program goes on at once. Don't write to those that are
-    pinned already until the device has them.
+    Tensors are copied to an accelerator through pinned memory, and the program goes on at once. Don't write to tensors
+    that were pinned already until the copy is done.
 
     Example:
         >>> import torch, ltx
@@ -234,7 +233,7 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
             meeting.finish(placement)
             if len(process.stores) > 1:  # all ranks have left the worlds before
                 process.stores = {placement: process.stores[placement]}
-                gc.collect()  # what is left of those worlds holds their stores, with their threads and connections
+                gc.collect()  # leftover objects of those worlds hold their stores, with threads and connections
         settings = {
             "backend": world.backend,
             "timeout": timeout,
@@ -246,7 +245,7 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
 
 
 def _refuse_worker(placement: Placement) -> None:
-    """Raise if this process is a worker that a rank has started, and would take the rank's own place."""
+    """Raise if this process is a worker that a rank has started, and would take the rank's place."""
     mine = world_of_parent()
     if mine is not None and (mine.rank, mine.size) == (placement.rank, placement.size):
         raise WorldError(
@@ -257,7 +256,7 @@ def _refuse_worker(placement: Placement) -> None:
 
 
 def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
-    """Note what of every open axis has a process group in `held`, and close those axes that aren't among `axes`.
+    """Note in `held` the objects of open axes that hold process groups, and close the axes that aren't in `axes`.
 
     Collectives that are given a process group or a DeviceMesh open an axis for it.
     """
@@ -275,7 +274,7 @@ def _asked_settings(
     mesh: Mapping[str, int] | None,
     heartbeat: timedelta | float,
 ) -> dict[str, Any]:
-    """The settings that the caller asked for; what was left out is absent, and agrees with anything."""
+    """The settings that the caller asked for; settings that were left out are absent, and agree with any value."""
     if strategy is not None and not isinstance(strategy, Strategy):
         raise WorldError(
             f"ltx.init: strategy must be an ltx.Strategy or None, got {shown(strategy)}. Name other arguments: "
@@ -301,7 +300,7 @@ def _duration(name: str, value: timedelta | float) -> timedelta:
 
 
 def _check_same(asked: Mapping[str, Any], settings: Mapping[str, Any], rank: int) -> None:
-    """Raise :class:`ltx.errors.WorldError` unless what is `asked` for are the `settings` of the world that is up."""
+    """Raise :class:`ltx.errors.WorldError` unless the `asked` settings are those of the current world, `settings`."""
     for name, new in asked.items():
         old = settings[name]
         if name == "placement":

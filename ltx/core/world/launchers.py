@@ -1,6 +1,6 @@
-"""Who started this process: the table of launchers, and arguments that go before it.
+"""The launcher that started this process: the table of launchers, and arguments that override it.
 
-Everything here is a pure function of the environment variables it is given. A new launcher is one row in
+All functions here are pure functions of the given environment variables. A new launcher is one row in
 :data:`LAUNCHERS`.
 """
 
@@ -17,24 +17,24 @@ from ltx.core.world.placement import Placement, Variables, is_slurm_task, mpi_pl
 
 #: Set in the workers of an :class:`ltx.Pool`, beside the variables that torchrun would set.
 POOL_VARIABLE = "LTX_POOL"
-#: Where the store is of a run that a process asks to be taken into.
+#: The address of the store of the run that a process asks to join.
 JOIN_VARIABLE = "LTX_JOIN"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """One row of :data:`LAUNCHERS`: how to see that a launcher started this process, and what it says."""
+    """One row of :data:`LAUNCHERS`: how to recognise a launcher, and how to read the placement that it sets."""
 
     name: str  # as in ltx.World.launcher
-    marks: tuple[str, ...]  # the variables by which it is recognised
+    marks: tuple[str, ...]  # the variables by which the launcher is recognised
     started_this: Callable[[Mapping[str, str]], bool]  # with this environment
     placement: Callable[[Variables], Placement]  # what it says
-    start: str  # how one starts processes with it, for error messages
+    start: str  # how to start processes with the launcher, for error messages
 
 
 def placement_from_env(environ: Mapping[str, str]) -> Placement:
-    """What the first launcher of :data:`LAUNCHERS` that knows `environ` says; alone if none does."""
+    """The placement by the first launcher of :data:`LAUNCHERS` that knows `environ`; alone if none does."""
     launcher = launcher_of(environ)
     if launcher is None:
         return Placement("none")
@@ -49,7 +49,7 @@ def placement_from_env(environ: Mapping[str, str]) -> Placement:
 def check_alone(environ: Mapping[str, str]) -> None:
     """Raise :class:`WorldError` if `environ` says that this process, which has no world, is one of several.
 
-    Where they meet isn't asked: who forgets :func:`ltx.init` may have forgotten that too.
+    The meeting point isn't checked: a program that forgets :func:`ltx.init` may have forgotten that too.
     """
     launcher, found = launcher_of(environ), Placement("none")
     with suppress(WorldError):
@@ -64,11 +64,11 @@ def check_alone(environ: Mapping[str, str]) -> None:
 
 
 def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> Placement:
-    """Where a process is whose process group exists: what `environ` adds to its `rank` and `size`.
+    """The placement of a process whose process group exists: `environ` completes its `rank` and `size`.
 
     Launchers of other libraries set some of torchrun's variables: Lightning Fabric's all but RANK, and NODE_RANK for
-    GROUP_RANK. What they leave out the group knows. One that contradicts the group isn't of it: ranks may have been
-    numbered anew. LOCAL_RANK alone says which device is whose.
+    GROUP_RANK. The group knows the missing ones. A variable that contradicts the group isn't used: ranks may have been
+    numbered anew. LOCAL_RANK alone says which device a rank has.
     """
     known = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     if "NODE_RANK" in environ:
@@ -91,7 +91,7 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
 def placement_from_arguments(
     rank: int | None, size: int | None, master: str | None, local_rank: int | None, local_size: int | None
 ) -> Placement | None:
-    """The placement that the arguments of :func:`ltx.init` describe; None if none of them was given.
+    """The placement that the arguments of :func:`ltx.init` describe; None if no argument was given.
 
     Without local_size, all ranks are on one node.
     """
@@ -135,7 +135,7 @@ def placement_from_arguments(
 
 
 def _host_and_port(text: str | None) -> tuple[str, int] | None:
-    """Those in ``"host:port"``; an IPv6 address stands in brackets. None if it isn't that."""
+    """Host and port of ``"host:port"``, None for another text; an IPv6 address stands in brackets."""
     host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     valid = host and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
@@ -164,7 +164,7 @@ def _torchrun_placement(variables: Variables) -> Placement:
 
 
 def _joining_placement(variables: Variables) -> Placement:
-    """A process that is alone until :func:`ltx.elastic` has it taken into a run."""
+    """The placement of a process that is alone until :func:`ltx.elastic` takes it into a run."""
     said = variables.environ[JOIN_VARIABLE]
     joins = _host_and_port(said)
     if joins is None:
@@ -196,7 +196,7 @@ def _mpirun(name: str, prefix: str, *job: str) -> Launcher:
     return Launcher(name, (rank, size), lambda env: rank in env, placement, _BY_MPIRUN)
 
 
-#: Those whose ranks don't know for sure which node they are on, and compare what they found when they meet.
+#: Launchers whose ranks don't know for sure which node they are on, and compare their nodes when they meet.
 UNSURE = ("arguments", "openmpi", "mvapich2", "pmi")
 
 #: Who may have started this process. The first row that recognises the environment is believed, so what starts
@@ -229,6 +229,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher("slurm", ("SLURM_STEP_ID", "SLURM_PROCID"), is_slurm_task, slurm_placement, _BY_SRUN),
     Launcher("pmi", ("PMI_RANK", "PMI_SIZE"), lambda env: "PMI_RANK" in env, _pmi, _BY_MPIRUN),
-    # Job scripts set this one for what srun starts, so it alone says least.
+    # Job scripts set this variable for processes that srun starts, so by itself it means least.
     Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "WORLD_SIZE" in env, _torchrun_placement, _BY_TORCHRUN),
 )

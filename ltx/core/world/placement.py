@@ -1,11 +1,11 @@
-"""Where a launcher put a process, and the environment variables of SLURM and of MPI's launchers that say it.
+"""The placement of a process by its launcher, read from environment variables of SLURM and MPI's launchers.
 
-SLURM sets them for the tasks of a job step, that is, for what ``srun`` starts. Only these are ranks. A job script, the
-shell of ``salloc`` and what is typed into it see the variables of the whole allocation too, but are one process: their
-step's id is a reserved one, or they have none.
+SLURM sets them for the tasks of a job step, that is, for processes that ``srun`` starts. Only these are ranks. A job
+script, the shell of ``salloc`` and what is typed into it see the variables of the whole allocation too, but are one
+process: their step's id is a reserved one, or they have none.
 
-MPI's launchers say rank and size, in all and on the node, and none says which node it is or where to meet. Nodes are
-numbered by how ranks are dealt out to them, where that is sure; ranks compare what they found when they meet.
+MPI's launchers set rank and size, in all and on the node, but neither the node's number nor the meeting point. Nodes
+are numbered by the distribution of ranks, where that is sure; ranks compare the numbers when they meet.
 
 Sources: srun's manual page, "OUTPUT ENVIRONMENT VARIABLES"; slurm.h for the reserved ids; Open MPI's documentation,
 "Environment variables set for MPI applications"; the sources of MPICH's hydra, which is Intel MPI's launcher too, and
@@ -21,20 +21,20 @@ from dataclasses import dataclass, field
 
 from ltx.core.base.errors import WorldError
 
-#: This machine's address to itself, where no other can connect.
+#: The loopback address: no other machine can connect to it.
 LOOPBACK = "127.0.0.1"
 
 #: Ports that are derived from a job's id: below those that Linux gives to connections by itself, 32768 to 60999.
 DERIVED_PORTS = range(15000, 25000)
 DEFAULT_PORT = 29500
 
-# Longer numbers than any launcher's; beyond some thousand digits Python refuses them in words of its own.
+# Longer numbers than any launcher's; beyond some thousand digits Python raises an error of its own.
 _MAX_DIGITS = 20
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a launcher put this process, and where its processes meet; what isn't explained is as in a World."""
+    """The placement of this process, and the meeting point of its peers; fields without a comment are as in a World."""
 
     launcher: str
     rank: int = 0
@@ -43,10 +43,10 @@ class Placement:
     local_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
-    master: tuple[str, int] | None = None  # the address and port of the store where they meet; None: it is alone
-    own_devices: int | None = None  # how many the launcher shows to it alone; None: the same ones to all of a node
-    joins: tuple[str, int] | None = None  # the store of a run that ltx.elastic takes it into; until then it is alone
-    agreed: bool = field(default=False, compare=False)  # all ranks know it from one source, and needn't compare it
+    master: tuple[str, int] | None = None  # the store where ranks meet; None: the process is alone
+    own_devices: int | None = None  # the number of devices shown to this process alone; None: all are shown to all
+    joins: tuple[str, int] | None = None  # the store of the run that it joins by ltx.elastic; until then it is alone
+    agreed: bool = field(default=False, compare=False)  # all ranks have it from one source, and needn't compare it
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Variables:
     start: str
 
     def first(self, *names: str) -> str:
-        """The first of `names` that is set; the first one if none is."""
+        """The first of `names` that is set; the very first if none is."""
         return next((name for name in names if name in self.environ), names[0])
 
     def number(self, name: str, low: int, high: int | None, relation: str, default: int | None = None) -> int:
-        """The integer in variable `name`, from `low` to `high`. `relation` says where these come from."""
+        """The integer in variable `name`, from `low` to `high`. `relation`: a text on the origin of these bounds."""
         text = self.environ.get(name)
         if text is None and default is not None:
             return default
@@ -89,7 +89,7 @@ class Variables:
         )
 
     def check_agrees(self, name: str, value: int, because: str) -> None:
-        """Raise unless variable `name` is absent, or says `value`."""
+        """Raise unless variable `name` is absent, or is `value`."""
         if name in self.environ:
             self.number(name, value, value, because)
 
@@ -98,7 +98,7 @@ class Variables:
 
 
 def derived_port(seed: int) -> int:
-    """One of :data:`DERIVED_PORTS`, another one for the next `seed`."""
+    """One of :data:`DERIVED_PORTS`, a different one for the next `seed`."""
     return DERIVED_PORTS[seed % len(DERIVED_PORTS)]
 
 
@@ -119,7 +119,7 @@ def node_of(rank: int, size: int, local_rank: int, local_size: int) -> tuple[int
     return None
 
 
-# Ids from here on are those of the shell of salloc (0xfffffffa), of a job script (0xfffffffb) and the like.
+# Ids from here on mean the shell of salloc (0xfffffffa), a job script (0xfffffffb) and the like.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _RESERVED_NAMES = ("batch", "extern", "interactive", "pending")
 
@@ -133,12 +133,12 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as a task; ``srun --pty``, with one task, is there to type into."""
+    """Whether srun started this process as a task; ``srun --pty``, with one task, is a terminal."""
     return "SLURM_STEP_ID" in environ and why_no_slurm_task(environ) is None
 
 
 def why_no_slurm_task(environ: Mapping[str, str]) -> str | None:
-    """Why a process that sees variables of SLURM is no task of srun; None if it sees none, or is one."""
+    """The reason why a process with variables of SLURM is no task of srun; None if it has none, or is a task."""
     step = environ.get("SLURM_STEP_ID")
     if step is None:
         no_step = "SLURM_JOB_ID is set, but not SLURM_STEP_ID: in an allocation, and not started by srun"
@@ -210,7 +210,7 @@ def _local_size(variables: Variables, size: int, num_nodes: int, node_rank: int,
 
 
 def _slurm_address(variables: Variables) -> str:
-    """The node of task 0: the step's first one, unless MASTER_ADDR says otherwise."""
+    """The node of task 0: the step's first node, unless MASTER_ADDR names another."""
     if address := variables.environ.get("MASTER_ADDR"):
         return address
     name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -224,7 +224,7 @@ def _slurm_address(variables: Variables) -> str:
 
 
 def first_host(hosts: str) -> str | None:
-    """The first of a list of hosts in SLURM's short form; None if it isn't one.
+    """The first host in a list in SLURM's short form; None if the text isn't such a list.
 
     Example:
         >>> first_host("a[01-03,07],b1"), first_host("rack[0-3]node[08,11]"), first_host("a[1")
@@ -242,7 +242,7 @@ def mpi_placement(
     local_size: tuple[str, ...],
     job: tuple[str, ...] = (),
 ) -> Placement:
-    """What a launcher says that has these variables for these things; the first that is set of several."""
+    """The placement by a launcher with these variables; of several names for a value, the first that is set counts."""
     environ = variables.environ
     world_size = variables.number(size, 1, None, "the number of processes")
     my_rank = variables.number(rank, 0, world_size - 1, f"below {size}={world_size}")
@@ -279,7 +279,7 @@ def mpi_placement(
                 "MPI: mpirun -x MASTER_ADDR=$(hostname) ...; MPICH and Intel MPI: mpiexec -genv MASTER_ADDR "
                 "$(hostname) ..., on the node of rank 0."
             )
-        # A port that follows from the job's id, where there is one: another for another job on the same nodes.
+        # The port follows from the job's id, if there is one: other jobs on the same nodes use other ports.
         ids = [environ[name].encode("utf-8", "surrogateescape") for name in job if environ.get(name)]
         port = derived_port(zlib.crc32(ids[0])) if ids else DEFAULT_PORT
         master = address or LOOPBACK, variables.master_port(port)

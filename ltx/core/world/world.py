@@ -1,4 +1,4 @@
-"""Which process this is among how many, and what it computes on; the world that is up in it, and how that ends."""
+"""The World: this process' rank, the number of processes, the device; and the current session, and its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ltx.core.world.placement import Placement
 class World:
     """The processes that run together, seen from one of them.
 
-    ``ltx.init()`` makes it and :func:`ltx.world` returns it. As a context manager it ends what ``ltx.init()`` began.
+    ``ltx.init()`` makes it and :func:`ltx.world` returns it. As a context manager it ends that world.
 
     Attributes:
         rank: this process' index among all, 0 to ``size - 1``.
@@ -63,7 +63,7 @@ class World:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0 of all nodes together: the one that prints and saves."""
+        """Whether this is rank 0 of all nodes together: the rank that prints and saves."""
         return self.rank == 0
 
     @property
@@ -77,8 +77,8 @@ class World:
         return self.device
 
     def __enter__(self) -> World:
-        """This world. Raises :class:`ltx.errors.WorldError` if it isn't the one that is initialised now."""
-        if process.session is None or process.session.world is not self:  # this was pickled, or has ended
+        """This world. Raises :class:`ltx.errors.WorldError` if this World isn't the current one."""
+        if process.session is None or process.session.world is not self:  # this World was pickled, or has ended
             raise WorldError(
                 f"rank {self.rank}: this World isn't the one that is initialised now, so it can't be entered. "
                 "Write `with ltx.init(...) as world:`."
@@ -97,31 +97,31 @@ class World:
 
 @dataclass
 class Session:
-    """What one ``init`` set up: its world and settings, how to undo it, and how many ``init()`` calls share it."""
+    """The result of one ``init``: its world, settings, teardown, and the number of ``init()`` calls that share it."""
 
     world: World
     settings: dict[str, Any]
     teardown: ExitStack
     holds: int = 1
-    before: tuple[World, ...] = ()  # the worlds that this one replaced: a `with` block on one of them holds this one
+    before: tuple[World, ...] = ()  # the worlds that this one replaced: a `with` block on one of them keeps this world
     pid: int = field(default_factory=os.getpid)
 
 
 @dataclass
 class _Process:
-    """What is up in this process: process-wide, because process groups and axes are."""
+    """The session of this process: process-wide, because process groups and axes are."""
 
-    session: Session | None = None  # of the world that is up
-    replaced: Session | None = None  # one whose successor couldn't be set up
-    #: How many worlds this process has been in: equal on all ranks of one. It names the keys of a world in the store,
-    #: so that one made after ``shutdown()`` doesn't read its predecessor's addresses, and ranks with different numbers
-    #: don't find one another.
+    session: Session | None = None  # the session of the current world
+    replaced: Session | None = None  # a session whose successor couldn't be set up
+    #: The number of worlds that this process has been in, equal on all ranks of a world. It is part of a world's keys
+    #: in the store, so that a world made after ``shutdown()`` doesn't read old addresses, and ranks with different
+    #: numbers don't meet.
     worlds: int = 0
     abandoned: bool = False  # whether this rank leaves its world because of an exception
-    #: That through which the ranks of the last world met, and of one that is being made. It is kept: were rank 0's
-    #: dropped and bound again, a peer could still reach the old one.
+    #: The store through which the ranks of the last world, or of a world that is being made, met. It is kept: if rank 0
+    #: dropped it and opened another on its port, a peer could still reach the old one.
     stores: dict[Placement, Store] = field(default_factory=dict)
-    inherited: list[dict[Placement, Store]] = field(default_factory=list)  # a parent's: they can't end in its fork
+    inherited: list[dict[Placement, Store]] = field(default_factory=list)  # the parent's, which can't end here
 
 
 process = _Process()
@@ -137,15 +137,15 @@ os.register_at_fork(after_in_child=_leave_stores_to_parent)
 
 
 def settings_of_world() -> dict[str, Any]:
-    """What the world that is up was set up with; empty if none is."""
+    """The settings of the current world; empty if there is none."""
     return dict(process.session.settings) if process.session is not None else {}
 
 
 def world() -> World:
-    """The world that :func:`init` set up; a world of one if it hasn't.
+    """The world that :func:`init` has set up; a world of one if there is none.
 
-    In what a rank starts by ``multiprocessing``, such as the workers of a DataLoader, forked or spawned, it is the
-    rank's own world. They can't communicate.
+    In processes that a rank starts by ``multiprocessing``, such as a DataLoader's, it is the rank's world.
+    They can't communicate.
 
     Example:
         >>> import ltx
@@ -155,12 +155,12 @@ def world() -> World:
     return process.session.world if process.session else world_of_parent() or world_of(Placement("none"))
 
 
-#: In a rank that has peers: its process' id and its world. Processes that it starts find them there.
+#: In a rank that has peers: its process' id and its world, for the processes that it starts.
 RANK_VARIABLE = "LTX_RANK"
 
 
 def tell_children(of: World) -> None:
-    """Let processes that this one starts know which rank it is."""
+    """Tell the processes that this process starts which rank it is."""
     os.environ[RANK_VARIABLE] = json.dumps([os.getpid(), {**asdict(of), "device": str(of.device)}])
 
 
@@ -188,7 +188,7 @@ axes.ask_if_alone(_check_alone)
 def shutdown() -> None:
     """Take down what :func:`init` set up: axes, and the process group unless it was adopted. Does nothing otherwise.
 
-    It runs by itself when a process ends, since one that ends without it is aborted by gloo. :func:`init` works again
+    It runs by itself when a process ends: without it gloo would abort the process. :func:`init` works again
     afterwards.
     """
     session, process.session = process.session, None
@@ -216,7 +216,7 @@ def forget() -> None:
 
 
 def _release(left: World, error: BaseException | None) -> None:
-    """The end of a ``with`` block on `left`, by `error` or not: take the world down unless another call holds it."""
+    """End a ``with`` block on `left`, by `error` or without: take the world down unless another call holds it."""
     session = process.session
     if session is None or all(known is not left for known in (session.world, *session.before)):
         return
@@ -255,11 +255,11 @@ def accelerators() -> tuple[str, int]:
 def world_of(placement: Placement, *, backend: str | None = None, cuda_devices: int | None = None) -> World:
     """The world of a process at `placement`.
 
-    The device is the accelerator (a CUDA device, or another one that torch knows) numbered like the local rank where
-    there are any, else the CPU; the first one where each rank sees devices of its own (srun's tasks, or one entry in
-    CUDA_VISIBLE_DEVICES). The backends are torch's for that device, NCCL on CUDA, and gloo on the CPU. Local ranks
-    beyond the number of devices are an error, except over gloo, where they compute on the CPU. `cuda_devices`: how many
-    to reckon with; None asks torch which accelerators there are.
+    The device is the accelerator (CUDA, or another kind that torch knows) with the local rank's number; the first one
+    where each rank sees devices of its own (srun's tasks, or one entry in CUDA_VISIBLE_DEVICES); the CPU where there is
+    none. The backends are torch's for that device, NCCL on CUDA, and gloo on the CPU. Local ranks beyond the number of
+    devices are an error, except over gloo, where they compute on the CPU. `cuda_devices`: the number of CUDA devices;
+    None asks torch which accelerators there are.
     """
     local_rank = placement.local_rank
     kind, count = accelerators() if cuda_devices is None else ("cuda", cuda_devices)
