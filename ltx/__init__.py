@@ -10,10 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch works without it, and warns all the same
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch works without NumPy, but warns
     import torch as _torch  # noqa: F401
 
-# Imports make many objects and no garbage; to look through torch's for some in the middle takes as long as the rest.
+# Imports make many objects and no garbage; a collection in the middle would search torch's objects, and double the
+# time.
 _collects = gc.isenabled()
 gc.disable()
 try:

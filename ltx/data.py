@@ -1,12 +1,13 @@
-"""The data of a run: DataPosition, how far it is, and uneven, for ranks that have different numbers of batches.
+"""The data of a run: DataPosition, its progress, and uneven, for ranks with different numbers of batches.
 
-Beside them share_out gives each rank its share of any items, and rank_zero_first lets rank 0 prepare what all read.
+Beside them share_out gives each rank its share of any items, and rank_zero_first lets rank 0 prepare files that all
+read.
 
 With a DataPosition a step takes the next ``batch_size`` samples of the epoch's order, and the ranks share these out. So
-what a step takes doesn't depend on how many ranks there are, and their number may change between any two steps.
+a step's samples don't depend on the number of ranks, which may change between any two steps.
 
-Where a rank has no data left, Horovod's ``join()`` and torch's ``Join`` answer the peers' collectives from behind. With
-uneven the rank goes on calling the step, on placeholders that weigh nothing: there is one path through the step.
+If a rank has no data left, Horovod's ``join()`` and torch's ``Join`` answer the peers' collectives outside of the step.
+With uneven the rank goes on calling the step, on placeholders of weight 0: there is one path through the step.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _LARGEST = (1 << 62) - 1
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Which samples come next: a value, that steps don't change but follow up.
+    """The next samples of a run, as an immutable value; each step makes the next value.
 
-    In an epoch every sample comes exactly once, whatever becomes of the number of ranks. The order of epoch ``e`` is
+    In an epoch every sample comes exactly once, even if the number of ranks changes. The order of epoch ``e`` is
     ``torch.randperm`` with the seed ``seed + e``, as in torch's DistributedSampler, but without padding. The last step
-    of an epoch takes what is left.
+    of an epoch takes the samples that are left.
 
     Attributes:
         length: the number of samples in the data.
-        batch_size: how many of them a step takes, on all ranks together.
-        seed: what the orders are drawn from; the same on every rank.
+        batch_size: the number of samples of a step, on all ranks together. seed: the orders are drawn from it; the same
+            on every rank.
         epoch: the number of epochs done.
         done: the number of this epoch's samples that are done.
         shuffle: False: every epoch goes through the samples in their own order.
@@ -52,7 +53,7 @@ class DataPosition:
     Raises:
         InputError: (a ValueError) a field is out of its range.
 
-    Source: Horovod's ``ElasticSampler``, which counts the samples done likewise, and pads.
+    Source: Horovod's ``ElasticSampler``, which also counts the samples done, but pads.
 
     Example:
         >>> import ltx
@@ -134,7 +135,7 @@ def _order(length: int, seed: int, shuffle: bool) -> torch.Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(length)
 
 
-# What a rank tells its peers at each step.
+# The numbers that a rank tells its peers at each step.
 _DONE, _HAS_DATA, _FAILED = 0, 1, 2
 
 
@@ -147,8 +148,9 @@ def uneven(
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """Every rank's batches, on all ranks for as long as any rank has one.
 
-    Every rank iterates over its own iterable and takes the same number of turns: that of the longest one. A rank that
-    has run out gets placeholders. Each turn costs one all_gather of an integer, and waits for the slowest rank's data.
+    Every rank iterates over its own iterable and takes the same number of turns, that of the longest iterable. A rank
+    that has run out gets placeholders. Each turn costs one all_gather of an integer, and waits for the slowest rank's
+    data.
 
     Args:
         iterable: this rank's batches, trees of any structure; ranks may differ. It may be empty.
@@ -250,7 +252,7 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iter
                 last = tree.map(_Blank.of, batch)
             except StopIteration:
                 state = _DONE
-            except Exception as raised:  # whatever it is, the others are waiting for this rank
+            except Exception as raised:  # any error is told, as the others wait for this rank
                 state, error = _FAILED, raised
         states = [states for (states,) in told("uneven", [state], axis)]
         if _FAILED in states:
@@ -267,7 +269,7 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iter
             yield batch, _weight(share)
         else:
             yield tree.map(lambda x: x.zeros() if isinstance(x, _Blank) else x, last), _weight(0.0)
-        del batch  # not kept while the next one is made
+        del batch  # the batch isn't kept while the next one is made
 
 
 @dataclass(frozen=True)

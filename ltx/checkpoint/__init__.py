@@ -1,4 +1,4 @@
-"""Checkpoints: a training state on disk, whole or not at all, and training that goes on from it bit for bit."""
+"""Checkpoints: a training state on disk, whole or not at all, from which training goes on bit for bit."""
 
 from ltx.checkpoint.loading import Restored, latest, load
 from ltx.checkpoint.preemption import RESUMABLE, Preemption, preemption

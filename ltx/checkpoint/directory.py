@@ -1,11 +1,11 @@
-"""Checkpoints on disk: one directory a step, that is there whole or not at all.
+"""Checkpoints on disk: one directory a step, which is there whole or not at all.
 
 A checkpoint is written to a hidden directory beside the others, with a manifest that lists every file with its size and
-SHA-256, and renamed when all of it has reached the disk. What a crash leaves behind has no name that anybody looks for;
-what the disk spoils later doesn't match its manifest.
+SHA-256, and renamed when all of it has reached the disk. A crash leaves only hidden names behind, which nothing reads;
+files that the disk damages later don't match their manifest.
 
-Nobody replaces or removes another run's checkpoints. A run is what goes on from its own checkpoints, through as many
-processes as it takes: who loads one continues its run.
+No run replaces or removes another run's checkpoints. A run goes on from its own checkpoints, through any number of
+processes: a process that loads one continues its run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ltx.errors import CheckpointError, InputError
 
 MANIFEST = "manifest.json"
 FORMAT = "ltx checkpoint, version 1"
-#: What is raised for a file that isn't there. Other errors of the system's may have nothing to do with the file.
+#: The errors for a missing file. Other errors of the system may have nothing to do with the file.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-#: How the names of files begin through which ranks save whose store is gone; and how old one is that nobody uses.
+#: Ranks whose store is gone save through files whose names begin so; and the age at which such a file is unused.
 EXCHANGE, _EXCHANGE_S = ".ltx-exchange-", 3600.0
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,}|old)\.(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]+")
@@ -41,7 +41,7 @@ _REPLACED = re.compile(r"\.replaced_(step_\d{8,})\..+")
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
-    """Raise unless `path` can be the name of a directory."""
+    """Raise unless `path` is a valid name of a directory."""
     try:
         usable = b"\0" not in os.fsencode(path)
     except ValueError:
@@ -51,12 +51,12 @@ def check_name(path: str | os.PathLike[str]) -> None:
 
 
 def step_path(path: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
+    """The directory of the checkpoint of `step`."""
     return path / f"step_{step:08d}"
 
 
 def steps(path: Path) -> list[int]:
-    """The steps of which there is a checkpoint, the latest first. Whether they are whole is another question."""
+    """The steps of which there is a checkpoint, the latest first. They may be damaged."""
     put_back(path)
     return sorted((int(found[1]) for name in _names(path) if (found := _STEP.fullmatch(name))), reverse=True)
 
@@ -71,17 +71,17 @@ def _names(path: Path) -> list[str]:
 
 
 def put_back(path: Path) -> None:
-    """Give checkpoints their names back whose replacement was cut off halfway (see :func:`commit`).
+    """Give checkpoints their names back if their replacement stopped halfway (see :func:`commit`).
 
-    Anybody may, at any time, since nobody can tell from another machine whether that process lives: one that does finds
-    the name taken, and begins again. Raises CheckpointError where this process mustn't write.
+    Any process may, at any time, since it can't tell whether a process on another machine lives: a live one finds the
+    name taken, and begins again. Raises CheckpointError where this process mustn't write.
     """
     for name in _names(path):
         set_aside = _REPLACED.fullmatch(name)
         if set_aside is None:
             continue
         aside, final = path / name, path / set_aside[1]
-        if final.exists():  # the new one has its name, so the old one must not come back, should that be removed
+        if final.exists():  # named anew: the old one mustn't come back if the new one is removed
             _remove(aside)
             continue
         try:
@@ -95,7 +95,7 @@ def put_back(path: Path) -> None:
 
 
 def hidden(path: Path, what: str) -> Path:
-    """A new name that nobody looks for, which says who made it."""
+    """A new hidden name, which contains the machine and process that made it."""
     return path / f".{what}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
 
 
@@ -111,10 +111,11 @@ def describe(directory: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Give `temporary` the name of a checkpoint, once all of it is on the disk. One of that name is replaced.
+    """Give `temporary` the name of a checkpoint, once all of it is on the disk. A checkpoint of that name is replaced.
 
-    No rename that all file systems have replaces a directory that isn't empty. So the old one gets a hidden name first,
-    which says what it was: whatever ends this process in between, who looks next puts it back (:func:`put_back`).
+    Not every file system can replace a directory that isn't empty by a rename. So the old one gets a hidden name first,
+    which contains its own: if this process ends in between, the next process that looks puts it back
+    (:func:`put_back`).
     """
     sealed = dict(manifest, digest=_digest(manifest))
     with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
@@ -130,10 +131,10 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            with suppress(FileNotFoundError):  # the old one has the name, or has been given it back
+            with suppress(FileNotFoundError):  # the old checkpoint has the name, or got it back
                 os.rename(final, hidden(final.parent, f"replaced_{final.name}"))
     except BaseException:
-        with suppress(CheckpointError):  # who looks next is told
+        with suppress(CheckpointError):  # the next process that looks here is told
             put_back(final.parent)
         raise
     _to_disk(final.parent)
@@ -142,9 +143,10 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:
-    """Remove all but `keep` checkpoints of `run`: that of step `committed`, which is whole, and the latest before it.
+    """Remove all but `keep` checkpoints of `run`: that of step `committed`, which is whole, and the latest ones before
+    it.
 
-    Those of other runs stay, and those that are ahead.
+    Checkpoints of other runs, and of later steps, stay.
     """
     before = [step for step in steps(path) if step < committed and _is_of(run, step_path(path, step))]
     for step in before[keep - 1 :]:
@@ -152,7 +154,7 @@ def prune(path: Path, keep: int, committed: int, run: str) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory that somebody looks for: at once, since one half removed would look incomplete."""
+    """Remove a visible directory: by one rename first, since a directory that is half removed would look incomplete."""
     going = hidden(directory.parent, "old")
     with suppress(OSError):  # another has removed it
         os.rename(directory, going)
@@ -160,7 +162,7 @@ def _remove(directory: Path) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove what processes that are no more have left unfinished."""
+    """Remove the unfinished files of processes that have ended."""
     for file in path.glob(f"{EXCHANGE}*"):
         with suppress(OSError):  # another has removed it
             if time.time() - file.stat().st_mtime > _EXCHANGE_S:
@@ -172,12 +174,12 @@ def sweep(path: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a directory that nobody looks for, as far as that is possible."""
+    """Remove a hidden directory, as far as that is possible."""
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest; raises CheckpointError if there is none that is whole, and OSError if that can't be known."""
+    """The manifest; raises CheckpointError if it is missing or damaged, and OSError if that can't be known."""
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
     except (*MISSING, ValueError) as error:
@@ -192,7 +194,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def run_of(directory: Path) -> str | None:
-    """The run that saved a checkpoint; None if there is no manifest that is whole. Raises OSError as above."""
+    """The run that saved a checkpoint; None if its manifest is missing or damaged. Raises OSError as above."""
     try:
         return str(read_manifest(directory).get("run", ""))
     except CheckpointError:
@@ -207,7 +209,7 @@ def _is_of(run: str, directory: Path) -> bool:
 
 
 def check_replaceable(directory: Path, run: str | None) -> None:
-    """Raise if a checkpoint of the name `directory` is there, and another run's than `run`."""
+    """Raise if the checkpoint `directory` exists and belongs to another run than `run`."""
     saved_by = run_of(directory)
     if saved_by is not None and saved_by != run:
         raise CheckpointError(
@@ -217,7 +219,7 @@ def check_replaceable(directory: Path, run: str | None) -> None:
 
 
 def verify(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """What is wrong with the files `names`: nothing, if they are what was written. Raises OSError as above."""
+    """The faults of the files `names`, as texts; empty if they are as written. Raises OSError as above."""
     problems = []
     for name in names:
         expected, file = manifest["files"][name], directory / name
@@ -252,8 +254,8 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-# The run that this process' checkpoints in a directory belong to: of a whole process, as the files are. Checkpoints
-# from before runs had names belong to the run "".
+# The run to which this process' checkpoints in a directory belong: it is kept for the whole process, as files are.
+# Checkpoints from before runs had names belong to the run "".
 _runs: dict[Path, str] = {}
 
 
@@ -263,7 +265,7 @@ def run_in(base: Path) -> str | None:
 
 
 def continue_run(base: Path, run: str | None) -> None:
-    """From now on this process' checkpoints in `base` belong to `run`."""
+    """Note that this process' checkpoints in `base` belong to `run` from now on."""
     if run is not None:
         _runs[base] = run
 
@@ -274,14 +276,14 @@ _LOCK = ".in-use"
 class Hold:
     """This process' share of a run's hold on a directory: while one of its processes has one, no other run gets any.
 
-    It keeps out who asks for a hold, and nobody else: a checkpoint can be saved there all the same.
+    It keeps out other holds and nothing else: other processes can still save a checkpoint there.
 
-    The lock is the operating system's, on a file in the directory, so it ends with the process, however that ends.
-    Forks don't have it. It is a process', not a thread's: two holds in one process don't keep each other out, and the
-    first to be released ends both.
+    The lock is the operating system's, on a file in the directory, so it always ends with the process.
+    Forks don't have it. It belongs to a process, not to a thread: two holds in one process don't keep each other out,
+    and the first to be released ends both.
 
     The `first` process begins the run, and raises CheckpointError if another run holds the directory, or it can't be
-    written to. Those that come after it share its hold as far as they can.
+    written to. Later processes share its hold as far as they can.
     """
 
     def __init__(self, base: Path, first: bool):
@@ -323,7 +325,7 @@ class Hold:
         return False
 
     def _lock(self, file: int, first: bool) -> bool:
-        """Whether that is the directory's lock, once it is locked: the last holder may have removed it meanwhile."""
+        """Whether the locked file is still the directory's lock: the last holder may have removed it meanwhile."""
         if first:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
@@ -333,10 +335,11 @@ class Hold:
         return self._is_there(file)
 
     def release(self) -> None:
-        """This process uses the directory no longer. The last of its run removes the lock's file."""
+        """Stop using the directory. The last process of the run removes the lock's file."""
         if self._file is not None:
-            with suppress(OSError):  # another process holds it too
-                # In two steps: else of two that release it at once each finds the other's share, and it stays.
+            with suppress(OSError):  # another process holds the lock too
+                # This takes two steps: otherwise two processes that release it at once would each see the other's
+                # share, and the file would stay.
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there(self._file):

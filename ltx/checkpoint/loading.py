@@ -1,4 +1,4 @@
-"""load: the latest checkpoint that is whole, as a state for the ranks that are there now."""
+"""load: the latest whole checkpoint, as a state for the present ranks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Restored:
 
     Attributes:
         state: the training state; the next step goes on from it.
-        data: what this rank gave to :func:`ltx.checkpoint.save` as its position in the data; with ``data="all"`` a list
-            of what each of the ranks that saved gave.
-        step: the number of steps that the state has behind it.
+        data: the position in the data that this rank gave to :func:`ltx.checkpoint.save`; with ``data="all"`` a list of
+            the positions of all ranks that saved.
+        step: the number of steps that the state has done.
         path: the directory of the checkpoint.
     """
 
@@ -46,7 +46,8 @@ class Restored:
 
 @checked("path")
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The directory of the latest checkpoint under `path`, or None if there is none. Asks nobody, and verifies nothing.
+    """The directory of the latest checkpoint under `path`, or None if there is none. It asks no other rank, and
+    verifies nothing.
 
     Example:
         >>> import ltx
@@ -68,39 +69,40 @@ def load(
     per_rank: Literal["refuse", "mean"] = "refuse",
     axis: Any = None,
 ) -> Restored:
-    """The latest checkpoint under `path` that is whole. Every rank calls it.
+    """Load the latest checkpoint under `path` that is whole. Every rank calls it.
 
-    Make a state as at the start of training, and load into its place what was saved; then go on from ``.state``.
-    Every file is compared with its SHA-256 first (the ranks share that work). A checkpoint of which something is
-    missing, cut off or changed is passed over with a warning that says what, and the one before it is taken. Nothing
-    that is read is unpickled but tensors and the metadata's own classes; files that want more are refused.
+    Make a state as at the start of training, and pass it in; then go on from ``.state``, the saved one.
+    Every file is compared with its SHA-256 first (the ranks share that work). A checkpoint with a missing, truncated or
+    changed file is skipped with a warning that names the file, and the one before it is taken. Only tensors and the
+    metadata's own classes are unpickled; files with other objects are refused.
 
-    On as many ranks as saved, training goes on bit for bit as it would have without the interruption. Sizes of buckets
-    and the order of hooks may have changed: communication state is kept by parameter. On another number of ranks, what
-    was replicated is given to all, and sharded optimizer state is sharded anew; random number generators are left alone
-    then, with a warning.
+    On the same number of ranks training goes on bit for bit as without the interruption. Sizes of buckets
+    and the order of hooks may have changed: communication state is kept by parameter. On another number of ranks,
+    replicated values are given to all, and sharded optimizer state is sharded anew; random number generators are then
+    left alone, with a warning.
 
     Args:
         path: as in :func:`ltx.checkpoint.save`.
         state: a state of the same structure, such as ``train.init(params)``: it says what to read, to which devices. It
             isn't changed.
-        step: the checkpoint of this step and no other. None: the latest that is whole.
-        data: "own": the position in the data that this rank saved, on as many ranks as saved or if they all saved the
-            same. "all": a list of those of all ranks that saved, to be divided anew.
-        rng: set the default random number generators as they were, if they were saved. ``"same ranks"``: on as many
-            ranks as saved, and on another number leave them alone without a warning.
-        per_rank: what becomes of parts that were each rank's own (local SGD's parameters, batch norm's buffers, error
+        step: the checkpoint of this step and no other. None: the latest whole one.
+        data: "own": the position in the data that this rank saved, on the same number of ranks, or if all ranks saved
+            the same. "all": a list of the positions of all ranks that saved, to be divided anew.
+        rng: restore the default random number generators, if they were saved. ``"same ranks"``: restore them on the
+            same number of ranks; on another number leave them alone without a warning.
+        per_rank: the treatment of parts that were each rank's own (local SGD's parameters, batch norm's buffers, error
             feedback) on another number of ranks, or where they should be the same on all: "refuse" raises; "mean" gives
-            every rank the mean of those saved, of integers rank 0's. That isn't bit-equal to anything.
+            every rank the mean of the saved values, and of integers rank 0's. Training then isn't bit-equal.
         axis: as in :func:`ltx.checkpoint.save`.
 
     Returns:
         A :class:`Restored`: ``.state``, ``.data``, ``.step``, ``.path``.
 
     Raises:
-        CheckpointError: there is no checkpoint, or none that is whole; or a rank couldn't read one for a reason that
-            says nothing of the checkpoint, such as want of memory; on every rank.
-        InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; names leaf and way out.
+        CheckpointError: there is no checkpoint, or none that is whole; or a rank couldn't read one for a reason outside
+            of the checkpoint, such as too little memory; on every rank.
+        InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; the error names the leaf
+            and the way out.
 
     Example:
         >>> import tempfile, torch, ltx
@@ -124,7 +126,7 @@ def load(
             opening = partial(open_checkpoint, where, together.rank, together.size)
             opened, problems = _attempt(together, where, opening)
             if opened is not None and not problems:
-                # All of it before the ranks' last exchange: afterwards one of them may remove the checkpoint.
+                # All reads come before the ranks' last exchange: afterwards a rank may remove the checkpoint.
                 reading = partial(_read, opened, state, data, per_rank, bool(rng))
                 read, problems = _attempt(together, where, reading)
                 if read is not None and not problems:
@@ -155,7 +157,7 @@ def _warn(text: str) -> None:
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose files are what was written, as this rank reads it."""
+    """A checkpoint with verified files, as this rank reads it."""
 
     path: Path
     manifest: dict[str, Any]
@@ -171,13 +173,13 @@ class Opened:
         return name in self.metadata.state_dict_metadata
 
     def like(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """(shape, dtype) of what is saved under `name`."""
+        """(shape, dtype) of the tensor saved under `name`."""
         entry = self.metadata.state_dict_metadata[name]
         assert isinstance(entry, dcp.TensorStorageMetadata)
         return entry.size, entry.properties.dtype
 
     def structure(self, name: str) -> Any:
-        """What :func:`ltx.checkpoint.storage.encode` made of a structure."""
+        """Read a structure that :func:`ltx.checkpoint.storage.encode` has encoded."""
         names, pieces = [name], list[Piece]()
         while self.has(f"{name}.{len(names) - 1}"):
             names.append(f"{name}.{len(names) - 1}")
@@ -195,7 +197,7 @@ class Opened:
 def open_checkpoint(path: Path, rank: int, size: int) -> Opened:
     """The checkpoint in `path`, of which `rank` of `size` has verified its share of files.
 
-    Raises CheckpointError if something in it isn't what was written.
+    Raises CheckpointError if its files aren't as written.
     """
     manifest = directory.read_manifest(path)
     names = sorted(manifest["files"])
@@ -220,10 +222,10 @@ def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank
 
 
 def _attempt(together: Together, path: Path, make: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """What `make` gives; and what the ranks have found wrong with the checkpoint, the same on all of them.
+    """The result of `make`, and the faults that ranks have found in the checkpoint, the same list on all ranks.
 
-    That is a CheckpointError, on whichever rank. Others say something of this process or its machine and nothing of the
-    checkpoint, so all ranks raise them: to go back to an older one would lose what was trained since.
+    A fault is a CheckpointError on any rank. Other errors concern a process or its machine, not the checkpoint, so all
+    ranks raise them: an older checkpoint would lose the training since.
     """
 
     def tried() -> tuple[T | None, str]:
@@ -256,15 +258,15 @@ def _check_names(opened: Opened, wanted: set[str]) -> None:
 
 
 def _pieces(opened: Opened, leaf: Piece, per_rank: str, layout: StateLayout) -> list[Piece]:
-    """What this rank reads for `leaf`: one piece, or all ranks' to be averaged; raises InputError if it doesn't fit."""
-    if opened.has(leaf.name):  # one value, of which this rank wants all or a part
+    """The pieces that this rank reads for `leaf`: one, or all ranks' for a mean; InputError if they don't fit."""
+    if opened.has(leaf.name):  # one value, which this rank wants whole or in part
         _check_like(opened, leaf, leaf.name)
         return [replace(leaf, tensor=_room(leaf))]
     if leaf.kind == "per_rank" and opened.saved_ranks == opened.size:
         own = name_on(opened.rank, leaf.name)
         _check_like(opened, leaf, own)
         return [Piece(own, _room(leaf))]
-    is_shard = getattr(layout, leaf.name.partition(".")[0], None) == "sharded"  # of which a mean is of no use
+    is_shard = getattr(layout, leaf.name.partition(".")[0], None) == "sharded"  # a mean of these would be useless
     if per_rank == "refuse" or is_shard:
         replicated = "in this state it should be the same on every rank"
         how = f"this world has {opened.size} ranks" if leaf.kind == "per_rank" else replicated
@@ -281,10 +283,10 @@ def _pieces(opened: Opened, leaf: Piece, per_rank: str, layout: StateLayout) -> 
 
 
 def _check_like(opened: Opened, leaf: Piece, name: str) -> None:
-    """Raise unless what is saved under `name` is of the shape and dtype of `leaf`."""
+    """Raise unless the tensor saved under `name` has the shape and dtype of `leaf`."""
     (shape, dtype), here = opened.like(name), leaf.size
     if leaf.kind == "sharded" and len(shape) == 1:
-        # Both are the whole, padded for as many ranks as there were.
+        # Both are the whole vector, padded for their numbers of ranks.
         fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.parts)
     else:
         fits = shape == here
@@ -298,14 +300,14 @@ def _check_like(opened: Opened, leaf: Piece, name: str) -> None:
 
 
 def _room(leaf: Piece) -> torch.Tensor:
-    # Padding that nobody saved stays what init made of it.
+    # Padding that wasn't saved keeps its values from init.
     return leaf.tensor.detach().clone() if leaf.kind == "sharded" else torch.empty_like(leaf.tensor)
 
 
 def _read(
     opened: Opened, state: TrainState, data: str, per_rank: str, rng: bool
 ) -> tuple[Restored, dict[str, Any] | None]:
-    """What is read, and this rank's random number generators; raises InputError where the checkpoint doesn't fit."""
+    """The pieces to read, and this rank's random number generators; raises InputError if the checkpoint doesn't fit."""
     manifest, leaves = opened.manifest, leaves_of(state)
     _check_names(opened, {leaf.name for leaf in leaves})
     plan = [_pieces(opened, leaf, per_rank, state.layout) for leaf in leaves]
@@ -319,7 +321,7 @@ def _read(
     tensors = []
     for pieces in plan:
         tensor = pieces[0].tensor
-        if len(pieces) > 1:  # a leaf at a time: all ranks' of all of them may be more than there is room for
+        if len(pieces) > 1:  # one leaf at a time: all ranks' values of all leaves may not fit into memory
             storage.read(opened.path, opened.metadata, pieces)
             wide = torch.complex128 if tensor.is_complex() else torch.float64
             total = torch.zeros_like(tensor, dtype=wide)

@@ -13,7 +13,7 @@ from ltx.core import collectives
 from ltx.core.base.arguments import checked, whole
 from ltx.errors import InputError
 
-#: The exit code of a process that stopped because it was told to, and may be started again: EX_TEMPFAIL.
+#: The exit code of a process that stopped on request, and may be started again: EX_TEMPFAIL.
 RESUMABLE = os.EX_TEMPFAIL
 
 
@@ -27,7 +27,7 @@ class Preemption:
         self.received: signal.Signals | None = None
 
     def __call__(self) -> bool:
-        """Whether any rank has been told to stop: the same on all. Every rank calls it after each step."""
+        """Whether any rank has been told to stop: the same answer on all ranks. Every rank calls it after each step."""
         self._calls += 1
         if not self._stops and self._calls % self._every == 0:
             told = self.received is not None
@@ -47,11 +47,11 @@ def preemption(
     """Turn a signal to stop, to any of the processes, into an answer that all ranks have after the same step.
 
     Schedulers send SIGTERM some time before they take a machine away. Inside the ``with`` block the signal is only
-    noted; the step goes on, and the loop asks after it. Afterwards signals do what they did before.
+    noted; the step goes on, and the loop asks after it. After the block, signals have their old handlers.
 
     Args:
-        signals: which ones.
-        every: ask the peers at every so many calls; each is one small all-reduce. In a world of one nobody is asked.
+        signals: the signals. every: ask the peers at every this many calls; each is one small all-reduce. In a world of
+            one no peer is asked.
         axis: the ranks that stop together, as in :func:`ltx.psum`.
 
     Returns:

@@ -27,7 +27,7 @@ from ltx.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Job:
-    """A save that all ranks have agreed on: each writes its part, and rank 0 makes a checkpoint of them or of none."""
+    """A save that all ranks have agreed on: each writes its part, and rank 0 makes a checkpoint of all or none."""
 
     together: Together
     temporary: Path
@@ -38,7 +38,7 @@ class Job:
     failure: Exception | None = None  # why this rank can't write its part
 
     def run(self) -> Path:
-        """Write, on all ranks; raises CheckpointError on all of them if one fails."""
+        """Write the parts on all ranks; raises CheckpointError on all ranks if one fails."""
         failed = f"the checkpoint of step {self.manifest['step']} wasn't saved to {self.final}"
         with _on_all_or_none(self.together, [self.temporary]):
             self.together.conclude(self._write, self._decide, failed, " Earlier ones are as they were.")
@@ -51,12 +51,12 @@ class Job:
         return {"written": written, "files": directory.describe(self.temporary, {entry[5] for entry in written})}
 
     def _decide(self, by_rank: Sequence[dict[str, Any]]) -> None:
-        """On rank 0: make a checkpoint of what the ranks have written."""
+        """On rank 0: make a checkpoint of the files that the ranks have written."""
         try:
             self._commit(by_rank)
         except BaseException as error:
             if not isinstance(error, Exception) and not self.temporary.exists():
-                self.together.tell([])  # it has its name, so nothing went wrong but on this rank
+                self.together.tell([])  # the checkpoint has its name, so only this rank failed
             raise
 
     def _commit(self, by_rank: Sequence[dict[str, Any]]) -> None:
@@ -88,7 +88,7 @@ class Job:
 
 @contextmanager
 def _on_all_or_none(together: Together, temporary: list[Path]) -> Iterator[None]:
-    """Surrounds a rank's part of a save: if it raises, the peers are told, and nothing that is half written stays."""
+    """A context around a rank's part of a save: if it raises, the peers are told, and unfinished files are removed."""
     try:
         with together.leaving():
             yield
@@ -100,7 +100,7 @@ def _on_all_or_none(together: Together, temporary: list[Path]) -> Iterator[None]
 
 
 def _contents(state: TrainState, rank: int, data: Any, rng: bool) -> tuple[list[Piece], list[Piece], list[Piece]]:
-    """What this rank alone has to save; what each rank could, since all have it; and `data`, which is one or other."""
+    """(the pieces that this rank alone has, the pieces that all ranks have); `data` is among one of them."""
     check_state("checkpoint", state)
     state.check_finished("checkpoint")
     own, common = list[Piece](), list[Piece]()
@@ -124,7 +124,7 @@ def begin_saving(
     temporary = list[Path]()
 
     def offer() -> tuple[tuple[list[Piece], list[Piece], list[Piece]], dict[str, Any]]:
-        """What this rank saves, and what the others are to know of it."""
+        """The pieces that this rank saves, and their description for the other ranks."""
         if keep is not None:
             whole("checkpoint: keep", keep, 1, besides="None (all) or ")
         directory.check_name(path)
@@ -156,7 +156,7 @@ def begin_saving(
             values = {rank: str(said[key]) for rank, said in enumerate(by_rank)}
             if len(set(values.values())) > 1:
                 raise comm.mismatch("of the checkpoint", what, values, fix)
-        # Of the first that knows it: a newcomer to a run doesn't.
+        # The run's name comes from the first rank that knows it: a newcomer doesn't.
         run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
         directory.continue_run(base, run)
         same_data = len({said["data"] for said in by_rank}) == 1
@@ -164,7 +164,7 @@ def begin_saving(
             common += position
         else:
             own += owned(together.rank, position)
-        written = [0] * together.size  # bytes, about as many by each rank; the same on all of them
+        written = [0] * together.size  # about the same number of bytes for each rank; all ranks make the same choice
         for piece in sorted(common, key=lambda piece: (-piece.tensor.nbytes, piece.name)):
             writer = written.index(min(written))
             written[writer] += piece.tensor.nbytes
@@ -199,29 +199,30 @@ def save(
 
     Call it now and then in a training loop, so that a crash loses minutes and not days. The checkpoint is there whole
     or not at all: it is written to a hidden directory, each file with its SHA-256 in a manifest, and renamed to
-    ``path/step_00000120`` once all is on the disk. This run's own of that name is replaced.
+    ``path/step_00000120`` once all files are on the disk. A checkpoint of this name and run is replaced.
 
-    What is the same on all ranks (``state.layout``) is written once, about as much by each rank; a rank's own, by that
-    rank; sharded optimizer state as shards. The files are those of ``torch.distributed.checkpoint``, whose tools read
-    them. Ranks whose store has ended exchange values through a file in `path`, so their state can be saved.
+    Values that are the same on all ranks (``state.layout``) are written once, with about equal shares for the ranks; a
+    rank's own values by that rank; sharded optimizer state as shards. The files are those of
+    ``torch.distributed.checkpoint``, whose tools read them. Ranks whose store has ended exchange values through a file
+    in `path`, so their state can be saved.
 
     Args:
         path: the directory of all checkpoints of this run, on a file system that all ranks see.
         state: the state of a train step. It is only read.
-        data: this rank's position in its data: dicts with string keys, lists, tuples, tensors, numbers, strings. Saved
-            once if it is the same on every rank.
+        data: this rank's position in its data: dicts with string keys, lists, tuples, tensors, numbers, strings. It is
+            saved once if it is the same on every rank.
         rng: save the default random number generators too: torch's (CPU, and the current CUDA device), Python's, and
             NumPy's if it is loaded; each rank's.
         keep: remove all but so many of this run's latest checkpoints afterwards. None: keep all. The one just saved
             stays, and so do those of a run that this one hasn't gone on from (:func:`load`).
-        axis: the ranks that save together, as in :func:`ltx.psum`; those of the train step.
+        axis: the ranks that save together, as in :func:`ltx.psum`: the ranks of the train step.
 
     Returns:
         The directory of the checkpoint.
 
     Raises:
-        CheckpointError: a rank couldn't write its part, or there is a checkpoint of this step that another run has
-            saved; on every rank, naming it. Earlier checkpoints are as they were.
+        CheckpointError: a rank couldn't write its part, or another run has saved a checkpoint of this step; on every
+            rank, naming the rank. Earlier checkpoints stay as they were.
         DonatedStateError, InputError, StepError: the state or `data` of a rank can't be saved; on every rank, too.
         RankMismatchError: ranks came with different paths, steps or states.
 
@@ -264,13 +265,13 @@ class Saving:
         return not self._thread.is_alive()
 
     def result(self, timeout_s: timedelta | float | None = None) -> Path:
-        """The directory of the checkpoint, once it is there on all ranks; what went wrong is raised, as by save.
+        """The directory of the checkpoint, once it is there on all ranks; an error is raised as by save.
 
         Args:
             timeout_s: how long to wait at most: seconds or a timedelta; None is without limit.
 
         Raises:
-            TimeoutError: it isn't there within `timeout_s`.
+            TimeoutError: the checkpoint isn't there within `timeout_s`.
         """
         limit_s = None if timeout_s is None else seconds("Saving.result: timeout_s", timeout_s, zero=True)
         self._thread.join(None if limit_s is None else min(limit_s, threading.TIMEOUT_MAX))
@@ -291,17 +292,17 @@ def save_async(
 ) -> Saving:
     """:func:`save` in the background of the steps that follow. Every rank calls it.
 
-    It copies what this rank writes, and returns: `state` may go into the next step and be donated to it, while a
-    thread writes the copy. Ranks agree on it through the store alone, so nothing mixes with their collectives.
+    It copies this rank's part and returns: `state` may be donated to the next step while a thread writes the copy.
+    Ranks agree through the store alone, so the save doesn't mix with their collectives.
 
     Args:
         path, state, data, rng, keep, axis: as in :func:`save`.
 
-    Each one under way holds its copy: wait for the last one before the next, should the disk be slower than that.
+    Each save under way holds its copy: if the disk is slow, wait for the last save before the next.
 
     Returns:
-        A handle: ``.done``, and ``.result()``, which waits and raises what went wrong, on all ranks alike. A failure is
-        a RuntimeWarning besides, lest nobody asks. ``ltx.shutdown()`` and the end of the process wait for it.
+        A handle: ``.done``, and ``.result()``, which waits and raises the save's error, on all ranks alike. A failure
+        is also a RuntimeWarning, in case nobody asks. ``ltx.shutdown()`` and the end of the process wait for the save.
 
     Example:
         >>> import tempfile, torch, ltx
@@ -315,8 +316,8 @@ def save_async(
     with _on_all_or_none(job.together, [job.temporary]):
         try:
             tensors = [piece.tensor.detach() for piece in job.pieces]
-            # From an accelerator a copy is on its way, behind what computes the tensor.
+            # From an accelerator the copy is enqueued, after the work that computes the tensor.
             copies = [HostCopy(x.clone() if x.device.type == "cpu" else x) for x in tensors]
-        except Exception as error:  # which :meth:`Saving.result` raises, on all ranks alike
+        except Exception as error:  # :meth:`Saving.result` raises this, on all ranks alike
             return Saving(replace(job, failure=error))
     return Saving(job, copies)

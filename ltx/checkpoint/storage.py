@@ -1,13 +1,13 @@
-"""What a checkpoint holds, under which names, and its files: those of ``torch.distributed.checkpoint`` (DCP).
+"""The contents of a checkpoint, their names, and its files, which are those of ``torch.distributed.checkpoint`` (DCP).
 
-DCP's format, metadata and reader are used, and its tools can read what is written. Its ``save`` and ``load`` aren't:
-their plans are made by collectives (see ltx.checkpoint.together), without which they refuse a rank's part of a whole;
-and they read metadata with an unrestricted unpickler, whose errors are then one class. Here each rank knows what it
-writes and reads, and metadata may name nothing but the classes that DCP's metadata is made of.
+DCP's format, metadata and reader are used, and its tools can read the files. Its ``save`` and ``load`` aren't used:
+collectives make their plans (see ltx.checkpoint.together), without which they refuse a rank's part of a whole; and they
+read metadata with an unrestricted unpickler, whose errors are all of one class. Here each rank knows what it writes and
+reads, and metadata may hold only the classes of DCP's metadata.
 
-Besides the tensors of a train state these are the position in the data, and the states of random number generators:
-structures that travel as JSON in a tensor of bytes, with their tensors beside it. So nothing is pickled, and nothing
-that is read can run code.
+A checkpoint holds the tensors of a train state, the position in the data, and the states of random number generators.
+The latter two are structures, saved as JSON in a tensor of bytes, with their tensors beside it. So nothing is pickled,
+and reading can't run code.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor, this rank's, and what it is a part of."""
+    """A tensor of this rank, and its place in a whole."""
 
-    name: str  # a leaf's path, by which errors call it too; of what is each rank's own, see name_on
+    name: str  # a leaf's path, also its name in errors; for values that are each rank's own see name_on
     tensor: torch.Tensor
     kind: LeafLayout = "replicated"
-    parts: int = 1  # how many equal ones the whole has, if it is sharded
-    part: int = 0  # which of them this is
+    parts: int = 1  # the number of equal parts of the whole, if it is sharded
+    part: int = 0  # the number of this part
 
     @property
     def size(self) -> torch.Size:
-        """That of the whole, of which `tensor` is a part."""
+        """The shape of the whole, of which `tensor` is a part."""
         shape = self.tensor.shape
         return torch.Size((self.parts * shape[0],)) if self.kind == "sharded" else shape
 
     @property
     def offsets(self) -> torch.Size:
-        """Where in the whole `tensor` is."""
+        """The place of `tensor` in the whole."""
         shape = self.tensor.shape
         return torch.Size((self.part * shape[0],) if self.kind == "sharded" else (0,) * len(shape))
 
@@ -75,7 +75,7 @@ def owned(rank: int, pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def check_state(what: str, state: Any) -> None:
-    """Raise unless `state` is a train step's, which can be read."""
+    """Raise unless `state` is a train step's state that can be read."""
     if not isinstance(state, TrainState):
         raise StepError(
             f"{what}: the state is the ltx.TrainState of a train step, such as train.init(params), got "
@@ -87,7 +87,7 @@ def check_state(what: str, state: Any) -> None:
 def leaves_of(state: TrainState) -> list[Piece]:
     """The leaves of `state`, in the order of its flattening.
 
-    Paths don't say which part of a sharded optimizer state this is, so that another number of ranks finds them.
+    Paths leave out the number of the part in a sharded optimizer state, so that another number of ranks finds them.
     """
     shards = state.opt_state if isinstance(state.opt_state, Shards) else None
     if shards is not None and shards.rank is None:
@@ -108,9 +108,9 @@ def leaves_of(state: TrainState) -> list[Piece]:
             cut = (shards.ranks, shards.rank or 0) if tensor.ndim == 1 else None  # others are counters
             leaves.append(Piece(path, tensor, "sharded", *cut) if cut else Piece(path, tensor))
         elif path in ("sync_state.uses", "sync_state.clock"):
-            leaves.append(Piece(path, tensor))  # guards, which are the same in every state that can be saved
+            leaves.append(Piece(path, tensor))  # guards have the same values in every state that can be saved
         elif kind == "sharded" and not (part == "opt_state" and isinstance(state.opt_state, Shards)):
-            leaves.append(Piece(path, tensor, "per_rank"))  # how they fit together, their strategy alone knows
+            leaves.append(Piece(path, tensor, "per_rank"))  # only the strategy knows how the parts fit together
         else:
             leaves.append(Piece(path, tensor, "replicated" if kind == "sharded" else kind))
     return leaves
@@ -150,7 +150,7 @@ def encode(value: Any, what: str) -> list[Piece]:
 
 
 def check_plain(what: str, tensor: torch.Tensor) -> None:
-    """Raise unless `tensor`, called `what`, is all in its bytes: another could be written, and never be read again."""
+    """Raise unless the bytes of `tensor`, called `what`, are all of it: else it could be written and never read."""
     if found := _kind_of(tensor):
         raise InputError(
             f"checkpoint: {what} is {found}, and a checkpoint holds the values of plain tensors. Give one of those: "
@@ -160,7 +160,7 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
-    """What a tensor is that isn't plain; "" of one that is."""
+    """The kind of a tensor that isn't plain, as a text; "" for a plain one."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}, a class of tensors of its own"
     if private.is_wrapped(tensor):
@@ -175,7 +175,7 @@ def _kind_of(tensor: torch.Tensor) -> str:
 
 
 def decode(described: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
-    """Inverse of :func:`encode`, of the pieces' tensors."""
+    """The structure from its pieces' tensors: the inverse of :func:`encode`."""
 
     def walk(node: Any) -> Any:
         if isinstance(node, list):
@@ -193,7 +193,7 @@ def decode(described: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def digest(pieces: Iterable[Piece], data: bool = True) -> str:
-    """Equal for pieces of equal names, dtypes and sizes, and with `data` of equal values."""
+    """A digest: equal for pieces of equal names, dtypes and sizes, and with `data` of equal values."""
     found = hashlib.sha256()
     for piece in pieces:
         found.update(f"{piece.name} {piece.tensor.dtype} {list(piece.size)} ".encode())
@@ -202,7 +202,8 @@ def digest(pieces: Iterable[Piece], data: bool = True) -> str:
     return found.hexdigest()
 
 
-#: What a rank has written, for rank 0: JSON of (name, dtype, size, offsets, sizes, file, position, length) for a piece.
+#: A rank's report on its pieces, for rank 0: JSON of (name, dtype, size, offsets, sizes, file, position, length) for a
+#: piece.
 Written = list[list[Any]]
 
 
@@ -214,7 +215,7 @@ def write(directory: Path, rank: int, pieces: Sequence[Piece]) -> Written:
     with open(directory / name, "wb") as file:
         for piece in pieces:
             tensor, begin = values(piece.tensor).cpu(), file.tell()
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # all of the memory would be written
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch would write all of the storage
                 tensor = tensor.clone()
             torch.save(tensor, file)
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -226,7 +227,7 @@ def write(directory: Path, rank: int, pieces: Sequence[Piece]) -> Written:
 
 
 def write_metadata(directory: Path, by_rank: Sequence[Written]) -> None:
-    """Write what DCP needs to find all that the ranks have written."""
+    """Write the metadata by which DCP finds all pieces of the ranks."""
     found: dict[str, dcp.TensorStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, dtype, size, offsets, sizes, *where in (entry for written in by_rank for entry in written):
@@ -235,7 +236,7 @@ def write_metadata(directory: Path, by_rank: Sequence[Written]) -> None:
         entry = found.setdefault(name, dcp.TensorStorageMetadata(properties, torch.Size(size), []))
         entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         places[dcp.MetadataIndex(name, offsets)] = _StorageInfo(*where)
-    # In which structure DCP's tools put them: flat, by name.
+    # The structure for DCP's tools: flat, by name.
     metadata = dcp.Metadata(dict(found), {name: (name,) for name in found}, places)
     with open(directory / METADATA, "wb") as file:
         pickle.dump(metadata, file)
@@ -253,7 +254,7 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of DCP's metadata and nothing else."""
+    """An unpickler for DCP's metadata and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
@@ -264,7 +265,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> dcp.Metadata:
-    """What is in the checkpoint; raises CheckpointError for what isn't DCP's metadata."""
+    """The checkpoint's metadata; raises CheckpointError if the file isn't DCP's metadata."""
     try:
         written = (directory / METADATA).read_bytes()
     except MISSING as error:
@@ -273,7 +274,7 @@ def read_metadata(directory: Path) -> dcp.Metadata:
         metadata = _Unpickler(io.BytesIO(written)).load()
     except MemoryError:
         raise
-    except Exception as error:  # of bytes that are no pickle an unpickler may raise anything
+    except Exception as error:  # an unpickler may raise any error on bytes that are no pickle
         raise CheckpointError(f"{directory / METADATA} can't be read: {error}") from error
     if not isinstance(metadata, dcp.Metadata):
         raise CheckpointError(f"{directory / METADATA} holds a {type(metadata).__name__}, not DCP's metadata.")
@@ -281,7 +282,7 @@ def read_metadata(directory: Path) -> dcp.Metadata:
 
 
 class _Loading(DefaultLoadPlanner):
-    """Gives DCP's reader the places in `pieces` where what is read belongs."""
+    """Gives DCP's reader the tensors of `pieces` into which it reads."""
 
     def __init__(self, pieces: Sequence[Piece]):
         super().__init__()
@@ -295,9 +296,9 @@ class _Loading(DefaultLoadPlanner):
 
 
 def read(directory: Path, metadata: dcp.Metadata, pieces: Sequence[Piece]) -> None:
-    """Fill the tensors of `pieces`, each with what of its name lies there, whoever has written it.
+    """Fill the tensors of `pieces` with the values of their names, from the files of all ranks.
 
-    Raises CheckpointError where a file is missing or isn't what a checkpoint holds.
+    Raises CheckpointError if a file is missing or isn't a checkpoint's.
     """
     items: list[ReadItem] = []
     for piece in pieces:

@@ -1,9 +1,9 @@
-"""The ranks that save or load together: they exchange values through the store, and nothing of it goes over a channel.
+"""The ranks that save or load together: they exchange values through the store, and use no channel.
 
-DCP (torch.distributed.checkpoint) gathers failures by collectives. Tried, they broke what is promised here: a rank that
-calls something else was waited for until the group's timeout; a KeyboardInterrupt became an error of DCP's where it
-came; what peers send is unpickled; and the group that saving in the background needs can't be made once the store is
-gone. Ranks that save because it is gone exchange values through a file in the directory of the checkpoints instead.
+DCP (torch.distributed.checkpoint) gathers failures by collectives. These were tried, and broke promises: if a rank
+calls something else, the others wait until the group's timeout; a KeyboardInterrupt becomes an error of DCP's; messages
+of peers are unpickled; and the group for saving in the background can't be made once the store is gone. If the store is
+gone, ranks that save exchange values through a file in the checkpoints' directory instead.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _HEARD_S, _LEAVING_S = 10.0, 1.0
 # The places of conclude(): to rank 0, from it, and to it.
 _PARTS, _OUTCOME, _HEARD = 2, 3, 4
 
-#: What went wrong on a rank, to be told to the others: the name of the error's class, and text. None if nothing did.
+#: An error on a rank, as it is told to the others: (the name of its class, its text). None if nothing did.
 Trouble = tuple[str, str] | None
 
 
 def said_of(error: BaseException) -> tuple[str, str]:
-    """`error` for the other ranks; another library's in the words of its cause: torch's writer hides the disk's."""
+    """`error` for the other ranks; for another library's error its cause: torch's writer hides the disk's error."""
     if isinstance(error, LtxError):
         return type(error).__name__, message_of(error)
     cause: BaseException | None = error if isinstance(error, Exception) else None
@@ -75,10 +75,10 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None, Trouble]:
 class Together:
     """One call of a checkpoint's function, on all ranks of an axis.
 
-    The ranks meet at places 1, 2, ... of this call, where each announces what it has made, or what it raised. One that
-    leaves early says so at the places where peers might yet wait for it, and waits for none of them: nobody waits for
-    one that has raised, whatever that was, an interrupt too. All ranks see `folder`: if the store is gone, they
-    exchange values through a file in it.
+    The ranks meet at places 1, 2, ... of this call, where each announces its result or its error. A rank that leaves
+    early says so at the places where peers might yet wait for it, and waits for no peer: no rank waits for a rank that
+    has raised, even by an interrupt. All ranks see `folder`: if the store is gone, they exchange values through a file
+    in it.
     """
 
     def __init__(self, operation: str, axis: Any, folder: Path | None = None):
@@ -100,7 +100,8 @@ class Together:
         self._at = 0  # the last place at which this rank has announced something
 
     def exchange(self, make: Callable[[], tuple[T, Any]], failed: str, after: str = "") -> tuple[T, list[Any]]:
-        """The first of what `make` gives; and the second, which is JSON, of every rank. For the thread that trains.
+        """`make` returns a pair: return its first, and, of every rank, its second, which is JSON. For the thread that
+        trains.
 
         If it raises on a rank, all raise one error. `failed`: what didn't go well then; `after`: what to know besides.
         So they do, a RankMismatchError, if peers are at something else.
@@ -116,7 +117,7 @@ class Together:
         """Every rank's post at the next place."""
         if self.comm is None:
             return [post]
-        if self._at == 0:  # and peers may be at something else
+        if self._at == 0:  # peers may be at another call
             try:
                 posts = self.comm.negotiation.exchange_values(self._signature, post, f"{self._places}/1")
                 self._at = 1
@@ -143,7 +144,7 @@ class Together:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Surrounds what this rank does when its peers wait for it: they are told what it raises."""
+        """A context in which peers wait for this rank: they are told if it raises."""
         try:
             yield
         except BaseException as error:
@@ -151,13 +152,13 @@ class Together:
             raise
 
     def leave(self, error: BaseException) -> None:
-        """Do no more of this call because of `error`, and tell the peers wherever they might wait for this rank."""
+        """Leave this call because of `error`, and tell the peers at all places where they might wait for this rank."""
         if self.comm is None or self._exchange is None:
             return
         post = [None, said_of(error)]
-        with suppress(LtxError):  # this rank can't reach its peers, and they see that
+        with suppress(LtxError):  # this rank can't reach its peers, which notice it
             try:
-                self._exchange.has(self._places, [self.rank])  # a store that is gone shows when it is read
+                self._exchange.has(self._places, [self.rank])  # a missing store is noticed when it is read
             except StoreGoneError as gone:
                 self._use_file(gone)
             for at in range(self._at + 1, max(self._at + 1, _HEARD) + 1):
@@ -165,17 +166,17 @@ class Together:
                     self.comm.negotiation.announce(f"{self._places}/1", Post(self._signature, post))
                 else:
                     self._exchange.announce(f"{self._places}/{at}", post)
-        if self._exchange is not self.comm.store_exchange:  # a file needs nobody to stay until it has been read
+        if self._exchange is not self.comm.store_exchange:  # with a file, no rank has to stay until it has been read
             self.let_go()
 
     def let_go(self) -> None:
-        """Nobody will be told anything more. The last rank that lets go of a file in place of the store removes it."""
+        """Close the exchange: nothing more is told. The last rank to close a file removes it."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None and self.comm is not None and exchange is not self.comm.store_exchange:
-            exchange.close()  # now, though frames of what was raised may still hold it
+            exchange.close()  # close it now, though an exception's frames may still hold it
 
     def conclude(self, make: Callable[[], T], decide: Callable[[list[T]], None], failed: str, after: str = "") -> None:
-        """Have rank 0 `decide` on what `make` gives on every rank, which is JSON. For any thread, after an exchange.
+        """Let rank 0 `decide` on every rank's result of `make`, which is JSON. For any thread, after an exchange.
 
         If either raises, all raise one error. `failed`, `after`: as for :meth:`exchange`.
         """
@@ -201,7 +202,7 @@ class Together:
         refuse(troubles, failure, failed, after)
 
     def tell(self, troubles: Sequence[Trouble]) -> None:
-        """On rank 0: tell the others what went wrong, by rank."""
+        """On rank 0: tell the others the errors, by rank."""
         self._announce(_OUTCOME, [troubles, None])
 
     def _wait_until_heard(self, patience_s: float) -> None:

@@ -49,7 +49,7 @@ __all__ = [
     "to_torch",
 ]
 
-# Imported when first asked for: most programs use none of them, and making dataclasses takes time.
+# These are imported when first used: most programs use none of them, and making dataclasses takes time.
 _LATER = {
     "Adasum": "adasum",
     **dict.fromkeys(("after", "cast", "chain"), "combined"),

@@ -1,4 +1,4 @@
-"""Adasum: gradients are added up so that what ranks agree on counts once.
+"""Adasum: gradients are added up so that the component on which ranks agree counts once.
 
     adasum(a, b) = (1 - <a,b> / 2|a|^2) a + (1 - <a,b> / 2|b|^2) b, for each parameter, recursively over pairs of ranks
 
@@ -27,12 +27,12 @@ class Adasum(CommHook):
     Each rank sends 2(n-1)/n of a bucket, as for the mean, and at most 48 n bytes for each parameter in it. Between the
     sum and the mean, it is larger than the mean where ranks disagree; the paper keeps one worker's learning rate.
 
-    What it gives isn't the gradient of any loss: derivatives of it raise :class:`ltx.errors.UnsupportedError`
+    The result isn't the gradient of any loss: its derivatives raise :class:`ltx.errors.UnsupportedError`
     (:func:`ltx.adasum` has its own). Horovod takes the adaptive sum of the optimizers' updates instead of gradients:
     ``HorovodStrategy(op="adasum")``.
 
     Args:
-        dtype: the floating dtype in which wider gradients travel and are combined; their own if None. Products and
+        dtype: the floating dtype in which wider gradients travel and are combined; None keeps their own. Products and
             norms are float64's.
 
     Raises:
@@ -106,7 +106,7 @@ def _products(halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int) ->
 
 
 def _combined(halving: Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
-    """:meth:`Halving.combined`, in the memory of `a`: this rank's own, or what has arrived for it alone."""
+    """:meth:`Halving.combined`, in the memory of `a`, which this rank alone uses."""
     weights = list(zip(*(w.tolist() for w in halving.weights(summed, level)), strict=True))
     flat, other = a.view(-1), b.view(-1)
     memory = torch.empty(min(_PIECE, flat.numel()), dtype=torch.float64)
@@ -117,7 +117,7 @@ def _combined(halving: Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.
 
 
 def _pieces(halving: Halving, level: int) -> Iterator[tuple[int, slice]]:
-    """(number of the part, where), of as many numbers as stay in the cache in float64."""
+    """(number of the part, slice), in slices that fit into the cache as float64."""
     for part, segment in enumerate(halving.segments(level)):
         for start in range(segment.start, segment.stop, _PIECE):
             yield part, slice(start, min(start + _PIECE, segment.stop))

@@ -80,7 +80,7 @@ class Partition(Several):
 
 @lru_cache(maxsize=64)
 def _places(patterns: tuple[str, ...], paths: tuple[str, ...], part: bool) -> list[list[int]]:
-    """The places among `paths` of what each pattern is the first to fit."""
+    """For each pattern, the places of the `paths` that it is the first to fit."""
     left, found = dict.fromkeys(range(len(paths))), []
     for pattern in patterns:
         fitting = tree.wanted(pattern, paths, StrategyError, "hooks.partition: ", (pattern,) if part else ())
@@ -99,17 +99,17 @@ def _places(patterns: tuple[str, ...], paths: tuple[str, ...], part: bool) -> li
 def partition(hooks: Mapping[str, CommHook]) -> Partition:
     """Another hook for each group of parameters: low rank for matrices, half precision for embeddings.
 
-    A bucket has parameters of one hook, so each reduces its own as if there were no others; state is kept by
-    parameter, as ever. :func:`cast`, :func:`chain` and :func:`error_feedback` are those of each hook in it.
+    A bucket has parameters of one hook, so each hook reduces its buckets as if there were no others; state is kept by
+    parameter. :func:`cast`, :func:`chain` and :func:`error_feedback` apply to each hook in it.
 
     Args:
-        hooks: by patterns of paths (as in :mod:`fnmatch`, such as ``"*.norm.*"``), of which the first that fits counts.
+        hooks: by patterns of paths (as in :mod:`fnmatch`, such as ``"*.norm.*"``); the first pattern that fits counts.
             Paths are those of errors and of ``module.named_parameters()``. By size: ``{name: ltx.hooks.PowerSGD() if
             p.ndim == 2 else ltx.hooks.BF16() for name, p in module.named_parameters()}``.
 
     Raises:
-        StrategyError: they aren't hooks by pattern, or one issues collectives of its own (:func:`from_torch`); in a
-            step, a pattern fits no parameter that has a gradient, or none fits one that has.
+        StrategyError: `hooks` aren't hooks by pattern, or a hook issues collectives of its own (:func:`from_torch`); in
+            a step, a pattern fits no parameter that has a gradient, or a parameter with a gradient fits none.
 
     Example:
         >>> import torch, ltx

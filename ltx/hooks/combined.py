@@ -30,7 +30,7 @@ from ltx.hooks.plain import EXACT
 
 @dataclass(frozen=True)
 class Several(CommHook):
-    """A hook made of others, of which a bucket has one."""
+    """A hook made of several hooks; each bucket has one of them."""
 
     @property
     def members(self) -> tuple[CommHook, ...]:
@@ -105,8 +105,8 @@ class After(Several):
 def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
     """Warm-up: `first` (the exact mean if None) at the synchronised steps before `step`, `hook` from then on.
 
-    A step with such a hook needs communication state, be it only for the count of steps. What both hooks keep under one
-    name, such as a residual, is one tensor, with which `hook` goes on.
+    A step with such a hook needs communication state, if only for the count of steps. A state that both hooks keep
+    under one name, such as a residual, is one tensor, with which `hook` goes on.
 
     Example:
         >>> import ltx
@@ -153,7 +153,7 @@ class Chain(LossyHook):
 
     @property
     def _inner(self) -> CommHook:
-        """The inner hook as it is run: with error feedback it has to tell what it sent."""
+        """The form in which the inner hook runs: with error feedback it has to tell what it sent."""
         return (self.inner.with_error_feedback() if self.error_feedback else None) or self.inner
 
     @property
@@ -181,7 +181,7 @@ class Chain(LossyHook):
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         wide = super().wire_dtype(dtype) if self.error_feedback else self.hook.wire_dtype(dtype)
-        self.inner.wire_dtype(wide)  # raises for what the inner hook doesn't take
+        self.inner.wire_dtype(wide)  # this raises for gradients that the inner hook doesn't take
         return wide
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
@@ -200,7 +200,7 @@ class Chain(LossyHook):
         return sent
 
     def _sum(self, buffer: torch.Tensor, inputs: BucketInput, feedback: bool) -> Any:
-        """The sum of `buffer` by the inner hook, and what gives this rank's part of it."""
+        """The sum of `buffer` by the inner hook, and a function that gives this rank's part in it."""
         shape, dtype = buffer.shape, buffer.dtype
         bucket = Bucket.of(inputs.bucket.index, [buffer])
         hook = self._inner
@@ -237,12 +237,12 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
     So ``chain(RandomK(0.1), ByteGrad())`` sends a tenth of the numbers, in eight bits each.
 
     Args:
-        hook: one that asks for sums: AllReduce, FP16, BF16, RandomK, PowerSGD, BatchedPowerSGD, chains of them.
-        inner: hooks without state of their own. With error feedback (in `hook`, or around the chain) what they lose is
+        hook: a hook that asks for sums: AllReduce, FP16, BF16, RandomK, PowerSGD, BatchedPowerSGD, or a chain of them.
+        inner: hooks without state of their own. With error feedback (in `hook`, or around the chain) their losses are
             fed back too.
 
     Raises:
-        StrategyError: hooks that can't be combined so.
+        StrategyError: hooks that can't be combined in this way.
 
     Example:
         >>> import ltx
@@ -256,7 +256,8 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
 
 
 def _chained(hook: CommHook, inner: CommHook) -> CommHook:
-    # A schedule of chains, so that none of them is refused only at the step from which on it would be in force.
+    # Make a schedule of chains now, so that a chain is refused at once, not at the step from which it would be in
+    # force.
     if isinstance(hook, Several):
         return hook.of(lambda member: _chained(member, inner))
     if isinstance(inner, Several):
@@ -271,7 +272,7 @@ _HALVES: dict[torch.dtype, CommHook] = {torch.float16: FP16(), torch.bfloat16: B
 def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
     """`hook`, whose sums travel in half precision, as torch's fp16_compress_wrapper and bf16_compress_wrapper do.
 
-    torch's wrappers round the gradients before the hook sees them; this rounds what the hook sends.
+    torch's wrappers round the gradients before the hook sees them; `cast` rounds the buffers that the hook sends.
 
     Args:
         hook: one that asks for sums.

@@ -1,4 +1,5 @@
-"""Hooks of DistributedDataParallel.register_comm_hook: from_torch runs one in steps of ltx, to_torch gives it ltx's.
+"""Hooks of DistributedDataParallel.register_comm_hook: from_torch runs torch's hooks in steps of ltx, to_torch makes
+ltx's hooks run in DDP.
 
 A hook of torch's issues collectives of its own, in callbacks too, whose order between buckets differs from rank to
 rank. So each bucket's future is awaited before the next bucket, and all of it is done once every gradient is there.
@@ -36,7 +37,7 @@ TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class LookAlike:
-    """A bucket as hooks know it from torch: ``dist.GradBucket`` has no constructor."""
+    """A bucket with the interface of ``dist.GradBucket``, which has no constructor."""
 
     def __init__(self, inputs: BucketInput, owner: "FromTorch"):
         self._buffer = inputs.flat
@@ -66,7 +67,7 @@ class LookAlike:
 
     def parameters(self) -> list[torch.Tensor]:
         """Not to be had."""
-        # Kept, as one that is raised in a future's callback comes out of it as a RuntimeError.
+        # The error is kept, since a future turns an error in its callback into a RuntimeError.
         self.refused = UnsupportedError(
             f"{self._owner!r} asks for the bucket's parameters, which a step of ltx doesn't change: it gives new ones. "
             'Hooks that update parameters while gradients arrive are ltx.train_step(..., overlap="update") here.'
@@ -109,7 +110,7 @@ class FromTorch(CommHook):
         return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
     def __repr__(self) -> str:
-        # Compared between ranks: no addresses.
+        # Ranks compare this text: it has no addresses.
         return f"FromTorch({self._name}, {type(self.state).__name__})"
 
     def __eq__(self, other: object) -> bool:
@@ -180,7 +181,7 @@ class FromTorch(CommHook):
                 f"rank {axis_comm.rank}: {label}: expected its future to hold a tensor of {inputs.flat.numel()} "
                 f"elements, got {got}. The future of a collective holds a list: add .then(lambda f: f.value()[0])."
             )
-        # What isn't our buffer is the hook's, which may write into it at the next step.
+        # Another buffer than ours belongs to the hook, which may write into it at the next step.
         is_ours = result.untyped_storage().data_ptr() == inputs.flat.untyped_storage().data_ptr()
         return result.reshape(-1) if is_ours else result.reshape(-1).to(inputs.flat.dtype, copy=True)
 
@@ -198,8 +199,8 @@ def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
     * Its state is the caller's and changes while it runs. It isn't part of the communication state, so a step that is
       run again, or fails halfway, has moved it on all the same. State that is kept by the bucket's index, as
       PowerSGD's is, lasts as long as the buckets do.
-    * Each bucket's future is awaited before the next bucket, once all gradients are there: nothing overlaps. In return
-      hooks run with several buckets that under DDP on gloo abort or hang.
+    * Each bucket's future is awaited before the next bucket, once all gradients are there: nothing overlaps. In return,
+      hooks that under DDP on gloo abort or hang with several buckets run here.
     * It runs eagerly and between processes only. Second derivatives take the exact mean.
     * :func:`ltx.profile.record` doesn't see what it sends.
 
@@ -216,7 +217,7 @@ def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
         DeadlockDetectedError: a peer has failed in its hook; and from then on, as the collectives on the hook's process
             group no longer pair.
 
-    What the hook raises is raised as it is, and ends the backward pass on all ranks.
+    The hook's own errors are raised unchanged, and end the backward pass on all ranks.
 
     Example:
         >>> import ltx
@@ -264,13 +265,13 @@ class ToTorch:
         self.step = 0
         self._group = names.process_group if isinstance(names, DistributedDataParallel) else None
         given = dict(names.module.named_parameters()) if isinstance(names, DistributedDataParallel) else names
-        # Keyed by id; the tensors are kept with the names, so that no other gets their ids.
+        # Keyed by id; the tensors are kept with the names, so that no other tensor gets their ids.
         self._named = given is not None
         self._names = {id(param): (name, param) for name, param in (given or {}).items()}
         self._states: dict[str, LeafState] = {}
         self._loaded: dict[str, LeafState] = {}
         self._pass: _Pass | None = None
-        # DDP logs what its hook is called.
+        # DDP logs the name of its hook.
         self.__name__ = self.__qualname__ = f"to_torch({hook!r})"
 
     def __repr__(self) -> str:
@@ -278,7 +279,7 @@ class ToTorch:
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         expected = len(self._pass.pending) if self._pass is not None and self._pass.pending.going_on else 0
-        if bucket.index() != expected:  # neither the next of this pass nor the first of a new one
+        if bucket.index() != expected:  # the bucket is neither the next of this pass nor the first of a new pass
             raise StrategyError(
                 f"{self!r}: expected DDP's bucket {expected}, got bucket {bucket.index()}. Each DDP module needs a "
                 "to_torch of its own."
@@ -325,7 +326,7 @@ class ToTorch:
         states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
         states = [states_of(hook, entry) for entry in states]
         now.pending.flush_others()
-        # Ranks must have the same buckets and the same hook; they compare those that are new.
+        # Ranks must have the same buckets and the same hook; they compare new ones.
         last, state_names = bucket.is_last(), sorted({name for state in states for name in state})
         now.axis_comm.negotiate_issue(
             now.axis_comm.bucket_channel(0),
@@ -338,10 +339,11 @@ class ToTorch:
             ),
         )
         now.axis_comm.open_phases(hook.phases_on(now.axis_comm.size))
-        # GradBuckets aren't divided. The buffer is DDP's: what is packed is a copy.
+        # GradBuckets aren't divided. The buffer is DDP's: packing copies it.
         flat = pack(grads, mine, hook, now.axis.size, states)
         now.names.append(names)
-        # The future notes what its stream holds when it completes; a stream that waits for it goes behind that.
+        # The future records its stream's work when it completes; a stream that waits for the future runs after this
+        # work.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.device.type != "cpu" else None)
         inputs = BucketInput(flat, mine, now.axis.size, now.axis_comm.rank, states, self.step, last, now.axis)
         now.pending.reduce(hook, inputs, lambda reduced: future.set_result(reduced[0].to(buffer.dtype)))
@@ -426,26 +428,26 @@ def _checked(name: str, fresh: LeafState, loaded: LeafState) -> LeafState:
 
 
 def to_torch(hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None) -> ToTorch:
-    """A communication hook of ltx for torch's DistributedDataParallel, of which nothing else has to change.
+    """A communication hook of ltx for torch's DistributedDataParallel; nothing else in the program has to change.
 
     DDP's buckets are reduced as :func:`ltx.data_parallel` reduces its own, asynchronously and in order over ltx's
     channels. On every rank: ``ddp.register_comm_hook(None, ltx.hooks.to_torch(hook, ddp))``, once for each DDP module.
 
     Args:
         hook: the hook.
-        names: the DDP module itself, or ``dict(module.named_parameters())``. What a hook remembers of a parameter, and
-            what randomness it draws for it, goes by its name. Without names it goes by the parameter's place in the
-            order in which DDP shows them first, which a checkpoint shouldn't rely on.
+        names: the DDP module itself, or ``dict(module.named_parameters())``. A hook's state of a parameter, and its
+            random numbers for it, belong to the parameter's name. Without names they belong to its place in the order
+            in which DDP shows parameters first, on which a checkpoint shouldn't rely.
 
     The first argument of ``register_comm_hook`` is the process group over which to reduce; None for that of the DDP
-    module in `names`, or else the default one. It has to be the group that DDP was given: DDP doesn't tell its hook.
+    module in `names`, or else the default one. It has to be DDP's own group, which DDP doesn't tell its hook.
     All of the group's ranks open an axis over it at their first bucket, if there is none yet. Parameters that aren't
     contiguous lie in DDP's buckets, and so before the hook, in the order of their memory.
 
     Returns:
         A :class:`ToTorch`. It holds the hook's state and changes with each backward pass; ``state_dict()`` and
-        ``load_state_dict(...)`` keep it with a checkpoint, a dict for each rank. What it gives DDP are gradients that
-        are reduced already: nothing is divided any more.
+        ``load_state_dict(...)`` keep it with a checkpoint, a dict for each rank. DDP gets gradients that are reduced
+        already, and divides nothing.
 
     Raises:
         HookError: (a TypeError) `hook` isn't an ltx.hooks.CommHook.

@@ -1,14 +1,15 @@
-"""AsyncAveraging: local steps, with the mean of all ranks' parameters on its way in the background.
+"""AsyncAveraging: local steps, while the mean of all ranks' parameters is computed in the background.
 
     every step:   x_r = update(x_r, grad f_r(x_r))
     a round:      s_r = x_r;     S = sum_r s_r while steps go on;     then x_r = x_r + S / n - s_r
 
 Bagua's async (Gan et al., "BAGUA: scaling up distributed learning with system relaxations", VLDB 2022, section 3;
 Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", ICML 2018). Rounds add a difference, so
-that what a rank has learned during a round stays, and the sum of all ranks' parameters is what local steps make it.
+that a rank keeps what it learned during a round, and rounds don't change the sum of all ranks' parameters.
 
 The process group's threads move a round, and a step begins and waits for rounds where it ends. From a GPU a round goes
-by way of the host, and the step that begins it waits until its parameters are there: NCCL would wait for all ranks.
+through the host, and the step that begins it waits until the parameters have been copied: NCCL would wait for all
+ranks.
 """
 
 from __future__ import annotations
@@ -36,41 +37,42 @@ _FINISHING = "the number of ranks that finish"
 class Round:
     """The last round that this rank has begun."""
 
-    began_s: float  # on the clock of time.monotonic
-    snapshot: Sequence[torch.Tensor] = ()  # the parameters that it sent
-    mean: Exchange | None = None  # under way; None once it was waited for
+    began_s: float  # a time of time.monotonic
+    snapshot: Sequence[torch.Tensor] = ()  # the parameters that the round sent
+    mean: Exchange | None = None  # the exchange under way; None once it was waited for
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncAveraging(NodeStrategy):
-    """Local steps; in the background, rounds that draw every rank towards the mean of all ranks' parameters.
+    """Local steps, with rounds in the background that draw every rank towards the mean of all ranks' parameters.
 
     For :func:`ltx.train_step`. After `warmup_steps` steps with mean gradients every rank goes at its own pace. At the
-    end of a step it adds what a round has come to, if it is complete, and begins the next one `sync_interval_ms` after
-    it began the last. A round is through when every rank has begun it, so the slowest one decides how often they mix;
-    none waits for another in a step, and ranks may do different numbers of steps. (The exception: ranks that go on
-    from states that weren't made by ``train.init`` in this process wait for each other at their first round.)
+    end of a step it adds the result of the last round, if that is complete, and begins the next round
+    `sync_interval_ms` after the last one began. A round completes when every rank has begun it, so the slowest rank
+    decides how often ranks mix. No rank waits for another in a step, and ranks may do different numbers of steps. (The
+    exception: ranks that go on from states that weren't made by ``train.init`` in this process wait for each other at
+    their first round.)
 
     ``train.finish(state)``, called by every rank, ends a phase of training: Bagua's ``abort``. A rank that comes early
-    takes part in the others' rounds until they have come too; then all hold the same parameters, the mean. Training may
-    go on with the next step, which is Bagua's ``resume``. Parameters of ranks differ at other times, and so do losses:
-    the metrics' is the rank's own. A round under way isn't part of a saved state: finish before saving. Where the world
-    is shut down without, ranks join what others have begun and drop the result, if all come to the end within
+    takes part in the others' rounds until all have come; then all hold the same parameters, the mean. Training may go
+    on with the next step, which is Bagua's ``resume``. At other times ranks have different parameters and losses; the
+    loss in the metrics is the rank's own. A round under way isn't part of a saved state: finish before saving. Without
+    finish, a shutdown makes ranks join the rounds that others have begun, and drop the result, if all end within
     seconds.
 
-    How stale: a rank adds its peers' parameters as they were one round ago. One that doesn't reach the end of a step
-    holds up rounds and no steps, whose ranks then train alone, for the axis' timeout; then, or if its process ends,
+    Staleness: a rank adds its peers' parameters as they were one round ago. A rank that doesn't reach the end of a step
+    delays rounds but not steps: the others train alone for the axis' timeout. After it, or if the rank's process ends,
     their next step raises.
 
-    With a `schedule` in place of the clock all is determined: two runs give the same bits. It is the only form for
+    With a `schedule` in place of the clock, two runs give the same bits. It is the only form for
     simulated ranks, where a round's difference waits in the communication state ("delta"). All ranks must then do the
     same number of steps.
 
     Args:
-        warmup_steps: the number of steps with mean gradients before the first local one.
+        warmup_steps: the number of steps with mean gradients before the first local step.
         sync_interval_ms: the least time between the beginnings of two rounds, in milliseconds.
         schedule: ``(period, delay)`` instead: after every `period`-th local step, from the first on, a round begins,
-            and `delay` steps later it is waited for and added. 1 <= delay <= period.
+            and `delay` steps later ranks wait for its result and add it. 1 <= delay <= period.
         peer_selection_mode: "all": a round is the mean of all ranks.
         hierarchical, node_size: nodes of that many ranks act as one. The ranks of a node share their gradients at every
             step, so that their parameters are the same and ``metrics.loss`` is the mean over the node; rounds go
@@ -148,7 +150,7 @@ class AsyncAveraging(NodeStrategy):
             )
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
-        # Ranks are together here. Later the first of them to begin a round would wait for the others to compare it.
+        # Ranks are together here. Later, the first rank to begin a round would wait for the others to compare it.
         negotiate(self, self._round, *self._message(params, 0), StepInfo(0, axis), background=True)
         return super().init_optimizer(optimizer, params, axis)
 
@@ -202,7 +204,7 @@ class AsyncAveraging(NodeStrategy):
         return is_there, (late or pending is None) and (is_there or mean is None)
 
     def _all_of_node(self, flags: list[bool], info: StepInfo) -> list[bool]:
-        """Which flags are set on all ranks of the node."""
+        """The flags that are set on all ranks of the node."""
         if self.together == 1:
             return flags
         there = StepInfo(info.step, node(info.axis, self.together))
@@ -211,7 +213,7 @@ class AsyncAveraging(NodeStrategy):
         return [round(self.together * inputs) == self.together for inputs in reduced[0].tolist()]
 
     def _begin(self, params: Tree, states: States, info: StepInfo) -> tuple[Round | None, States]:
-        """Begin a round; where that does it all, what it comes to waits in the states."""
+        """Begin a round; if it completes at once, its result waits in the states."""
         leaves = tree.flatten(params)[0]
         mean = self._exchange(params, info, finishing=0)
         if info.axis.ranks.lags:
@@ -233,7 +235,7 @@ class AsyncAveraging(NodeStrategy):
         return None, states, pending
 
     def _wait_round(self, mean: Exchange, params: Tree, info: StepInfo) -> list[torch.Tensor]:
-        """What a round has come to. In a node each rank has had a part of it."""
+        """The result of a round; in a node each rank has had a part of it."""
         reduced, _ = mean.wait()
         if self.together == 1:
             return reduced
@@ -244,7 +246,7 @@ class AsyncAveraging(NodeStrategy):
         return self.exchange(self._round, *self._message(params, finishing), info, background=True)
 
     def _message(self, params: Tree, finishing: int) -> tuple[list[torch.Tensor], list[str]]:
-        """What a round sends, and its names: the parameters; on the clock, whether this rank is finishing too."""
+        """The tensors that a round sends, and their names: the parameters; with a clock, whether it finishes."""
         leaves, paths = tree.flatten(params)[0], tree.leaf_paths(params)
         if self.schedule is not None:
             return leaves, paths

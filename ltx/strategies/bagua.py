@@ -1,7 +1,7 @@
 """BaguaStrategy: Bagua's algorithms by their names.
 
-Gan et al., "BAGUA: Scaling up distributed learning with system relaxations", VLDB 2022. The two that are communication
-hooks are here, the others have files of their own; :data:`ALGORITHMS` says where.
+Gan et al., "BAGUA: Scaling up distributed learning with system relaxations", VLDB 2022. The two algorithms that are
+communication hooks are here; :data:`ALGORITHMS` lists the files of the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ltx.extend import Strategy, arguments, around, brief
 from ltx.strategies.horovod import Scaled
 from ltx.strategies.nodes import ByNode, NodeStrategy
 
-#: Where each algorithm is, as a strategy with fields of its own; they are imported when first asked for.
+#: The module of each algorithm's strategy, which has fields of its own; it is imported when first used.
 ALGORITHMS: dict[str, tuple[str, str]] = {
     "gradient_allreduce": ("ltx.strategies.bagua", "GradientAllReduce"),
     "bytegrad": ("ltx.strategies.bagua", "EightBitGradients"),
@@ -40,15 +40,15 @@ class BaguaStrategy(Strategy):
 
     Args:
         algorithm: "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async".
-        average: the mean of the ranks' gradients (default), or their sum; gradient_allreduce and bytegrad.
-        peer_selection_mode: "all" or "shift_one"; decentralized.
-        communication_interval: steps between communications; the decentralized ones.
+        average: for gradient_allreduce and bytegrad: the mean of the ranks' gradients (default), or their sum.
+        peer_selection_mode: for decentralized: "all" or "shift_one".
+        communication_interval: for the decentralized algorithms: steps between communications.
         warmup_steps: of qadam and async.
         betas: of qadam.
         sync_interval_ms, schedule: of async.
         hierarchical: reduce within each node, let the nodes follow the algorithm, and share the result within them.
-            Off unless asked for, where Bagua has it on for most.
-        node_size: ranks of a node, for `hierarchical`; each has this many, next to one another.
+            Off by default; in Bagua it is on for most algorithms.
+        node_size: for `hierarchical`: the number of ranks of each node, which are next to one another.
         flatten: accepted for all algorithms, without effect: buckets are always one piece of memory here.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`ltx.Strategy`.
 
@@ -113,7 +113,7 @@ class BaguaStrategy(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientAllReduce(NodeStrategy):
-    """Every gradient's mean, or sum, at every step: Bagua's gradient_allreduce.
+    """The mean or sum of every gradient at every step: Bagua's gradient_allreduce.
 
     Args:
         average: the mean over ranks, or their sum.

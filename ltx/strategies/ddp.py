@@ -5,8 +5,8 @@
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020: gradients travel in
 buckets while the backward pass goes on.
 
-``comm_hook="auto"`` chooses a hook by the bandwidth between ranks, and by what each would send: what it asks for when
-it is driven on shapes (:mod:`ltx.estimate`).
+``comm_hook="auto"`` chooses a hook by the bandwidth between ranks, and by the bytes that each would send, which its
+requests on shapes alone tell (:mod:`ltx.estimate`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ltx.typing import Tree
 
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-#: Layouts of replicas that are alike, and of others: steps ask for one several times.
+#: The layouts of equal and of differing replicas, made once: steps ask for them several times.
 _ALIKE, _APART = StateLayout(), StateLayout(params="per_rank", opt_state="per_rank")
 
 
@@ -39,18 +39,18 @@ class DDPStrategy(Strategy):
     A strategy says how ranks (processes) that train one model together combine their gradients. This one is the
     default: at each step every rank gets the mean of all ranks' gradients, so the parameters stay equal on all ranks.
 
-    With `model_averaging_period` and `start_local_sgd_step` it is so up to that step only, and post-local SGD from
-    there on: gradients stay local, and parameters are averaged periodically. :class:`ltx.LocalSGDStrategy` says more.
+    With `model_averaging_period` and `start_local_sgd_step` this holds up to that step, and post-local SGD follows:
+    gradients stay local, and parameters are averaged periodically. :class:`ltx.LocalSGDStrategy` says more.
 
     Args:
         comm_hook: "allreduce", "fp16", "bf16", or a hook from :mod:`ltx.hooks`. "auto": ``step.init(params)`` and
-            ``train.init(params)`` choose one by what it costs and saves, see below.
-        comm_wrapper: what goes around that hook: "fp16" and "bf16" for :func:`ltx.hooks.cast` (torch's
+            ``train.init(params)`` choose one by its cost and its gain, see below.
+        comm_wrapper: a wrapper around that hook: "fp16" and "bf16" for :func:`ltx.hooks.cast` (torch's
             ``fp16_compress_wrapper``, ``bf16_compress_wrapper``), or a function from hook to hook. A strategy with a
             function compares and pickles as that function does, so take one that a module defines.
         model_averaging_period: parameters are averaged after every so many steps once local SGD has started.
-        start_local_sgd_step: the first step, counted from 0, with local gradients; goes with the period. Lightning
-            takes it from a ``PostLocalSGDState``, and that all-reduces gradients within each node:
+        start_local_sgd_step: the first step, counted from 0, with local gradients; give it with the period. Lightning
+            takes it from a ``PostLocalSGDState``, which all-reduces gradients within each node, as
             ``ltx.LocalSGDStrategy(period, start, subgroup=...)`` does.
         start_method: how ``ltx.launch(..., strategy=strategy)`` starts processes: "popen", "spawn", "fork" or
             "forkserver".
@@ -58,16 +58,16 @@ class DDPStrategy(Strategy):
 
     A hook pays if it takes a rank less time to encode and decode than it saves on the link. ``comm_hook="auto"``
     measures the axis (or takes `network`). Above 15 Gbit/s gradients go as they are, up to there in bfloat16, up to
-    1.5 Gbit/s in eight bits (ByteGrad), up to 500 Mbit/s as PowerSGD of rank 2, exact for the first 1,000 steps. One
-    that wouldn't send less than those before it isn't taken, nor any where messages' latency counts for more than their
-    bytes. Where computing takes most of a step, say what you want instead; ``ltx.profile.compare`` runs several.
+    1.5 Gbit/s in eight bits (ByteGrad), up to 500 Mbit/s as PowerSGD of rank 2, exact for the first 1,000 steps. A hook
+    that wouldn't send less than the hooks before it isn't taken, and none is where latency counts for more than bytes.
+    Where computing takes most of a step, name a hook instead; ``ltx.profile.compare`` runs several.
 
-    The choice is part of the communication state, ``step.init(params).choice``, which every step then needs, and so the
-    same for as long as training goes on; ``ltx.profile.explain(step, state)`` says why. In a world of one, and on
-    simulated ranks without a `network`, it is "none". A checkpoint fits a state in which the same was chosen, or one
-    whose hook carries the same; to go on with another choice, load into the one that was, which the error of a load
-    names, and then take the next one's communication state: ``replace(state,
-    sync_state=replace(train.step.init(state.params), step=state.step))``.
+    The choice is part of the communication state, ``step.init(params).choice``, which every step then needs, so the
+    choice stays for the whole training; ``ltx.profile.explain(step, state)`` says why. In a world of one, and on
+    simulated ranks without a `network`, the choice is "none". A checkpoint fits a state with the same choice, or with a
+    hook that keeps the same state. To go on with another choice, load into a state with the old choice, which the error
+    of a load names, and then replace its communication state:
+    ``replace(state, sync_state=replace(train.step.init(state.params), step=state.step))``.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
@@ -89,7 +89,7 @@ class DDPStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Before one is chosen, "auto" is the exact mean.
+        # Before a hook is chosen, "auto" is the exact mean.
         hook = hooks.AllReduce() if self.auto_hook else resolve_hook(self, "comm_hook", "auto")
         object.__setattr__(self, "_hook", self._wrapped(hook))
         if (self.model_averaging_period is None) != (self.start_local_sgd_step is None):
@@ -143,7 +143,7 @@ class DDPStrategy(Strategy):
 
     @property
     def stateful(self) -> bool:
-        # Local SGD needs the count of steps, "auto" what was chosen.
+        # Local SGD needs the count of steps, "auto" the chosen hook.
         return self._hook.stateful or self.start_local_sgd_step is not None or self.auto_hook
 
     @property
@@ -172,14 +172,14 @@ class DDPStrategy(Strategy):
 
 @lru_cache(maxsize=64)
 def _chosen(strategy: DDPStrategy, choice: str) -> DDPStrategy:
-    """`strategy` with the hook that a state says was chosen. Kept, as every step asks for it."""
+    """`strategy` with the hook that a state says was chosen. It is cached, as every step asks for it."""
     return replace(strategy, comm_hook=hook_of(choice))
 
 
 # --- comm_hook="auto" ------------------------------------------------------------------------------------------------
 
 
-# What changes gradients least comes first. Measured on two cores, a step of 5 M parameters to DDP's in turns:
+# The hooks that change gradients least come first. Measured on two cores, a step of 5 M parameters to DDP's in turns:
 #
 #               shared memory  1 Gbit/s  100 Mbit/s
 #     none          0.96         0.86       1.02
@@ -187,10 +187,11 @@ def _chosen(strategy: DDPStrategy, choice: str) -> DDPStrategy:
 #     bytegrad      1.06         0.55       0.28
 #     powersgd      1.02         0.57       0.10
 #
-# and codecs by themselves, a float32 number on one core: none 0.4, half 0.7, bytegrad 2.7, powersgd 3.0 ns. Each takes
-# over where its codec and its bytes take at most 0.7 of the time of the one before it, alone on the link of two ranks:
-# 15 and 1.5 Gbit/s. Losses with half and eight bits were those of the exact mean; PowerSGD's, of rank 4, were half a
-# percent higher on one of two tasks, so it has to save more. An accelerator encodes faster, which only moves these up.
+# and codecs by themselves, a float32 number on one core: none 0.4, half 0.7, bytegrad 2.7, powersgd 3.0 ns. Each hook
+# takes over where its codec and its bytes take at most 0.7 of the time of the hook before it, alone on the link of two
+# ranks: 15 and 1.5 Gbit/s. Losses with half and eight bits were those of the exact mean; PowerSGD's, of rank 4, were
+# half a percent higher on one of two tasks, so PowerSGD has to save more. An accelerator encodes faster, which only
+# raises these bandwidths.
 @cache
 def candidates() -> dict[str, tuple[hooks.CommHook, float]]:
     """The hooks that may be chosen, by what a state calls them, each with the bandwidth up to which it may be.
@@ -217,10 +218,10 @@ def hook_of(choice: str) -> hooks.CommHook:
 
 
 class Choice(NamedTuple):
-    """What was chosen, and what it was compared with."""
+    """The choice, and the candidates that it was compared with."""
 
     name: str
-    sent: dict[str, int]  # bytes a step of each candidate that the bandwidth calls for; empty if there is no network
+    sent: dict[str, int]  # bytes a step of each candidate at this bandwidth; empty if there is no network
 
     @property
     def reason(self) -> str:
@@ -234,7 +235,7 @@ class Choice(NamedTuple):
 def choice_for(
     strategy: Strategy, params: Tree, ranks: int, network: comm.Network | None, dtype: torch.dtype | None = None
 ) -> Choice:
-    """What ``comm_hook="auto"`` comes to on a network. `dtype`: in which mixed precision reduces gradients."""
+    """The choice of ``comm_hook="auto"`` for a network. `dtype`: that in which mixed precision reduces gradients."""
     if network is None or ranks == 1:
         return Choice("none", {})
     strategy = replace(strategy, network=network)

@@ -1,13 +1,14 @@
-"""Decentralized, LowPrecisionDecentralized: ranks share weights instead of gradients, and each has its own.
+"""Decentralized, LowPrecisionDecentralized: ranks share weights instead of gradients, and each rank has its own
+weights.
 
     y_t^r = mean_s x_t^s   ("all")   or   (x_t^r + x_t^peer) / 2   ("shift_one")
     x_{t+1}^r = update(y_t^r, grad f_r(x_t^r))
 
 D-PSGD: Lian et al., "Can decentralized algorithms outperform centralized algorithms? A case study for decentralized
 parallel stochastic gradient descent", NeurIPS 2017, algorithm 1; the pairs are those of Bagua (Gan et al., "BAGUA:
-Scaling up distributed learning with system relaxations", VLDB 2022). As y needs nothing of the step's own gradients,
-weights are on their way during the forward and the backward pass. They go by the buckets' channels, which gradients
-leave to them: through shared memory, where nothing moves meanwhile, that is less work for a core than sockets are.
+Scaling up distributed learning with system relaxations", VLDB 2022). As y doesn't depend on the step's gradients,
+weights travel during the forward and the backward pass. They use the buckets' channels, which gradients don't need:
+shared memory, in which nothing moves meanwhile, is less work for a core than sockets.
 
 In eight bits, by differences of weights around a ring, without error feedback (DCD-PSGD):
 
@@ -75,13 +76,14 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class GossipStrategy(NodeStrategy):
-    """What decentralized strategies have in common; not a strategy by itself.
+    """The common base of decentralized strategies; not a strategy by itself.
 
-    What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. All of it is work of
+    What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. This needs
     :func:`ltx.train_step`; a data-parallel step by itself gives local gradients.
 
     Args:
-        communication_interval: ranks communicate at every such step, the first included; others are local.
+        communication_interval: ranks communicate at every step whose number it divides, also at the first; other steps
+            are local.
     """
 
     layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
@@ -93,7 +95,7 @@ class GossipStrategy(NodeStrategy):
         arguments.check_whole(self, 1, "communication_interval")
 
     def communicates(self, step: int) -> bool:
-        """Whether ranks share weights in the step after `step` others."""
+        """Whether ranks share weights in the step that follows `step` steps."""
         return step % self.communication_interval == 0
 
     @property
@@ -110,10 +112,10 @@ _BITS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Decentralized(GossipStrategy):
-    """Decentralized training: weights are averaged with one peer's or with everybody's, gradients stay local.
+    """Decentralized training: weights are averaged with those of one peer or of all ranks, and gradients stay local.
 
-    What each rank sees: as with every :class:`GossipStrategy`, parameters, optimizer state and loss of its own. Ranks
-    that have taken different numbers of steps are told: the number travels with the weights, in 40 numbers more.
+    What each rank sees: as with every :class:`GossipStrategy`, parameters, optimizer state and loss of its own. If
+    ranks have taken different numbers of steps, they raise: the number travels with the weights, in 40 more numbers.
 
     Args:
         peer_selection_mode: "all": the mean over all ranks, an all-reduce. "shift_one": ranks pair up, each of the
@@ -121,7 +123,7 @@ class Decentralized(GossipStrategy):
             needs an even number of ranks.
         communication_interval: as in :class:`GossipStrategy`.
         hierarchical, node_size: nodes of that many ranks begin with the mean of their weights, and gossip as ranks
-            would. What is within a node doesn't wait for the forward pass; each of m ranks sends a part of an m-th of
+            would. The mean within a node doesn't wait for the forward pass; each of m ranks sends a part of an m-th of
             the parameters to other nodes.
 
     Raises:
@@ -200,7 +202,7 @@ def peers(n: int, k: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ShiftOne(CommHook):
-    """The mean of what this rank and its peer give, at communication ``step // communication_interval``."""
+    """The mean of this rank's and its peer's values, at communication ``step // communication_interval``."""
 
     exact: ClassVar[bool] = False
     sums: ClassVar[bool] = False
@@ -214,7 +216,7 @@ class ShiftOne(CommHook):
     def reduce(self, inputs: BucketInput) -> Reduction:
         if inputs.axis_size == 1:
             return inputs.flat, inputs.states
-        assert isinstance(inputs.step, int)  # no graph holds this hook
+        assert isinstance(inputs.step, int)  # no compiled graph holds this hook
         mine = inputs.flat.clone()  # a buffer belongs to the channel once it is sent
         peer_of = peers(inputs.axis_size, inputs.step // self.communication_interval)
         pairs = tuple(rank for pair in enumerate(peer_of) for rank in pair)
@@ -228,7 +230,7 @@ class ShiftOne(CommHook):
 def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     """The bits of `step` and then their complements, each a 0 or a 1 of the dtype of `like`.
 
-    A mean of zeros is 0 to the last bit in every dtype, and one with a 1 among them isn't: so a mean of tags shows
+    A mean of zeros is 0 to the last bit in every dtype, and a mean with a 1 among zeros isn't: so a mean of tags shows
     whether all were the same.
     """
     bits = [step >> place & 1 for place in range(_BITS)]
@@ -247,13 +249,13 @@ class LowPrecisionDecentralized(GossipStrategy):
     What each rank sees: as with every :class:`GossipStrategy`, parameters, optimizer state and loss of its own. Its
     communication state holds three tensors a parameter ("own", "left", "right"), in float32 for parameters in half
     precision. Ranks communicate after the optimizer; with ``overlap="update"`` bucket by bucket in the backward pass.
-    Between two ranks there is one message, as left and right are the same.
+    Two ranks exchange one message, as left and right are the same rank.
 
     Args:
         communication_interval: as in :class:`GossipStrategy`.
-        hierarchical, node_size: nodes of that many ranks are the ring's places, and x is the mean of a node's. Each of
-            m ranks sends an m-th of the messages to other nodes, of a grid of its own, and has the same weights
-            afterwards as its node.
+        hierarchical, node_size: nodes of that many ranks are the ring's places, and x is the mean over a node. Each of
+            m ranks sends an m-th of the messages to other nodes, each with its own grid, and afterwards has the same
+            weights as its node.
         bucket_bytes: a bucket of parameters has one eight-bit grid, from its least difference to its greatest. So
             another size of buckets gives slightly different numbers.
 
@@ -268,7 +270,7 @@ class LowPrecisionDecentralized(GossipStrategy):
 
     updates_in_buckets: ClassVar[bool] = True
     takes_complex: ClassVar[bool] = False  # of which no codec knows
-    needs_whole: ClassVar[bool] = True  # a bucket's grid depends on all in it, and so on who holds which parts
+    needs_whole: ClassVar[bool] = True  # a bucket's grid depends on all its numbers, and so on ranks' parts
     layout: ClassVar[StateLayout] = replace(GossipStrategy.layout, copies_of="own")
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
@@ -297,9 +299,10 @@ class LowPrecisionDecentralized(GossipStrategy):
 
 @dataclass(frozen=True)
 class Ring(NodeHook, PostUpdateHook):
-    """One round: what is given are the weights after the optimizer, what comes out the messages.
+    """One round: it takes the weights after the optimizer, and returns the messages.
 
-    They come in place of a state, by the name of what they are added to; of each a row for each rank of the node.
+    Messages come in place of a state, under the name of the tensor that they are added to, a row for each rank of the
+    node.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("own", "left", "right")
@@ -322,7 +325,7 @@ class Ring(NodeHook, PostUpdateHook):
         return torch.float32 if dtype.itemsize < 4 else dtype
 
     def known(self, axis_size: int) -> tuple[str, ...]:
-        """What is known apart. Of two places left and right are the same one, which is known once."""
+        """What is known apart. With two places, left and right are the same one, and its copy is kept once."""
         return self.state_names[: 2 if axis_size == 2 * min(self.node_size, axis_size) else 3]
 
     def reduce(self, inputs: BucketInput) -> Reduction:
@@ -371,7 +374,7 @@ class Ring(NodeHook, PostUpdateHook):
 
 
 def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """The leaves, side by side, and `change` added to them; in its memory where that may be written into."""
+    """The leaves, side by side, plus `change`; the sum is in its memory if that may be written to."""
     if not is_plain(change):  # under vmap what ranks don't share yet can't be
         return torch.cat([x.reshape(-1) for x in leaves]) + change
     for x, part in zip(leaves, unpack(change, bucket, cast=False), strict=True):
@@ -380,7 +383,7 @@ def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket)
 
 
 def _add_decoded(messages: LeafState, states: Sequence[LeafState]) -> None:
-    """Add what messages say, in rows, to the leaves that they are about, side by side, in place."""
+    """Decode messages, in rows, and add them in place to their leaves, which lie side by side."""
     for name, rows in messages.items():
         leaves = [state[name] for state in states]
         ends = list(accumulate(x.numel() for x in leaves))
@@ -399,5 +402,5 @@ def _add_decoded(messages: LeafState, states: Sequence[LeafState]) -> None:
 
 @lru_cache(maxsize=16)
 def _shifted(n: int, by: int) -> tuple[int, ...]:
-    """Every rank sends to the one that is `by` places further."""
+    """Every rank sends to the rank that is `by` places further."""
     return tuple(rank for source in range(n) for rank in (source, (source + by) % n))

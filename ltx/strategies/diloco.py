@@ -1,4 +1,5 @@
-"""DiLoCoStrategy: an inner optimizer on each rank, an outer one for all, which communicates once in H steps.
+"""DiLoCoStrategy: an inner optimizer on each rank, and an outer optimizer for all ranks, which communicates once in H
+steps.
 
     w_r    <- update(w_r, grad f_r(w_r))                        H times, each rank for itself
     d      =  mean_r (a - w_r)                                  the outer gradient; a is where all ranks began
@@ -38,37 +39,40 @@ from ltx.extend import (
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.typing import Tree
 
-#: A parameter's communication state: where all ranks began, and the outer optimizer's velocity; the hook's is beside.
+#: A parameter's communication state: the parameter where all ranks began, and the outer optimizer's velocity; the
+#: hook's state is beside them.
 ANCHOR, VELOCITY = "anchor", "velocity"
-#: With an optimizer of the user's, the tensors of its state.
+#: The names of the state's tensors with the user's outer optimizer.
 OUTER = "outer.{}"
 
 
 @dataclass(frozen=True)
 class DiLoCoStrategy(Strategy):
-    """DiLoCo: `period` steps with local gradients, then one of an outer optimizer with what all ranks have moved.
+    """DiLoCo: `period` steps with local gradients, then a step of an outer optimizer along the mean of all ranks'
+    moves.
 
     What each rank sees: its own parameters, equal to the others' after every `period` steps (those of a fragment, where
     there are several: never all at once). In between nothing is sent, and no rank waits. ``metrics.loss`` is always the
     rank's own; :func:`ltx.pmean` gives the mean. Optimizer states stay local.
 
     The communication state has two tensors a parameter, "anchor" and "velocity", the same on every rank, of the
-    parameter's shape; they are float32 where the parameter is narrower. With an `outer` optimizer the state of that,
-    "outer.0" and so on, is in the place of "velocity".
+    parameter's shape; they are float32 where the parameter is narrower. With an `outer` optimizer its state, "outer.0"
+    and so on, takes the place of "velocity".
 
     Args:
         period: inner steps between two outer ones; the papers use 30 to 500.
         outer_lr, outer_momentum: of the outer optimizer.
         outer_hook: how outer gradients are averaged: "allreduce", "fp16", "bf16", or a hook from :mod:`ltx.hooks`, as
-            ``ByteGrad(error_feedback=True)``. What counts steps there counts outer ones.
-        fragments: parameters are cut into so many groups, in the order of their paths and balanced by their bytes.
-            Group j takes its outer step where ``(steps so far + j * period // fragments) % period == 0``, so that at
-            any time only one is sent, of about 1/fragments of the bytes.
-        outer: another outer optimizer, in place of Nesterov's with `outer_lr` and `outer_momentum`: its gradient is the
-            mean of what ranks have moved by, backwards, its schedules count outer steps. ``from_torch(torch.optim.SGD,
-            lr=1.0, momentum=0.5)`` is SlowMo's, ``from_torch(torch.optim.Adam, ...)`` FedAdam's.
-        update_alpha: of its own parameters a rank keeps this part in an outer step, and takes the rest from the
-            anchor. Then ranks aren't alike after it.
+            ``ByteGrad(error_feedback=True)``. A hook that counts steps counts outer steps.
+        fragments: parameters are cut into this many groups, in the order of their paths and balanced by their bytes.
+            Group j takes its outer step where ``(steps so far + j * period // fragments) % period == 0``, so that only
+            one group, with about 1/fragments of the bytes, is sent at a time.
+        outer: another outer optimizer, in place of Nesterov's with `outer_lr` and `outer_momentum`: its gradient is
+            minus the mean of the ranks' moves, and its schedules count outer steps.
+            ``from_torch(torch.optim.SGD, lr=1.0, momentum=0.5)`` is SlowMo's, ``from_torch(torch.optim.Adam, ...)``
+            FedAdam's.
+        update_alpha: in an outer step a rank keeps this part of its own parameters, and takes the rest from the anchor.
+            Ranks then differ after it.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
@@ -76,8 +80,8 @@ class DiLoCoStrategy(Strategy):
             parameters or at the loss, or keeps whole numbers; more fragments than parameters, complex parameters
             (when training is initialised).
 
-    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, but for its overlap of an outer step with the inner
-    ones after it.
+    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, without its overlap of an outer step with the inner
+    steps after it.
 
     Example:
         >>> import torch, ltx
@@ -158,7 +162,7 @@ class DiLoCoStrategy(Strategy):
         return super().init_optimizer(optimizer, params, axis)
 
     def due(self, step: int) -> int | None:
-        """The fragment that takes an outer step after the update of `step`; at most one does."""
+        """The fragment that takes an outer step after the update of `step`; there is at most one."""
         return next((j for j in range(self.fragments) if self._since(step, j) % self.period == 0), None)
 
     def _since(self, step: int, fragment: int) -> int:
@@ -196,7 +200,7 @@ class DiLoCoStrategy(Strategy):
         return tree.unflatten(spec, leaves), states
 
     def _outer_step(self, path: str, grad: torch.Tensor, state: LeafState, step: int) -> LeafState:
-        """The next anchor of a parameter, and what the outer optimizer keeps of it."""
+        """The next anchor of a parameter, and the outer optimizer's state of it."""
         if self.outer is None:
             v = self.outer_momentum * state[VELOCITY] + grad
             return {ANCHOR: state[ANCHOR] - self.outer_lr * (grad + self.outer_momentum * v), VELOCITY: v}
