@@ -13,8 +13,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch works without NumPy, but warns
     import torch as _torch  # noqa: F401
 
-# Imports make many objects and no garbage; a collection in the middle would search torch's objects, and double the
-# time.
+# Imports make many objects and no garbage; a collection in the middle would search torch's and double the time.
 _collects = gc.isenabled()
 gc.disable()
 try:

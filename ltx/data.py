@@ -1,7 +1,6 @@
 """The data of a run: DataPosition, its progress, and uneven, for ranks with different numbers of batches.
 
-Beside them share_out gives each rank its share of any items, and rank_zero_first lets rank 0 prepare files that all
-read.
+Beside them share_out gives each rank its share of any items, and rank_zero_first lets rank 0 prepare files for all.
 
 With a DataPosition a step takes the next ``batch_size`` samples of the epoch's order, and the ranks share these out. So
 a step's samples don't depend on the number of ranks, which may change between any two steps.
@@ -42,8 +41,8 @@ class DataPosition:
 
     Attributes:
         length: the number of samples in the data.
-        batch_size: the number of samples of a step, on all ranks together. seed: the orders are drawn from it; the same
-            on every rank.
+        batch_size: the number of samples of a step, on all ranks together. seed: orders are drawn from it; the same on
+            every rank.
         epoch: the number of epochs done.
         done: the number of this epoch's samples that are done.
         shuffle: False: every epoch goes through the samples in their own order.
@@ -149,8 +148,7 @@ def uneven(
     """Every rank's batches, on all ranks for as long as any rank has one.
 
     Every rank iterates over its own iterable and takes the same number of turns, that of the longest iterable. A rank
-    that has run out gets placeholders. Each turn costs one all_gather of an integer, and waits for the slowest rank's
-    data.
+    that has run out gets placeholders. Each turn costs one all_gather of an integer, and waits for the slowest rank.
 
     Args:
         iterable: this rank's batches, trees of any structure; ranks may differ. It may be empty.

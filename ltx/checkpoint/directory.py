@@ -143,8 +143,7 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:
-    """Remove all but `keep` checkpoints of `run`: that of step `committed`, which is whole, and the latest ones before
-    it.
+    """Remove all but `keep` checkpoints of `run`: that of step `committed`, which is whole, and the latest before it.
 
     Checkpoints of other runs, and of later steps, stay.
     """
@@ -338,8 +337,8 @@ class Hold:
         """Stop using the directory. The last process of the run removes the lock's file."""
         if self._file is not None:
             with suppress(OSError):  # another process holds the lock too
-                # This takes two steps: otherwise two processes that release it at once would each see the other's
-                # share, and the file would stay.
+                # This takes two steps: otherwise two processes that release it at once would each see the other's, and
+                # it would stay.
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there(self._file):

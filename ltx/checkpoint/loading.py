@@ -46,8 +46,8 @@ class Restored:
 
 @checked("path")
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The directory of the latest checkpoint under `path`, or None if there is none. It asks no other rank, and
-    verifies nothing.
+    """The directory of the latest checkpoint under `path`, or None if there is none. It asks no rank and verifies
+    nothing.
 
     Example:
         >>> import ltx
@@ -78,8 +78,8 @@ def load(
 
     On the same number of ranks training goes on bit for bit as without the interruption. Sizes of buckets
     and the order of hooks may have changed: communication state is kept by parameter. On another number of ranks,
-    replicated values are given to all, and sharded optimizer state is sharded anew; random number generators are then
-    left alone, with a warning.
+    replicated values are given to all, and sharded optimizer state is sharded anew; random number generators are left
+    alone, with a warning.
 
     Args:
         path: as in :func:`ltx.checkpoint.save`.
@@ -101,8 +101,7 @@ def load(
     Raises:
         CheckpointError: there is no checkpoint, or none that is whole; or a rank couldn't read one for a reason outside
             of the checkpoint, such as too little memory; on every rank.
-        InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; the error names the leaf
-            and the way out.
+        InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; it names leaf and way out.
 
     Example:
         >>> import tempfile, torch, ltx

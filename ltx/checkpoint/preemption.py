@@ -50,8 +50,7 @@ def preemption(
     noted; the step goes on, and the loop asks after it. After the block, signals have their old handlers.
 
     Args:
-        signals: the signals. every: ask the peers at every this many calls; each is one small all-reduce. In a world of
-            one no peer is asked.
+        signals: the signals. every: ask the peers, by a small all-reduce, at every this many calls.
         axis: the ranks that stop together, as in :func:`ltx.psum`.
 
     Returns:

@@ -6,8 +6,8 @@ read metadata with an unrestricted unpickler, whose errors are all of one class.
 reads, and metadata may hold only the classes of DCP's metadata.
 
 A checkpoint holds the tensors of a train state, the position in the data, and the states of random number generators.
-The latter two are structures, saved as JSON in a tensor of bytes, with their tensors beside it. So nothing is pickled,
-and reading can't run code.
+The latter two are structures, saved as JSON in a tensor of bytes, with their tensors beside it. Nothing is pickled:
+reading can't run code.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def digest(pieces: Iterable[Piece], data: bool = True) -> str:
     return found.hexdigest()
 
 
-#: A rank's report on its pieces, for rank 0: JSON of (name, dtype, size, offsets, sizes, file, position, length) for a
+#: A rank's report for rank 0: JSON of (name, dtype, size, offsets, sizes, file, position, length) for a
 #: piece.
 Written = list[list[Any]]
 

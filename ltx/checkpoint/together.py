@@ -77,8 +77,8 @@ class Together:
 
     The ranks meet at places 1, 2, ... of this call, where each announces its result or its error. A rank that leaves
     early says so at the places where peers might yet wait for it, and waits for no peer: no rank waits for a rank that
-    has raised, even by an interrupt. All ranks see `folder`: if the store is gone, they exchange values through a file
-    in it.
+    has raised, even by an interrupt. All ranks see `folder`: if the store is gone, they exchange values by a file in
+    it.
     """
 
     def __init__(self, operation: str, axis: Any, folder: Path | None = None):
@@ -100,7 +100,7 @@ class Together:
         self._at = 0  # the last place at which this rank has announced something
 
     def exchange(self, make: Callable[[], tuple[T, Any]], failed: str, after: str = "") -> tuple[T, list[Any]]:
-        """`make` returns a pair: return its first, and, of every rank, its second, which is JSON. For the thread that
+        """`make` returns a pair: return its first, and every rank's second, which is JSON. For the thread that
         trains.
 
         If it raises on a rank, all raise one error. `failed`: what didn't go well then; `after`: what to know besides.

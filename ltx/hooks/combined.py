@@ -256,8 +256,7 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
 
 
 def _chained(hook: CommHook, inner: CommHook) -> CommHook:
-    # Make a schedule of chains now, so that a chain is refused at once, not at the step from which it would be in
-    # force.
+    # Make a schedule of chains now, so that a chain is refused at once, not at its first step.
     if isinstance(hook, Several):
         return hook.of(lambda member: _chained(member, inner))
     if isinstance(inner, Several):

@@ -1,5 +1,5 @@
-"""Hooks of DistributedDataParallel.register_comm_hook: from_torch runs torch's hooks in steps of ltx, to_torch makes
-ltx's hooks run in DDP.
+"""Hooks of DistributedDataParallel.register_comm_hook: from_torch runs torch's in steps of ltx, to_torch runs ltx's in
+DDP.
 
 A hook of torch's issues collectives of its own, in callbacks too, whose order between buckets differs from rank to
 rank. So each bucket's future is awaited before the next bucket, and all of it is done once every gradient is there.
@@ -342,8 +342,7 @@ class ToTorch:
         # GradBuckets aren't divided. The buffer is DDP's: packing copies it.
         flat = pack(grads, mine, hook, now.axis.size, states)
         now.names.append(names)
-        # The future records its stream's work when it completes; a stream that waits for the future runs after this
-        # work.
+        # The future records its stream's work when it completes; a stream that waits for it runs after that.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.device.type != "cpu" else None)
         inputs = BucketInput(flat, mine, now.axis.size, now.axis_comm.rank, states, self.step, last, now.axis)
         now.pending.reduce(hook, inputs, lambda reduced: future.set_result(reduced[0].to(buffer.dtype)))
@@ -446,8 +445,8 @@ def to_torch(hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedData
 
     Returns:
         A :class:`ToTorch`. It holds the hook's state and changes with each backward pass; ``state_dict()`` and
-        ``load_state_dict(...)`` keep it with a checkpoint, a dict for each rank. DDP gets gradients that are reduced
-        already, and divides nothing.
+        ``load_state_dict(...)`` keep it with a checkpoint, a dict for each rank. DDP gets reduced gradients, and
+        divides nothing.
 
     Raises:
         HookError: (a TypeError) `hook` isn't an ltx.hooks.CommHook.

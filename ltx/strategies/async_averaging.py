@@ -8,8 +8,7 @@ Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", 
 that a rank keeps what it learned during a round, and rounds don't change the sum of all ranks' parameters.
 
 The process group's threads move a round, and a step begins and waits for rounds where it ends. From a GPU a round goes
-through the host, and the step that begins it waits until the parameters have been copied: NCCL would wait for all
-ranks.
+through the host, and the step that begins it waits until parameters are copied: NCCL would wait for all ranks.
 """
 
 from __future__ import annotations

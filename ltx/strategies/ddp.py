@@ -190,8 +190,8 @@ def _chosen(strategy: DDPStrategy, choice: str) -> DDPStrategy:
 # and codecs by themselves, a float32 number on one core: none 0.4, half 0.7, bytegrad 2.7, powersgd 3.0 ns. Each hook
 # takes over where its codec and its bytes take at most 0.7 of the time of the hook before it, alone on the link of two
 # ranks: 15 and 1.5 Gbit/s. Losses with half and eight bits were those of the exact mean; PowerSGD's, of rank 4, were
-# half a percent higher on one of two tasks, so PowerSGD has to save more. An accelerator encodes faster, which only
-# raises these bandwidths.
+# half a percent higher on one of two tasks, so PowerSGD has to save more. An accelerator encodes faster, which raises
+# these.
 @cache
 def candidates() -> dict[str, tuple[hooks.CommHook, float]]:
     """The hooks that may be chosen, by what a state calls them, each with the bandwidth up to which it may be.

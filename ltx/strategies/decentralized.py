@@ -1,5 +1,4 @@
-"""Decentralized, LowPrecisionDecentralized: ranks share weights instead of gradients, and each rank has its own
-weights.
+"""Decentralized, LowPrecisionDecentralized: ranks share weights instead of gradients, and each has weights of its own.
 
     y_t^r = mean_s x_t^s   ("all")   or   (x_t^r + x_t^peer) / 2   ("shift_one")
     x_{t+1}^r = update(y_t^r, grad f_r(x_t^r))
@@ -82,8 +81,7 @@ class GossipStrategy(NodeStrategy):
     :func:`ltx.train_step`; a data-parallel step by itself gives local gradients.
 
     Args:
-        communication_interval: ranks communicate at every step whose number it divides, also at the first; other steps
-            are local.
+        communication_interval: ranks communicate at every step whose number it divides (the first is 0).
     """
 
     layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
@@ -254,8 +252,8 @@ class LowPrecisionDecentralized(GossipStrategy):
     Args:
         communication_interval: as in :class:`GossipStrategy`.
         hierarchical, node_size: nodes of that many ranks are the ring's places, and x is the mean over a node. Each of
-            m ranks sends an m-th of the messages to other nodes, each with its own grid, and afterwards has the same
-            weights as its node.
+            m ranks sends an m-th of the messages to other nodes, with its own grid, and then has the same weights as
+            its node.
         bucket_bytes: a bucket of parameters has one eight-bit grid, from its least difference to its greatest. So
             another size of buckets gives slightly different numbers.
 
@@ -301,7 +299,7 @@ class LowPrecisionDecentralized(GossipStrategy):
 class Ring(NodeHook, PostUpdateHook):
     """One round: it takes the weights after the optimizer, and returns the messages.
 
-    Messages come in place of a state, under the name of the tensor that they are added to, a row for each rank of the
+    Messages come in place of a state, under the name of the tensor to which they are added, a row for each rank of a
     node.
     """
 

@@ -1,5 +1,4 @@
-"""DiLoCoStrategy: an inner optimizer on each rank, and an outer optimizer for all ranks, which communicates once in H
-steps.
+"""DiLoCoStrategy: an inner optimizer on each rank, and an outer one for all, which communicates once in H steps.
 
     w_r    <- update(w_r, grad f_r(w_r))                        H times, each rank for itself
     d      =  mean_r (a - w_r)                                  the outer gradient; a is where all ranks began
@@ -39,8 +38,8 @@ from ltx.extend import (
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.typing import Tree
 
-#: A parameter's communication state: the parameter where all ranks began, and the outer optimizer's velocity; the
-#: hook's state is beside them.
+#: A parameter's communication state: the parameter where all ranks began, and the outer velocity; the hook's state is
+#: beside them.
 ANCHOR, VELOCITY = "anchor", "velocity"
 #: The names of the state's tensors with the user's outer optimizer.
 OUTER = "outer.{}"
@@ -48,8 +47,7 @@ OUTER = "outer.{}"
 
 @dataclass(frozen=True)
 class DiLoCoStrategy(Strategy):
-    """DiLoCo: `period` steps with local gradients, then a step of an outer optimizer along the mean of all ranks'
-    moves.
+    """DiLoCo: `period` steps with local gradients, then an outer optimizer's step along the ranks' mean move.
 
     What each rank sees: its own parameters, equal to the others' after every `period` steps (those of a fragment, where
     there are several: never all at once). In between nothing is sent, and no rank waits. ``metrics.loss`` is always the
@@ -71,8 +69,8 @@ class DiLoCoStrategy(Strategy):
             minus the mean of the ranks' moves, and its schedules count outer steps.
             ``from_torch(torch.optim.SGD, lr=1.0, momentum=0.5)`` is SlowMo's, ``from_torch(torch.optim.Adam, ...)``
             FedAdam's.
-        update_alpha: in an outer step a rank keeps this part of its own parameters, and takes the rest from the anchor.
-            Ranks then differ after it.
+        update_alpha: in an outer step a rank keeps this part of its own parameters, and takes the rest from the anchor:
+            ranks then differ.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
@@ -80,8 +78,7 @@ class DiLoCoStrategy(Strategy):
             parameters or at the loss, or keeps whole numbers; more fragments than parameters, complex parameters
             (when training is initialised).
 
-    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, without its overlap of an outer step with the inner
-    steps after it.
+    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, without its overlap of outer and inner steps.
 
     Example:
         >>> import torch, ltx

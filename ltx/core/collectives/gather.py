@@ -118,8 +118,7 @@ def all_gather(
             processes. "infer" on every rank: the ranks tell each other their lengths at every call, in one small
             message for all leaves. Where other dimensions differ too, use :func:`gather_all_tensors`.
         grad_scale: "mean" divides the gradient by n, as Horovod does.
-        axis_index_groups: as in :func:`ltx.psum`, with groups of equal sizes: ranks gather in their group, in its
-            order.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes: ranks gather in their group, in its order.
 
     Returns:
         What each rank sees: the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``, also if n is 1.

@@ -71,8 +71,7 @@ class Function(torch.autograd.Function):
     """A typed ``apply``, which inspects forward's signature once; torch 2.13 inspects it at each call (50 µs).
 
     Forward mode is mended in two ways. torch turns it off while it runs a ``jvp``, which would silently lose an outer
-    level's tangents of the tangents. And outside of torch.func it refuses a tangent that is no view if the output is
-    one.
+    level's tangents of the tangents. Outside of torch.func it refuses a tangent that is no view if the output is one.
     """
 
     def __init_subclass__(cls) -> None:

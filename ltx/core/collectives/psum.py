@@ -349,7 +349,7 @@ def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
     """The sums over ranks of the COO tensors of `value`, coalesced; each rank may have entries at other places.
 
     Each rank sends its entries n - 1 times, so this pays if few entries are set. Differentiable with respect to
-    the values. Ranks compare the tree `whole`, that `name` was called with, at each call: by one number in the first
+    the values. Ranks compare the tree `whole`, the argument of `name`, at each call: by one number in the first
     message.
     """
     found = comm.resolve(axis)

@@ -51,8 +51,7 @@ def rank_seed(seed: int, axis: Any = None) -> int:
 
     Args:
         seed: any Python int, the same on every rank.
-        axis: as in :func:`ltx.psum`. Simulated ranks are one process: use ``ltx.vmap(..., randomness="different")``
-            there.
+        axis: as in :func:`ltx.psum`. On simulated ranks use ``ltx.vmap(..., randomness="different")`` instead.
 
     Returns:
         An int of 63 bits; different ranks and different seeds give unrelated ints (SplitMix64).

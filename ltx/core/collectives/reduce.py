@@ -94,8 +94,7 @@ def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
         What each rank sees: the same tree of new tensors, shapes and dtypes as given. NaN on any rank gives NaN.
 
     Gradient:
-        m · psum(ȳ) / psum(m) with m = (x == y): tied ranks share the cotangent equally. None for integers and
-        booleans.
+        m · psum(ȳ) / psum(m) with m = (x == y): tied ranks share it equally. None for integers and booleans.
 
     Raises:
         UnsupportedError: complex tensors, and dtypes that torch has no maximum for: uint16, uint32, uint64, float8.
@@ -313,7 +312,7 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     Gradient:
         That of the formula, for both arguments, to any order: ``w_r / W * psum(ȳ)`` for the value, exactly 0 where the
         weight is 0, and ``sum((x_r - m) * psum(ȳ)) / W`` for the weight, where a value that is not finite counts as 0
-        if its weight is 0. The value's own code may still turn a gradient of 0 into NaN, as ``sqrt`` does at 0: give it
+        if its weight is 0. The value's code may still turn a gradient of 0 into NaN, as ``sqrt`` does at 0: give it
         harmless inputs.
 
     Raises:

@@ -302,8 +302,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     else a key that the ranks agree on through their store.
 
     Args:
-        obj: anything cloudpickle can carry; only `src`'s matters. Tensors of an accelerator arrive on the receiver's
-            accelerator.
+        obj: anything cloudpickle can carry; only `src`'s matters. An accelerator's tensors arrive on the receiver's.
         src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
 

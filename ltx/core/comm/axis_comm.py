@@ -322,8 +322,7 @@ class AxisComm(Ranks):
     def look_after_device(self) -> None:
         """Abort collectives that the device, and the host with it, waits for in vain; called with the watcher's ticks.
 
-        The wait that finds the abort says why. Without the store nothing is known of the peers, except that rank 0 held
-        it.
+        The wait that finds the abort says why. Without the store all that is known is that rank 0 held it.
         """
         group = self._stream_group if self._opened else None
         if group is None or group.aborted:

@@ -3,8 +3,7 @@
 There are two kinds. On **host-blocking** backends (gloo, MPI, UCC) a wait returns when the data is there, and groups
 progress independently of each other, each in threads of its own. On **stream-ordered** backends (NCCL and other
 vendors' libraries) a wait only makes the current stream wait: the host runs ahead, kernels of all communicators share
-the device, and so their order must be the same on all ranks. A group may have one of each, for tensors on the host and
-on the device.
+the device, and so their order must be the same on all ranks. A group may have one of each, for host and device.
 
 On the CPU there are no streams. A backend for CPU tensors may order streams all the same, as the tests' backends do;
 then :class:`CommStream` and :class:`HostCopy` do nothing but hand values on.
@@ -212,8 +211,7 @@ def look_out() -> None:
 
 
 def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int | None = None) -> Any:
-    """gloo's part of a process group of ranks that have met in `store`. `threads`: their number; None for gloo's
-    default.
+    """gloo's part of a process group of ranks that have met in `store`. `threads`: their number; None for the default.
 
     Raises:
         PeerLostError: a peer is gone, or can't be reached.
@@ -415,13 +413,11 @@ def let_go(held: list[Any]) -> None:
 
     torch's ``destroy_process_group`` only forgets a group. Its threads end with the last reference to it, and threads
     left when Python ends sometimes abort the process. So each of `held` loses its group here, even if something still
-    refers to it: a cache of an axis' plans, a reference cycle, or the traceback of the exception that ended the axis or
-    world.
+    refers to it: a cache of an axis' plans, a reference cycle, or the traceback of the exception that ended it.
 
     A gloo group with an operation under way waits in its destructor until the peers have joined in, up to the
     operation's timeout, and gloo can't be told to give up. A rank that failed between issuing and waiting mustn't hang
-    there. So a thread waits, and is abandoned after a few seconds; this process' end then breaks the connections, which
-    peers see at once.
+    there. So a thread waits, and is abandoned after a few seconds; this process' end then breaks the connections.
     """
     groups = []
     while held:

@@ -23,8 +23,7 @@ _KEPT = 2
 def _references_without_users() -> int:
     """The number of references to an object in a list during a loop over the list, as in :meth:`BufferPool.take`.
 
-    It is counted in place, not in a called function: the references of such a call depend on whether Dynamo runs the
-    frame.
+    It is counted in place, not in a called function: a call's references depend on whether Dynamo runs it.
     """
     for storage in [torch.empty(1).untyped_storage()]:
         found = sys.getrefcount(storage)

@@ -345,9 +345,8 @@ class Channel:
 
         Between training steps a rank may have sums under way that its peers haven't begun (``train.finish(state)``
         waits for them). A process group with one can't be closed: it waits for the peers, and a process that ends
-        meanwhile is aborted. So ranks tell each other through the store how many they have issued. Ranks that are
-        behind issue the rest, with zeros, and drop the results. They give up after :data:`DRAINING_S`, or if a peer is
-        lost.
+        meanwhile is aborted. So ranks tell each other through the store how many they have issued. Ranks behind issue
+        the rest, with zeros, and drop the results. They give up after :data:`DRAINING_S`, or if a peer is lost.
         """
         if not self.history or self.failed is not None or self.size == 1:
             return

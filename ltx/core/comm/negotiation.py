@@ -356,8 +356,8 @@ class Negotiation:
     def _refuse(self, posts: dict[int, Post]) -> None:
         """Raise if `posts` disagree. A call of some ranks counts as a call of all: their next calls are compared next.
 
-        If one of these ranks has issued a collective that others haven't, it would pair with their next one, so all
-        stop issuing.
+        If one of these ranks has issued a collective that others haven't, it would pair with their next, so all stop
+        issuing.
         """
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self._name, posts):

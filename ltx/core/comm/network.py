@@ -24,8 +24,7 @@ from ltx.core.comm.signature import Signature
 _FIRST, _LAST, _GROWS = 1 << 16, 1 << 24, 4
 #: A sum that takes this long (in seconds) gives the bandwidth: it is far larger than a traffic shaper's bursts.
 _LONG_ENOUGH_S = 0.025
-#: How often the smallest sum is repeated, and the largest. The fastest counts: other programs slow the
-#: others.
+#: How often the smallest sum is repeated, and the largest. The fastest counts: other programs slow them.
 _SMALL, _LARGE = 9, 3
 
 

@@ -230,8 +230,8 @@ class Recovery:
         """Note that every rank is about to issue collectives of another library, on that library's groups.
 
         ltx only waits for these: it can't renew such a group. So ranks that leave a backward pass halfway tell each
-        other how many they had issued. Where the numbers differ, the next would pair with one that still waits, so no
-        more run.
+        other how many they had issued. Where the numbers differ, the next would pair with one that waits, so no more
+        run.
         """
         if self.external_error:
             raise DeadlockDetectedError(

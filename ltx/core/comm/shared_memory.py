@@ -15,13 +15,13 @@ peers live: each process holds a lock on a file of its own, which the kernel rel
 
 Beside each chunk lies a tag: a digest of the collectives that its rank has issued on the channel so far, and the number
 of buffers. Where tags differ, ranks have issued different collectives, and all ranks refuse the chunk. On request the
-rank also stores the sum of the numbers that it has reduced, taken while they are in the core's cache: it tells if all
-are finite.
+rank also stores the sum of the numbers that it has reduced, taken while they are in the cache: it tells if all are
+finite.
 
 An exception (an interrupt, or one from a signal handler) may come at any point of a phase. The counters say which
 phases are done, and a phase that isn't counted can be done again from its beginning, so an exception leaves the ranks
-in step. If the exception comes again on the second attempt, the phase itself fails: then the transport has failed, and
-peers raise too.
+in step. If the exception comes again on the second attempt, the phase itself fails: the transport has failed, and peers
+raise too.
 
 The memory has no name in any file system, so nothing is left behind. Counters are aligned words; x86-64 guarantees that
 others see them after the writes before them. Other processors use sockets.
@@ -58,8 +58,7 @@ SUMS = TAGS + SLOTS  # one for each slot
 FAILED = SUMS + SLOTS  # the length of the text that says why the rank's end has failed; 0 if it hasn't failed
 REASON = COUNTERS_BYTES // 2  # the byte at which that text begins
 
-# The lock files that this process has locked. Forks share the locks: if a fork released one, the rank would seem dead
-# to its peers.
+# The lock files that this process has locked. Forks share the locks: if a fork released one, the rank would seem dead.
 _locked: set[int] = set()
 os.register_at_fork(after_in_child=_locked.clear)
 

@@ -293,8 +293,7 @@ class ThreadRanks(Ranks):
     """The ranks of an axis that are threads here, as one of them sees them.
 
     Ranks are in one process, so nothing is sent: each brings a value, and one of them computes all results.
-    `members`: the numbers of the threads of the axis' ranks; `rank`: this rank's place; `device`: that of its
-    arguments.
+    `members`: the numbers of the threads of the axis' ranks; `rank`: this one's place; `device`: of its arguments.
     """
 
     in_turn = True

@@ -36,8 +36,8 @@ class HookOffers:
     """What a communication hook says of itself, for plans, steps and checks to read.
 
     Attributes:
-        exact: the result is the mean up to rounding in the gradients' own dtype. In second derivatives any other counts
-            as the exact mean.
+        exact: the result is the mean up to rounding in the gradients' own dtype. Else second derivatives take the exact
+            mean.
         averages: the result stands for the sum of the shares, exactly or not. A hook whose result doesn't has no
             derivative, and can't do another hook's sums.
         alike: all ranks get the same result, so that parameters stay the same on all ranks.
@@ -47,8 +47,8 @@ class HookOffers:
             an unknown way. So the result would differ where ranks hold parts of parameters (DTensors).
         sums: it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
         gives_gradients: its result scales with the gradients, as a mean of them does. A step whose loss is a
-            :class:`ltx.Weighted` divides the result by the sum of the weights, which comes later; a step with a loss
-            scale divides it by that.
+            :class:`ltx.Weighted` divides the result by the sum of the weights, which comes later; a loss scale divides
+            it too.
         state_names: the tensors of one parameter's state; empty for a hook without state.
         reads_step: ``reduce`` reads the number of steps so far, for randomness too. In a hook without state that
             doesn't say so, ``inputs.step`` raises.

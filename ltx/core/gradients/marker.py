@@ -16,8 +16,7 @@ Before torch 2.13, which can raise a marker's priority, hooks on the leaf tensor
 
 All of it is differentiable again, in both modes. :class:`Launch` counts as the identity and :class:`Wait` as the exact
 mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. The functions take
-off the levels of vmap one by one, and know which levels are ranks. :func:`reduce_gradients` applies them to given
-gradients.
+off the levels of vmap one by one, and know which levels are ranks. :func:`reduce_gradients` takes given gradients.
 """
 
 from __future__ import annotations

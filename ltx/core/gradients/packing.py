@@ -171,8 +171,8 @@ def _is_eager(x: torch.Tensor) -> bool:
     return not (traced.recording() or private.in_transform() or type(x) is not torch.Tensor)
 
 
-#: Numbers of a chunk. ``benchmarks.codecs`` tried 2^15 to 2^20: shorter ones spend their time on calls, longer ones
-#: leave the cache.
+#: Numbers of a chunk. ``benchmarks.codecs`` tried 2^15 to 2^20: shorter ones take time for calls, longer ones leave the
+#: cache.
 CHUNK = 1 << 19
 
 

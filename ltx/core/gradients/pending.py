@@ -4,8 +4,8 @@ Each phase of a hook (its first collective, its second, ...) has a channel of it
 out in bucket order, so all ranks issue in the same order, in whatever order gradients come and collectives complete.
 
 On stream-ordered backends an axis has one communicator, and the host needn't wait between two phases: a program is
-enqueued as a whole when it is launched, on the communication stream. So collectives go out bucket by bucket, and phase
-by phase in a bucket.
+enqueued as a whole when it is launched, on the communication stream. So collectives go out bucket by bucket, phase by
+phase.
 
 Train steps, :func:`ltx.grad`, ``loss.backward()``, :func:`ltx.sync_gradients` and :func:`ltx.hooks.to_torch` have a
 :class:`Pending` for each pass. An :class:`Exchange` sends buckets outside of a backward pass. A strategy writes what it

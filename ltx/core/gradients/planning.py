@@ -235,10 +235,9 @@ class BucketSettings(Readable):
             (:func:`ltx.profile.measure_network`), and sizes are chosen by the cost of a message
             (:func:`ltx.core.gradients.planning.bucket_sizes`); they are the same on every rank and stay so. The
             rounding of a sum over three or more ranks depends on a number's place in its bucket: set a number where two
-            runs must be equal bit for bit. Compiled graphs need it measured before; simulated ranks and worlds of one
-            take the default.
-        first_bucket_bytes: size of the first bucket; small, so that communication starts early. With "auto" it is a
-            maximum.
+            runs must be equal bit for bit. Compiled graphs need it measured before; simulated ranks and one rank take
+            the default.
+        first_bucket_bytes: size of the first bucket; small, so that communication starts early. With "auto" a maximum.
         network: what "auto" uses instead of a measurement.
         process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
         timeout: how long ``ltx.init``'s collectives wait for a peer: a timedelta, or a number of seconds.
@@ -280,8 +279,8 @@ class BucketSettings(Readable):
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
         """Which gradients share a bucket: for each of `paths` the number of its group, -1 for none; () for no groups.
 
-        `arrival` has the parameters' places in the order in which gradients are expected, the last parameter first, on
-        all ranks alike.
+        `arrival` has the parameters' places in the order in which gradients are expected, the last parameter first;
+        equal on all ranks.
         """
         return ()
 
@@ -385,8 +384,7 @@ def make_plan(
     A hook that changes with the step takes its form at `step`, the number of steps so far (:meth:`CommHook.at`).
     `arrival`: the order in which this rank expects its gradients; all ranks take rank 0's, once for a plan.
     `compare`: False inside a graph, where ranks can't wait for each other. `background`: make the plan for the
-    background channel, on which a hook has one phase. `grouped`: whether the strategy's groups of parameters apply
-    here.
+    background channel, on which a hook has one phase. `grouped`: the strategy's groups of parameters apply.
     """
     hook = hook.at(step)
     leaves = tuple(map(attrgetter("shape", "dtype", "device"), tensors))

@@ -125,8 +125,7 @@ class CollectiveRequest:
             rank i), "ppermute" (as `arguments` say; zeros come where no rank sends).
         buffer: contiguous; the driver may overwrite it.
         arguments: of a permutation: source, destination, source, ...
-        axis: the ranks of the collective, if only a part of the input's axis takes part, which the hook names in its
-            `axes`.
+        axis: the ranks of the collective, if only a part of the input's axis, named in the hook's `axes`.
         sent: set by a hook that answers a sum inexactly: a function that returns what it sent of `buffer`.
 
     Raises:

@@ -58,8 +58,7 @@ def vmap(
         AxisError: the mapped inputs disagree on the axis' size, or there are none and `axis_size` isn't given; or an
             output of ``out_dims=None`` differs between ranks.
         TreeError: an object among the mapped arguments or the outputs holds tensors where ltx can't look inside.
-        UnsupportedError: a `chunk_size`; or an operation that ``torch.vmap`` can't run. The error says what to write
-            instead.
+        UnsupportedError: a `chunk_size`; or ``torch.vmap`` can't run an operation. The error says what to write.
 
     Example:
         >>> import torch, ltx

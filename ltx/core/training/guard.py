@@ -1,8 +1,8 @@
 """How a training step treats gradients that aren't finite: the guard, the loss scale, and the next state.
 
 Every hook delivers NaN and infinity as such to every rank, so ranks that share gradients all see them without asking.
-Only when an error is raised do ranks find out who caused them: each computes its own gradients again, and they compare
-these in the store.
+Only when an error is raised do ranks find out who caused them: each computes its gradients again, and they compare them
+in the store.
 """
 
 from __future__ import annotations

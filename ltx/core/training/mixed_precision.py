@@ -207,8 +207,7 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     ``torch.autocast`` may be used inside the step.
 
     Args:
-        step: what :func:`ltx.data_parallel` returned, of any strategy; accumulated before or afterwards (no
-            difference).
+        step: what :func:`ltx.data_parallel` returned, of any strategy; accumulated before or afterwards.
         precision: an :class:`ltx.Precision`.
 
     Returns:

@@ -134,8 +134,8 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
     """`module` with the parameters and buffers of a train state, as copies: for evaluation, ``generate``, saving.
 
     Args:
-        module: the module whose ``named_parameters()`` the state was made of, or one like it. It is changed in place
-            and returned.
+        module: the module whose ``named_parameters()`` the state was made of, or one like it. It is changed and
+            returned.
         state: a :class:`ltx.TrainState`, or a dict of tensors by name. Tensors of the module whose names `state` lacks
             stay as they are. Tied parameters have one name in a state and stay tied; a dict may have all of their
             names, as ``module.state_dict()`` does.

@@ -35,8 +35,7 @@ def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
 
     Args:
         state: a training state: the parts that its strategy keeps the same on all ranks (``state.layout``) are
-            compared, and with the parameters the counts of steps and of the optimizer's updates. Or any tree of
-            tensors.
+            compared, and with parameters the counts of steps and of optimizer updates. Or any tree of tensors.
         axis: as in :func:`ltx.psum`.
 
     Raises:

@@ -88,8 +88,7 @@ class TrainState(Readable):
         step: the number of steps done, a Python int.
         layout: how each part relates across ranks.
         loss_scale: the :class:`LossScale` of dynamic loss scaling or of a limit on skipped steps; else ().
-        pending: work of the strategy that is under way between two steps, None for most. It isn't in the tree, nor
-            saved.
+        pending: the strategy's work under way between two steps, None for most. It isn't in the tree, nor saved.
         frozen: the parameters that aren't trained, with None in the places of the others; None if all are trained.
     """
 

@@ -121,8 +121,7 @@ def digest(x: torch.Tensor) -> str:
     """A digest: equal for equal bits, and almost always different for different bits; "" for no elements.
 
     Sums of 64-bit words, modulo 2^64, over rows and over columns: a change that leaves all of these sums as they were
-    changes at least four words, at the corners of a rectangle. (``torch.hash_tensor``, an exclusive or, ignores the
-    order of elements.)
+    changes at least four words, at the corners of a rectangle. (``torch.hash_tensor``, an exclusive or, ignores order.)
     """
     data = bits(x)
     if not data.numel():

@@ -11,7 +11,7 @@ functional calls of ltx (and in a step, of torch) have put into modules. Elsewhe
 Another way was tried (torch 2.13): to leave the tensors in the module until the backward pass has ended. That is right
 for one call of a module in a step that owns its backward pass. It is wrong for two calls with different tensors (a
 teacher, an inner loop), for buffers that the first pass has written (power iterations, batch norm), and after
-``step(params)`` whose backward pass comes later or never: the module would keep the step's parameters, even after
+``step(params)`` with a later backward pass, or none: the module would keep the step's parameters, even after
 errors.
 """
 

@@ -193,8 +193,7 @@ def mark(
         "data_parallel",
         spec,
     )
-    # Ranks that share gradients start from the same parameters; if ranks communicate after the optimizer, these may
-    # differ.
+    # Ranks that share gradients start from the same parameters; ranks that communicate after the update needn't.
     if step_fn.strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
         sharing = hook.within(axis) or axis
         check_in_debug(sharing, params)

@@ -50,7 +50,7 @@ def _has_own(strategy: Strategy, *methods: str) -> bool:
 
 @dataclass(frozen=True)
 class StrategyOffers:
-    """What a strategy says of itself, for steps, checks and plans to read. Methods get the number of synchronised steps
+    """What a strategy says of itself, for steps and plans to read. Methods get the number of synchronised steps
     so far.
 
     Attributes:
@@ -185,7 +185,7 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
             states: the hook's state of each tensor.
             background: wait for it much later, at the earliest after the backward pass; for a hook with one phase.
             midway: another exchange of the same step follows it on every rank. If a rank fails between them, peers can
-                repeat the step with it.
+                repeat the step.
             like: the tree whose leaves the tensors are: they get the same buckets as its gradients.
         """
         plan = _plan(self, hook, tensors, paths, info, states, background, like)

@@ -118,8 +118,7 @@ class PostUpdateResult:
     """A bucket's next parameters and communication states, each by leaf.
 
     Attributes:
-        finish: a function that does the remaining work in the old tensors' memory, which may be the new ones'. It can't
-            fail.
+        finish: a function that does the remaining work in the old tensors' memory, or the new ones'. It can't fail.
     """
 
     params: Sequence[torch.Tensor]

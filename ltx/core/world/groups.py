@@ -1,7 +1,6 @@
 """The process groups and axes of a world: made, adopted, and destroyed.
 
-Each function that makes something pushes a function that undoes it on a stack, so that a failure undoes all steps so
-far.
+Each function that makes something pushes a function that undoes it on a stack, so that a failure undoes all steps.
 """
 
 from __future__ import annotations

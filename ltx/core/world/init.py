@@ -85,9 +85,8 @@ def init(
             ``r`` is at ``divmod(r, 4)`` then. Their product must be the world's size. By default there is one axis,
             ``{"data": size}``. With several axes, calls name one: ``axis="data"`` for one, ``axis=("node", "data")``
             for the ranks of both; ``axis=None`` raises.
-        heartbeat_timeout: a rank raises :class:`ltx.errors.PeerLostError` if it waits for a peer that shows no sign of
-            life for this long (its process was stopped, its machine or link is down). `timeout` is for peers
-            that live and don't come.
+        heartbeat_timeout: a rank raises :class:`ltx.errors.PeerLostError` if a peer that it waits for shows no sign of
+            life for this long (its process or machine has stopped). `timeout` is for peers that live and don't come.
         rank: with `size` and `master`, this process' rank, for processes that were started by hand; a launcher's
             variables are ignored. ``rank=0, size=1`` is a process alone. If ``LTX_JOIN`` is set, the process has no
             rank until :func:`ltx.elastic` takes it in, and these arguments don't count.

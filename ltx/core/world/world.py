@@ -114,8 +114,8 @@ class _Process:
     session: Session | None = None  # the session of the current world
     replaced: Session | None = None  # a session whose successor couldn't be set up
     #: The number of worlds that this process has been in, equal on all ranks of a world. It is part of a world's keys
-    #: in the store, so that a world made after ``shutdown()`` doesn't read old addresses, and ranks with different
-    #: numbers don't meet.
+    #: in the store, so that a world made after ``shutdown()`` doesn't read old addresses, and ranks of other numbers
+    #: don't meet.
     worlds: int = 0
     abandoned: bool = False  # whether this rank leaves its world because of an exception
     #: The store through which the ranks of the last world, or of a world that is being made, met. It is kept: if rank 0
@@ -144,7 +144,7 @@ def settings_of_world() -> dict[str, Any]:
 def world() -> World:
     """The world that :func:`init` has set up; a world of one if there is none.
 
-    In processes that a rank starts by ``multiprocessing``, such as a DataLoader's, it is the rank's world.
+    In processes that a rank starts by ``multiprocessing``, such as a DataLoader's, it is the rank's.
     They can't communicate.
 
     Example:
