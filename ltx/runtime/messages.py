@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import importlib.util
 import inspect
 import io
@@ -414,8 +413,7 @@ def _unwrapped(fn: Any) -> Any:
 
 def _finds(name: str, file: str | None) -> bool:
     """Whether importing the module `name` afresh, with this process' ``sys.path``, would find its file."""
-    path, spec = None, None
-    parts = name.split(".")
+    path, spec, parts = None, None, name.split(".")
     for end in range(1, len(parts) + 1):
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
         specs = (find(".".join(parts[:end]), path) for find in finders if find is not None)
@@ -453,10 +451,8 @@ class Modules:
         edited = {name for name, stamp in now.items() if stamp not in (None, self._stamps[name])}
         uses = {name: edited & _imports(sys.modules[name]) if len(edited) > 1 else () for name in edited}
         order: Iterable[str] = edited
-        with suppress(CycleError):
-            order = list(
-                TopologicalSorter(uses).static_order()
-            )  # what a module takes of others is new before it is read
+        with suppress(CycleError):  # what a module takes of others is new before it is read
+            order = [*TopologicalSorter(uses).static_order()]
         for name in order:
             module = sys.modules[name]
             with suppress(OSError, NotImplementedError):

@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         name="precision: keep_params is cast",
         where="Casted.__call__.params",
-        old="[leaf if self.precision.keeps(path) else given(leaf) for path, leaf in pairs]",
+        old="[leaf if path in kept else given(leaf) for path, leaf in pairs]",
         new="[given(leaf) for path, leaf in pairs]",
         breaks="norms compute in half precision",
         tests=("tests/contract/training/test_mixed_precision.py::test_parameters_kept_by_path",),

@@ -313,17 +313,18 @@ def _test_of(annotation: Any, names: dict[str, Any]) -> Test | None:
 
 
 def _items_test(origin: Any, arguments: tuple[Any, ...], names: dict[str, Any]) -> Test:
-    item = _test_of(arguments[0], names) if issubclass(origin, collections.abc.Sequence) else None
-    if item is None and origin is collections.abc.Iterable:
+    items = [_test_of(each, names) for each in arguments] if issubclass(origin, collections.abc.Sequence) else []
+    if origin is collections.abc.Iterable:
         return lambda x: isinstance(x, origin) and not (isinstance(x, torch.Tensor) and x.ndim == 0)
-    if item is None:
-        return lambda x: isinstance(x, origin) and not isinstance(x, str | bytes)
-    length = len(arguments) if origin is tuple and arguments[-1] is not ... else None
+    if origin is tuple and ... not in arguments:
+        return lambda x: (
+            isinstance(x, tuple)
+            and len(x) == len(items)
+            and all(test is None or test(entry) for test, entry in zip(items, x, strict=True))
+        )
+    item = items[0] if items else None
     return lambda x: (
-        isinstance(x, origin)
-        and not isinstance(x, str | bytes)
-        and (length is None or len(x) == length)
-        and all(item(entry) for entry in x)
+        isinstance(x, origin) and not isinstance(x, str | bytes) and (item is None or all(item(entry) for entry in x))
     )
 
 

@@ -41,6 +41,8 @@ __all__ = [
 class LtxError(Exception):
     """Base of every error of ltx."""
 
+    told = ""  # what a peer had raised, if that is why this is raised: what this rank's peers are told in its place
+
 
 class ArgumentError(LtxError, TypeError, ValueError):
     """An argument that isn't what the function's signature says."""
@@ -203,6 +205,11 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception as broken:
         return f"<no text: its __str__ raised {type(broken).__name__}>"
+
+
+def said_of(error: BaseException) -> str:
+    """What peers are told of `error`: the first cause, so that an error that goes from rank to rank doesn't nest."""
+    return getattr(error, "told", "") or f"{type(error).__name__}: {message_of(error)}"
 
 
 def __dir__() -> list[str]:

@@ -80,6 +80,13 @@ set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_fram
 #: Dynamo's settings, where it traces: to import it takes 1.5 s.
 dynamo_config: Callable[[], Any] = lambda: torch._dynamo.config  # noqa: E731
 
+
+def optree_of_dicts() -> tuple[Any, ...]:
+    """What Dynamo takes for optree's functions that take a dict apart, and that put one together."""
+    polyfills = torch._dynamo.polyfills.pytree
+    return polyfills.dict_flatten, polyfills.dict_unflatten
+
+
 # --- the rest ---
 
 #: Context managers as public ones are, and faster or for one thing alone.

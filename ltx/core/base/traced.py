@@ -136,6 +136,16 @@ def _by_address(fn: Any) -> Any:
 
 
 @at_trace_time
+def trace_dicts() -> None:
+    """Let Dynamo trace how optree flattens a dict that holds no tensors, such as an empty one.
+
+    It calls optree there as long as optree's functions say so, and can't put into a graph what that keeps of the keys.
+    """
+    for fn in private.optree_of_dicts():
+        fn.__torch_dynamo_can_constant_fold_through__ = False
+
+
+@at_trace_time
 def _assume_static(wanted: bool) -> bool:
     """Whether Dynamo takes numbers for constants until they have changed; gives what it did before."""
     config = private.dynamo_config()

@@ -22,6 +22,7 @@ import optree
 import torch
 import torch.utils._pytree as torch_pytree
 
+from ltx.core.base import traced
 from ltx.core.base.containers import NAMESPACE as NAMESPACE
 from ltx.core.base.containers import PLAIN, closed, open_in_graph, opened, sorted_keys
 from ltx.core.base.errors import LtxError, TreeError, UnsupportedError
@@ -45,6 +46,7 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     [1, 2]
     """
     if torch.compiler.is_compiling():  # in whose graphs optree's own functions can stand, and no handlers
+        traced.trace_dicts()
         leaves, spec = cast(tuple[list[Any], Any], optree.tree_flatten(tree, namespace=NAMESPACE))
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
@@ -110,12 +112,10 @@ def leaf_paths(tree: Tree, with_none: bool = False, is_leaf: Callable[[Any], boo
     >>> leaf_paths({"layers": [1, 2], "bias": 3})
     ['bias', 'layers.0', 'layers.1']
     """
-    try:
-        flatten(tree)  # which registers classes that are new
-        paths = optree.tree_paths(tree, is_leaf, none_is_leaf=with_none, namespace=NAMESPACE)
-    except RecursionError:
-        raise _endless(tree) from None
-    return _written(paths)
+    spec = flatten(tree)[1]  # which registers classes that are new, and raises for trees without an end
+    if with_none or is_leaf is not None:
+        spec = optree.tree_structure(tree, is_leaf, none_is_leaf=with_none, namespace=NAMESPACE)
+    return list(_written(tuple(spec.paths())))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -125,11 +125,12 @@ def spec_paths(spec: Any) -> tuple[str, ...]:
     >>> spec_paths(flatten([1, (2, 3)])[1])
     ('0', '1.0', '1.1')
     """
-    return tuple(_written(spec.paths()))
+    return _written(tuple(spec.paths()))
 
 
-def _written(paths: Iterable[tuple[Any, ...]]) -> list[str]:
-    return [".".join(str(part) for part in path) or "<the tree itself>" for path in paths]
+@traced.at_trace_time
+def _written(paths: tuple[tuple[Any, ...], ...]) -> tuple[str, ...]:
+    return tuple(".".join(str(part) for part in path) or "<the tree itself>" for path in paths)
 
 
 def wanted(
@@ -156,26 +157,6 @@ def wanted(
             )
         found.update(fitting)
     return found
-
-
-def plain_paths(tree: Tree, with_none: bool = False) -> list[str]:
-    """:func:`leaf_paths` of dicts with string keys, lists and tuples, such as torch.compile can trace.
-
-    >>> plain_paths({"layers": [1, 2], "bias": 3})
-    ['bias', 'layers.0', 'layers.1']
-    """
-    if type(tree) is dict:
-        children = [(key, tree[key]) for key in sorted(tree)]
-    elif type(tree) in (list, tuple):
-        children = [(str(place), child) for place, child in enumerate(tree)]
-    elif tree is None:
-        return ["<the tree itself>"] if with_none else []
-    elif isinstance(tree, torch.Tensor) or _leaf_count(tree) == 1:
-        return ["<the tree itself>"]
-    else:
-        raise TreeError(f"in a compiled graph parameters are dicts, lists and tuples, got {type(tree).__name__}.")
-    below = [(key, path) for key, child in children for path in plain_paths(child, with_none)]
-    return [key if path == "<the tree itself>" else f"{key}.{path}" for key, path in below]
 
 
 def insertion_order(tree: Tree) -> list[int]:

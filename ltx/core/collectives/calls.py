@@ -203,8 +203,7 @@ def refuse_leaves(
     """Raise `error` for the first tensor that `is_bad`, with its path, shape and dtype."""
     for place, x in enumerate(leaves):
         if isinstance(x, torch.Tensor) and is_bad(x):
-            path = (tree.plain_paths if traced.recording() else tree.leaf_paths)(value)[place]
-            traced.refuse(f"{name}: leaf {path!r} is {tree.describe(x)}, {why}", error)
+            traced.refuse(f"{name}: leaf {tree.leaf_paths(value)[place]!r} is {tree.describe(x)}, {why}", error)
 
 
 def negotiate_tree(

@@ -44,6 +44,8 @@ _GO_ON = (
     "Go on from values that all ranks share: train.broadcast(state), ltx.broadcast of what you hold, or a checkpoint."
 )
 
+_AFTER = "after rank "
+
 
 @dataclass(frozen=True)
 class ThreadWait:
@@ -215,15 +217,17 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
     for peer, status in peers.items():
         if status.abandoned is not None:
             why, lost = status.abandoned
-            return (PeerLostError if lost else DeadlockDetectedError)(
+            text = (
                 f"rank {me}: rank {peer} has left axis {name!r} because of an exception ({why}), so what this rank "
                 "waits for won't come."
             )
+            return made_of((PeerLostError if lost else DeadlockDetectedError)(text), peer, why)
     for peer, status in peers.items():
         if (left := status.left) is not None and left.generation == waiter.generation:
             done = None if left.lost else left.completed < waiter.completed
             text = left_halfway(me, peer, left.what, name, left.why, done)
-            return (PeerLostError if left.lost else ReplicaDivergedError if done else DeadlockDetectedError)(text)
+            kind = PeerLostError if left.lost else ReplicaDivergedError if done else DeadlockDetectedError
+            return made_of(kind(text), peer, left.why)
     ended = [peer for peer, status in peers.items() if status.ended]
     found = silent_of(records)
     if silent := [place for place, rank in enumerate(waiter.ranks) if rank in found and place != me]:
@@ -239,6 +243,12 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
         if never := [peer for peer in ended if peers[peer].issued.get(address, number) < number]:
             return PeerLostError(f"rank {me}: on axis {name!r}, {describe_lost(never, ended)}.")
     return None
+
+
+def made_of(error: LtxError, peer: int, why: str) -> LtxError:
+    """`error`, which is raised because of what `peer` has told: why it has left something."""
+    error.told = why if why.startswith(_AFTER) else f"{_AFTER}{peer} had left: {why}"
+    return error
 
 
 def describe_lost(lost: Iterable[int], ended: Iterable[int]) -> str:

@@ -294,7 +294,7 @@ class Negotiation:
         if not gone:
             return "a connection broke, though all of them show signs of life"
         which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
-        self._gone = f"{which} {', '.join(map(str, gone))} is gone"
+        self._gone = f"{which} {', '.join(map(str, gone))} is gone, or the link to it is down"
         if {*gone} & {*self.ended_peers(now=True)}:
             self._gone = self.describe_lost(gone)
         return self._gone

@@ -23,6 +23,7 @@ from ltx.core.base.errors import (
     RankMismatchError,
     ReplicaDivergedError,
     WeightError,
+    said_of,
 )
 from ltx.core.comm.debug import Communicator
 from ltx.core.comm.diagnosis import AGAIN, LEFT, Left, parted
@@ -131,7 +132,7 @@ class Recovery:
         except BaseException as error:
             if not committed and not isinstance(error, ALIKE):
                 if not isinstance(error, OF_PEERS):
-                    self.last_left = f"{self._what} ({type(error).__name__}: {error})"
+                    self.last_left = f"{self._what} ({said_of(error)})"
                 self.abort(error)
             raise
         finally:
@@ -194,7 +195,7 @@ class Recovery:
 
     def abort(self, error: BaseException) -> None:
         """Abort the current pass, or training step, because of `error`."""
-        self.leave(f"{type(error).__name__}: {error}", isinstance(error, PeerLostError))
+        self.leave(said_of(error), isinstance(error, PeerLostError))
 
     def begin(self) -> None:
         """Note that a pass begins: peers are told if this rank has left out the pass before it."""

@@ -363,6 +363,14 @@ def _network(owner: BucketSettings, axis: Axis, compare: bool, background: bool)
     return comm.measured(axis_comm)
 
 
+def by_path(
+    owner: BucketSettings, hook: CommHook, paths: Callable[[], list[str]], order: Sequence[int], grouped: bool = True
+) -> tuple[tuple[int, ...], tuple[CommHook, ...]]:
+    """The groups of tensors and their hooks, where either goes by paths; raises where the patterns don't fit these."""
+    groups = owner.grouping(paths, order) if grouped else ()
+    return groups, tuple(hook.each(paths(), part=not grouped)) if hook.by_path else ()
+
+
 def make_plan(
     owner: BucketSettings,
     hook: CommHook,
@@ -413,8 +421,7 @@ def make_plan(
     on_streams = any(map(axis.ranks.stream_of, set(map(itemgetter(2), leaves))))
     if sizes[0] == DEFAULT_BYTES and not background and on_streams:
         sizes = (DEFAULT_STREAM_BYTES, sizes[1])
-    groups = owner.grouping(paths, order) if grouped else ()
-    each = tuple(hook.each(paths(), part=not grouped)) if hook.by_path else ()
+    groups, each = by_path(owner, hook, paths, order, grouped)
     make = _plan if axis.ranks.lasting else _plan.__wrapped__
     plan: Plan = make(axis, hook, sizes, leaves, order, groups, each, names, agreement, network)
     return replace(plan, step=step) if hook.stateful else plan

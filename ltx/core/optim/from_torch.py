@@ -120,9 +120,7 @@ class TorchOptimizer(ClassOptimizer):
                 ((old + rate.to(old.device) * (new - old)).to(old.dtype), own)
                 for old, (new, own) in zip(leaves, pairs, strict=True)
             ]
-        after = [own for _, own in pairs]
-        # Dynamo takes empty dicts for constants, and can't put those in a tree.
-        per_param = spec.unflatten(after) if any(after) else state.per_param
+        per_param = spec.unflatten([own for _, own in pairs])
         return spec.unflatten([leaf for leaf, _ in pairs]), TorchState(per_param, next_count, hyper)
 
     def _in_graph(self, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ltx.core.base import traced
 from ltx.core.base.arguments import brief, name_of
 from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import flatten, leaf_paths, plain_paths, wanted
+from ltx.core.base.tree import flatten, leaf_paths, wanted
 from ltx.core.optim.base import (
     LeafStates,
     Optimizer,
@@ -109,7 +109,7 @@ class Partition(Optimizer):
     def _places(self, params: Tree) -> dict[str, list[int]]:
         """The places of each label's leaves among those of `params`."""
         if traced.recording():
-            return _places_of(self, tuple(plain_paths(params)), tuple(plain_paths(params, with_none=True)))
+            return _places_of(self, tuple(leaf_paths(params)), tuple(leaf_paths(params, with_none=True)))
         return _remembered(self, flatten(params)[1])
 
     def __repr__(self) -> str:

@@ -191,9 +191,13 @@ class Adjustable:
 
 
 def _tensors(what: str, value: Any) -> Tree:
-    several = [number(what, each, 0, OptimError) for each in (value if isinstance(value, tuple) else (value,))]
-    made = tuple(torch.tensor(each, dtype=torch.float64) for each in several)
-    return made if isinstance(value, tuple) else made[0]
+    if isinstance(value, tuple):
+        return tuple(_tensors(what, each) for each in value)
+    if not isinstance(value, Tensor) or value.ndim:
+        return torch.tensor(number(what, value, 0, OptimError), dtype=torch.float64)
+    for each in unwrapped(value).detach().flatten().tolist():  # of all simulated ranks
+        number(what, each, 0, OptimError)
+    return value.to("cpu", torch.float64, copy=True)  # what is written into it later isn't the state's
 
 
 def number_in(name: str, x: Tensor) -> float | Tensor:
@@ -223,8 +227,10 @@ def adjustable(value: float | tuple[float, ...]) -> Any:
     return Adjustable(value)
 
 
-def adjust(state: Tree, **values: float | tuple[float, ...]) -> Tree:
+def adjust(state: Tree, **values: float | Tensor | tuple[float | Tensor, ...]) -> Tree:
     """An optimizer's state with other values of hyperparameters that it keeps (:func:`adjustable`), on all ranks alike.
+
+    A value is a number, a 0-dim tensor (of which the state keeps a copy), or a tuple of them.
 
     Of a train state: ``dataclasses.replace(state, opt_state=ltx.optim.adjust(state.opt_state, lr=0.01))``; of a group
     of a :func:`partition`: ``opt_state | {label: adjust(opt_state[label], lr=0.01)}``.

@@ -252,8 +252,7 @@ def kept_if_skipped(
     train: TrainSettings, finite: bool | torch.Tensor | None, state: TrainState, states: Tree, buffers: Tree
 ) -> tuple[Tree, Tree]:
     """The next communication state, before the strategy's part, and buffers; the old ones of a skipped step."""
-    if states:  # Dynamo can't flatten an empty dict
-        states = chosen(finite, states, state.sync_state.leaves)
+    states = chosen(finite, states, state.sync_state.leaves)
     if train.guard == "skip" and buffers is not None:
         buffers = chosen(finite, buffers, state.buffers)
     return states, buffers

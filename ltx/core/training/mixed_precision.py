@@ -11,8 +11,7 @@ dynamic scale is that of torch.amp.GradScaler.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,7 +93,7 @@ class Precision(Readable):
             running means, which would lose precision.
 
     Raises:
-        StrategyError: (a ValueError) a field's value isn't allowed.
+        StrategyError: (a ValueError) a field's value isn't allowed; in a step, a pattern fits no parameter.
 
     Example:
         >>> import torch, ltx
@@ -139,11 +138,6 @@ class Precision(Readable):
                 f"function from a path to a bool, got {brief(patterns)}."
             )
 
-    def keeps(self, path: str) -> bool:
-        """Whether the parameter at `path` isn't cast."""
-        patterns = self.keep_params
-        return bool(patterns(path)) if callable(patterns) else _matches(patterns, path)
-
     @property
     def dynamic(self) -> DynamicLossScale | None:
         """The rule of a scale that changes."""
@@ -156,8 +150,9 @@ class Precision(Readable):
 
 
 @traced.at_trace_time
-def _matches(patterns: tuple[str, ...], path: str) -> bool:
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+def _fitting(patterns: tuple[str, ...], paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the `paths` that aren't cast; raises for a pattern that fits none."""
+    return tuple(sorted(tree.wanted(patterns, paths, StrategyError, "Precision.keep_params: ")))
 
 
 @dataclass(frozen=True)
@@ -184,12 +179,17 @@ class Casted:
 
         def params(arg: Any) -> Any:
             leaves, spec = tree.flatten(arg)
-            paths = tree.plain_paths(arg) if traced.recording() else tree.leaf_paths(arg)
-            pairs = zip(paths, leaves, strict=True)
-            return tree.unflatten(spec, [leaf if self.precision.keeps(path) else given(leaf) for path, leaf in pairs])
+            pairs = zip(tree.leaf_paths(arg), leaves, strict=True)
+            return tree.unflatten(spec, [leaf if path in kept else given(leaf) for path, leaf in pairs])
 
         numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
-        some = {n % len(args) for n in numbers} if self.precision.keep_params and args else set()
+        patterns = self.precision.keep_params
+        some = {n % len(args) for n in numbers} if patterns and args else set()
+        paths = [path for place in sorted(some) for path in tree.leaf_paths(args[place])]
+        if callable(patterns):
+            kept: Sequence[str] = [path for path in paths if patterns(path)]
+        else:
+            kept = _fitting(patterns, tuple(paths)) if some else ()
         cast_args = [
             arg if place in keep else params(arg) if place in some else inside(arg) for place, arg in enumerate(args)
         ]

@@ -106,9 +106,8 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
             "mean or sum; a step that returns (loss, aux) wants has_aux=True. A mapping holds it as `loss`."
         )
     if buffers is not None and tree.flatten(parts[1])[1] != tree.flatten(buffers)[1]:
-        paths = tree.plain_paths if traced.recording() else tree.leaf_paths
-        returned = paths(parts[1])
-        if lost := [path for path in paths(buffers) if path not in returned]:
+        returned = tree.leaf_paths(parts[1])
+        if lost := [path for path in tree.leaf_paths(buffers) if path not in returned]:
             raise StepError(
                 f"train_step: the step was given a buffer {lost[0]!r} and returned none, so the state would lose it. "
                 "Return all buffers, such as {**buffers, **new}."

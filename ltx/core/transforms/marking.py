@@ -25,7 +25,16 @@ from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, states_of
 from ltx.core.gradients.marker import LeafHooks, reduce_gradients
-from ltx.core.gradients.planning import Names, Plan, all_tracked, arrival_order, differentiable, make_plan, tracked
+from ltx.core.gradients.planning import (
+    Names,
+    Plan,
+    all_tracked,
+    arrival_order,
+    by_path,
+    differentiable,
+    make_plan,
+    tracked,
+)
 from ltx.core.gradients.schedule import ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
@@ -47,8 +56,8 @@ def prepare_trace(
     blocked: bool = False,
     dtype: torch.dtype | None = None,
     choice: str = "",
-) -> tuple[str, tuple[str, ...], bool]:
-    """Returns (the key of a step's settings in a graph, the names of a leaf's states, whether hooks go by paths).
+) -> tuple[str, tuple[str, ...]]:
+    """Returns (the key of a step's settings in a graph, the names of a leaf's states).
 
     The key is "" where gradients stay local.
 
@@ -64,14 +73,14 @@ def prepare_trace(
             "in a compiled graph a step whose gradients stay local takes bare parameters, not ltx.Synced."
         )
     if hook is None:
-        return "", (), False
+        return "", ()
     if (hook.stateful or strategy.auto_hook) and not with_state:
         raise SyncStateError(
             f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
             "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
         )
     key = f"{strategy!r} at step {step} on {found!r} in {dtype}"
-    return traced.keep(key, (strategy, hook, found)), hook.state_names, hook.by_path
+    return traced.keep(key, (strategy, hook, found)), hook.state_names
 
 
 def _schedule_in_graph(
@@ -84,7 +93,6 @@ def _schedule_in_graph(
     step: int = 0,
     clock: torch.Tensor | None = None,
 ) -> Schedule:
-    """`paths`: the paths of the tensors, if hooks need them."""
     strategy, hook, axis = traced.kept(key)
     of = list(paths)
     plan = make_plan(
@@ -129,11 +137,6 @@ def reduce_in_graph(
     return tuple(reduce_gradients(schedule, grads, none)[0])
 
 
-def _paths_in_graph(params: Tree, wanted: Sequence[int]) -> tuple[str, ...]:
-    paths = tree.plain_paths(params)
-    return tuple([paths[i] for i in wanted])
-
-
 def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:
     """Whether an eager call will have a schedule of process groups; arguments as in :meth:`StepSettings.hook`."""
     axis, hook = comm.resolve(step_fn.axis), step_fn.hook(step, training)
@@ -162,6 +165,10 @@ def mark(
     axis, hook = comm.resolve(step_fn.axis), options.hook or hook
     own = {} if options.deferred else _with_grads(given, axis)
     if hook is None or _marks_nothing(step_fn, hook, axis):
+        if hook is not None and (wanted := all_tracked(leaves)):  # patterns have to fit here as they do on many ranks
+            by_path(
+                step_fn.strategy, hook, lambda: [*map(tree.spec_paths(spec).__getitem__, wanted)], range(len(wanted))
+            )
         unmarked = _mark_nothing(step_fn, leaves, sync_state, axis)
         if hook is not None or not own or axis.size == 1:
             return unmarked
@@ -296,7 +303,7 @@ def mark_in_graph(
     step_fn: StepSettings, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
 ) -> Marked:
     """:func:`mark` inside a compiled graph, at the `step` that it is compiled at."""
-    key, all_names, by_path = prepare_trace(
+    key, all_names = prepare_trace(
         step_fn.strategy,
         step_fn.axis,
         step,
@@ -308,19 +315,19 @@ def mark_in_graph(
     if key == "":
         return Marked(leaves, as_given=True)
     wanted = differentiable(leaves)
+    every = tree.leaf_paths(params)
+    paths = tuple([every[i] for i in wanted])
     names: tuple[tuple[str, ...], ...] = tuple(() for _ in wanted)
     states: list[torch.Tensor] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     if sync_state is not None:
-        paths = tree.plain_paths(params)
-        entries = [sync_state.leaves.get(paths[i], {}) for i in wanted]
+        entries = [sync_state.leaves.get(path, {}) for path in paths]
         names = tuple(tuple(name for name in all_names if name in entry) for entry in entries)
         states = [entry[name] for entry, held in zip(entries, names, strict=True) for name in held]
-        kept = kept_beside(sync_state, {paths[i] for i in wanted}, all_names)
+        kept = kept_beside(sync_state, set(paths), all_names)
     arrival = tuple(arrival_order(params, wanted))
-    of = _paths_in_graph(params, wanted) if by_path else ()
     clock = None if sync_state is None else sync_state.clock
-    outs = _mark_node(key, arrival, names, of, step, clock, *[leaves[i] for i in wanted], *states)
+    outs = _mark_node(key, arrival, names, paths, step, clock, *[leaves[i] for i in wanted], *states)
     tokens = outs[len(wanted) :]
     before, after = [x for x, _ in kept], [y for _, y in kept]
 
@@ -385,14 +392,13 @@ def sync_gradients(
             check_state(sync_state)
     wanted = differentiable(leaves)
     arrival = functools.partial(arrival_order, grads, wanted)
-    mine = [leaves[i] for i in wanted]
+    mine, every = [leaves[i] for i in wanted], tree.leaf_paths(grads)
+    paths = [every[i] for i in wanted]
     if compiling:
-        key, _, by_path = prepare_trace(strategy, axis, 0, False)
-        of = _paths_in_graph(grads, wanted) if by_path else ()
-        reduced = list(reduce_in_graph(key, tuple(arrival()), of, *mine)) if key and mine else mine
+        key, _ = prepare_trace(strategy, axis, 0, False)
+        reduced = list(reduce_in_graph(key, tuple(arrival()), tuple(paths), *mine)) if key and mine else mine
     else:
-        paths = tree.leaf_paths(grads)
-        reduced, sync_state = _reduce(strategy, axis, mine, arrival, [paths[i] for i in wanted], sync_state)
+        reduced, sync_state = _reduce(strategy, axis, mine, arrival, paths, sync_state)
     return tree.unflatten(spec, at_places(leaves, wanted, reduced)), sync_state
 
 

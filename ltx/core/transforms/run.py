@@ -252,13 +252,13 @@ def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None
             isinstance(out, torch.Tensor) and out.shape == leaf.shape for out, leaf in zip(outs, leaves, strict=True)
         ):
             params = tree.unflatten(spec, leaves)
-            path = tree.leaf_paths(params)[0] if not traced.recording() else "..."
             raise StepError(
                 "the step returned a tree with the structure and shapes of its parameters "
-                f"(first leaf {path!r}, shape {list(leaves[0].shape)}). Gradients taken inside a data-parallel step, "
-                "and parameters updated with them, are local to the rank. Either return the loss and differentiate the "
-                'wrapped step; or wrap with returns="grads", which reduces the returned gradients; or call '
-                "ltx.sync_gradients inside; or, if this is no gradient, return it inside a dict or a one-element list."
+                f"(first leaf {tree.leaf_paths(params)[0]!r}, shape {list(leaves[0].shape)}). Gradients taken inside a "
+                "data-parallel step, and parameters updated with them, are local to the rank. Either return the loss "
+                'and differentiate the wrapped step; or wrap with returns="grads", which reduces the returned '
+                "gradients; or call ltx.sync_gradients inside; or, if this is no gradient, return it inside a dict or "
+                "a one-element list."
             )
 
 

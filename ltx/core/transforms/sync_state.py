@@ -93,9 +93,8 @@ def _numbers(x: torch.Tensor) -> list[float]:
 
 tree.register_node(
     SyncState,
-    # Dynamo can't trace how optree flattens an empty dict.
-    lambda s: ((s.leaves or (), s.uses, s.clock), (s.step, s.choice)),
-    lambda parts, static: SyncState({} if isinstance(parts[0], tuple) else parts[0], parts[1], parts[2], *static),
+    lambda s: ((s.leaves, s.uses, s.clock), (s.step, s.choice)),
+    lambda parts, static: SyncState(*parts, *static),
     names=("leaves", "uses", "clock"),
 )
 

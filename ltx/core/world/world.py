@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ltx.core import comm
-from ltx.core.base.errors import PeerLostError, WorldError, message_of
+from ltx.core.base.errors import PeerLostError, WorldError, said_of
 from ltx.core.base.private import Store
 from ltx.core.comm.backends import default_backend
 from ltx.core.ranks import axis as axes
@@ -199,7 +199,7 @@ def shutdown() -> None:
 def abandon(error: BaseException) -> None:
     """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
     process.abandoned = True
-    why, lost = f"{type(error).__name__}: {message_of(error)}", isinstance(error, PeerLostError)
+    why, lost = said_of(error), isinstance(error, PeerLostError)
     left = [axis.comm for axis in comm.open_axes() if axis.comm is not None]
     for axis_comm in left:
         axis_comm.recovery.abandon(why, lost)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -127,3 +128,43 @@ def test_nodes_are_registered_with_both_libraries() -> None:
     assert len(leaves) == 2
     assert torch.func.grad(lambda n: (n.x**2).sum())(Node(torch.ones(1), {}, "")).x.item() == 2.0
     assert tree.flatten(node)[1] != tree.flatten(Node(node.x, node.y, "other"))[1], "static parts are structure"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"a": {}},
+        [{"k": 1}, {"n": "x", "a": {}}],
+        OrderedDict(),
+        defaultdict(list),
+        deque([{}]),
+        {"b": 2, "a": (3,)},
+    ],
+    ids=str,
+)
+def test_what_holds_no_tensor_in_a_graph(other: Any) -> None:
+    """A dict of constants is one to Dynamo, which would have optree itself take it apart."""
+
+    def flattened(x: torch.Tensor) -> Any:
+        leaves, spec = tree.flatten([x, other])
+        return tree.unflatten(spec, [leaves[0] + 1, *leaves[1:]]), tree.map(lambda leaf: leaf, other)
+
+    (one, same), again = torch.compile(flattened, fullgraph=True, backend="eager")(torch.zeros(()))
+    assert (one.item(), same, again) == (1.0, other, other)
+    assert (type(same), list(same)) == (type(other), list(other))
+
+
+def test_paths_in_a_graph() -> None:
+    @dataclass
+    class Pair:
+        x: Any
+        y: Any
+
+    made = {"b": [None, Pair(torch.ones(2), {2: torch.ones(1), 1: {}})], "a": (torch.zeros(1),)}
+
+    def paths(value: Any) -> Any:
+        return tree.leaf_paths(value), tree.leaf_paths(value, with_none=True), value["a"][0] + 1
+
+    assert torch.compile(paths, fullgraph=True, backend="eager")(made)[:2] == paths(made)[:2]
+    assert paths(made)[0] == ["a.0", "b.1.x", "b.1.y.2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -72,6 +73,65 @@ def test_a_part_of_them_is_exchanged(ranks: Ranks) -> None:
 
     (found, *_), (exact, *_), (rounded, *_) = (ranks(2).run(run, h) for h in (outer, outer.hooks[1], outer.hooks[0]))
     assert all(torch.equal(found[name], (rounded if name == "embed" else exact)[name]) for name in SHAPES)
+
+
+#: What goes by paths: in a strategy, what a pattern that fits nothing says.
+BY_PATH: dict[str, tuple[Any, str]] = {
+    "hooks": (
+        lambda name: ltx.DDPStrategy(comm_hook=hooks.partition({name: hooks.AllReduce(), "*": hooks.BF16()})),
+        r"hooks.partition: 'q\*' fits no parameter\. Their paths: bias",
+    ),
+    "groups": (
+        lambda name: ltx.HorovodStrategy(groups=[[name, "last"]]),
+        r"groups: 'q\*' is the path of no parameter .* there are 'bias', 'embed'",
+    ),
+}
+WAYS: dict[str, Any] = {
+    "grad": lambda step, params, x: ltx.grad(step)(params, x),
+    "sync_gradients": lambda step, params, x: ltx.sync_gradients(ltx.tree.map(x.mul, params), step.strategy)[0],
+}
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["hooks"])
+def test_in_a_graph(name: str, way: str, ranks: Ranks) -> None:
+    """What goes by paths meets those of parameters, in containers of any class."""
+    make, text = BY_PATH[name]
+    holder = dataclasses.make_dataclass("Holder", list(SHAPES))
+
+    def run() -> None:
+        torch._dynamo.reset()
+        x = torch.tensor(0.3 + int(ltx.axis_index()))
+        for params in (start(), holder(**start())):
+            step = ltx.data_parallel(lambda p, x: loss(p if isinstance(p, dict) else vars(p), x), make("e*"))
+            found = torch.compile(WAYS[way], fullgraph=True, backend="aot_eager")(step, params, x)
+            torch.testing.assert_close(ltx.tree.flatten(found)[0], ltx.tree.flatten(WAYS[way](step, params, x))[0])
+        wrong = ltx.data_parallel(loss, make("q*"))
+        for call in (WAYS[way], torch.compile(WAYS[way], fullgraph=True, backend="aot_eager")):
+            with pytest.raises(Exception, match=text):
+                call(wrong, start(), x)
+
+    ranks(2).run(run)
+
+
+@pytest.mark.parametrize("name", BY_PATH)
+@pytest.mark.parametrize("way", ["grad", "backward", "train_step"])
+def test_patterns_have_to_fit_in_a_world_of_one_too(name: str, way: str) -> None:
+    make, text = BY_PATH[name]
+    strategy = make("q*")
+    if name == "hooks":  # of exact ones, which do nothing alone
+        strategy = ltx.DDPStrategy(comm_hook=hooks.partition(dict.fromkeys(("q*", "*"), hooks.AllReduce())))
+    step, x = ltx.data_parallel(loss, strategy), torch.ones(())
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    calls: dict[str, Any] = {
+        "grad": lambda: ltx.grad(step)(start(), x),
+        "backward": lambda: step({k: p.requires_grad_() for k, p in start().items()}, x),
+        "train_step": lambda: train(train.init(start()), x),
+    }
+    with pytest.raises(StrategyError, match=text):
+        calls[way]()
+    assert step(start(), x).isfinite(), "without a gradient there is nothing to choose"
 
 
 REFUSED = {

@@ -301,7 +301,25 @@ def test_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
     assert pickle.loads(pickle.dumps(sgd)) == sgd
 
 
+def test_values_that_are_tensors() -> None:
+    """Of any dtype that holds real numbers; the state has a copy, and its derivative."""
+    sgd = from_torch(SGD, lr=adjustable(0.1), momentum=adjustable(0.0))
+    w, lr = torch.tensor(1.0), torch.tensor(0.5, requires_grad=True)
+    state = adjust(sgd.init(w), lr=lr, momentum=torch.tensor(0))
+    with torch.no_grad():
+        lr.fill_(7.0)
+    moved, _ = sgd.apply(torch.tensor(2.0), state, w)
+    moved.backward()
+    assert (moved.item(), lr.grad) == (0.0, torch.tensor(-2.0))
+    by_rank = torch.vmap(lambda lr: sgd.apply(torch.tensor(2.0), adjust(sgd.init(w), lr=lr), w)[0])
+    assert by_rank(torch.tensor([0.5, 1.0])).tolist() == [0.0, -1.0]
+    adam = from_torch(torch.optim.Adam, lr=0.1, betas=adjustable((0.9, 0.99)))
+    kept = adjust(adam.init(w), betas=(torch.tensor(0.5, dtype=torch.float64), 0.9)).hyper["betas"].value
+    assert [x.item() for x in kept] == [0.5, 0.9]
+
+
 PLATEAU = from_torch(SGD, lr=reduce_on_plateau(0.1))
+ADJUSTABLE = from_torch(SGD, lr=adjustable(0.1)).init({})
 STEP = ltx.data_parallel(lambda w, x: (w * x).sum())
 
 
@@ -312,6 +330,15 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum())
         (lambda: reduce_on_plateau(0.1, 1.0), "factor must be a finite number of at least 0, and less than 1, got 1.0"),
         (lambda: reduce_on_plateau(0.1, least=0.2), "lr must be a finite number of at least 0.2, got 0.1"),
         (lambda: reduce_on_plateau(0.1, every=0), "every must be a whole number of at least 1, got 0"),
+        (
+            lambda: adjust(ADJUSTABLE, lr=torch.tensor(-1.0)),
+            "adjust: lr must be a finite number of at least 0, got -1.0",
+        ),
+        (
+            lambda: adjust(ADJUSTABLE, lr=torch.tensor(True)),
+            "adjust: lr must be a finite number of at least 0, got True",
+        ),
+        (lambda: adjust(ADJUSTABLE, lr=torch.ones(1)), "adjust: lr must be a finite number of at least 0, got tensor("),
         (lambda: adjust(from_torch(SGD).init({}), lr=0.1), "keeps no lr. Make the optimizer with it: ltx.optim.from_"),
         (lambda: from_torch(SGD, momentum=lambda n: "1").init({}), "the schedule momentum(0) must be a number >= 0 or"),
         (

@@ -27,6 +27,7 @@ STEPS: dict[str, tuple[ltx.Strategy, dict[str, Any]]] = {
     "clipped": (ltx.DDPStrategy(), {"optimizer": ltx.optim.chain(ltx.optim.clip_by_global_norm(0.5), ADAMW)}),
     "powersgd": (ltx.DDPStrategy(comm_hook=hooks.PowerSGD(rank=1, start_step=0)), {"optimizer": SGD}),
     "guarded": (ltx.DDPStrategy(), {"optimizer": ADAMW, "guard": "skip"}),
+    "stateless": (ltx.DDPStrategy(), {"optimizer": ltx.optim.from_torch(torch.optim.SGD, lr=0.1), "guard": "skip"}),
     "frozen": (ltx.DDPStrategy(), {"optimizer": ADAMW, "trainable": ["w", "b"]}),
 }
 

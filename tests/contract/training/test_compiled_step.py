@@ -100,6 +100,7 @@ SGD, ADAMW = (partial(ltx.optim.from_torch, each, lr=0.1) for each in (torch.opt
         *(
             pytest.param(optimizer, dynamic, ltx.DynamicLossScale(init=8.0), marks=pytest.mark.full)
             for optimizer, dynamic in (
+                (SGD(), None),
                 (SGD(momentum=0.9), False),
                 (ltx.optim.chain(ltx.optim.clip_by_global_norm(0.5), ADAMW()), None),
                 (ltx.optim.partition({"w": SGD(momentum=0.9), "b": ADAMW()}, {"w": "w", "b": "b"}), True),

@@ -657,5 +657,9 @@ def test_parameters_kept_by_path(keep: Any, wrap: str) -> None:
     grads = take(params(), torch.ones(2, 4))
     assert set(seen) == {(torch.bfloat16, torch.float32, torch.bfloat16)}
     assert {g.dtype for g in grads.values()} == {torch.float32}
+    if not callable(keep):
+        wrong = ltx.data_parallel(fn), ltx.Precision(keep_params=(*keep, "nrom*"))
+        with pytest.raises(Exception, match=r"keep_params: 'nrom\*' fits no parameter. Their paths: b, w"):
+            ltx.grad(ltx.mixed_precision(*wrong))(params(), torch.ones(2, 4))
     with pytest.raises(StrategyError, match="keep_params must be a tuple of patterns"):
         ltx.Precision(keep_params="b*")  # type: ignore[arg-type]

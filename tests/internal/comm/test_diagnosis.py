@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ltx.core.base.errors import said_of
 from ltx.core.comm.diagnosis import INIT, Left, Record, Status, ThreadWait, Told, Waiter, diagnose, silent_of
 from ltx.errors import DeadlockDetectedError, PeerLostError, ReplicaDivergedError
 
@@ -84,6 +85,20 @@ def test_what_follows(row: str) -> None:
     error = diagnose(records, ME)
     assert type(error) is (kind or type(None))
     assert words in str(error or "")
+
+
+@pytest.mark.parametrize("said", ["left", "abandoned"])
+def test_the_first_cause_is_said_once(said: str) -> None:
+    """An error that goes from rank to rank says who raised first, and what."""
+    why = "ValueError: x"
+    for _ in range(3):
+        status: dict[str, object] = {"left": replace(LEFT, why=why)} if said == "left" else {"abandoned": (why, False)}
+        error = diagnose({4: says(**status)}, ME)
+        assert error is not None
+        why = said_of(error)
+        assert why == "after rank 0 had left: ValueError: x"
+    assert str(error).count("rank 0 had left: ValueError: x") == 1
+    assert said_of(ValueError("x")) == "ValueError: x"
 
 
 def test_who_waits_for_no_pass_goes_on_when_one_is_left() -> None:
