@@ -1,4 +1,4 @@
-"""What a training step sends, as values, found from shapes alone before anything runs.
+"""The messages of a training step, as values, found from shapes alone before anything runs.
 
 A strategy's own methods are driven on the meta device, and what they ask for is written down. So what is counted is
 what a step will issue, and not a formula beside it: :func:`ltx.profile.explain` shows it for one step,
@@ -42,12 +42,12 @@ class Collective:
     buffer: str  # dtype and shape of what goes in, as "float16[99]"
     nbytes: int  # bytes that this rank sends for it, as :func:`ltx.profile.record` will count them
     ranks: int  # how many take part
-    between: tuple[int, int] = field(compare=False)  # the first and the last of them
+    between: tuple[int, int] = field(compare=False)  # the first and the last of these ranks
 
 
 @dataclass(frozen=True)
 class BucketExplanation:
-    """What one bucket will send: of gradients, or of an exchange, by which a strategy sends something else."""
+    """The messages of one bucket, of gradients or of a strategy's exchange."""
 
     index: int  # its place in the order of launches, or in its exchange
     paths: tuple[str, ...]  # of its parameters, in the order in which they lie in it
@@ -61,7 +61,7 @@ class BucketExplanation:
 
     @property
     def label(self) -> str:
-        """What the ledger calls its collectives."""
+        """The label of the bucket's collectives in the ledger."""
         kind = "bucket" if self.exchange is None else "background" if self.background else "exchange"
         return f"{kind} {self.index}"
 
@@ -77,7 +77,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Waited:
-    """An exchange is waited for, of this step or of one before it."""
+    """A step waits for an exchange, its own or one of an earlier step."""
 
     exchange: Exchange
 
@@ -122,9 +122,9 @@ def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Counted(Exchange):
-    """An exchange on shapes, or a step's gradients: it has in `found` what each of its buckets asks for.
+    """An exchange on shapes, or a step's gradients: `found` holds the requests of each bucket.
 
-    Of buckets in which a reduction on shapes can tell nothing apart, one is driven for all.
+    Of buckets with equal shapes, the reduction of one is run for all.
     """
 
     def __init__(self, steps: Steps, what: str, plan: Plan, *args: Any):
@@ -251,7 +251,7 @@ class Steps:
         return Issues(begun, gradients, updated)
 
     def _first(self) -> Updated:
-        """What the step before the first one has handed on."""
+        """The values that the step before the first one hands on."""
         self.strategy.check_axis(self.axis)
         self.strategy.check_optimizer(self._optimizer)
         params = tree.unflatten(self._spec, self._leaves)
@@ -263,7 +263,7 @@ class Steps:
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """Surrounds the strategy's part of a step: collectives find the axis whose messages are counted."""
+        """A context around the strategy's part of a step: its collectives find the axis whose messages are counted."""
         undo = open_alone(self.axis)
         try:
             with on_shapes_alone(self.strategy, f"step {self._step}"):
@@ -273,7 +273,7 @@ class Steps:
 
     @contextmanager
     def asking(self, hook: hooks.CommHook, what: str) -> Iterator[list[Collective]]:
-        """What `hook` asks for meanwhile, in `what`, is written down there."""
+        """The requests of `hook` in it are recorded under `what`."""
         found: list[Collective] = []
 
         def answer(operation: str, buffer: torch.Tensor, ranks: ShapeRanks) -> torch.Tensor:

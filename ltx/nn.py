@@ -104,7 +104,7 @@ def sync_batch_norm(
 
 
 def _kernels_take(x: torch.Tensor, *terms: torch.Tensor | None) -> bool:
-    """Whether torch's own kernels know these dtypes together."""
+    """Whether torch's own kernels take these dtypes together."""
     dtypes = {t.dtype for t in terms if t is not None}
     return len(dtypes) < 2 and dtypes <= {x.dtype, wide(x.dtype)}
 
@@ -135,7 +135,7 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # a derivative of the derivative will be asked for
+        if torch.is_grad_enabled():  # a second derivative will be taken
             # Of views, since the statistics depend on x themselves: what comes by them comes by their own gradients.
             given: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
             inputs = [t for t in given if t is not None and t.requires_grad]
@@ -395,7 +395,7 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
             kept = part.axis if isinstance(part, SyncBatchNorm) else None
             if _is_class_forward(part):
                 del part.forward  # this attribute is the old class' forward
-            # In place: whatever else holds the norm, such as a list, a dict or a hook, has the converted one too.
+            # In place: a list, a dict or a hook that holds the norm has the converted one too.
             part.__class__ = into
             vars(part)["axis"] = kept if axis is None else axis
             vars(part).pop("process_group", None)  # it has no use here, and can't be pickled

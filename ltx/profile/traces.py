@@ -34,7 +34,7 @@ _COMPUTE = "compute"
 
 @dataclass(repr=False)
 class Trace(Recording):
-    """What a recording has seen so far; it can be read while it goes on, and pickled.
+    """The events that a recording has seen so far; a trace can be read during the recording, and pickled.
 
     Attributes:
         events: what was issued, in its order.
@@ -159,14 +159,14 @@ def _profiled(trace: Trace) -> Iterator[None]:
         if event["pid"] != os.getpid():  # a device and its stream
             event["tid"] = _DEVICE_LANES * (1 + event["pid"]) + int(event["tid"])
         if threads_name:
-            event.pop("ts", None)  # a name has no time, and torch's is none of the day
+            event.pop("ts", None)  # a name has no time, and torch's time isn't that of the day
         else:
             event["ts"] += base_us
         trace.profile.append(event)
 
 
 def _epoch_s() -> float:
-    """The time of day when time.perf_counter() was 0. Of several readings, the one that was interrupted least."""
+    """The time of day when time.perf_counter() was 0. The reading, of several, that was interrupted least."""
     readings = []
     for _ in range(5):
         before, now, after = time.perf_counter(), time.time(), time.perf_counter()
@@ -214,7 +214,7 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the first thing on it began, as time of day; 0 if it is empty."""
+        """The time of day at which the first event began; 0 if there is none."""
         return min((bar.start_s for trace in self.traces for bar in _bars(trace)), default=0.0)
 
     def plot(self, ax: Axes | None = None) -> Axes:

@@ -42,10 +42,10 @@ from ltx.runtime.membership import Membership, begin_run
 #: ``data(indices)`` gives a rank's batch.
 Batch = Callable[[Any], Any]
 
-#: What the loss of a peer, or of the connection with it, shows as.
+#: The errors that the loss of a peer, or of the connection with it, causes.
 LOSSES = (PeerLostError, DeadlockDetectedError, CollectiveTimeoutError, ReplicaDivergedError)
 
-# After so many new worlds in a row without a whole step in between, a loss isn't the reason.
+# After this many new worlds in a row without a whole step, a loss isn't the reason.
 _PATIENCE = 3
 
 
@@ -104,7 +104,7 @@ def elastic(
         min_ranks: with fewer left, all raise.
         max_ranks: more aren't taken in; None is without limit.
         meeting_timeout: how long those that regroup wait for a rank that lives and doesn't come: for longer than a
-            step takes. Those that are known to be gone aren't waited for. A newcomer waits so long for an answer.
+            step takes. No rank waits for ranks that are known to be gone. A newcomer waits so long for an answer.
         snapshots: a directory that all ranks see, for checkpoints (:mod:`ltx.checkpoint`), written every `every` steps
             and at the end, of which the latest `keep` stay. Random number generators go on only on as many ranks. No
             other run can use the directory meanwhile: it is locked.
@@ -125,7 +125,7 @@ def elastic(
             train on.
         InputError, UnsupportedError: the arguments can't be gone on with after a loss; when it is called.
 
-    What else a rank raises (a mistake in `data`, an interrupt) ends its training; the others go on without it.
+    Any other error of a rank (a mistake in `data`, an interrupt) ends its training; the others go on without it.
 
     Source: Horovod's ``hvd.elastic.run`` (order of callbacks), torchrun's restarts.
 
@@ -152,7 +152,7 @@ class _NewcomersError(LtxError):
 
 
 class _Told(NamedTuple):
-    """What a rank tells in a new world. A newcomer has done -1 steps."""
+    """The values that a rank tells its peers in a new world. A newcomer has done -1 steps."""
 
     position: DataPosition
     begun: bool
@@ -248,7 +248,7 @@ class ElasticRun:
                     return self.state, self.position
                 except (*LOSSES, _NewcomersError) as loss:
                     self._go_on(self._new_place(loss))
-        except BaseException as error:  # the others shall not wait for this rank
+        except BaseException as error:  # so that others don't wait for this rank
             abandon(error)
             raise
         finally:
@@ -290,7 +290,7 @@ class ElasticRun:
             collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
 
     def _entrance(self) -> Signature:
-        """What newcomers have to agree on with those that are there, besides the program."""
+        """The settings, besides the program, that newcomers and members have to share."""
         parts = ("params", "frozen", "buffers", "opt_state")
         leaves = zip(tree.leaf_paths(self.state), tree.flatten(self.state)[0], strict=True)
         found = {path: leaf for path, leaf in leaves if path.partition(".")[0] in parts}
@@ -330,9 +330,9 @@ class ElasticRun:
                 self.on_step(state, metrics, self.position)
             if state.step % self.every == 0:
                 self._save()
-        if self.saved != self.state.step:  # a loss may have come in between
+        if self.saved != self.state.step:  # a peer may have been lost in between
             self._save()
-        # A rank that ended now would be lost to one that hasn't done the last step.
+        # A rank that hasn't done the last step would lose a rank that ended now.
         collectives.barrier("the end of elastic", self.axis)
 
     def _room(self, here: int, asking: int) -> int:
@@ -367,7 +367,8 @@ class ElasticRun:
         if membership is None or self.futile > _PATIENCE:
             raise loss
         before = set(membership.members)
-        # Asked before the world ends, which knows which peers are gone; where none is up, nothing is known.
+        # This comes before the world ends, since the world knows which peers are gone; without a world nothing is
+        # known.
         axis_comm = comm.resolve(self.axis).comm if settings_of_world() else None
         lost = list if axis_comm is None else axis_comm.gone
         abandon(loss)
@@ -411,7 +412,7 @@ class ElasticRun:
         there = [rank for rank in told if rank.step == max(other.step for other in told)]
         digest, count = Counter(rank.digest for rank in there).most_common(1)[0]
         self.begun = all(rank.begun for rank in told)
-        if 2 * count <= len(there):  # nobody knows which is right
+        if 2 * count <= len(there):  # no rank knows which values are right
             self.has_state = self._restore()
             return self.has_state
         source = next(rank for rank in there if rank.digest == digest)

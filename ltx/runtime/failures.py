@@ -1,4 +1,4 @@
-"""What is told of failures: an exception's text with the user's own frames, and a call's that failed on some ranks.
+"""The texts of failures: an exception's, with the user's own frames, and that of a call that failed on some ranks.
 
 Frames of ltx and of the interpreter's own machinery say nothing about the user's mistake. They are left out, unless
 there are no others.
@@ -65,7 +65,7 @@ def _filter(told: traceback.TracebackException) -> None:
             _filter(other)
 
 
-# Of what a rank raises because a peer has failed.
+# Errors that a rank raises because a peer has failed.
 CONSEQUENCES = ("PeerLostError", "StoreGoneError", "DeadlockDetectedError", "CollectiveTimeoutError")
 
 
@@ -78,7 +78,7 @@ def exit_text(code: int) -> str:
 
 
 def what_became_of_workers(kept: bool) -> str:
-    """What a pool says of its workers after a call that failed or was interrupted."""
+    """The text of a pool on its workers after a call that failed or was interrupted."""
     if kept:
         return "The workers keep their state, and the next run begins with a new world."
     return "The workers were ended, with what they had kept; the next run starts new ones."
@@ -135,7 +135,7 @@ def failure_error(
 
 
 def told_where(answer: Any) -> str:
-    """Where a rank was that was asked to give up, in words; `answer` is None or an At if it didn't."""
+    """The line at which a rank was asked to give up, in words; `answer` is None or an At if it didn't."""
     if answer is None:
         return "didn't give up (it is in code that Python can't interrupt)"
     if isinstance(answer, At):

@@ -55,7 +55,7 @@ class Member(NamedTuple):
 class Decision:
     """The result of a regroup: the same for all processes that read it."""
 
-    members: tuple[Member, ...]  # those that go on, by rank
+    members: tuple[Member, ...]  # the members that go on, by rank
     known: frozenset[int]  # the numbers of processes that are no newcomers any more: they were taken in, or lost
 
     @property
@@ -129,7 +129,7 @@ class Regroup:
         known: Collection[int] = (),  # see Decision
         asking: Callable[[], Sequence[int]] = tuple,  # the newcomers that want to be taken in
         room: Callable[[int, int], int] = lambda here, asking: asking,  # for how many, where so many have come and ask
-        left: Callable[[], Collection[int]] = tuple,  # have left the world before: won't come unless they have
+        left: Callable[[], Collection[int]] = tuple,  # ranks that have left the previous world; others won't come
     ) -> Decision | None:
         """Announce the process of `mine`, and wait until it is decided which processes go on.
 
@@ -203,7 +203,7 @@ class Membership(Watched):
     def __init__(self, store: Store, token: str, number: int, members: Sequence[int], worlds: int, heartbeat_s: float):
         self.token, self.number = token, number
         self.members, self.worlds = list(members), worlds  # in the present world, by rank; how many there have been
-        self.known = frozenset(members)  # who are no newcomers any more
+        self.known = frozenset(members)  # processes that are no newcomers any more
         self.waiting = 0  # newcomers that are there, as far as this process knows; it asks in the background
         self._store, self._heartbeat_s = store, heartbeat_s
         self._last: dict[int, tuple[bytes, float]] = {}

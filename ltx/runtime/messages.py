@@ -1,4 +1,4 @@
-"""What a pool's driver and its workers send each other, and how.
+"""The messages between a pool's driver and its workers, and how they travel.
 
 The driver sends one :class:`Setup`, then calls; the worker answers each with a :class:`Result` or a :class:`Failure`,
 and may send what is to be seen meanwhile: anything with a method ``shown(rank, size)``, see :mod:`ltx.runtime.show`.
@@ -56,7 +56,7 @@ from ltx.runtime.show import ipython
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker takes over from the driver before its first call."""
+    """The settings that a worker takes over from the driver before its first call."""
 
     search_path: list[str]
     threads: int
@@ -123,7 +123,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Failure:
-    """A call raised. What matters is text, so that it arrives whatever the exception is made of."""
+    """A call raised. The fields are text, so that they arrive whatever the exception holds."""
 
     type_name: str
     message: str
@@ -285,7 +285,7 @@ def search_path() -> list[str]:
 
 
 def name_of(fn: Any) -> str:
-    """What messages call a function."""
+    """The name of a function in messages."""
     return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or fn)
 
 
@@ -347,7 +347,7 @@ class _Globals(dict[str, Any]):
         super().__init__({key: of.get(key) for key in ("__name__", "__package__", "__path__", "__file__") if key in of})
 
 
-#: How the names of such modules begin.
+#: The names of such modules begin so.
 _SENT = "ltx_call_"
 
 

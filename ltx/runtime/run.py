@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _problem(parsed: argparse.Namespace) -> str:
-    """What would fail on every rank, before one starts; "" if there is nothing."""
+    """The mistake that would fail on every rank, found before one starts; "" if there is none."""
     try:
         ranks = torchrun.determine_local_world_size(parsed.nproc_per_node)
     except ValueError:
@@ -189,7 +189,7 @@ def launch(arguments: Sequence[str]) -> int:
         mine = [run for run in runs if run.name.startswith(f"{parsed.rdzv_id}_")]
         print(told_failures(mine, error.failures), file=sys.stderr)
         return 1
-    except RendezvousError as error:  # the launchers of several machines: this one's ranks have been ended
+    except RendezvousError as error:  # several launchers lost each other: this one's ranks have ended
         print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
         return 1
     except SignalException as error:
@@ -225,7 +225,7 @@ def first_failure(ended: Mapping[int, Ended]) -> int:
 
 
 def told_failures(runs: Sequence[Path], failures: Mapping[int, Any]) -> str:
-    """What to say of a run that failed: the first failure, and the others' in a line.
+    """The text on a run that failed: the first failure, and the others in a line.
 
     `runs`: where the launcher had the ranks of this run leave word. `failures`: torch's, by rank, of those that had
     ended when the launcher looked.

@@ -68,9 +68,9 @@ class Cleared:
 
 
 class Area:
-    """What one rank has shown in the cell that runs: displays of its own, so that it clears no other's.
+    """The displays of one rank in the running cell; each rank has its own, so that it clears no other's.
 
-    What it shows after it has cleared takes the places of what it has cleared.
+    After a rank has cleared its displays, new ones take their places.
     """
 
     def __init__(self, rank: int | None):
@@ -78,11 +78,11 @@ class Area:
         self._places: list[Any] = []  # handles of displays
         self._at = 0  # the place of what comes next
         self._named: dict[str, Any] = {}
-        self._printed = ""  # what the last place has, if it is printed text
+        self._printed = ""  # the text in the last place, if it is printed text
         self.prints = False  # whether printed text is in places too: it is cleared with the rest
 
     def put(self, seen: Display) -> None:
-        """Show it in its place: that of its name, or the next one."""
+        """Show `seen` in the place of its name, or, if it has no name, in the next place."""
         self._printed = ""
         bundle, text = seen.bundle, seen.bundle.get("text/plain", "")
         if set(bundle) <= {"text/plain"}:
@@ -105,7 +105,7 @@ class Area:
         self._printed = printed
 
     def clear(self, wait: bool) -> None:
-        self._blank(0 if not wait else self._at)  # behind it is what was cleared before
+        self._blank(0 if not wait else self._at)  # the places after it were cleared before
         self._at, self._printed, self.prints = 0, "", True
 
     def finish(self) -> None:
@@ -152,7 +152,7 @@ def show(*values: Any, rank: int | None = None) -> None:
         bundle, metadata = {"text/plain": value if isinstance(value, str) else repr(value)}, {}
         if (shell := ipython()) is not None and not isinstance(value, str):
             bundle, metadata = shell.display_formatter.format(value)
-        if bundle:  # else it has displayed itself
+        if bundle:  # else the value has displayed itself
             deliver(Display(bundle, metadata))
 
 

@@ -44,7 +44,7 @@ from ltx.runtime.show import Writer
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-#: What a fork inherits: a function and its arguments.
+#: A fork inherits this: a function and its arguments.
 Inherited = tuple[Any, tuple[Any, ...]]
 
 
@@ -107,7 +107,7 @@ class _WorkerLoop:
         self._inherited, self._search_path = inherited, search_path
         self.inbox: SimpleQueue[tuple[Any, Callable[[], Any]]] = SimpleQueue()
         self.running: int | None = None  # the number of the call that is being done
-        self.cancelled: int | None = None  # that of the last call that the driver asked to give up
+        self.cancelled: int | None = None  # the number of the last call that the driver asked to give up
         self._connection = connection
         self._delivering = False
         self._interrupted = False
@@ -163,7 +163,7 @@ class _WorkerLoop:
     def answer(self, call: Call, load: Callable[[], Any]) -> None:
         try:
             reply = self._reply(call, load)
-        except KeyboardInterrupt as error:  # it came just when the call had ended
+        except KeyboardInterrupt as error:  # the interrupt came just when the call had ended
             self.running = None
             reply = pack(failure_of(error, cancelled=True))
         for stream in (sys.stdout, sys.stderr):
@@ -195,7 +195,7 @@ class _WorkerLoop:
             return reply
         except BaseException as error:
             self.running = None
-            failure = failure_of(error, doing, cancelled=self.cancelled == call.number)  # peers fail after this one
+            failure = failure_of(error, doing, cancelled=self.cancelled == call.number)  # peers fail after this rank
             abandon(error)
             return pack(failure)
 
@@ -219,7 +219,7 @@ class _WorkerLoop:
             self._delivering = shields
             try:
                 message.send(self._connection)
-            except OSError:  # the driver is gone, or this is a fork that goes on in the worker's place
+            except OSError:  # the driver is gone, or this process is a fork of the worker
                 os._exit(1)
             finally:
                 message.close()

@@ -172,7 +172,7 @@ class DDPStrategy(Strategy):
 
 @lru_cache(maxsize=64)
 def _chosen(strategy: DDPStrategy, choice: str) -> DDPStrategy:
-    """`strategy` with the hook that a state says was chosen. It is cached, as every step asks for it."""
+    """`strategy` with the hook that a state says was chosen. The strategy is cached, as every step asks for it."""
     return replace(strategy, comm_hook=hook_of(choice))
 
 

@@ -392,7 +392,7 @@ _WATCHDOG = {
 
 
 def set_up_watchdog() -> None:
-    """Before a group is made, when torch reads it. What the user has set stays."""
+    """Set the variables that torch reads when it makes a group; the user's values stay."""
     for name, value in _WATCHDOG.items():
         os.environ.setdefault(name, value)
 

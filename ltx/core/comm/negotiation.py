@@ -39,7 +39,7 @@ class Negotiation:
         self._answered: set[str] = set()
         self._at = ""  # the place at which this rank has waited long enough to tell its peers
         self._ended = False
-        self._looked: tuple[object, ...] = ()  # this rank has looked, for this wait and records, for peers elsewhere
+        self._looked: tuple[object, ...] = ()  # the wait and records of the last search for peers
         self._gone = ""  # what :meth:`missing_peers` has found
         self.next_check = (0, 0)  # (session, call) of ltx.debug_checks() on this axis; the same on all ranks
         self._posted: deque[str] = deque()  # where values of this rank are still in the store, oldest first
@@ -356,8 +356,8 @@ class Negotiation:
     def _refuse(self, posts: dict[int, Post]) -> None:
         """Raise if `posts` disagree. A call of some ranks counts as a call of all: their next calls are compared next.
 
-        If one of these ranks has issued a collective that others haven't, it would pair with their next, so all stop
-        issuing.
+        If one of these ranks has issued a collective that others haven't, it would pair with their next one; so all
+        stop.
         """
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         if error := explain_posts(self._name, posts):

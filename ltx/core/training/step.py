@@ -104,7 +104,7 @@ class Step:
     info: StepInfo
     pending: Any  # the result of the strategy's `begin`
     late: bool  # ranks communicate after the optimizer
-    post_update_hook: PostUpdateHook | None  # the hook on each bucket after it, if buckets don't wait for each other
+    post_update_hook: PostUpdateHook | None  # runs on each bucket after the optimizer, if it can
     commit: Callable[[], None]  # called when the step commits
 
     def __post_init__(self) -> None:

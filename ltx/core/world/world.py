@@ -244,7 +244,7 @@ def cores() -> int:
 def accelerators() -> tuple[str, int]:
     """The type of this machine's accelerators, and how many there are; 0 without any.
 
-    It asks the driver's library and starts nothing: a fork of a process that has CUDA going can't use it.
+    It asks the driver's library and doesn't initialise CUDA, which forks of this process couldn't use then.
     """
     found = torch.accelerator.current_accelerator()
     if found is None:
