@@ -44,7 +44,7 @@ class BaguaStrategy(Strategy):
         peer_selection_mode: for decentralized: "all" or "shift_one".
         communication_interval: for the decentralized algorithms: steps between communications.
         warmup_steps: of qadam and async.
-        betas: of qadam.
+        betas, momentum_hook: of qadam; ``momentum_hook=hooks.OneBit()`` makes it 1-bit Adam.
         sync_interval_ms, schedule: of async.
         hierarchical: reduce within each node, let the nodes follow the algorithm, and share the result within them.
             Off by default; in Bagua it is on for most algorithms.
@@ -69,6 +69,7 @@ class BaguaStrategy(Strategy):
     communication_interval: int | None = None
     warmup_steps: int | None = None
     betas: tuple[float, float] | None = None
+    momentum_hook: str | hooks.CommHook | None = None
     sync_interval_ms: float | None = None
     schedule: tuple[int, int] | None = None
     hierarchical: bool | None = None

@@ -6,14 +6,15 @@
     w_r    <- (1 - alpha) a + alpha w_r                         alpha is 0 but in "Streaming DiLoCo"
 
 Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1. Fragments that
-take turns: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025. With lr = 1 and mu = 0 it is
-local SGD.
+take turns, and outer gradients that are sent tau steps before they are used: Douillard et al., "Streaming DiLoCo with
+overlapping communication", 2025, algorithm 2. With lr = 1 and mu = 0 it is local SGD.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import ClassVar
 
 import torch
@@ -22,18 +23,23 @@ from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.extend import (
     Axis,
+    Exchange,
     LeafState,
     Optimizer,
     StateLayout,
     States,
     StepInfo,
     Strategy,
+    Update,
+    Updated,
     advanced,
     arguments,
     needs,
+    negotiate,
     sees_loss,
     states_of,
     tree,
+    wide,
 )
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.typing import Tree
@@ -43,6 +49,8 @@ from ltx.typing import Tree
 ANCHOR, VELOCITY = "anchor", "velocity"
 #: The names of the state's tensors with the user's outer optimizer.
 OUTER = "outer.{}"
+#: With `fragment_sync_delay`: 1 while this process has the parameter's outer gradient under way, else 0.
+SENT = "sent"
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class DiLoCoStrategy(Strategy):
 
     The communication state has two tensors a parameter, "anchor" and "velocity", the same on every rank, of the
     parameter's shape; they are float32 where the parameter is narrower. With an `outer` optimizer its state, "outer.0"
-    and so on, takes the place of "velocity".
+    and so on, takes the place of "velocity". With `fragment_sync_delay` there is a number besides, "sent".
 
     Args:
         period: inner steps between two outer ones; the papers use 30 to 500.
@@ -71,14 +79,21 @@ class DiLoCoStrategy(Strategy):
             FedAdam's.
         update_alpha: in an outer step a rank keeps this part of its own parameters, and takes the rest from the anchor:
             ranks then differ.
+        fragment_sync_delay: a fragment's outer gradients are sent this many steps before its outer step, which waits
+            for them; meanwhile ranks go on with inner steps. The delay is less than ``period // fragments``. Of what a
+            rank learns in these steps, the part `update_alpha` stays. A state in between can't be copied:
+            ``train.finish(state)``, called by every rank, waits for the outer gradients and changes no parameters, so
+            training that goes on from a checkpoint of the finished state gives the same bits.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed, as an `outer` optimizer that looks at several
-            parameters or at the loss, or keeps whole numbers; more fragments than parameters, complex parameters
-            (when training is initialised).
+            parameters or at the loss, or keeps whole numbers, or with `fragment_sync_delay` an `outer_hook` of two
+            phases, as ByteGrad or error feedback; more fragments than parameters, complex parameters (when training is
+            initialised); a step from a state that was copied or pickled while outer gradients were under way.
 
-    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, without its overlap of outer and inner steps.
+    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, algorithm 2. torchft's ``DiLoCo`` has the schedule
+    and the names.
 
     Example:
         >>> import torch, ltx
@@ -101,6 +116,7 @@ class DiLoCoStrategy(Strategy):
     fragments: int = 1
     outer: Optimizer | None = None
     update_alpha: float = 0.0
+    fragment_sync_delay: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +124,8 @@ class DiLoCoStrategy(Strategy):
         arguments.check_number(self, 0, "outer_lr")
         arguments.check_number(self, 0, "outer_momentum", below=1)
         arguments.check_number(self, 0, "update_alpha", below=1)
-        resolve_hook(self, "outer_hook")
+        arguments.check_whole(self, 0, "fragment_sync_delay")
+        hook = resolve_hook(self, "outer_hook")
         arguments.check_fields(self, StrategyError, "outer")
         needs.require("outer, optimizer", self.outer)
         if self.outer is not None and (self.outer_lr, self.outer_momentum) != (0.7, 0.9):
@@ -121,14 +138,22 @@ class DiLoCoStrategy(Strategy):
                 f"DiLoCoStrategy.fragments must be at most the period, {self.period}, as one is sent at a time, got "
                 f"{self.fragments!r}."
             )
+        if self.fragment_sync_delay >= (between := self.period // self.fragments):
+            raise StrategyError(
+                f"DiLoCoStrategy.fragment_sync_delay must be less than period // fragments, {between}, as one fragment "
+                f"is under way at a time, got {self.fragment_sync_delay!r}."
+            )
+        if self.fragment_sync_delay:
+            needs.require("background, hook", hook, "DiLoCoStrategy.fragment_sync_delay")
 
     def hook(self, step: int) -> None:
         return None
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        wide = torch.float32 if param.dtype.itemsize < 4 else param.dtype
-        anchor = param.detach().to(wide, copy=True)
-        own = resolved(self.outer_hook).init(anchor, path)
+        anchor = param.detach().to(wide(param.dtype), copy=True)
+        own = dict(resolved(self.outer_hook).init(anchor, path))
+        if self.fragment_sync_delay:
+            own[SENT] = anchor.new_zeros(())
         if self.outer is None:
             return {**own, ANCHOR: anchor, VELOCITY: torch.zeros_like(anchor)}
         begun = self.outer.init({path: anchor})
@@ -155,7 +180,14 @@ class DiLoCoStrategy(Strategy):
                 f"DiLoCoStrategy.fragments must be at most the number of parameters, {len(leaves)}, got "
                 f"{self.fragments!r}."
             )
-        resolved(self.outer_hook).each(tree.leaf_paths(params))  # raises where paths don't fit
+        hook = resolved(self.outer_hook)
+        hook.each(tree.leaf_paths(params))  # raises where paths don't fit
+        for at in range(self.period if self.fragment_sync_delay else 0):
+            if self.due(at) is not None:  # ranks are together here; the first to send would wait for the others
+                members, _ = self._fragment(params, at)
+                given = [torch.empty_like(x, dtype=wide(x.dtype)) for x in members.values()]
+                held = [hook.init(x, path) for path, x in zip(members, given, strict=True)]
+                negotiate(self, hook, given, list(members), StepInfo(0, axis), held, background=True)
         return super().init_optimizer(optimizer, params, axis)
 
     def due(self, step: int) -> int | None:
@@ -166,35 +198,95 @@ class DiLoCoStrategy(Strategy):
         """`step + 1`, counted from where the first outer step of a fragment would have had a whole period before it."""
         return step + 1 + fragment * self.period // self.fragments
 
+    @property
+    def updates_in_buckets(self) -> bool:
+        return not self.fragment_sync_delay
+
     def communicates_after_update(self, step: int) -> bool:
-        return self.due(step) is not None
+        return not self.fragment_sync_delay and self.due(step) is not None
 
     def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
-        fragment = self.due(info.step)
-        if fragment is None:
+        if self.due(info.step) is None:
             return params, states
-        leaves, spec = tree.flatten(params)
+        states = self._moved(params, states, info.step, self._send(params, states, info, info.step))
+        return self._mixed(params, states, info.step), states
+
+    def update(self, update: Update, states: States, info: StepInfo, pending: Exchange | None) -> Updated:
+        if not self.fragment_sync_delay:
+            return super().update(update, states, info, pending)
+        ready = self.due(info.step) is not None
+        if ready:  # before the optimizer: if a peer is lost, the state is as it was
+            states, pending = self._arrived(update.params, states, info, pending), None
+        params, opt_state = update.apply()
+        if ready:
+            params = self._mixed(params, states, info.step)
+        elif self.due(at := info.step + self.fragment_sync_delay) is not None:
+            pending = self._send(params, states, info, at)
+            if info.axis.ranks.lags:
+                own = {path: states[path] for path in self._fragment(params, at)[0]}
+                states = {**states, **{path: {**own[path], SENT: torch.ones_like(own[path][SENT])} for path in own}}
+            else:  # the anchors' next values wait in the state, as after finish
+                states, pending = self._moved(params, states, at, pending), None
+        return Updated(params, opt_state, states, pending)
+
+    def finish(self, params: Tree, states: States, info: StepInfo, pending: Exchange | None) -> tuple[Tree, States]:
+        return params, self._arrived(params, states, info, pending)
+
+    def _arrived(self, params: Tree, states: States, info: StepInfo, pending: Exchange | None) -> States:
+        """The states when outer gradients that are under way have arrived and moved the anchors."""
+        if not self.fragment_sync_delay:
+            return states
+        at = next(step for step in count(info.step) if self.due(step) is not None)
+        if pending is not None:
+            return self._moved(params, states, at, pending)
+        path = next(iter(self._fragment(params, at)[0]))
+        sent = states[path][SENT]
+        if info.axis.ranks.lags and not sent.is_meta and bool(sent):
+            raise StrategyError(
+                f"rank {info.axis.rank}: DiLoCoStrategy: the outer gradient of parameter {path!r} is under way, and "
+                "this state is a copy (pickle, copy.deepcopy, ltx.tree.map), which hasn't got it. Copy what finish "
+                "gives, called by all ranks: state = train.finish(state)."
+            )
+        return states
+
+    def _fragment(self, params: Tree, at: int) -> tuple[dict[str, torch.Tensor], int]:
+        """The parameters, by path, that take an outer step after the update of step `at`, and its number."""
+        fragment = self.due(at)
+        assert fragment is not None
+        leaves, paths = tree.flatten(params)[0], tree.leaf_paths(params)
         members = cut([x.numel() * x.dtype.itemsize for x in leaves], self.fragments)[fragment]
-        every = tree.leaf_paths(params)
-        paths = [every[i] for i in members]
-        before = [states[path] for path in paths]
+        return {paths[i]: leaves[i] for i in members}, self._since(at, fragment) // self.period - 1
+
+    def _send(self, params: Tree, states: States, info: StepInfo, at: int) -> Exchange:
+        """Send the outer gradients for the outer step after the update of step `at`."""
+        members, outer_step = self._fragment(params, at)
+        anchors = [states[path][ANCHOR] for path in members]
         # In the anchor's dtype, but without what a narrower parameter rounds off of it: no rank has moved by that.
-        moved = [
-            state[ANCHOR].to(leaves[i].dtype).to(state[ANCHOR].dtype) - leaves[i]
-            for i, state in zip(members, before, strict=True)
-        ]
-        outer_step = self._since(info.step, fragment) // self.period - 1
+        moved = [a.to(x.dtype).to(a.dtype) - x for a, x in zip(anchors, members.values(), strict=True)]
         hook = resolved(self.outer_hook).at(outer_step)
-        held = [states_of(hook, state) for state in before]
-        grads, advanced = self.exchange(hook, moved, paths, StepInfo(outer_step, info.axis), held).wait()
-        leaves, states = list(leaves), dict(states)
-        for i, path, d, after in zip(members, paths, grads, advanced, strict=True):
-            outer = self._outer_step(path, d, states[path], outer_step)
-            anchor = outer[ANCHOR]
-            mixed = anchor.lerp(leaves[i].to(anchor.dtype), self.update_alpha) if self.update_alpha else anchor
-            leaves[i] = mixed.to(leaves[i].dtype)
-            states[path] = {**states[path], **after, **outer}
-        return tree.unflatten(spec, leaves), states
+        held, info = [states_of(hook, states[path]) for path in members], StepInfo(outer_step, info.axis)
+        return self.exchange(hook, moved, list(members), info, held, background=self.fragment_sync_delay > 0)
+
+    def _moved(self, params: Tree, states: States, at: int, sent: Exchange) -> States:
+        """The states after the outer step that follows the update of step `at`."""
+        members, outer_step = self._fragment(params, at)
+        states = dict(states)
+        for path, grad, after in zip(members, *sent.wait(), strict=True):
+            states[path] = {**states[path], **after, **self._outer_step(path, grad, states[path], outer_step)}
+            if self.fragment_sync_delay:
+                states[path][SENT] = torch.zeros_like(states[path][SENT])
+        return states
+
+    def _mixed(self, params: Tree, states: States, at: int) -> Tree:
+        """The parameters with those of a fragment drawn to its anchors."""
+        members, _ = self._fragment(params, at)
+        for path, x in members.items():
+            anchor = states[path][ANCHOR]
+            mixed = anchor.lerp(x.to(anchor.dtype), self.update_alpha) if self.update_alpha else anchor
+            members[path] = mixed.to(x.dtype)
+        leaves, spec = tree.flatten(params)
+        paths = tree.leaf_paths(params)
+        return tree.unflatten(spec, [members.get(path, x) for path, x in zip(paths, leaves, strict=True)])
 
     def _outer_step(self, path: str, grad: torch.Tensor, state: LeafState, step: int) -> LeafState:
         """The next anchor of a parameter, and the outer optimizer's state of it."""

@@ -4,9 +4,10 @@
     steps s > w:    m_r = b1 m + (1 - b1) g_r;     m = 8-bit mean_r m_r;     v frozen;     Adam's step along m
 
 Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", ICML 2021,
-algorithm 1, with the 8-bit messages of Bagua's qadam (Gan et al., "BAGUA: scaling up distributed learning with system
-relaxations", VLDB 2022) in place of one bit with error feedback. Adam's step is linear in m, not in g: so m may be
-compressed as gradients may in SGD. The optimizer's part is :func:`ltx.optim.qadam`.
+algorithm 1: with ``momentum_hook=hooks.OneBit()``, one bit a number and error feedback. The default are the 8-bit
+messages of Bagua's qadam (Gan et al., "BAGUA: scaling up distributed learning with system relaxations", VLDB 2022).
+Adam's step is linear in m, not in g: so m may be compressed as gradients may in SGD. The optimizer's part is
+:func:`ltx.optim.qadam`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from ltx.extend import (
     around,
     brief,
     needs,
+    states_of,
     tree,
     unpack,
 )
+from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim import Optimizer
 from ltx.strategies.nodes import ByNode, NodeStrategy
 
@@ -47,9 +50,7 @@ _EIGHT_BITS = hooks.ByteGrad()
 @around("among")
 @dataclass(frozen=True)
 class MeanMomentum(hooks.CommHook):
-    """The mean over ranks of b1 m + (1 - b1) g_r in eight bits, which is the next m too: state of each parameter."""
-
-    state_names: ClassVar[tuple[str, ...]] = (MOMENTUM,)
+    """The mean over ranks of b1 m + (1 - b1) g_r by another hook, which is the next m too: state of each parameter."""
 
     exact: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
@@ -59,35 +60,47 @@ class MeanMomentum(hooks.CommHook):
     beta1: float
     among: hooks.CommHook = _EIGHT_BITS  # what takes the mean: among all ranks, or among nodes
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return (MOMENTUM, *self.among.state_names)
+
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
-        return {MOMENTUM: torch.zeros_like(param, dtype=self.wire_dtype(param.dtype)).contiguous()}
+        momentum = torch.zeros_like(param, dtype=self.wire_dtype(param.dtype)).contiguous()
+        return {**self.among.init(param, path), MOMENTUM: momentum}
+
+    def at(self, step: int) -> MeanMomentum:
+        return replace(self, among=self.among.at(step))
 
     def scale(self, axis_size: int) -> float:
         return (1 - self.beta1) / axis_size
 
     def extra_terms(self, state: LeafState, axis_size: int) -> Terms:
-        return [(state[MOMENTUM], self.beta1 / axis_size)]
+        return [(state[MOMENTUM], self.beta1 / axis_size), *self.among.extra_terms(state, axis_size)]
 
     def reduce(self, inputs: BucketInput) -> Reduction:
-        mean, _ = yield from self.among.reduce(replace(inputs, states=[{} for _ in inputs.states]))
-        return mean, [{MOMENTUM: part} for part in unpack(mean, inputs.bucket, cast=False)]
+        own = [states_of(self.among, state) for state in inputs.states]
+        mean, after = yield from self.among.reduce(replace(inputs, states=own))
+        momenta = unpack(mean, inputs.bucket, cast=False)
+        return mean, [{**state, MOMENTUM: m} for state, m in zip(after, momenta, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class QAdam(NodeStrategy):
-    """Adam with mean gradients for `warmup_steps` steps, and 8-bit mean momenta from then on.
+    """Adam with mean gradients for `warmup_steps` steps, and compressed mean momenta from then on.
 
     It trains with :func:`ltx.optim.qadam` alone, of the same `warmup_steps` and `betas`, and by
     :func:`ltx.train_step`: what a data-parallel step of it gives for gradients after the warm-up is the next momentum.
-    Parameters and states are the same on every rank. The loss mustn't be an :class:`ltx.Weighted`.
+    Parameters and momenta are the same on every rank. The loss mustn't be an :class:`ltx.Weighted`.
 
     The phases don't overlap: the last step of the warm-up is all Adam's, the next one averages momenta. Bagua's loses
     the gradients of a step in between; ``ltx.optim.qadam(bagua_exact=True)`` does too.
 
     Args:
         warmup_steps, betas: the optimizer's.
+        momentum_hook: what takes the mean of momenta: ByteGrad() for Bagua's qadam, OneBit() for 1-bit Adam, whose
+            residuals are each rank's own, or another that stands for a mean; also "allreduce", "fp16", "bf16".
         hierarchical, node_size: exact sums within nodes of that many ranks, each of which exchanges a part with other
-            nodes: in eight bits after the warm-up, with a grid for each part.
+            nodes: in eight bits after the warm-up, with a grid for each part. For a `momentum_hook` without state.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
@@ -106,10 +119,9 @@ class QAdam(NodeStrategy):
         tensor(0.4383)
     """
 
-    layout: ClassVar[StateLayout] = StateLayout(sync_state="replicated")
-
     warmup_steps: int
     betas: tuple[float, float] = (0.9, 0.999)
+    momentum_hook: str | hooks.CommHook = _EIGHT_BITS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,6 +129,15 @@ class QAdam(NodeStrategy):
         pair = self.betas if isinstance(self.betas, tuple) else ()
         if len(pair) != 2 or not all(arguments.is_number(beta) and 0 <= beta < 1 for beta in pair):
             raise StrategyError(f"QAdam.betas must be a pair of numbers in [0, 1), got {brief(self.betas)}.")
+        hook = resolve_hook(self, "momentum_hook")
+        needs.require("momenta, hook", hook)
+        if self.hierarchical:
+            needs.require("state in nodes, hook", hook, repr(self))
+
+    @property
+    def layout(self) -> StateLayout:
+        has_own = resolved(self.momentum_hook).state_names
+        return StateLayout(sync_state="per_rank" if has_own else "replicated")
 
     def hook(self, step: int) -> hooks.CommHook:
         return self._hooks.at(step)
@@ -126,14 +147,16 @@ class QAdam(NodeStrategy):
 
     @property
     def _hooks(self) -> hooks.CommHook:
-        if self.node_size is None:
-            return hooks.after(self.warmup_steps, MeanMomentum(self.betas[0]))
-        momenta = MeanMomentum(self.betas[0], ByNode(self.node_size, _EIGHT_BITS))
-        return hooks.after(self.warmup_steps, momenta, ByNode(self.node_size, hooks.AllReduce()))
+        among: hooks.CommHook = resolved(self.momentum_hook)
+        exact: hooks.CommHook = EXACT
+        if self.node_size is not None:
+            among, exact = ByNode(self.node_size, among), ByNode(self.node_size, exact)
+        return hooks.after(self.warmup_steps, MeanMomentum(self.betas[0], among), exact)
 
     @property
-    def constant_after(self) -> int:
-        return self.warmup_steps
+    def constant_after(self) -> int | None:
+        last: int | None = self._hooks.constant_after
+        return last
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         wanted = QAdamOptimizer, self.warmup_steps, self.betas

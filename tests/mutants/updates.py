@@ -13,9 +13,9 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: the anchor stays",
-        where="DiLoCoStrategy.after_update",
-        old="states[path] = {**states[path], **after, **outer}",
-        new="states[path] = {**states[path], **after, **outer, ANCHOR: states[path][ANCHOR]}",
+        where="DiLoCoStrategy._moved",
+        old="**self._outer_step(path, grad, states[path], outer_step)}",
+        new="**self._outer_step(path, grad, states[path], outer_step), ANCHOR: states[path][ANCHOR]}",
         breaks="every outer step begins at the first parameters",
         tests=("tests/contract/strategies/test_diloco.py",),
     ),

@@ -65,6 +65,15 @@ TABLE = {
         lambda x, kind, *same: isinstance(x, kind) and (x.warmup_steps, x.betas) == same,
         "use ltx.optim.qadam(lr, warmup_steps=, betas=)",
     ),
+    "momenta, hook": Need(
+        "QAdam.momentum_hook", "a result that stands for the mean", lambda x: x.averages, "use ltx.hooks.OneBit()"
+    ),
+    "state in nodes, hook": Need(
+        "a strategy by node",
+        "a hook without state of parameters, as ranks of a node have parts of them",
+        lambda x: not x.state_names,
+        "leave hierarchical and node_size out, or error feedback: ltx.hooks.OneBit(error_feedback=False)",
+    ),
     "ZeRO, optimizer": Need(
         "ZeroStrategy",
         "updates of each element by itself, as a rank updates some elements of a parameter",
@@ -153,6 +162,12 @@ TABLE = {
     ),
     "state in a chain, inner hook": Need(
         "chain: the outer hook", "a hook without state of parameters", lambda x: not x.state_names, _AROUND
+    ),
+    "background, hook": Need(
+        "an exchange in the background",
+        "one collective a bucket, for one channel",
+        lambda x, ranks=2: x.phases_on(ranks) < 2,
+        "use a hook of one phase, such as ltx.hooks.BF16(), or send it within a step",
     ),
     "partition, hook": Need(
         "hooks.partition", "collectives of ltx, in the order of buckets", lambda x: x.phases_on(2) != 0, _OWN

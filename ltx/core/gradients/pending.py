@@ -22,6 +22,7 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base.errors import LtxError, StrategyError, UnsupportedError
+from ltx.core.base.needs import require
 from ltx.core.base.private import graph_task
 from ltx.core.comm.backends import StreamFence
 from ltx.core.gradients.comm_hook import CommHook, program_of, reduce_at_once
@@ -270,8 +271,8 @@ class Exchange:
         self._completed: list[Reduced] = []
         self._failed: LtxError | None = None
         self._states = list(states) or [{} for _ in tensors]
-        if background and (phases := plan.hook.phases_on(plan.axis.size)) > 1:
-            raise StrategyError(f"{plan.hook!r} has {phases} phases; in the background there is one channel, for one.")
+        if background:
+            require("background, hook", plan.hook, "", plan.axis.size)
         if plan.axis.comm is not None:
             if any_derivative(tensors):
                 raise UnsupportedError(

@@ -201,11 +201,12 @@ def negotiate(
     tensors: Sequence[torch.Tensor],
     paths: Sequence[str],
     info: StepInfo,
+    states: Sequence[LeafState] = (),
     *,
     background: bool = False,
 ) -> None:
     """Compare an exchange with the peers now, so that the first exchange needn't wait for them. Sends nothing."""
-    _plan(strategy, hook, tensors, paths, info, (), background)
+    _plan(strategy, hook, tensors, paths, info, states, background)
 
 
 def _plan(

@@ -284,7 +284,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             ),
         ],
         "ltx.LocalSGDStrategy": [Call(ltx.LocalSGDStrategy, (4, 0, None, "allreduce"), {**common})],
-        "ltx.DiLoCoStrategy": [Call(ltx.DiLoCoStrategy, (4, 0.7, 0.9, "allreduce", 1, adam, 0.5), {**common})],
+        "ltx.DiLoCoStrategy": [Call(ltx.DiLoCoStrategy, (4, 0.7, 0.9, "allreduce", 1, adam, 0.5, 1), {**common})],
         "ltx.ZeroStrategy": [Call(ltx.ZeroStrategy, (), {**common})],
         # --- transformations
         "ltx.DataParallel": [Call(ltx.DataParallel, (loss, ddp, 0), {}, _stepped)],

@@ -188,6 +188,7 @@ STRATEGIES: dict[str, ltx.Strategy] = {
     "randomk in bytes": ddp(comm_hook=hooks.chain(hooks.RandomK(0.5), hooks.ByteGrad())),
     "local": Local(),
     "background": Background(),
+    "sent ahead": ltx.DiLoCoStrategy(4, fragments=2, fragment_sync_delay=1),
 }
 
 

@@ -178,6 +178,12 @@ ROWS: dict[str, Row] = {
         partial(diloco.diloco, period=3, lr=0.7, momentum=0.9, average=partial(diloco.EightBits, feedback=True)),
         replicated=False,
     ),
+    # Between steps 4 and 5, where the suite saves a state, nothing is under way; test_diloco.py saves at all others.
+    "DiLoCo, fragments sent two steps ahead, mixed": Row(
+        ltx.DiLoCoStrategy(8, fragments=2, fragment_sync_delay=2, update_alpha=0.25),
+        partial(diloco.diloco, period=8, lr=0.7, momentum=0.9, fragments=(("b", "s"), ("w",)), alpha=0.25, delay=2),
+        replicated=False,
+    ),
     "qadam": Row(
         QAdam(warmup_steps=4, betas=(0.8, 0.9)), qadam.trained_by(**QADAM), optimizer=ltx.optim.qadam(**QADAM)
     ),
@@ -186,6 +192,12 @@ ROWS: dict[str, Row] = {
         qadam.trained_by(**QADAM, bagua_exact=True),
         optimizer=ltx.optim.qadam(**QADAM, bagua_exact=True),
         ranks=(3,),
+    ),
+    "1-bit Adam": Row(
+        ltx.BaguaStrategy("qadam", warmup_steps=4, betas=(0.8, 0.9), momentum_hook=hooks.OneBit(block=8)),
+        qadam.trained_by(**QADAM, one_bit=8),
+        optimizer=ltx.optim.qadam(**QADAM),
+        ranks=(2, 3),
     ),
     "qadam, hierarchical": Row(
         ltx.BaguaStrategy("qadam", warmup_steps=4, betas=(0.8, 0.9), hierarchical=True, node_size=2),

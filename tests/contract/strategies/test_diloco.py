@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,102 @@ def test_updates_bucket_by_bucket_give_the_same(ranks: Ranks) -> None:
         assert all(map(torch.equal, ltx.tree.flatten(plain)[0], ltx.tree.flatten(other)[0]))
 
 
+# --- sent ahead of the outer step -------------------------------------------------------------------------------------
+
+#: torchft's golden values: test_fixtures/*DiLoCoMockedUpdateTest.test_diloco_mocked_updates_*.json, of 2 replicas, a
+#: gradient of 2 everywhere, an inner rate of 1, an outer one of 2, sync_every=6. By (fragment_sync_delay,
+#: fragment_update_alpha): the first and the second layer before steps 0 to 15.
+TORCHFT: dict[tuple[int, float], tuple[list[float], list[float]]] = {
+    (0, 0.0): (
+        [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59],
+        [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53],
+    ),
+    (0, 0.5): (
+        [1, -1, -3, -8, -10, -12, -14, -16, -18, -24.5, -26.5, -28.5, -30.5, -32.5, -34.5, -40.25],
+        [1, -1, -3, -5, -7, -9, -17, -19, -21, -23, -25, -27, -32, -34, -36, -38],
+    ),
+    (1, 0.0): (
+        [1, -1, -3, -7, -9, -11, -13, -15, -17, -27, -29, -31, -33, -35, -37, -47],
+        [1, -1, -3, -5, -7, -9, -19, -21, -23, -25, -27, -29, -39, -41, -43, -45],
+    ),
+    (1, 0.5): (
+        [1, -1, -3, -6, -8, -10, -12, -14, -16, -21.5, -23.5, -25.5, -27.5, -29.5, -31.5, -35.75],
+        [1, -1, -3, -5, -7, -9, -15, -17, -19, -21, -23, -25, -29, -31, -33, -35],
+    ),
+}
+
+
+@pytest.mark.parametrize(("delay", "alpha"), TORCHFT)
+def test_torchfts_golden_values(delay: int, alpha: float) -> None:
+    """Their first fragment is ltx's last: it takes its outer step first."""
+    strategy = ltx.DiLoCoStrategy(6, 2.0, 0.0, fragments=2, update_alpha=alpha, fragment_sync_delay=delay)
+    step = ltx.data_parallel(lambda p, x: 2 * (p["a"] + p["b"]) + 0 * x, strategy)
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
+    state = train.init({"a": torch.tensor(1.0), "b": torch.tensor(1.0)})
+    for time, (first, second) in enumerate(zip(*TORCHFT[delay, alpha], strict=True)):
+        assert torch.equal(state.params["b"], torch.full_like(state.params["b"], first)), time
+        assert torch.equal(state.params["a"], torch.full_like(state.params["a"], second)), time
+        state, _ = ltx.vmap(train, in_dims=(0 if time else None, 0))(state, torch.zeros(2))
+
+
+AHEAD = ltx.DiLoCoStrategy(6, fragments=2, update_alpha=0.5, fragment_sync_delay=2, outer_hook=hooks.RandomK(0.5))
+
+
+def ahead(xs: Tensor, folder: Path | None = None) -> Any:
+    """(parameters after each step, the last communication state, whether something was under way after each step)
+
+    With a `folder` the state is finished, saved there and loaded after every step.
+    """
+    train, rank = trainer(AHEAD), int(ltx.axis_index())
+    state, history, under_way = train.init(start()), [], []
+    for step, x in enumerate(xs[rank]):
+        state, _ = train(state, x)
+        under_way.append(state.pending is not None)
+        history.append({name: p.clone() for name, p in state.params.items()})
+        if folder is not None:
+            ltx.checkpoint.save(folder / str(step), train.finish(state))
+            state = ltx.checkpoint.load(folder / str(step), train.init(start())).state
+    return history, ltx.tree.flatten(train.finish(state).sync_state.leaves)[0], under_way
+
+
+def test_every_backing_and_checkpoint_gives_the_same_bits(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    xs = torch.randn(2, 14)
+    plain, saved = ranks(2).run(ahead, xs), ranks(2).run(ahead, xs, tmp_path)
+    train = trainer(AHEAD)
+    state, simulated = train.init(start()), []
+    for step, x in enumerate(xs.T):
+        state, _ = ltx.vmap(train, in_dims=(0 if step else None, 0))(state, x)
+        simulated.append({name: p.clone() for name, p in state.params.items()})
+    for rank, (one, other, in_turn) in enumerate(
+        zip(plain, saved, ltx.simulate(lambda: ahead(xs), ranks=2)(), strict=True)
+    ):
+        assert one[2] == [step % 3 != 2 for step in range(14)]
+        by_step = ltx.tree.map(lambda x, rank=rank: x[rank], simulated)
+        for found in (
+            other[:2],
+            in_turn[:2],
+            (by_step, [x[rank] for x in ltx.tree.flatten(state.sync_state.leaves)[0]]),
+        ):
+            assert all(map(torch.equal, ltx.tree.flatten(one[:2])[0], ltx.tree.flatten(found)[0]))
+
+
+def test_a_copy_has_nothing_under_way(ranks: Ranks) -> None:
+    def run() -> bool:
+        train = trainer(AHEAD, donate=False)
+        state, _ = train(train.init(start()), torch.ones(()))
+        copied = pickle.loads(pickle.dumps(state))
+        with pytest.raises(StrategyError, match=r"^rank \d: DiLoCoStrategy: the outer gradient of parameter"):
+            train.finish(copied)
+        finished = train.finish(state)
+        copied, _ = train(copied, torch.ones(()))
+        with pytest.raises(StrategyError, match=r"Copy what finish gives, called by all ranks: state = train\.finish"):
+            train(copied, torch.ones(()))
+        same = pickle.loads(pickle.dumps(finished))
+        return all(map(torch.equal, ltx.tree.flatten(same)[0], ltx.tree.flatten(finished)[0]))
+
+    assert all(ranks(2).run(run))
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +325,15 @@ def test_parameters_that_dont_fit() -> None:
         trainer(ltx.DiLoCoStrategy(5, fragments=5)).init(start())
     with pytest.raises(StrategyError, match=r"parameter 'c', complex64\[2\], needs .*: keep its real and imaginary"):
         trainer(ltx.DiLoCoStrategy(5)).init({**start(), "c": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_what_doesnt_go_with_sending_ahead() -> None:
+    with pytest.raises(
+        StrategyError, match=r"^DiLoCoStrategy.fragment_sync_delay needs one collective a bucket.*ByteGrad"
+    ):
+        ltx.DiLoCoStrategy(4, fragment_sync_delay=1, outer_hook=hooks.ByteGrad())
+    with pytest.raises(StrategyError, match="needs an update of each bucket by itself"):
+        trainer(AHEAD, overlap="update")
 
 
 def counted() -> Any:

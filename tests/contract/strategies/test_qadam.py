@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
-from ltx import optim
+from ltx import hooks, optim
 from ltx.errors import StrategyError, UnsupportedError
 from tests.inside import QAdam
 from tests.kinds import Ranks
@@ -96,6 +96,40 @@ def test_the_momentum_and_the_optimizers_are_one(seed: int) -> None:
         frozen = adam["exp_avg_sq"].clone() if t == 1 else frozen
 
 
+@pytest.mark.parametrize(
+    "hook", [hooks.OneBit(), hooks.BF16(error_feedback=True), "fp16", hooks.PowerSGD(start_step=0)]
+)
+def test_momenta_by_another_hook(hook: Any, ranks: Ranks, seed: int) -> None:
+    """Momenta are the same on every rank, what a hook keeps is each rank's own, and the loss falls."""
+    strategy = QAdam(warmup_steps=2, momentum_hook=hook)
+
+    def run(start: Tensor, target: Tensor) -> Any:
+        step = ltx.data_parallel(lambda w, x: (w - x).square().sum(), strategy)
+        train, mine = ltx.train_step(step, optim.qadam(0.01, warmup_steps=2)), target[int(ltx.axis_index())]
+        state, losses = train.init(start), []
+        for _ in range(12):
+            state, metrics = train(state, mine)
+            losses.append(metrics.loss.item())
+        return state.params, state.sync_state.leaves, losses
+
+    (params, leaves, losses), (same, others, _) = ranks(2).run(run, torch.zeros(40, 30), 1 + torch.randn(2, 40, 30))
+    assert torch.equal(params, same)
+    assert losses == sorted(losses, reverse=True)
+    for path, state in leaves.items():
+        assert torch.equal(state["momentum"], others[path]["momentum"])
+        if "residual" in state:
+            assert not torch.equal(state["residual"], others[path]["residual"])
+    assert strategy.layout.sync_state == ("replicated" if hook == "fp16" else "per_rank")
+
+
+def test_one_bit_is_a_thirtieth(ranks: Ranks) -> None:
+    nbytes, explained, _ = (
+        ranks(2).run(sent, QAdam(warmup_steps=2, momentum_hook=hooks.OneBit()), optim.qadam(warmup_steps=2)).rank(0)
+    )
+    assert all(explained)
+    assert nbytes[2] == nbytes[3] < nbytes[1] / 16
+
+
 # --- what doesn't go together ----------------------------------------------------------------------------------------
 
 
@@ -117,6 +151,17 @@ def test_weighted_losses_are_refused_once_momenta_travel() -> None:
 
 def test_weighted_losses_are_refused_between_processes(ranks: Ranks) -> None:
     ranks(2).run(test_weighted_losses_are_refused_once_momenta_travel)
+
+
+def test_hooks_that_dont_fit() -> None:
+    with pytest.raises(
+        StrategyError, match=r"^QAdam.momentum_hook needs a result that stands for the mean, which Adasum"
+    ):
+        QAdam(warmup_steps=2, momentum_hook=hooks.Adasum())
+    by_node = {"warmup_steps": 2, "hierarchical": True, "node_size": 2}
+    with pytest.raises(StrategyError, match=r"needs a hook without state of parameters, .* which OneBit\(\) doesn't"):
+        QAdam(**by_node, momentum_hook=hooks.OneBit())
+    assert QAdam(**by_node, momentum_hook=hooks.OneBit(error_feedback=False)).layout.sync_state == "replicated"
 
 
 STEP = ltx.data_parallel(lambda w, x: (w * x).sum(), QAdam(warmup_steps=5))

@@ -21,6 +21,7 @@ SIZE, STEPS, SLOW_FROM = 3, 16, 5
 BOUNDED = {
     "local SGD": (ltx.LocalSGDStrategy(period=8), 8),
     "DiLoCo": (ltx.DiLoCoStrategy(period=8), 7),
+    "DiLoCo, sent ahead": (ltx.DiLoCoStrategy(period=8, fragment_sync_delay=2), 7),
     "async averaging": (AsyncAveraging(schedule=(8, 4)), 12),
 }
 

@@ -79,6 +79,7 @@ BYTES = WHOLE.format(1)
 OR_AUTO = f'"auto" or {BYTES}'
 HOOK = "one of {} or an ltx.hooks.CommHook"
 SHORT = HOOK.format(["allreduce", "bf16", "fp16"])
+AHEAD, ALONE = "less than period // fragments, ", "as one fragment is under way at a time"
 SECONDS = "a number of seconds or a datetime.timedelta, more than 0"
 WRAPPER = "one of ['bf16', 'fp16'] or a function from an ltx.hooks.CommHook to another"
 PERIODS = (
@@ -120,7 +121,11 @@ BAD: list[tuple[Callable[..., ltx.Strategy], str, str, str, list[Any]]] = [
     (Outer, "DiLoCoStrategy", "outer_hook", SHORT, [None]),
     (Outer, "DiLoCoStrategy", "outer", "Optimizer or None", ["adam"]),
     (Outer, "DiLoCoStrategy", "update_alpha", f"{NOT_NEGATIVE}, and less than 1", [1.0]),
+    (Outer, "DiLoCoStrategy", "fragment_sync_delay", WHOLE.format(0), [-1]),
+    (Outer, "DiLoCoStrategy", "fragment_sync_delay", f"{AHEAD}4, {ALONE}", [4]),
+    (partial(Outer, fragments=2), "DiLoCoStrategy", "fragment_sync_delay", f"{AHEAD}2, {ALONE}", [2]),
     (Momenta, "QAdam", "warmup_steps", BYTES, [0, 2.0]),
+    (Momenta, "QAdam", "momentum_hook", SHORT, [None, "onebit"]),
     (Momenta, "QAdam", "betas", "a pair of numbers in [0, 1)", [(0.9, 1.0), 0.9]),
     (AsyncAveraging, "AsyncAveraging", "warmup_steps", WHOLE.format(0), [-1]),
     (AsyncAveraging, "AsyncAveraging", "sync_interval_ms", NOT_NEGATIVE, [-1.0, float("nan"), True]),

@@ -128,6 +128,7 @@ RAISING = {
     "gossip": ltx.BaguaStrategy("decentralized"),
     "adasum": ltx.HorovodStrategy(op="adasum"),
     "DiLoCo": ltx.DiLoCoStrategy(3),
+    "DiLoCo, sent ahead": ltx.DiLoCoStrategy(6, fragment_sync_delay=2),
 }
 
 

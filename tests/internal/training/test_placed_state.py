@@ -184,13 +184,14 @@ def test_frozen_parameters_and_accumulation(ranks: Ranks, seed: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["zero", "local", "diloco"])
+@pytest.mark.parametrize("name", ["zero", "local", "diloco", "diloco, sent ahead"])
 def test_strategies_of_updates_work_by_parts(name: str, ranks: Ranks, seed: int) -> None:
     """As on two ranks that hold whole parameters."""
     strategies = {
         "zero": ltx.ZeroStrategy(),
         "local": ltx.LocalSGDStrategy(period=2, warmup_steps=1),
         "diloco": ltx.DiLoCoStrategy(period=2),
+        "diloco, sent ahead": ltx.DiLoCoStrategy(period=2, fragment_sync_delay=1),
     }
 
     def run(w: Tensor, x: Tensor, split: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al., 2023, algorithm 1), in fragments (2025), and with outer gradients in eight bits."""
+"""DiLoCo (Douillard et al., 2023, algorithm 1), in fragments and sent ahead (2025), and in eight bits."""
 
 from __future__ import annotations
 
@@ -51,19 +51,23 @@ def diloco(
     fragments: Sequence[tuple[str, ...]] = (("b", "s", "w"),),
     nesterov: bool = True,
     alpha: float = 0.0,
+    delay: int = 0,
 ) -> list[list[Params]]:
     """`fragments`: the names of each; the numbers of a fragment are averaged together, in that order.
-    `alpha`: of its own parameters a rank keeps this part."""
+    `alpha`: of its own parameters a rank keeps this part. `delay`: it sends so many steps before the outer step."""
     n, k = problem.ranks, len(fragments)
     optimizers, params, history = [Sgd() for _ in range(n)], [dict(problem.start) for _ in range(n)], []
     anchor = [np.concatenate([problem.start[name].ravel() for name in names]) for names in fragments]
     velocity, averages = [np.zeros_like(a) for a in anchor], [average() for _ in fragments]
+    arrives: list[Array] = [a * np.nan for a in anchor]
     for step in range(problem.steps):
         params = [o.step(p, g) for o, p, g in zip(optimizers, params, problem.grads(params, step), strict=True)]
         for j, names in enumerate(fragments):
-            if (step + 1 + j * period // k) % period == 0:
+            if (step + 1 + delay + j * period // k) % period == 0:
                 moved = [anchor[j] - np.concatenate([p[name].ravel() for name in names]) for p in params]
-                d = averages[j](moved)
+                arrives[j] = averages[j](moved)
+            if (step + 1 + j * period // k) % period == 0:
+                d = arrives[j]
                 velocity[j] = momentum * velocity[j] + d
                 anchor[j] = anchor[j] - lr * (d + momentum * velocity[j] if nesterov else velocity[j])
                 ends = np.cumsum([problem.start[name].size for name in names])[:-1]
