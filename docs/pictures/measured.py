@@ -45,9 +45,9 @@ def hooks() -> None:
     _, axes = plt.subplots(figsize=(WIDTH, 3.4), layout="constrained")
     axes.axhline(1, color="#cccccc", linewidth=1)
     top = max(loss for _, loss in points.values())
-    for place, (name, at) in enumerate(sorted(points.items(), key=lambda item: (item[1][1], -item[1][0]))):
+    for place, (name, at) in enumerate(sorted(points.items(), key=lambda item: (round(item[1][1], 2), -item[1][0]))):
         axes.plot(*at, "o", color=INK if name == "fp32" else BLUE, markersize=6)
-        column = 1.45, 1 + (top - 1) * place / (len(points) - 1)
+        column = 1.45, 1.004 + (top - 1) * place / (len(points) - 1)  # above the line at 1
         line = {"arrowstyle": "-", "color": "#b0b0b0", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 3}
         axes.annotate(name, at, column, fontsize=8.5, va="center", color=INK, arrowprops=line)
     axes.set_xscale("log")
