@@ -163,8 +163,7 @@ class HorovodStrategy(Strategy):
 
     @property
     def constant_after(self) -> int | None:
-        each = self.backward_passes_per_step == 1 and self.groups is None
-        return self._reduction.constant_after if each else None
+        return self._reduction.constant_after if self.backward_passes_per_step == 1 else None
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         return self._reduction.init(param, path)

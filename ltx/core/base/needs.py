@@ -119,7 +119,7 @@ TABLE = {
     ),
     "graph, hook or strategy": _unsupported(
         "a compiled graph",
-        "one reduction at this step and all later ones, in buckets of any gradients",
+        "one reduction at this step and all later ones",
         lambda x, step=0: x.constant_after is not None and step >= x.constant_after,
         f"run the first steps eagerly until the reduction no longer changes, or {_INSIDE}",
     ),

@@ -94,7 +94,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["hooks"])
+@pytest.mark.parametrize("name", BY_PATH)
 def test_in_a_graph(name: str, way: str, ranks: Ranks) -> None:
     """What goes by paths meets those of parameters, in containers of any class."""
     make, text = BY_PATH[name]

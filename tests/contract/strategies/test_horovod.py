@@ -183,7 +183,6 @@ def test_several_passes_and_what_they_dont_go_with() -> None:
     ("fields", "text"),
     [
         ({"backward_passes_per_step": 2}, "backward_passes_per_step=2"),
-        ({"groups": 2}, "groups=2"),
         ({"op": "adasum"}, "needs a training step that only reduces"),
         ({"scale_lr": True}, "needs a training step that only reduces"),
     ],
