@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ltx
+from tests.kinds import Ranks
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -74,11 +75,9 @@ def test_what_would_be_tall_is_folded() -> None:
         assert len(cell.split("</summary>")[0]) < 300
 
 
-def test_a_table_of_workers() -> None:
-    with ltx.Pool(2) as pool:
-        shown = rows_of(pool._repr_html_())
-        assert shown == [["Pool of 2", "process"], *([f"rank {r}", str(pid)] for r, pid in enumerate(pool.pids))]
-    assert pool._repr_html_() is None
+def test_a_table_of_workers(ranks: Ranks) -> None:
+    shown = rows_of(ranks(2)._repr_html_())
+    assert shown == [["Pool of 2", "process"], *([f"rank {r}", str(pid)] for r, pid in enumerate(ranks(2).pids))]
 
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64", torch.bool: "bool", torch.complex64: "c64"}

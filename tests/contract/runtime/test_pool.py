@@ -273,6 +273,7 @@ def test_open_use_close() -> None:
         assert repr(pool) == f"<ltx.Pool of 1: pids {list(pool.run(os.getpid))}>"
         assert pool.run(lambda: ltx.psum(torch.ones(1))).replicated().item() == 1.0
     assert repr(pool) == "<ltx.Pool of 1: closed>"
+    assert pool._repr_html_() is None
     pool.close()
     with pytest.raises(
         WorkerError, match=r"this <ltx\.Pool of 1: closed> can't run getpid\. Make a new one: ltx\.Pool\(1\)"

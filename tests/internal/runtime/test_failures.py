@@ -253,13 +253,13 @@ def test_a_rank_that_only_takes_a_while_is_no_reason_to_warn(capfd: pytest.Captu
 
 def test_what_is_no_function(ranks: Ranks) -> None:
     with pytest.raises(ArgumentError, match=r"ltx\.Pool: what workers run must be a function, got 'print'"):
-        ranks(1).run("print")  # type: ignore[arg-type]
+        ranks(2).run("print")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("asks", [input, breakpoint], ids=["input", "breakpoint"])
 def test_who_asks_the_keyboard(asks: Callable[..., Any], ranks: Ranks) -> None:
     with pytest.raises(CallFailedError, match=r"raised UnsupportedError: input\('.*'\): a worker has no keyboard"):
-        ranks(1).run(asks)
+        ranks(2).run(asks)
 
 
 @pytest.mark.full

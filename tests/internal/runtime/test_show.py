@@ -16,6 +16,7 @@ import torch
 
 import ltx
 from ltx.runtime.show import Reached
+from tests.kinds import Ranks
 
 
 def screen(written: str) -> list[str]:
@@ -141,7 +142,7 @@ def test_a_long_curve_has_few_points() -> None:
     assert all(abs(y - (80 - 80 / 300 * x)) < 0.3 for x, y in points)
 
 
-def test_a_live_bar_says_how_long_its_rank_has_waited() -> None:
+def test_a_live_bar_says_how_long_its_rank_has_waited(ranks: Ranks) -> None:
     def waits(steps: int) -> float:
         bar = ltx.progress(range(steps), live=True)
         for _ in bar:
@@ -149,8 +150,7 @@ def test_a_live_bar_says_how_long_its_rank_has_waited() -> None:
             ltx.psum(torch.ones(1))
         return seconds(str(bar._besides["wait"]))
 
-    with ltx.Pool(2) as pool:
-        first, late = pool.run(waits, 2)
+    first, late = ranks(2).run(waits, 2)
     assert first > 0.1
     assert late < first
 
