@@ -97,7 +97,7 @@ class Result:
 
     strategy: str  # the configuration's name
     steps: int  # of the optimizer
-    validation_loss: float  # on the whole held-out text, nats a character
+    validation_loss: float  # the loss on the whole held-out text, in nats a character
     tokens_per_s: float  # of all ranks together
     bytes_per_step: float  # that a rank sends, on average
     hidden: float | None  # the part of the communication that went on while the rank computed; None without any

@@ -161,7 +161,7 @@ class CompressedAllReduce(LossyHook):
         return 1
 
     def filling(self, last: torch.Tensor) -> torch.Tensor:
-        """The number that fills up a block behind its own numbers, `last`: zero. It is cut off after decoding.
+        """The number that fills up a block behind its own numbers, `last`: zero. The filling is cut off after decoding.
 
         A codec that computes something over a block which zeros would change, such as a mean, overrides it.
         """

@@ -441,7 +441,7 @@ class Modules:
                 self._stamps[name] = _stamp(file)
 
     def refresh(self) -> None:
-        """Read those again whose files have changed; functions and classes that others hold of them are the new ones.
+        """Read modules again whose files have changed; other modules then hold their new functions and classes.
 
         What others have taken of them besides, such as a number, stays as it was until those are edited too. Raises
         WorkerError if one can't be read: it stays as it was, and is tried again at the next call.

@@ -304,7 +304,7 @@ def collect(
 def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
     """Wait until `waiting` have given up, `grace_s` at most.
 
-    That workers may be lost is told once one says that it can't give up, or hasn't said anything for half of the time:
+    The driver warns that workers may be lost once a worker can't give up, or has been silent for half of the time:
     on a machine that is busy others only take a while.
     """
     now = time.monotonic()

@@ -308,7 +308,7 @@ def _whole(parts: Tensor, like: Tensor) -> Tensor:
 
 
 def _joined(blocks: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """The parts of all ranks, each a row, into the parameters that they are of."""
+    """Put the parts of all ranks, one row each, into their parameters."""
     for block, param in zip(blocks, params, strict=True):
         flat, m = param.view(-1), block.shape[1]
         whole = flat.numel() // m if m else 0  # rows that have nothing filled up

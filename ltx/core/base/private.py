@@ -27,7 +27,7 @@ below_transforms: Callable[[], Any] = torch._C._DisableFuncTorch
 #: The innermost level, from 1 on; the first raises and the second gives None where there is none.
 current_level, maybe_current_level = _functorch.current_level, _functorch.maybe_current_level
 interpreter_stack, TransformType = _functorch.get_interpreter_stack, _functorch.TransformType
-#: Of a tensor: is it one of a level, or of a vmap's? Of which one, with which dimension, and what is in it?
+#: Whether a tensor is wrapped for a level, or for a vmap's; its level, its batch dimension, and the tensor inside.
 is_wrapped: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[torch.Tensor], bool] = _functorch.is_batchedtensor
 level_of, batch_dim_of = _functorch.maybe_get_level, _functorch.maybe_get_bdim

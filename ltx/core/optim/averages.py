@@ -125,7 +125,7 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
     After each update ``average <- decay * average + (1 - decay) * params``, beginning with the first parameters, as
     torch's ``get_ema_multi_avg_fn`` does from its first call on. :func:`averaged` reads it; saved and loaded it is with
     the state. Averages are in float32 at least: in 16 bits they would stand still. Nothing is communicated: where ranks
-    have the same parameters, they have the same averages. It overlaps where `optimizer` does.
+    have the same parameters, they have the same averages. ``overlap="update"`` works where it works with `optimizer`.
 
     >>> import torch, ltx
     >>> sgd = ema(ltx.optim.from_torch(torch.optim.SGD, lr=1.0), 0.75)
@@ -136,7 +136,7 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
 
     Args:
         optimizer: all of it, clipping included: ``ema(chain(clip_by_global_norm(1.0), adamw), 0.999)``.
-        decay: from 0 (the last parameters) to 1 (the first ones).
+        decay: from 0 (the last parameters) to 1 (the first parameters).
 
     Raises:
         ltx.errors.OptimError: for arguments out of range. :class:`ltx.ZeroStrategy`, in which no rank has whole

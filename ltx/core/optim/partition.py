@@ -222,8 +222,9 @@ def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
     {'head': {'w': tensor([0.6000, 0.8000])}, 'body': tensor([3., 4.])}
 
     Args:
-        transform: a transformation of gradients. Not an optimizer, for which the others' gradients would be updates:
-            ``ltx.train_step(trainable=)`` leaves parameters alone, and :func:`partition` gives them another optimizer.
+        transform: a transformation of gradients. An optimizer is refused, as other parameters' gradients would count as
+            updates: ``ltx.train_step(trainable=)`` leaves parameters alone, and :func:`partition` gives them another
+            optimizer.
         where: a pattern of paths, or several of them, as in :func:`partition`.
 
     Raises:

@@ -147,7 +147,7 @@ def qadam(
         warmup_steps: the number of steps before the second moment is frozen, at least 1.
         betas, eps, weight_decay: Adam's; the decay is L2, added to the gradients.
         bagua_exact: repeat what Bagua does at the last step of the warm-up: it ignores the gradients there, and steps
-            along the momentum of the step before. `warmup_steps` is then at least 2.
+            along the momentum of the step before. In this case `warmup_steps` must be at least 2.
 
     Returns:
         An :class:`ltx.optim.Optimizer` with Adam's state (:class:`ltx.optim.TorchState`).

@@ -66,7 +66,7 @@ class ClassOptimizer(Optimizer):
         return {name: self._varying[name].after(own, state.count) for name, own in dict(state.hyper).items()} or ()
 
     def _values(self, count: int, hyper: Tree, but: str = "") -> dict[str, Any]:
-        """The hyperparameters that vary, in the update after `count` others; all `but` one."""
+        """The values of varying hyperparameters, except `but`, in the update that follows `count` updates."""
         kept = dict(hyper)
         if kept.keys() != {name for name, own in self._varying.items() if isinstance(own, Adjustable)}:
             raise OptimError(f"{self} expected the state that its init(params) made; this one keeps {sorted(kept)}.")

@@ -166,7 +166,7 @@ class TrainState(Readable):
         return seen
 
     def unseen(self) -> TrainState:
-        """This state, counted as one whose tensors only the steps hold."""
+        """Mark this state's tensors as held by steps alone, and return the state."""
         self.__dict__["_seen"] = ()
         return self
 
