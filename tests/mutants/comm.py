@@ -59,8 +59,8 @@ MUTANTS = (
     Mutant(
         name="comm: the step summary's digests aren't compared",
         where="IssuedSummary.wait",
-        old="self.channel.size * second != first * first",
-        new="self.channel.size * second < 0",
+        old="[*map(mul, limbs[::2], limbs[::2])] != [*map(mul, limbs[1::2], repeat(self.channel.size))]",
+        new="not limbs",
         breaks="ranks that have issued different collectives train on",
         tests=("tests/internal/comm/test_step_summary.py",),
     ),

@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         name="streams: a state that the device couldn't complete stays usable",
-        where="Step._read_last_summary",
+        where="Step._backward",
         old="self.state.invalidate",
         new="str",
         breaks="training goes on from parameters that a lost peer has left as garbage",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
-import itertools
 import math
 import numbers
 import re
@@ -41,6 +40,7 @@ _JAX = {
     "out_axes": "out_dims",
 }
 
+_NOT_GIVEN = object()
 LARGEST = 2**63 - 1  # that a tensor holds
 _ENDLESS_S = 86400.0 * 365 * 1000  # more than that is no duration; a timedelta can't hold much more
 
@@ -65,8 +65,8 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         called = inner.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
         @functools.cache
-        def tests() -> tuple[list[str], dict[str, tuple[Test, Any]], str]:
-            """The arguments by position, what `names` must be, and how a call is written.
+        def tests() -> tuple[list[str], set[str], dict[str, tuple[Test, Any]], str]:
+            """The arguments by position, those of JAX's names, what `names` must be, and how a call is written.
 
             Annotations may name what is defined later.
             """
@@ -76,23 +76,25 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             found = {name: (_test_of(wanted, inner.__globals__), wanted) for name, wanted in annotations.items()}
             by_name = [f"{p.name}=" for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
             call = f"{called}({', '.join([*places, *by_name])})."
-            return places, {name: (test, wanted) for name, (test, wanted) in found.items() if test is not None}, call
+            of_jax = {name for name, here in _JAX.items() if here in places or f" {here}=" in call}
+            wanted = {name: (test, kind) for name, (test, kind) in found.items() if test is not None}
+            return places, of_jax, wanted, call
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             if not torch.compiler.is_compiling():
-                places, wanted, call = tests()
+                places, of_jax, wanted, call = tests()
+                given = dict(zip(places, args, strict=False))
                 for name in kwargs:
-                    here = _JAX.get(name, "-")
-                    of_jax = here in places or f" {here}=" in call
-                    if name in places[: len(args)] or (of_jax and name not in places):
+                    if name in given or (name in of_jax and name not in places):
                         what = "is given twice, by its place too" if name in places else "is no argument"
-                        hint = f" JAX's {name}= is {here}= here." if of_jax else ""
+                        hint = f" JAX's {name}= is {_JAX[name]}= here." if name in of_jax else ""
                         raise ArgumentError(f"{called}: {name}={brief(kwargs[name])} {what}.{hint} Write {call}")
-                for name, value in itertools.chain(zip(places, args, strict=False), kwargs.items()):
-                    if name in wanted and not wanted[name][0](value):
-                        hint = f" Write {call}" if isinstance(value, str) and name in places[: len(args)] else ""
-                        raise ArgumentError(f"{called}: {_says(name, wanted[name][1], value)}{hint}")
+                for name, (test, kind) in wanted.items():
+                    value = kwargs.get(name, given.get(name, _NOT_GIVEN))
+                    if value is not _NOT_GIVEN and not test(value):
+                        hint = f" Write {call}" if isinstance(value, str) and name in given else ""
+                        raise ArgumentError(f"{called}: {_says(name, kind, value)}{hint}")
             return fn(*args, **kwargs)
 
         return wrapped

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
@@ -33,8 +34,9 @@ from ltx.typing import Tree
 T = TypeVar("T")
 _EVERYWHERE = getattr(optree.registry, "__GLOBAL_NAMESPACE")
 
-# The very function of optree, which Dynamo knows by identity; only its types are looser.
+# The very functions of optree, which Dynamo knows by identity; only their types are looser.
 unflatten: Callable[[Any, Iterable[Any]], Tree] = optree.tree_unflatten
+_flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
@@ -47,13 +49,13 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """
     if torch.compiler.is_compiling():  # in whose graphs optree's own functions can stand, and no handlers
         traced.trace_dicts()
-        leaves, spec = cast(tuple[list[Any], Any], optree.tree_flatten(tree, namespace=NAMESPACE))
+        leaves, spec = _flatten(tree, namespace=NAMESPACE)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 open_in_graph(type(leaf))
         return leaves, spec
     try:
-        leaves, spec = cast(tuple[list[Any], Any], optree.tree_flatten(tree, namespace=NAMESPACE))
+        leaves, spec = _flatten(tree, namespace=NAMESPACE)
         if PLAIN.issuperset(builtins.map(type, leaves)):
             return leaves, spec
         # Only the first instance of a class is a leaf that is opened.
@@ -225,10 +227,10 @@ def _first(leaves: Sequence[Any], tree: Tree, places: Iterable[int]) -> tuple[st
 
 def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
     """:func:`check_tensors` for a tree whose leaves are at hand."""
-    found = _first(leaves, tree, (i for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor)))
-    if found is None:
+    if all(builtins.map(isinstance, leaves, itertools.repeat(torch.Tensor))):
         return
-    (path, leaf), hint = found, ""
+    place = next(i for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor))
+    path, leaf, hint = leaf_paths(tree)[place], leaves[place], ""
     if isinstance(leaf, torch.nn.Module):
         hint = " Pass dict(module.named_parameters()) and call it with ltx.functional_call."
     elif isinstance(leaf, torch.fx.Proxy):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, eq=False)
-class Chunk:
+class Chunk(NamedTuple):
     """A part of a buffer, and the number of bytes that it takes in a segment."""
 
     numel: int
@@ -22,8 +21,7 @@ class Chunk:
     reduce: Callable[..., torch.Tensor] | None = None  # combines two slots in a reduction: (a, b, out=)
 
 
-@dataclass(frozen=True, eq=False)
-class Job:
+class Job(NamedTuple):
     """One rank's part in an operation among `size` ranks: its buffer, memory for the result, and static arguments."""
 
     buffer: torch.Tensor

@@ -7,7 +7,7 @@ Counting is off outside of :func:`recorded`, so that a step that isn't recorded 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,11 +103,11 @@ def mark(device: torch.device) -> Any:
     return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
 
 
-def note(channel: str, operation: str, label: str, nbytes: int) -> Event | None:
-    """Enter an issue; None outside of a recording."""
+def note(channel: str, operation: str, label: str, nbytes: Callable[[], int]) -> Event | None:
+    """Enter an issue; None outside of a recording. `nbytes`: as :attr:`Event.nbytes`, asked in a recording alone."""
     if not _recordings:
         return None
-    event = Event(channel, operation, label, nbytes, time.perf_counter())
+    event = Event(channel, operation, label, nbytes(), time.perf_counter())
     for recording in _recordings:
         recording.events.append(event)
     return event

@@ -38,6 +38,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +156,7 @@ class SharedMemoryTransport:
         self._begun += 1  # this comes first: if it fails on this rank alone, the peers refuse all later chunks
         work = SharedMemoryWork(self)
         try:
-            with private.below_transforms(), torch.no_grad():
+            with private.below_transforms(), torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 row = OPERATIONS[operation]
                 out = row.new_result(buffer, self.size)
                 chunks = list(row.chunks(Job(buffer, out, arguments, self.rank, self.size)))

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
+from itertools import repeat
+from operator import mul
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +44,7 @@ UNREDUCED = (
 SUMMARY_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
 
 
-@dataclass(frozen=True)
-class StepSummary:
+class StepSummary(NamedTuple):
     """The sum of the ranks' summaries, in 0-dim float64."""
 
     total: torch.Tensor  # the sum of the ranks' losses, or of their totals if they are weighted
@@ -54,8 +55,7 @@ class StepSummary:
         return self.total / self.weight
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(NamedTuple):
     """The parts of a rank's digest, which ranks exchange where digests differ."""
 
     issued: int  # the fingerprint of all collectives that the rank has issued
@@ -116,9 +116,8 @@ class IssuedSummary:
             assert self.work is not None
             late = self._copy is not None
             summed = self.work.wait() if self._copy is None else self.channel.wait_for_host(self._copy, "summary")
-            limbs = [int(x) for x in summed[2:].tolist()]
-            pairs = zip(limbs[::2], limbs[1::2], strict=True)
-            if any(self.channel.size * second != first * first for first, second in pairs):
+            limbs = [*map(int, summed[2:].tolist())]
+            if [*map(mul, limbs[::2], limbs[::2])] != [*map(mul, limbs[1::2], repeat(self.channel.size))]:
                 self._refuse_apart(late)
             if late and self.weighted and summed[1] == 0:
                 before = "Weighted: in the step before this one the weights of all ranks added up to 0"
@@ -219,22 +218,22 @@ def begin_pass(
     said = Said(issued, at.step, at.last_left, unreduced)
     weighted = isinstance(weight, torch.Tensor) and among is axis_comm
     place, exchange = f"apart/{channel.address}/{channel.begun}", among.store_exchange.exchange
-    compare = lambda: exchange(place, astuple(said), "a comparison of steps", _EXPLAINING_S)  # noqa: E731
-    work = send_summary(channel, total, weight, said, axis_comm.device)
-    return IssuedSummary(work, channel, axis_comm.stream_of(axis_comm.device), weighted, compare)
+    compare = lambda: exchange(place, said, "a comparison of steps", _EXPLAINING_S)  # noqa: E731
+    work = send_summary(channel, total, weight, said, device := axis_comm.device)
+    return IssuedSummary(work, channel, axis_comm.stream_of(device), weighted, compare)
 
 
 def send_summary(
     channel: Channel, total: torch.Tensor | float, weight: torch.Tensor | float, said: Said, device: torch.device
 ) -> Work:
     """Issue this rank's part."""
-    limbs = [float((said.digest >> (_LIMB_BITS * i)) & _MASK) for i in range(_LIMBS)]
+    digest = said.digest
+    a, b, c = float(digest & _MASK), float(digest >> _LIMB_BITS & _MASK), float(digest >> 2 * _LIMB_BITS & _MASK)
     # Writing an element takes longer than reading one; where waits block the host it may read.
     reads = not channel.orders_streams(device)
-    given = [x.item() if isinstance(x, torch.Tensor) and reads else x for x in (total, weight)]
-    known = [0.0 if isinstance(x, torch.Tensor) else x for x in given]
-    numbers = to_device(torch.tensor([*known, *(y for d in limbs for y in (d, d * d))], dtype=torch.float64), device)
-    for place, x in enumerate(given):
+    known = [float(x) if reads or not isinstance(x, torch.Tensor) else 0.0 for x in (total, weight)]
+    numbers = to_device(torch.tensor([*known, a, a * a, b, b * b, c, c * c], dtype=torch.float64), device)
+    for place, x in () if reads else enumerate((total, weight)):
         if isinstance(x, torch.Tensor):
             numbers[place] = x.detach()
     return channel.issue("psum", numbers, "summary")
@@ -265,7 +264,7 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
     one, limbs = torch.ones((), dtype=torch.float64), [x.flatten()[:1] for x in (total, squares)]  # samples share them
     if stream is None and axis_comm.size * int(limbs[1]) == int(limbs[0]) ** 2:
         return one
-    exchange, said = axis_comm.store_exchange, astuple(Said(0, number, axis_comm.recovery.last_left))
+    exchange, said = axis_comm.store_exchange, Said(0, number, axis_comm.recovery.last_left)
     channel = axis_comm.bucket_channel(0)
     work = Work.arrived(channel, torch.cat([total.new_zeros(2), *limbs]))  # the graph has waited for the sum
 

@@ -8,6 +8,7 @@ transforms and in compiled graphs hooks work on a whole buffer at once, and read
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -50,7 +51,8 @@ def pack(
         part = flat[..., start:stop]
         start = stop
         if end - first > 1 and not batch and wire_dtype == bucket.dtype and not any(states[first:end]):
-            torch.cat([g if g.ndim == 1 else g.reshape(-1) for g in grads[first:end]], out=part).mul_(scale)
+            alike = [g.reshape(-1) for g in grads[first:end]] if bucket.folded else list(grads[first:end])
+            torch.cat(alike, out=part).mul_(scale)
         else:
             sizes = bucket.sizes[first:end]
             for grad, own, state in zip(grads[first:end], part.split(sizes, -1), states[first:end], strict=True):
@@ -89,7 +91,7 @@ def _pack_by_foreach(
 
 def refuse_sparse(grads: Sequence[torch.Tensor]) -> None:
     """Raise unless all gradients are dense."""
-    for grad in grads:
+    for grad in () if {*map(attrgetter("layout"), grads)} == {torch.strided} else grads:
         if grad.layout is not torch.strided:
             raise UnsupportedError(
                 f"a gradient of shape {list(grad.shape)} has layout {grad.layout}, and buckets hold dense ones. Use "

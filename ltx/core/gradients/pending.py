@@ -71,7 +71,6 @@ class Pending:
         among: the ranks that are in the pass, if not all ranks are.
         channel_of: the channel of a phase.
         what: the word for a bucket in errors.
-        summed: whether the sums of buckets are wanted (:meth:`total`).
     """
 
     def __init__(
@@ -80,10 +79,10 @@ class Pending:
         among: comm.AxisComm | None = None,
         channel_of: Callable[[comm.AxisComm, int], comm.Channel] = comm.AxisComm.bucket_channel,
         what: str = "bucket",
-        summed: bool = False,
     ):
         self._comm, self._among = axis_comm, among or axis_comm
-        self._channel_of, self._what, self._summed = channel_of, what, summed
+        self._channel_of, self._what = channel_of, what
+        self.summed = False  # whether the sums of buckets are wanted (:meth:`total`)
         self._launched: list[_Launched] = []
         self._run: comm.BackwardPass | None = None  # the run of autograd's engine that the pass is in
         self.summary: comm.IssuedSummary | None = None
@@ -195,7 +194,7 @@ class Pending:
             pending.phase += 1
             if request.buffer.numel():
                 what = f"{self._what} {place}"
-                pending.work = channel.issue(request.operation, request.buffer, what, request.arguments, self._summed)
+                pending.work = channel.issue(request.operation, request.buffer, what, request.arguments, self.summed)
                 return
             result = request.buffer  # nothing to send; every rank has the same shapes
         unchanged = version is not None and request[0] is arrived and version == arrived._version

@@ -10,12 +10,12 @@ expected, and how large buckets are: as the strategy says, or with ``bucket_byte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
@@ -95,6 +95,11 @@ def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
+def requires_grad(leaves: Iterable[Any]) -> bool:
+    """Whether one of them is a tensor that requires gradients."""
+    return any(map(getattr, leaves, repeat("requires_grad"), repeat(False)))
+
+
 def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The places of the tensors that can have a gradient."""
     if all(map(torch.is_floating_point, tensors)):
@@ -130,7 +135,7 @@ class Plan:
     def states_of(self, bucket: Bucket, flat_states: Sequence[torch.Tensor]) -> list[LeafState]:
         """State tensors of a bucket, by leaf and name; an empty dict for each leaf without state."""
         if not flat_states:
-            return [{} for _ in bucket.members]
+            return [*map(dict, repeat((), len(bucket.members)))]
         tensors = iter(flat_states)
         return [{name: next(tensors) for name in self.state_names[member]} for member in bucket.members]
 

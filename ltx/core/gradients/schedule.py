@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -229,7 +229,7 @@ class ProcessSchedule(Schedule):
         sums: bool = False,
     ) -> None:
         """Begin a deferred pass, `name` in errors, with its step summary. `sums`: :meth:`total` will be called."""
-        self._reset(sums)
+        self.pending.summed = sums
         self.pending.send_summary(name, self.plan.agreement, total, weight, self.unreduced())
 
     def in_forward(self) -> AbstractContextManager[None]:
@@ -247,8 +247,8 @@ class ProcessSchedule(Schedule):
         self.program_of = None
         self.pending.abandon(reason)
 
-    def _reset(self, sums: bool = False) -> None:
-        self.pending = Pending(self.comm, self.among, summed=sums)
+    def _reset(self) -> None:
+        self.pending = Pending(self.comm, self.among)
         self._batches: dict[int, torch.Size] = {}
         self._ready: dict[int, Program] = {}
 
@@ -256,7 +256,7 @@ class ProcessSchedule(Schedule):
         """Make the program of a bucket whose gradients are ready, and launch the buckets whose turn it is."""
         bucket = self.plan.buckets[index]
         grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
-        with self._watched():
+        try:
             self._check_batchable(dims, states)
             self._batches[index] = tensors[0].shape[: len(dims)]
             program = self.program_of or self.program
@@ -266,19 +266,17 @@ class ProcessSchedule(Schedule):
             if not self._held:
                 self.pending.launch(self._due(), self.hook)
             self.pending.poll()
+        except BaseException as error:
+            self._failed(error)
+            raise
         return tuple(tensors)
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _failed(self, error: BaseException) -> None:
         """An exception of a hook or of the network aborts this pass, and the peers are told."""
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, UnsupportedError) and not len(self.pending):
-                self.pending.forget()  # a mistake of the program, which all ranks see before the first bucket
-            else:
-                self.abandon(error)
-            raise
+        if isinstance(error, UnsupportedError) and not len(self.pending):
+            self.pending.forget()  # a mistake of the program, which all ranks see before the first bucket
+        else:
+            self.abandon(error)
 
     def backward(self, objective: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
         """Run a deferred pass from `objective`, which is None if it reaches no parameter."""
@@ -330,13 +328,16 @@ class ProcessSchedule(Schedule):
         return bool(self.hook.phases_on(self.plan.axis.size) > 1)
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        with self._watched():
+        try:
             self.launch()
             outs = [
                 t
                 for bucket, reduced in self.wait_buckets()
                 for t in (*self.unpack(bucket, reduced), *self.plan.flatten_states(bucket, reduced[1]))
             ]
+        except BaseException as error:
+            self._failed(error)
+            raise
         self.finish()
         return tuple(outs)
 

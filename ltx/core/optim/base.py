@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, filterfalse
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -352,7 +352,7 @@ def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
 
     Outside of a step, leaves that require gradients are what is trained, as for ``torch.optim``.
     """
-    return not differentiated(params if in_step.get() else (x for x in params if not x.is_leaf), *lists)
+    return not differentiated(params if in_step.get() else filterfalse(attrgetter("is_leaf"), params), *lists)
 
 
 def check_state(optimizer: Optimizer, state: Any, kind: type) -> None:

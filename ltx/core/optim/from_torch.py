@@ -94,9 +94,10 @@ class TorchOptimizer(ClassOptimizer):
         states = self._per_param(state, spec)
         check_grads(grad_leaves, leaves, params)
         check_grad_layouts(self.cls, grad_leaves, params)
-        has_grad = [index for index, grad in enumerate(grad_leaves) if grad is not None]
+        has_grad: Sequence[int] = range(len(leaves))
         picked: tuple[Tensors, LeafStates, Tensors] = (grad_leaves, states, leaves)
-        if len(has_grad) < len(leaves):
+        if type(None) in [*map(type, grad_leaves)]:
+            has_grad = [index for index, grad in enumerate(grad_leaves) if grad is not None]
             picked = ([grad_leaves[i] for i in has_grad], [states[i] for i in has_grad], [leaves[i] for i in has_grad])
         if self._varying and traced.recording():
             _prepare_trace(self)  # refuses it

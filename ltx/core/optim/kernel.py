@@ -11,7 +11,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import MappingProxyType
@@ -44,12 +44,12 @@ class Kernel:
         """Whether a path of it reads no number off a tensor. All of Adagrad's read the count of steps."""
         return "differentiable" in self.group and not self._is(torch.optim.Adagrad)
 
-    @property
+    @cached_property
     def dampened(self) -> bool:
         """SGD that takes a parameter's first gradient as it is, and dampens the later ones."""
         return bool(self._is(torch.optim.SGD) and self.group["momentum"] and self.group["dampening"])
 
-    @property
+    @cached_property
     def _counts(self) -> bool:
         """Whether the class itself counts a parameter's steps in no tensor of its state."""
         return self.dampened or self._is(torch.optim.SparseAdam)
@@ -168,9 +168,11 @@ def _hand_over(
     keys: tuple[str, ...], result: Any, grads: Tensors, states: LeafStates, params: Tensors, group: Any, *lists: Tensors
 ) -> Any:
     """What ``_init_group`` does where the state is complete, and all is real and dense: that is its `result`."""
-    found = (params, grads, *(list(map(itemgetter(key), states)) if key in states[0] else [] for key in keys))
-    for gathered, tensors in zip(lists, found, strict=True):
-        gathered.extend(tensors)
+    lists[0].extend(params)
+    lists[1].extend(grads)
+    for key, gathered in zip(keys, lists[2:], strict=True):
+        if key in states[0]:
+            gathered.extend(map(itemgetter(key), states))
     return result
 
 

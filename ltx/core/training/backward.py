@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +27,7 @@ from ltx.core.transforms.sync_state import states_after
 from ltx.typing import Tree
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """The results of the forward pass."""
 
     run: Run  # the call of the user's step
@@ -48,8 +46,7 @@ class Forward:
         return self.run.schedule if isinstance(self.run.schedule, ProcessSchedule) else None
 
 
-@dataclass(frozen=True)
-class Backward:
+class Backward(NamedTuple):
     """The second half of an eager step."""
 
     optimizer: Optimizer
@@ -57,12 +54,12 @@ class Backward:
     forward: Forward
     inputs: list[torch.Tensor]  # the loss is differentiated with respect to these: the leaves, or one source for all
     donate: bool  # parameters and optimizer state are updated in place
-    loss_scale: float | torch.Tensor = 1.0  # the factor of the loss; a tensor where the host doesn't wait for it
+    loss_scale: float | torch.Tensor  # the factor of the loss; a tensor where the host doesn't wait for it
     #: Returns sums of complete gradients, where the guard wants them.
-    probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+    probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None
     #: At a training's first step, the paths of parameters that the loss doesn't depend on on this rank, by their places
     #: among the leaves. Parameters whose gradients other ranks have are taken out later.
-    unused: dict[int, str] = field(default_factory=dict)
+    unused: dict[int, str]
 
     def objective(self, total: torch.Tensor) -> torch.Tensor | None:
         """The tensor that is differentiated: `total` times the loss scale; None if it depends on no input.
@@ -171,8 +168,7 @@ def mean_at_once(
     return total / weight, weight / axis.size if reduced and not alone else weight
 
 
-@dataclass(frozen=True)
-class BackwardResult:
+class BackwardResult(NamedTuple):
     """The results of the backward pass."""
 
     grads: list[torch.Tensor] | None  # reduced gradients; None if the optimizer has run bucket by bucket
@@ -183,8 +179,7 @@ class BackwardResult:
     skip: torch.Tensor | None = None  # on the device: nothing may be updated; None if that isn't in question
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """The factor by which reduced gradients are multiplied."""
 
     factor: float | torch.Tensor  # a tensor where the host doesn't wait for it

@@ -280,13 +280,14 @@ def next_state(
         elif train.max_skipped is not None:
             before = LossScale() if isinstance(loss_scale, tuple) else loss_scale  # a state of a step without limit
             loss_scale = LossScale(good_steps=before.run_after(finite))
+    layout = train.step.strategy.layout
     following = TrainState(
         updated.params,
         buffers,
         updated.opt_state,
         sync,
         traced.one_more(state.step),
-        replace(train.step.strategy.layout, strategy=state.layout.strategy),
+        state.layout if layout == state.layout else replace(layout, strategy=state.layout.strategy),
         loss_scale,
         updated.pending,
         state.frozen,

@@ -96,7 +96,7 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
     else:
         names = ["loss", *(["buffers"] if buffers is not None else []), *(["aux"] if has_aux else [])]
         raise StepError(f"train_step: the step must return ({', '.join(names)}), got {outcome(output)}.")
-    within = loss_in(parts[0])
+    within = None if isinstance(parts[0], torch.Tensor) else loss_in(parts[0])
     loss = parts[0] if within is None else within
     if not isinstance(loss, Weighted) and not (
         isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
@@ -112,7 +112,8 @@ def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) ->
                 f"train_step: the step was given a buffer {lost[0]!r} and returned none, so the state would lose it. "
                 "Return all buffers, such as {**buffers, **new}."
             )
-    rest = run.averaged(tree.detached(parts[1:]) if detached else parts[1:])
+    others = tree.detached(parts[1:]) if detached and wanted > 1 else parts[1:]
+    rest: tuple[Any, ...] = run.averaged(others)
     return Outputs(loss, None if buffers is None else rest[0], rest[-1] if has_aux else None)
 
 

@@ -6,7 +6,7 @@ import importlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import attrgetter
@@ -21,6 +21,7 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import LtxError, UnsupportedError, WeightError
 from ltx.core.base.placements import refuse_in_graph as refuse_meshes
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
+from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.gradients.schedule import ProcessSchedule
 from ltx.core.optim.base import Update, with_loss
@@ -72,20 +73,22 @@ def uninterrupted(wanted: bool) -> Iterator[None]:
         return
     came: dict[int, FrameType | None] = {}
     found = [*map(_signals.getsignal, _SIGNALS)]
-    handlers = compress(zip(_SIGNALS, found, strict=True), map(callable, found))  # no Python code runs for each signal
-    with ExitStack() as stack:
-        for number, handler in handlers:
-            stack.callback(_handle_late, number, handler, came)
+    handlers = [*compress(zip(_SIGNALS, found, strict=True), map(callable, found))]  # no Python code for each signal
+    raised: BaseException | None = None
+    try:
+        for number, _ in handlers:
             _signals.signal(number, came.__setitem__)
         yield
-
-
-def _handle_late(
-    number: int, handler: Callable[[int, FrameType | None], Any], came: dict[int, FrameType | None]
-) -> None:
-    _signals.signal(number, handler)
-    if number in came:
-        handler(number, came[number])
+    finally:
+        for number, handler in handlers:
+            try:
+                _signals.signal(number, handler)
+                if number in came:
+                    handler(number, came[number])
+            except BaseException as error:  # the other handlers come back all the same
+                raised = error
+        if raised is not None:
+            raise raised
 
 
 # Python's wrappers look for each handler among the members of an enumeration, which would take most of the time here.
@@ -102,12 +105,14 @@ class Step:
     batch: Batch
     seen: tuple[str, ...]  # the parts of `state` whose tensors the user may hold
     info: StepInfo
+    hook: CommHook | None  # the reduction of gradients; None where they stay local
     pending: Any  # the result of the strategy's `begin`
     late: bool  # ranks communicate after the optimizer
     post_update_hook: PostUpdateHook | None  # runs on each bucket after the optimizer, if it can
     commit: Callable[[], None]  # called when the step commits
 
     def __post_init__(self) -> None:
+        self._checks = checks_finite(self.train)
         self._in_place = self.train.donate and (self.post_update_hook is not None or not self.late)
         self._params, self._spec = tree.flatten(self.state.held("params"))
 
@@ -120,7 +125,8 @@ class Step:
             mean, divisor = mean_at_once(forward.total, forward.weight, among, local, forward.run.schedule is not None)
             done = work.run_alone(forward.total, divisor)
         else:
-            done, mean = self._backward(forward, forward.schedule, work)
+            with torch.no_grad():  # views that autograd records would be costly
+                done, mean = self._backward(forward, forward.schedule, work)
         return self._apply(forward, work, done, mean if forward.mean is None else forward.mean, drawn)
 
     @property
@@ -142,7 +148,7 @@ class Step:
             sync = replace(sync, leaves=unshared(sync.leaves, self.state.held("params")))
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
         hook = self.post_update_hook
-        if hook is None and not marks_on_wire(train.step.hook_as_chosen(sync), self.info.step, training=True):
+        if hook is None and not marks_on_wire(train.step, self.hook, self.info.axis):
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
             sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
         given = tree.unflatten(self._spec, leaves)
@@ -153,7 +159,7 @@ class Step:
             arguments = arguments_of(given, held, self.batch)
             run = train.step.run(arguments, self.batch.named, options)
             loss, buffers, aux = outputs_of(run, held, train.has_aux)
-        if self._in_place:  # the step's outputs mustn't change when the parameters do
+        if self._in_place and not (buffers is aux is None):  # outputs mustn't change with the parameters
             buffers, aux = unshared((buffers, aux), leaves)
         if isinstance(loss, Weighted):
             check_weighted(strategy, self.info.step)
@@ -173,7 +179,7 @@ class Step:
             factor = float(factor)
         leaves = forward.leaves
         inputs = [*leaves, *forward.sync_leaves] if given is None else given
-        look = probes if checks_finite(train) and not ahead else None
+        look = probes if self._checks and not ahead else None
         unused: dict[int, str] = {}
         if self.state.step == 0:
             schedule = forward.run.schedule
@@ -188,8 +194,16 @@ class Step:
     ) -> tuple[BackwardResult, torch.Tensor]:
         """Run the backward pass, which launches the buckets' programs: (the buckets' results, the mean loss)."""
         total, weight, name = forward.total, forward.weight, f"step {self.state.step}"
-        self._read_last_summary(schedule)
-        schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, checks_finite(self.train))
+        try:
+            comm.read_last_summary(schedule.among)
+        except LtxError as error:  # the host runs ahead of the device
+            if not isinstance(error, WeightError):  # after which that step has changed nothing
+                self.state.invalidate(
+                    f"this TrainState (step {self.state.step}) is invalid: the device couldn't complete what it is "
+                    f"made of ({type(error).__name__}: {error}). Load a checkpoint."
+                )
+            raise
+        schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, self._checks)
         completion: Completion | None = None
         try:
             if self.post_update_hook is not None:
@@ -200,9 +214,8 @@ class Step:
                 scale = scale_of(work, schedule, weighted=weight is not None)
                 of = UpdateBuckets if self.train.overlap == "update" else CollectGradients
                 completion = of(work, schedule, scale)
-            with torch.no_grad():  # views that autograd records would be costly
-                for bucket, reduced in schedule.wait_buckets():
-                    completion.complete(bucket, reduced)
+            for bucket, reduced in schedule.wait_buckets():
+                completion.complete(bucket, reduced)
             if self.train.confirms and not self.late:
                 comm.confirm(schedule.among)
             summary = schedule.finish()
@@ -214,19 +227,6 @@ class Step:
             raise
         assert summary is not None
         return done, summary.mean.to(total.dtype) if completion.mean is None else completion.mean
-
-    def _read_last_summary(self, schedule: ProcessSchedule) -> None:
-        """Where the host runs ahead of the device: check the last step, whose result is this step's state."""
-        try:
-            comm.read_last_summary(schedule.among)
-        except WeightError:  # that step has changed nothing
-            raise
-        except LtxError as error:
-            self.state.invalidate(
-                f"this TrainState (step {self.state.step}) is invalid: the device couldn't complete what it is made of "
-                f"({type(error).__name__}: {error}). Load a checkpoint."
-            )
-            raise
 
     # --- apply and commit --------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Step:
         if done.grads is not None:
             if work.unused:
                 work.look(range(len(done.grads)), done.grads)
-            if checks_finite(train):
+            if self._checks:
                 finite = all_finite(train, done.grads, info, done.sums)
             if isinstance(finite, torch.Tensor) and host_asks(train, state.step):  # the host has to know
                 finite = bool(info.axis.ranks.read(finite, "the guard"))
@@ -384,7 +384,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux, detached=False)
         if isinstance(loss, Weighted):
             check_weighted(strategy, info.step)
-        value = replace(run, output=loss).value()
+        value = run._replace(output=loss).value()
         # torch.func accepts only tensors as aux.
         rest, structure = tree.flatten((buffers, aux))
         others[:] = [structure, isinstance(loss, Weighted), [None if isinstance(x, torch.Tensor) else x for x in rest]]

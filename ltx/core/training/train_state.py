@@ -29,6 +29,7 @@ from ltx.typing import Tree
 
 # The parts that hold tensors. An instance holds them under names with an underscore; properties read them.
 _PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
+_HELD = tuple(f"_{name}" for name in _PARTS)
 
 # The parts that steps write into.
 _WRITTEN = ("params", "opt_state", "sync_state")
@@ -182,8 +183,8 @@ class TrainState(Readable):
     def donate(self) -> None:
         """Mark this state as donated: from now on reading it raises."""
         self._lease[0] = self.step + 1
-        for name in _PARTS:
-            self.__dict__.pop(f"_{name}", None)
+        for name in _HELD:
+            self.__dict__.pop(name, None)
 
     def begin_writing(self) -> None:
         """A step is about to write into this state's tensors: the state is invalid until the step has ended."""
@@ -355,8 +356,8 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
 
     `seen`: the parts of `state` whose tensors the user may hold.
     """
-    parts = [state.held(name) for name in seen if name in _WRITTEN]
-    leaves = [x for part in parts for x in tree.flatten(part)[0] if isinstance(x, torch.Tensor)]
+    written = [x for name in seen if name in _WRITTEN for x in tree.flatten(state.held(name))[0]]
+    leaves = [x for x in written if isinstance(x, torch.Tensor)]
     held = {id(x): x for x in leaves}  # parameters may be communication state too
     state.donate()
     if held:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,11 +12,11 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StepError
 from ltx.core.base.needs import require
-from ltx.core.gradients.planning import in_step
+from ltx.core.gradients.planning import in_step, requires_grad
 from ltx.core.optim import Optimizer
-from ltx.core.optim.base import differentiated, is_transforming
+from ltx.core.optim.base import is_transforming
 from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import Alone
+from ltx.core.ranks.backings import ALONE
 from ltx.core.training.guard import must_sync_finite, scaling
 from ltx.core.training.outputs import Batch, as_loss, check_call, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
@@ -180,10 +178,14 @@ class TrainStep(TrainSettings):
         late = axis.size > 1 and strategy.communicates_after_update(info.step)
         hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
         try:
-            with self._together(state, info, late) as commit, comm.span("step"):
+            shared = self.step.hook_as_chosen(sync).hook(info.step, training=True)
+            everyone = late or must_sync_finite(self, info)
+            among = axis if everyone or shared is None else shared.within(axis) or axis
+            ranks = ALONE if axis.size == 1 or (shared is None and not everyone) else among.ranks
+            with ranks.in_step(state.step) as commit, comm.span("step"):
                 if strategy.communicates_besides:
                     pending = strategy.begin(params, sync.leaves, info, pending)
-                return Step(self, state, batch, seen, info, pending, late, hook, commit).run()
+                return Step(self, state, batch, seen, info, shared, pending, late, hook, commit).run()
         except BaseException as error:
             if pending is not None and pending is not state.pending and axis.comm is not None:
                 axis.comm.recovery.abort(error)  # what this rank has begun won't go on
@@ -192,19 +194,6 @@ class TrainStep(TrainSettings):
             if isinstance(error, TypeError):
                 check_call(self.step.fn, buffers, batch)
             raise
-
-    def _together(self, state: TrainState, info: StepInfo, late: bool) -> AbstractContextManager[Callable[[], None]]:
-        """A context around a step that ranks do together: an exception on one rank ends the step on all.
-
-        It yields a function to call when the step commits.
-        """
-        axis = info.axis
-        hook = self.step.hook_as_chosen(state.sync_state).hook(info.step, training=True)
-        everyone = late or must_sync_finite(self, info)
-        if axis.size == 1 or (hook is None and not everyone):
-            return Alone().in_step(state.step)
-        among = axis if everyone or hook is None else hook.within(axis) or axis
-        return among.ranks.in_step(state.step)
 
     def _begun(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, detached if it is a parameter of a module, or a leaf of a state whose memory is reused."""
@@ -218,7 +207,7 @@ class TrainStep(TrainSettings):
     def _is_differentiated(self, state: TrainState, batch: Batch) -> bool:
         """Whether somebody may differentiate the next state; if the step reuses memory, the batch doesn't count."""
         parts = (state.held("params"), state.held("buffers"), () if self._may_donate else (batch.args, batch.named))
-        return differentiated([x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor)])
+        return is_transforming() or (torch.is_grad_enabled() and requires_grad(tree.flatten(parts)[0]))
 
     def _compare(self, state: TrainState, axis: Axis) -> None:
         """Compare the values that should be the same on all ranks, when it is due and at the first step in a world.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -125,13 +125,17 @@ def watch_for_traced_values(fn: Any) -> Iterator[None]:
 _called = Seen(forgets=True)
 
 
-@contextmanager
-def look_at_modules(fn: Any, in_place: Callable[[], set[int]]) -> Iterator[None]:
+def look_at_modules(fn: Any, in_place: Callable[[], set[int]]) -> AbstractContextManager[None]:
     """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses.
 
     Or if it uses an embedding that renormalises its rows in place. `in_place`: as in :func:`own_written`.
     """
-    modules = [] if _called.has(fn) else modules_of(fn)
+    return nullcontext() if _called.has(fn) else _looking(fn, in_place)
+
+
+@contextmanager
+def _looking(fn: Any, in_place: Callable[[], set[int]]) -> Iterator[None]:
+    modules = modules_of(fn)
     for module in modules:
         refuse_max_norm(module)
     watched = [(module, buffer, _value(buffer.tensor)) for module in modules for buffer in Members(module).buffers]

@@ -107,7 +107,7 @@ class DataParallel(StepSettings):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions = PLAIN_CALL) -> Run:
         """Call the step on marked parameters and tie its output."""
-        params, sync_state = self._params_of(args)
+        params, sync_state = self._params_of(args) if options.step is None else self.params_of(args)
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or traced.recording()):
             return self.hook_as_chosen(sync_state).run(args, kwargs, options)
         leaves, spec = tree.flatten(params)
@@ -125,13 +125,13 @@ class DataParallel(StepSettings):
                 params = tree.unflatten(spec, leaves)
             counted = sync_state.checked_step() if sync_state is not None else 0
             training, step = step is not None, counted if step is None else step
-            hook = self.hook(step, training)
+            hook, axis = self.hook(step, training), comm.resolve(self.axis)
             if placements:
                 whole = params if options.frozen is None else tree.filled(params, options.frozen)
-                axis, paths = comm.resolve(self.axis), partial(tree.leaf_paths, whole)
+                paths = partial(tree.leaf_paths, whole)
                 check_placements(axis, placements, self.strategy, step, paths, "data_parallel")
-            marked = mark(self, params, leaves, spec, sync_state, hook, step, options, whole_leaves)
-            local, within = hook is None, None if hook is None else hook.within(comm.resolve(self.axis))
+            marked = mark(self, params, leaves, spec, sync_state, axis, hook, step, options, whole_leaves)
+            local, within = hook is None, None if hook is None else hook.within(axis)
         given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)

@@ -8,6 +8,7 @@ autograd up to the marker, and from there as reductions complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 import torch
@@ -16,8 +17,9 @@ from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked, outcome
 from ltx.core.base.errors import StepError, UnsupportedError
-from ltx.core.base.placements import PLAIN, Placements
+from ltx.core.base.placements import Placements
 from ltx.core.collectives.linear import at_places
+from ltx.core.gradients.planning import requires_grad
 from ltx.core.gradients.reduction import LeafState
 from ltx.core.gradients.schedule import ProcessSchedule
 from ltx.core.transforms.data_parallel import DataParallel
@@ -75,10 +77,11 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
                 _check_differentiable(args[n].params if isinstance(args[n], Synced) else args[n], n)
         if sync_state is not None:
             check_state(sync_state)
-        placements = Placements.of(tree.flatten(args[argnums])[0]) if isinstance(argnums, int) else PLAIN
+        leaves = tree.flatten(args[argnums])[0] if isinstance(argnums, int) else []
+        placements = Placements.of(leaves)
         if placements and isinstance(argnums, int):  # only first derivatives are taken
             args = (*args[:argnums], tree.map(torch.Tensor.detach, args[argnums]), *args[argnums:][1:])
-        if isinstance(argnums, int) and _is_plain(step, argnums, args, kwargs, sync_state):
+        if isinstance(argnums, int) and leaves and _is_plain(step, argnums, args, kwargs, sync_state):
             return _by_plain_autograd(step, argnums, args, kwargs, sync_state, checked_output)
         if placements and isinstance(argnums, int):
             if sync_state is not None:
@@ -155,10 +158,10 @@ def _is_plain(
         return False
     if private.has_tangents() or torch.is_inference_mode_enabled():
         return False
-    counted = 0 if sync_state is None else sync_state.checked_step()
-    if not tree.flatten(args[argnum])[0] or not marks_on_wire(step.hook_as_chosen(sync_state), counted, training=False):
+    hook = step.hook_as_chosen(sync_state).hook(0 if sync_state is None else sync_state.checked_step())
+    if not marks_on_wire(step, hook, comm.resolve(step.axis)):
         return False
-    return not any(x.requires_grad for x in tree.flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
+    return not requires_grad(tree.flatten((args, kwargs))[0])
 
 
 def _by_plain_autograd(
@@ -180,7 +183,7 @@ def _by_plain_autograd(
     assert run.inputs is not None
     leaves, spec = tree.flatten(params)
     placements = Placements.of(leaves)
-    grads, states = [torch.empty(())] * len(leaves), dict[int, LeafState]()
+    grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
     try:
         schedule.send_summary()
         loss = output[0] if isinstance(output, tuple) else output
@@ -188,8 +191,7 @@ def _by_plain_autograd(
         schedule.backward(loss if loss.requires_grad else None, run.inputs)
         with torch.no_grad():
             for bucket, reduced in schedule.wait_buckets():
-                for member, grad in zip(bucket.members, schedule.unpack(bucket, reduced), strict=True):
-                    grads[member] = grad
+                grads.update(zip(bucket.members, schedule.unpack(bucket, reduced), strict=True))
                 states.update(schedule.plan.states_by_leaf(bucket, reduced[1]))
         schedule.finish()
     except BaseException as error:
@@ -197,7 +199,7 @@ def _by_plain_autograd(
         raise
     value = tree.detached(output)
     with torch.no_grad():
-        found = tree.unflatten(spec, placements.placed(grads))
+        found = tree.unflatten(spec, placements.placed([*map(grads.__getitem__, range(len(leaves)))]))
     if sync_state is None:
         return found, value
     after = states_after(schedule.plan, states, sync_state.leaves, params)
@@ -223,8 +225,10 @@ def _by_local_parts(
 
 def _check_differentiable(params: Tree, number: int) -> None:
     """Raise unless argument `number` is a tree of tensors that have gradients."""
-    tree.check_tensors(params, f"argument {number} of the step")
-    for place, x in enumerate(tree.flatten(params)[0]):
+    leaves = tree.flatten(params)[0]
+    tree.check_leaves(leaves, params, f"argument {number} of the step")
+    dense = all(map(torch.is_floating_point, leaves)) and {*map(attrgetter("layout"), leaves)} == {torch.strided}
+    for place, x in () if dense else enumerate(leaves):
         if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS:
             raise StepError(
                 f"argument {number} of the step: leaf {tree.leaf_paths(params)[place]!r} is {tree.describe(x)} "

@@ -137,9 +137,8 @@ def reduce_in_graph(
     return tuple(reduce_gradients(schedule, grads, none)[0])
 
 
-def marks_on_wire(step_fn: StepSettings, step: int, training: bool) -> bool:
-    """Whether an eager call will have a schedule of process groups; arguments as in :meth:`StepSettings.hook`."""
-    axis, hook = comm.resolve(step_fn.axis), step_fn.hook(step, training)
+def marks_on_wire(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> bool:
+    """Whether an eager call on `axis` will have a schedule of process groups, where the strategy gives `hook`."""
     return axis.ranks.overlaps and hook is not None and not _marks_nothing(step_fn, hook, axis)
 
 
@@ -153,16 +152,17 @@ def mark(
     leaves: list[Any],
     spec: Any,
     sync_state: SyncState | None,
+    axis: Axis,
     hook: CommHook | None,
     step: int,
     options: CallOptions,
     given: Sequence[torch.Tensor],
 ) -> Marked:
-    """The marked parameters of an eager call of `step_fn` at `step`, for which the strategy gives `hook`.
+    """The marked parameters of an eager call of `step_fn` on `axis` at `step`, for which the strategy gives `hook`.
 
     `leaves` are the local parts of the `given` tensors.
     """
-    axis, hook = comm.resolve(step_fn.axis), options.hook or hook
+    hook = options.hook or hook
     own = {} if options.deferred else _with_grads(given, axis)
     if hook is None or _marks_nothing(step_fn, hook, axis):
         if hook is not None and (wanted := all_tracked(leaves)):  # patterns have to fit here as they do on many ranks
@@ -173,7 +173,7 @@ def mark(
         if hook is not None or not own or axis.size == 1:
             return unmarked
         tie = unmarked.tie
-        return replace(unmarked, tie=lambda outs: _noted(outs if tie is None else tie(outs), own.values()))
+        return unmarked._replace(tie=lambda outs: _noted(outs if tie is None else tie(outs), own.values()))
     axis.ranks.need(
         "whole",
         f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with others. "
@@ -184,7 +184,7 @@ def mark(
     wanted = all_tracked(leaves) if source is None else differentiable(leaves)
     if not wanted:
         return Marked(leaves, as_given=True)
-    paths = functools.cache(lambda: tree.leaf_paths(params))
+    paths = functools.partial(tree.spec_paths, spec)
     mine = [*map(leaves.__getitem__, wanted)]
     states = states_of_leaves(sync_state, paths, wanted, hook, returned=source is not None)
     tensors = [tuple(state.values()) for state in states] if hook.state_names else [()] * len(mine)
@@ -260,7 +260,7 @@ def _noted(outs: list[torch.Tensor], leaves: Collection[torch.Tensor]) -> list[t
 
 
 def _unreduced(
-    axis: Axis, given: Sequence[torch.Tensor], leaves: dict[int, torch.Tensor], paths: Callable[[], list[str]]
+    axis: Axis, given: Sequence[torch.Tensor], leaves: dict[int, torch.Tensor], paths: Callable[[], Sequence[str]]
 ) -> str:
     """The leaves whose unreduced ``.grad`` this backward pass adds to, with a digest; "" if there are none.
 

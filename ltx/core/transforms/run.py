@@ -13,14 +13,13 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, check_fields, is_number
 from ltx.core.base.errors import StepError, StrategyError, no_mean
 from ltx.core.base.needs import require
-from ltx.core.base.placements import PLAIN, Placements, on_mesh, whole
+from ltx.core.base.placements import PLAIN, Placements, meshes_are_used, on_mesh, whole
 from ltx.core.base.readable import Readable
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.reduce import wide
 from ltx.core.comm import to_device
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.marker import MARKER_PRIORITY, raise_priority
-from ltx.core.gradients.planning import differentiable
 from ltx.core.gradients.schedule import Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.strategy import Strategy, default_strategy, hooks_ahead, in_dtype
@@ -135,8 +134,7 @@ class StepSettings(Readable):
         return reduce
 
 
-@dataclass(frozen=True)
-class CallOptions:
+class CallOptions(NamedTuple):
     """How the marker of one call works. A plain call of a step has the defaults."""
 
     #: The backward pass doesn't wait for its reductions: the caller does. The caller then differentiates with respect
@@ -150,8 +148,7 @@ class CallOptions:
 PLAIN_CALL = CallOptions()
 
 
-@dataclass(frozen=True)
-class Marked:
+class Marked(NamedTuple):
     """The parameters that a step gets, and the function that ties its output to their markers."""
 
     leaves: list[Any]  # the parameters, marked or as they are
@@ -168,7 +165,7 @@ class Marked:
             return output
         leaves, spec = tree.flatten(output)
         ties = _floating(leaves)
-        if not (traced.recording() or private.in_transform()):
+        if self.inputs is not None or not (traced.recording() or private.in_transform()):
             # Detached tensors stay detached. If all are, the loss reaches no parameter, but the rank takes part.
             ties = [i for i in ties if leaves[i].requires_grad] or ties
         if ties:
@@ -182,8 +179,8 @@ class Marked:
 
 def _floating(leaves: list[Any]) -> list[int]:
     """The places of floating and complex tensors."""
-    tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    return [tensors[i] for i in differentiable([leaves[i] for i in tensors])]
+    tensors = ((i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
+    return [i for i, x in tensors if x.is_floating_point() or x.is_complex()]
 
 
 def averaged(values: Tree, axis: Any) -> Tree:
@@ -194,8 +191,7 @@ def averaged(values: Tree, axis: Any) -> Tree:
     return tree.unflatten(spec, at_places(leaves, floating, means))
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One call of a step, before its value is made."""
 
     output: Any  # what the user's function returned, tied to the markers
@@ -283,6 +279,8 @@ def placed(placements: Placements, parts: Tree) -> Tree:
 
 def whole_scalars(output: Any) -> Any:
     """`output` with whole 0-dim tensors: a loss that is a DTensor becomes its value, equal on all ranks of a mesh."""
+    if not meshes_are_used():
+        return output
     leaves, spec = tree.flatten(output)
     scalars = [i for i in on_mesh(leaves) if leaves[i].ndim == 0]
     return tree.unflatten(spec, at_places(leaves, scalars, [whole(leaves[i]) for i in scalars])) if scalars else output

@@ -8,7 +8,7 @@ whose gradient was accumulated); `clock`, whose cotangent is itself plus 1, coun
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ class SyncState:
         if traced.recording():
             return operator.index(self.step)  # a constant: Dynamo takes what has been another number for a variable
         uses, clock = _numbers(self.uses), _numbers(self.clock)
-        if any(count != 1 for count in uses):
+        if {*uses} != {1.0}:
             raise SyncStateError(
                 f"this communication state was used {max(uses):g} times in one loss, or its gradients were "
                 "accumulated. Its next value is its gradient, so it must go through exactly one call of the step; for "
@@ -115,11 +115,11 @@ class Synced(NamedTuple):
 
 
 def states_of_leaves(
-    state: SyncState | None, paths: Callable[[], list[str]], wanted: list[int], hook: CommHook, returned: bool
+    state: SyncState | None, paths: Callable[[], Sequence[str]], wanted: list[int], hook: CommHook, returned: bool
 ) -> list[LeafState]:
     """The hook's part of each wanted leaf's state. `returned`: the next one comes otherwise than as a cotangent."""
     if not hook.state_names:
-        return [{} for _ in wanted]
+        return [{}] * len(wanted)
     assert state is not None
     found: list[LeafState] = []
     for i in wanted:
@@ -159,5 +159,5 @@ def states_after(
         for member, state in states.items():
             if state:
                 entries[paths[member]].update(state)
-    after: dict[str, LeafState] = tree.detached(entries)
+    after: dict[str, LeafState] = tree.detached(entries) if entries else {}
     return after

@@ -172,7 +172,7 @@ def broken(whole: Operation, phase: str) -> Operation:
 
     def cut_broken(*args: Any) -> Iterator[Chunk]:
         for chunk in whole.chunks(*args):
-            yield replace(chunk, **{phase: fail})
+            yield chunk._replace(**{phase: fail})
 
     return replace(whole, chunks=cut_broken)
 
