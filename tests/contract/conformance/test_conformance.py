@@ -253,6 +253,10 @@ def test_conformance(row: Row, outcome: Callable[[Row], Outcome], drawn: int) ->
     _check(got.to(want.dtype) if isinstance(got, Tensor) else got, want, rounding)
 
 
+#: A product of all ranks' matrices at once is a kernel of its own, which may add in another order than one matrix's.
+IN_ANOTHER_ORDER = {"product round a ring"}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name.replace(" ", "_"))
 def test_simulated_ranks_give_what_processes_give(op: Op, outcome: Callable[[Row], Outcome]) -> None:
@@ -262,7 +266,10 @@ def test_simulated_ranks_give_what_processes_give(op: Op, outcome: Callable[[Row
             simulated = outcome(Row(SIMULATED, EAGER, op, transform))
             if not transform.forward:
                 in_turns = outcome(Row(replace(TURNS, size=2), EAGER, op, transform))
-                assert torch.equal(in_turns, simulated)
+                if op.name in IN_ANOTHER_ORDER:
+                    _check(in_turns, simulated, 1e-9)
+                else:
+                    assert torch.equal(in_turns, simulated)
             _check(simulated, outcome(Row(PROCESSES, EAGER, op, transform)), 1e-9)
 
 

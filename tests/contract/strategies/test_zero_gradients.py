@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     **{
         f"strategy {name}": (row.strategy, ADAM)
         for name, row in ROWS.items()
-        if 2 in row.ranks and not isinstance(row.strategy, QAdam)
+        if 2 in row.ranks and not isinstance(row.optimizer, type(QADAM))
     },
     "qadam": (QAdam(warmup_steps=4), QADAM),
     "qadam in small buckets": (
