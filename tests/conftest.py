@@ -129,7 +129,7 @@ MANY_THREADS = 40
 
 @pytest.fixture(scope="module", autouse=True)
 def tidied(pools: dict[int, Pool]) -> Iterator[None]:
-    """After a module that has left many process groups behind, a new world.
+    """After a module that has left many process groups behind, or an axis out of step, a new world.
 
     Two or more threads of each group look around a hundred times a second: of those that tests make, and of the axes
     that ltx opens for them, they take most of a processor by the end of the suite.
@@ -137,12 +137,15 @@ def tidied(pools: dict[int, Pool]) -> Iterator[None]:
     yield
     for pool in pools.values():
         try:
-            pool.run(_count_threads)
+            pool.run(_look_for_leftovers)
         except CallFailedError:
             pool.run(int)  # which begins with a new world, and ends the old one's groups: nobody may run here for long
 
 
-def _count_threads() -> None:
+def _look_for_leftovers() -> None:
+    useless = [axis.label for axis in comm.open_axes() if any(channel.failed for channel in axis.comm.channels)]
+    if useless:  # by an error that a test has kept from leaving its call
+        raise RuntimeError(f"{useless} are out of step")
     if _threads() > MANY_THREADS:
         gc.collect()  # not each time: in a worker that has seen many tests it takes a second
         if _threads() > MANY_THREADS:

@@ -38,7 +38,8 @@ class Ranks:
         body: what each of them does in the world.
         held_by: where they meet is held by a process of its own, as a launcher does, or with ``"rank 0"`` by rank 0.
         sockets: they do without shared memory.
-        timeout_s, heartbeat_s: as in :func:`ltx.init`.
+        timeout_s, heartbeat_s: as in :func:`ltx.init`. Shorter than 10 s for a rank that falls silent: a loaded machine
+            can keep one that hasn't from its beats for two.
         by_arguments: ``ltx.init`` is told the rank by its arguments.
         environment: more variables of all of them.
         streams: they communicate by a backend that orders streams.
@@ -51,7 +52,7 @@ class Ranks:
         held_by: str = "launcher",
         sockets: bool = False,
         timeout_s: float = 20.0,
-        heartbeat_s: float = 2.0,
+        heartbeat_s: float = 10.0,
         by_arguments: bool = False,
         environment: dict[str, str] | None = None,
         streams: bool = False,

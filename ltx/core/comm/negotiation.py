@@ -10,13 +10,20 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ltx.core.base.errors import LtxError, PeerLostError, RankMismatchError, StoreGoneError
+from ltx.core.base.errors import (
+    DeadlockDetectedError,
+    LtxError,
+    PeerLostError,
+    RankMismatchError,
+    ReplicaDivergedError,
+    StoreGoneError,
+)
 from ltx.core.comm.debug import BUCKETS, CHECKS, Communicator, ComparedChannel, called, caller, under_way
 from ltx.core.comm.diagnosis import AGAIN, LEFT, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
 from ltx.core.comm.recovery import Recovery
@@ -26,6 +33,16 @@ from ltx.core.comm.watcher import PATIENCE_S
 
 # More calls than one session of debug_checks has; calls are numbered through all sessions.
 _CALLS = 1 << 32
+
+
+@contextmanager
+def _in_wait_for(what: str) -> Iterator[None]:
+    """An error in here that ends a wait says what it waited for."""
+    try:
+        yield
+    except (PeerLostError, DeadlockDetectedError, ReplicaDivergedError) as error:
+        error.args = (f"{error} It waited for {what}.",)
+        raise
 
 
 class Negotiation:
@@ -168,15 +185,12 @@ class Negotiation:
 
         `now`: read the peers' records again, since peers may have written before they ended.
         """
-        try:
+        with _in_wait_for(what):
             if now:
                 self._watcher.look_now()
             self._watcher.look()
             if error := self.diagnosed(in_pass, issue):
                 raise error
-        except LtxError as error:
-            error.args = (f"{error} It waited for {what}.",)
-            raise
 
     def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
         """Raise if some peer won't come to `place`; called now and then while this rank waits there."""
@@ -188,7 +202,8 @@ class Negotiation:
         except PeerLostError:
             if not self._store.has(place):
                 raise
-        self._refuse_elsewhere(place, post)
+        with _in_wait_for(what):
+            self._refuse_elsewhere(place, post)
         self.refuse_lost(place, what)
         if time.monotonic() - began > PATIENCE_S:
             self._refuse_deadlock(place, post, in_pass)
@@ -317,8 +332,10 @@ class Negotiation:
         collective. `now`: as in :meth:`check_peers`.
         """
         with suppress(StoreGoneError):  # pending collectives need no store; a lost peer breaks its connections
-            self.check_peers(f"{what} (issue {issue[1]})", issue=issue, now=now)
-            self._answer(self._who_waits(issue))
+            waited_for = f"{what} (issue {issue[1]})"
+            self.check_peers(waited_for, issue=issue, now=now)
+            with _in_wait_for(waited_for):
+                self._answer(self._who_waits(issue))
 
     def _answer(self, waiting: dict[int, str]) -> None:
         for rank, place in waiting.items():

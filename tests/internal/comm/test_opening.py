@@ -64,7 +64,7 @@ def test_a_peer_that_dies(started: Started) -> None:
         tell("found")
         os._exit(0)  # to end in order would be to wait for the peer
 
-    world = started(2, body, timeout_s=60.0)
+    world = started(2, body, timeout_s=60.0, heartbeat_s=2.0)
     assert world.told(1) == "ends"
     world.processes[1].kill()
     assert world.told(0, 20.0) == "found"

@@ -55,7 +55,7 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
             body(ltx.world().rank, tell)
             time.sleep(60)  # the others are to find their errors by themselves, not by this one's end
 
-        started.append(Ranks(SIZE, goes_on, held_by, timeout_s=timeout_s, **kwargs))
+        started.append(Ranks(SIZE, goes_on, held_by, timeout_s=timeout_s, heartbeat_s=2.0, **kwargs))
         assert [started[-1].told(rank) for rank in range(SIZE)] == ["up"] * SIZE
         return started[-1]
 
@@ -334,7 +334,7 @@ def test_rank_0_dies_with_the_store_while_ranks_save(at: str, tmp_path: Path, st
         ltx.checkpoint.save(tmp_path, state)
         return "saved"
 
-    world = started(SIZE, body, held_by="rank 0", sockets=True, timeout_s=60.0)
+    world = started(SIZE, body, held_by="rank 0", sockets=True, timeout_s=60.0, heartbeat_s=2.0)
     assert [world.told(rank) for rank in range(SIZE)] == ["saved"] * SIZE
     died = time.monotonic()
     for rank in (1, 2):
@@ -369,7 +369,7 @@ def test_a_peer_that_goes_after_the_store(
             os.kill(os.getpid(), how)
         ltx.checkpoint.save(tmp_path, state) if what == "save" else ltx.psum(torch.ones(3))
 
-    world = started(size, body, sockets=True, timeout_s=60.0)
+    world = started(size, body, sockets=True, timeout_s=60.0, heartbeat_s=2.0)
     assert [world.told(rank) for rank in range(size)] == ["up"] * size
     world.holder.kill()
     world.holder.join()
