@@ -1,7 +1,7 @@
-"""``ltx doctor``: what world was chosen and why, what this machine has, and whether a collective works.
+"""``ltx doctor`` reports which world was chosen and why, what this machine has, and whether a collective works.
 
-Under a launcher, ``srun ltx doctor`` or ``ltx run -n 4 -m ltx doctor``, the collective is that world's, and rank 0
-prints. Alone it is one of two fresh workers. Nothing waits without a limit.
+Under a launcher (``srun ltx doctor``, ``ltx run -n 4 -m ltx doctor``) the launcher's ranks try the collective, and rank
+0 prints the report. Without a launcher, two new workers try it. Every wait has a time limit.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ltx.runtime.pool import Pool
 
 _SMALL_SHM = 256 << 20
 _MESSAGES = (("4 B", 1, 30), ("16 MiB", 4 << 20, 5))  # name, float32 elements, repetitions
-# Beyond the timeouts of ltx.init and of the collectives: to start processes, and to look up names.
+# This comes on top of the timeouts of ltx.init and of the collectives: processes start, and names are looked up.
 _MORE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was found, what may go wrong with it, and what does."""
+    """One line of the report: `text` is what was found, `warning` what may go wrong, `problem` what is wrong."""
 
     section: str
     name: str
@@ -51,7 +51,7 @@ class Finding:
 
 
 def doctor(*, as_json: bool = False, timeout_s: float = 30.0) -> int:
-    """Print what was found. The exit status: 0, or 1 for a problem, which is named."""
+    """Print the report. Returns the exit status: 1 if the report names a problem, else 0."""
     watchdog = threading.Timer(2 * timeout_s + _MORE_S, _give_up, [2 * timeout_s + _MORE_S])
     watchdog.daemon = True
     watchdog.start()
@@ -78,7 +78,7 @@ def _examine(environ: Mapping[str, str], as_json: bool, timeout_s: float) -> int
         by_rank, everyone = _with_collectives(found, placement.size, timeout_s)
     if placement.rank == 0:
         print(_report(by_rank, as_json), flush=True)
-    elif not everyone:  # rank 0 doesn't know
+    elif not everyone:  # rank 0's report doesn't have this rank's problems
         print(*(f"rank {placement.rank}: {note}" for note in _notes(by_rank, "problem")), sep="\n", file=sys.stderr)
     return int(any(finding.problem for findings in by_rank for finding in findings))
 
@@ -86,7 +86,7 @@ def _examine(environ: Mapping[str, str], as_json: bool, timeout_s: float) -> int
 def _versions() -> list[Finding]:
     try:
         ours = version("ltx")
-    except PackageNotFoundError:  # a checkout that isn't installed
+    except PackageNotFoundError:  # ltx is imported from a checkout that isn't installed
         ours = "not installed as a package"
     return [
         Finding("versions", "ltx", ours),
@@ -144,9 +144,9 @@ def _shared_memory() -> Finding:
 
 
 def _interface(environ: Mapping[str, str], master: tuple[str, int] | None, several_nodes: bool) -> list[Finding]:
-    """The interface that gloo will use, and its address: GLOO_SOCKET_IFNAME's, or that from which `master` is reached.
+    """gloo's interface and its address: those of GLOO_SOCKET_IFNAME, else those from which `master` is reached.
 
-    Where that is a loopback address, ltx.init takes the one from which other nodes are reached that have come.
+    If the address is a loopback address, ltx.init uses instead the address from which the other nodes are reached.
     """
     addresses, problem = interfaces(), ""
     if chosen := environ.get("GLOO_SOCKET_IFNAME"):
@@ -172,7 +172,7 @@ def _interface(environ: Mapping[str, str], master: tuple[str, int] | None, sever
 
 
 def measure() -> list[Finding]:
-    """Time sums over this world's ranks, and check them: on the host, and on this rank's device if it has one."""
+    """Time psums over this world's ranks and check their results, on the CPU and on this rank's accelerator if any."""
     size, rank = collectives.axis_size(), int(collectives.axis_index())
     findings = []
     for device, (name, elements, repetitions) in product(dict.fromkeys(("cpu", str(world().device))), _MESSAGES):
@@ -184,7 +184,7 @@ def measure() -> list[Finding]:
             if device != "cpu":
                 torch.accelerator.synchronize(device)
             taken.append(time.perf_counter() - began)
-        time_s = statistics.median(taken[1:])  # at the first one, signatures are compared
+        time_s = statistics.median(taken[1:])  # the first repetition also compares the ranks' signatures
         right = bool((summed == size * (size + 1) / 2).all())
         sent = 2 * (size - 1) / size * elements * 4
         text = f"{time_s * 1e3:.2f} ms" + (f", {sent / time_s / 1e9:.2f} GB/s" if elements > 1 else "")
@@ -195,7 +195,7 @@ def measure() -> list[Finding]:
 
 
 def _with_collectives(found: list[Finding], size: int, timeout_s: float) -> tuple[list[list[Finding]], bool]:
-    """The findings of all ranks; else this rank's own, with what failed, and whether that is everyone's."""
+    """Try collectives. Returns all ranks' findings and True; after an error, this rank's and whether it is alone."""
     try:
         if size > 1:
             with init(timeout=timedelta(seconds=timeout_s)):
@@ -205,13 +205,13 @@ def _with_collectives(found: list[Finding], size: int, timeout_s: float) -> tupl
             between = Finding("collective", "between", "two fresh workers of ltx.Pool")
             return [[*found, between, *pool.run(measure)[0]]], True
     except Exception as error:
-        said = str(error).partition("\n\n")[0]  # tracebacks of workers follow
+        said = str(error).partition("\n\n")[0]  # the workers' tracebacks come after the first empty line
         failed = Finding("collective", "psum", "failed", problem=f"{type(error).__name__}: {said}")
         return [[*found, failed]], size == 1
 
 
 def _notes(by_rank: Sequence[Sequence[Finding]], kind: str) -> list[str]:
-    """Warnings or problems of all ranks, each in a line of its own."""
+    """The texts of one `kind` ("warning" or "problem") from all ranks, one a line."""
     several = len(by_rank) > 1
     return [
         f"{f'rank {rank}: ' if several else ''}{finding.name}: {getattr(finding, kind)}"
@@ -222,7 +222,7 @@ def _notes(by_rank: Sequence[Sequence[Finding]], kind: str) -> list[str]:
 
 
 def _report(by_rank: Sequence[Sequence[Finding]], as_json: bool) -> str:
-    """Rank 0's findings in aligned lines, then what is wrong on any rank; or all of it as JSON."""
+    """Rank 0's findings in aligned lines, then the warnings and problems of all ranks; or all findings as JSON."""
     warnings, problems = _notes(by_rank, "warning"), _notes(by_rank, "problem")
     if as_json:
         ranks = [[asdict(finding) for finding in findings] for findings in by_rank]

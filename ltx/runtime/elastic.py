@@ -1,4 +1,4 @@
-"""elastic: training that goes on after a loss of ranks, with those that are left, newcomers, or the last snapshot."""
+"""elastic: training that goes on after ranks were lost, with the ranks that are left and with newcomers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Batch = Callable[[Any], Any]
 #: The errors that the loss of a peer, or of the connection with it, causes.
 LOSSES = (PeerLostError, DeadlockDetectedError, CollectiveTimeoutError, ReplicaDivergedError)
 
-# After this many new worlds in a row without a whole step, a loss isn't the reason.
+# If so many new worlds in a row fail before their first whole step, the reason isn't a lost rank: elastic raises.
 _PATIENCE = 3
 
 
@@ -65,65 +65,65 @@ def elastic(
     every: int = 100,
     keep: int = 2,
 ) -> tuple[TrainState, DataPosition]:
-    """Train until `epochs` are done, and go on after a loss of ranks. Every rank calls it, inside of ``ltx.init``.
+    """Train for `epochs` epochs, and go on when ranks are lost. Every rank calls it, inside of ``ltx.init``.
 
-    When the connection to a peer breaks, a peer falls silent, or the ranks have come out of step or apart, those that
-    are left regroup: a rank that comes is alive. They make a world of their own, count ranks from 0 again, call
-    `on_reset`, take the state of the last step that some rank has done whole, and go on from there with the samples
-    that come next. Since a step takes the same samples on any number of ranks (:class:`ltx.DataPosition`), none is
-    lost or comes twice in an epoch, and neither the number of steps nor the learning rate changes. A stopped process
-    counts as lost; should it go on later, it is told that the others have gone on without it. Local ranks stay as they
-    were, for they say which device is whose.
+    When the connection to a peer breaks, a peer falls silent, or the ranks have come out of step or have different
+    values, the ranks that are left regroup: each rank that answers is alive. They make a world of their own, count
+    ranks from 0 again, call `on_reset`, take the state of the last step that some rank has completed, and go on from
+    there with the samples that come next. Since a step takes the same samples on any number of ranks
+    (:class:`ltx.DataPosition`), no sample is lost or comes twice in an epoch, and neither the number of steps nor the
+    learning rate changes. A stopped process counts as lost; if it runs again later, it gets a PeerLostError, since the
+    others have gone on without it. Local ranks don't change, because they say which device a process uses.
 
     Newcomers may join while the others train, such as one in place of a rank that was lost: the same program, started
-    with the environment variable ``LTX_JOIN=host:port``, the MASTER_ADDR and MASTER_PORT of the others. It is a world
-    of one until it calls this; then it asks to be taken in. The others notice it between two steps, within half of the
-    heartbeat timeout, and regroup with it. Newcomers become the last ranks, `on_reset` is called on all, they are
-    given state and position, and have the world that :func:`ltx.world` tells then. Where there is no room (`max_ranks`,
-    or a step's samples can't be shared out among so many and all fewer) a newcomer waits until there is.
+    with the environment variable ``LTX_JOIN=host:port``, the MASTER_ADDR and MASTER_PORT of the others. A newcomer is a
+    world of one until it calls this function; then it asks to join. The others notice it between two steps, within half
+    of the heartbeat timeout, and regroup with it. Newcomers become the last ranks, `on_reset` is called on all ranks,
+    the newcomers get state and position, and :func:`ltx.world` tells them the new world. A newcomer waits while there
+    is no room: at `max_ranks`, or while a step's samples can't be divided among that many ranks or fewer.
 
-    On accelerators the host doesn't run ahead: before the optimizer of a step runs, it waits until all ranks have all
-    gradients. So the state before the step is whole where they haven't.
+    On accelerators the host doesn't run ahead: before the optimizer of a step runs, the host waits until all ranks have
+    all gradients. So if a rank is lost before that, the state before the step is still whole.
 
-    They regroup through the store of the first world. The launcher hosts it under torchrun and ``ltx run``, else rank
-    0's process: without that one the others can't go on, and say so. ``ltx run`` and torchrun end all ranks
-    when one of them dies, and start them anew with ``--max-restarts``; then, as after any other new start, training
-    goes on from the last snapshot under `snapshots` that is whole, instead of from `state` and `position`.
+    The ranks regroup through the store of the first world. The launcher hosts this store under torchrun and ``ltx
+    run``, else rank 0's process does: if the host is gone, the other ranks raise PeerLostError. ``ltx run`` and
+    torchrun end all ranks when one of them dies, and restart them with ``--max-restarts``; then, as after any restart,
+    training goes on from the last whole snapshot under `snapshots`, instead of from `state` and `position`.
 
     Args:
-        train: a train step with ``overlap="backward"`` (others don't commit whole), on the world's own axis.
+        train: a train step with ``overlap="backward"`` (other modes commit a step in pieces), on the world's own axis.
         state: where training starts: ``train.init(params)``. It may be donated to the first step.
-        data: ``data(indices)`` gives this rank's arguments of the step after the state: a tuple, or the only one.
-            `indices` are the samples that it takes, int64, 1-dim; none of them where there are fewer than ranks.
+        data: ``data(indices)`` gives this rank's arguments of the step after the state: a tuple, or a single argument.
+            `indices` are the samples of this rank, int64, 1-dim; empty if a step has fewer samples than ranks.
         position: where in the data training starts.
-        epochs: the number of epochs after which it ends.
-        on_step: called after each step on this rank with the new state, its metrics and the position behind it. Not on
-            a rank for a step that it has been given by its peers.
-        on_reset: called in this order with the new :class:`ltx.World` after it was made and before ranks take the
-            state over, as Horovod's reset callbacks.
-        min_ranks: with fewer left, all raise.
-        max_ranks: more aren't taken in; None is without limit.
-        meeting_timeout: how long those that regroup wait for a rank that lives and doesn't come: for longer than a
-            step takes. No rank waits for ranks that are known to be gone. A newcomer waits so long for an answer.
+        epochs: the number of epochs after which training ends.
+        on_step: called after each step with the new state, its metrics and the position after it. A rank that got a
+            step's result from its peers doesn't call it for that step.
+        on_reset: functions that are called in this order with the new :class:`ltx.World`, after it was made and before
+            ranks get the state, as Horovod's reset callbacks.
+        min_ranks: if fewer ranks are left, all of them raise PeerLostError.
+        max_ranks: newcomers beyond this number wait; None sets no limit.
+        meeting_timeout: how long ranks that regroup wait for a rank that lives but doesn't come: choose more than the
+            time of a step. No rank waits for ranks that are known to be gone. A newcomer waits this long for an answer.
         snapshots: a directory that all ranks see, for checkpoints (:mod:`ltx.checkpoint`), written every `every` steps
-            and at the end, of which the latest `keep` stay. Random number generators go on only on as many ranks. No
-            other run can use the directory meanwhile: it is locked.
+            and at the end. The latest `keep` stay. Random number generators are restored only on as many ranks as they
+            were saved from. The directory is locked against other runs.
         every, keep: see `snapshots`.
 
     Returns:
-        The state at the end, and the position.
+        The state and the position at the end.
 
     Raises:
-        PeerLostError: too few ranks are left, the store's holder is gone, or the others have gone on without this rank.
+        PeerLostError: too few ranks are left, the store's host is gone, or the others have gone on without this rank.
         CheckpointError: another run uses the directory `snapshots`, or a snapshot can't be written or read.
-        ReplicaDivergedError: ranks have different values, none of them most ranks', and there are no snapshots.
-        StrategyError: the strategy keeps parameters, optimizer state or communication state for each rank alone or in
-            shards, which a lost rank takes with it, and there are no `snapshots`. With these, a loss is raised, and a
-            new start goes on from them.
+        ReplicaDivergedError: ranks have different values, no value has a majority, and there are no snapshots.
+        StrategyError: the strategy keeps parameters, optimizer state or communication state that differs between ranks
+            or is sharded, so a lost rank takes its part with it, and there are no `snapshots`. With `snapshots`, the
+            error that the loss caused is raised, and a restart of all ranks goes on from the last snapshot.
         WorldError: there is no training that this newcomer could join, or it is over.
         RankMismatchError: this newcomer's model, optimizer, data, epochs or snapshots aren't those of the others, which
             train on.
-        InputError, UnsupportedError: the arguments can't be gone on with after a loss; when it is called.
+        InputError, UnsupportedError: with these arguments training couldn't go on after a loss; raised at the call.
 
     Any other error of a rank (a mistake in `data`, an interrupt) ends its training; the others go on without it.
 
@@ -148,18 +148,18 @@ def elastic(
 
 
 class _NewcomersError(LtxError):
-    """There are some, and they are to be taken in before the next step."""
+    """Newcomers wait to join, and have to be taken in before the next step."""
 
 
 class _Told(NamedTuple):
-    """The values that a rank tells its peers in a new world. A newcomer has done -1 steps."""
+    """How far a rank is, which it tells its peers in a new world. `step` is -1 for a newcomer, which has no state."""
 
     position: DataPosition
     begun: bool
     step: int = -1
     saved: int = -1
-    digest: str = ""  # fingerprint of the state
-    run: str | None = None  # that the snapshots belong to
+    digest: str = ""
+    run: str | None = None  # the id of the run that the snapshots belong to
 
 
 @dataclass
@@ -178,22 +178,22 @@ class ElasticRun:
     every: int
     keep: int
     state: TrainState
-    position: DataPosition  # that belongs to the state
+    position: DataPosition  # the position after the step that gave `state`
     settings: dict[str, Any] = field(default_factory=settings_of_world)
     membership: Membership | None = None
-    hold: Hold | None = None  # on the directory of the snapshots
-    begun: bool = False  # has looked for a snapshot to start from
+    hold: Hold | None = None  # the lock on the snapshots' directory
+    begun: bool = False  # whether this rank has looked for a snapshot to start from
     saved: int = -1  # the step of the last snapshot
-    futile: int = 0  # new worlds since the last whole step
+    futile: int = 0  # the number of new worlds since the last whole step
 
     def __post_init__(self) -> None:
         self.axis = self.train.step.axis
         self.place = self.settings.get("placement", Placement("none"))
-        # False for a newcomer until its peers have given it theirs.
+        # A newcomer has no state until its peers have sent theirs.
         self.has_state = self.place.joins is None
 
     def check(self) -> None:
-        """Raise where a loss of ranks would find that training can't go on."""
+        """Raise now if training couldn't go on after a loss of ranks, instead of at the loss."""
         here, mesh = world(), self.settings.get("mesh", ())
         for name in ("epochs", "min_ranks", "max_ranks", "every", "keep"):
             if name != "max_ranks" or self.max_ranks is not None:
@@ -248,7 +248,7 @@ class ElasticRun:
                     return self.state, self.position
                 except (*LOSSES, _NewcomersError) as loss:
                     self._go_on(self._new_place(loss))
-        except BaseException as error:  # so that others don't wait for this rank
+        except BaseException as error:  # else the other ranks would wait for this one
             abandon(error)
             raise
         finally:
@@ -267,12 +267,12 @@ class ElasticRun:
         return float(self.settings["heartbeat_timeout"].total_seconds())
 
     def _open(self) -> None:
-        """Begin a run with all ranks, so that they can regroup after a loss, and keep others out of the snapshots."""
+        """Begin a run with all ranks, which can then regroup after a loss, and lock the snapshots' directory."""
         together, store = Together("elastic", self.axis), process.stores.get(self.place)
         size, rank = together.size, together.rank
 
         def begin() -> tuple[None, str]:
-            """On rank 0, for all ranks or none."""
+            """Lock the directory and open the run, on rank 0. If that fails, `exchange` raises on all ranks."""
             if self.snapshots is not None and rank == 0:
                 self.hold = Hold(self._base, first=True)
             if store is None or rank > 0:
@@ -287,7 +287,7 @@ class ElasticRun:
         if store is not None:
             members = range(size)
             self.membership = Membership.of_member(store, token, rank, members, process.worlds, self._heartbeat_s)
-            collectives.barrier("the beginning of elastic", self.axis)  # all of them beat
+            collectives.barrier("the beginning of elastic", self.axis)  # after this, all ranks send heartbeats
 
     def _entrance(self) -> Signature:
         """The settings, besides the program, that newcomers and members have to share."""
@@ -306,7 +306,7 @@ class ElasticRun:
         return Signature.of("elastic", list(found), list(found.values()), static)
 
     def _join(self) -> None:
-        """Be taken into a run that has begun, and given its state."""
+        """Join a run that has begun, and get its state."""
         limit_s = self.meeting_timeout_s
         self.membership = Membership.of_newcomer(self.place, self._entrance(), limit_s, self._heartbeat_s)
         place = self.membership.be_taken(self.place)
@@ -330,25 +330,25 @@ class ElasticRun:
                 self.on_step(state, metrics, self.position)
             if state.step % self.every == 0:
                 self._save()
-        if self.saved != self.state.step:  # a peer may have been lost in between
+        if self.saved != self.state.step:  # after a loss near the end, the last state may be unsaved
             self._save()
-        # A rank that hasn't done the last step would lose a rank that ended now.
+        # If a rank ended now, a rank that is still in the last step would count it as lost.
         collectives.barrier("the end of elastic", self.axis)
 
     def _room(self, here: int, asking: int) -> int:
-        """How many of the newcomers that ask can be taken in where so many ranks are."""
+        """How many of `asking` newcomers `here` ranks can take in."""
         most = here + asking if self.max_ranks is None else min(here + asking, self.max_ranks)
-        # A loss of any of them has to leave a number that can go on.
+        # If any of these ranks are lost later, training has to be possible with the rest.
         sizes = range(self.min_ranks, most + 1)
         return max(0, next((size - 1 for size in sizes if not self.position.fits(size)), most) - here)
 
     def _go_on(self, place: Placement) -> None:
-        """Make a world at `place`, or the next one if that fails, and take over the state of the last whole step."""
+        """Make a new world in which this rank is at `place`, and take over the state of the last whole step."""
         while True:
             try:
                 done = self._taken_over(self._in_new_world(place))
                 break
-            except (*LOSSES, WorldError) as error:  # while the new world was made
+            except (*LOSSES, WorldError) as error:  # a rank was lost while the new world was made
                 loss = error
             place = self._new_place(loss)
         if not done:
@@ -367,8 +367,7 @@ class ElasticRun:
         if membership is None or self.futile > _PATIENCE:
             raise loss
         before = set(membership.members)
-        # This comes before the world ends, since the world knows which peers are gone; without a world nothing is
-        # known.
+        # This asks before the world is abandoned, since only a world knows which peers are gone.
         axis_comm = comm.resolve(self.axis).comm if settings_of_world() else None
         lost = list if axis_comm is None else axis_comm.gone
         abandon(loss)
@@ -389,7 +388,7 @@ class ElasticRun:
         return place
 
     def _in_new_world(self, place: Placement) -> list[_Told]:
-        """How far each rank of a new world is."""
+        """Make the new world, in which this rank is at `place`. Returns how far each of its ranks is."""
         assert self.membership is not None
         process.stores[place] = self.membership.world_store()
         self.place = place
@@ -408,11 +407,11 @@ class ElasticRun:
         return told
 
     def _taken_over(self, told: list[_Told]) -> bool:
-        """Whether all ranks, which are as far as they `told`, have the state of the last whole step now."""
+        """Give all ranks the state of the last whole step, which some rank has `told` of. Whether that was possible."""
         there = [rank for rank in told if rank.step == max(other.step for other in told)]
         digest, count = Counter(rank.digest for rank in there).most_common(1)[0]
         self.begun = all(rank.begun for rank in told)
-        if 2 * count <= len(there):  # no rank knows which values are right
+        if 2 * count <= len(there):  # no digest has a majority, so no rank knows which values are right
             self.has_state = self._restore()
             return self.has_state
         source = next(rank for rank in there if rank.digest == digest)
@@ -431,7 +430,7 @@ class ElasticRun:
         """Go on from the last snapshot. Whether there is one."""
         if self.snapshots is None:
             return False
-        # Rank 0's answer: another rank may look when it has been saved just now, by a peer that is further.
+        # Rank 0 answers for all: a peer may save a snapshot between the looks of two ranks.
         if not collectives.broadcast_object(checkpoint.latest(self.snapshots) is not None, 0, self.axis):
             return False
         restored = checkpoint.load(self.snapshots, self.state, rng="same ranks", axis=self.axis)
@@ -453,7 +452,7 @@ def ones_own(state: TrainState) -> list[str]:
 
 
 def _let_go_of_frames(loss: BaseException | None) -> None:
-    """Of what failed: they hold what was under way, and with it connections of the world that ends."""
+    """Clear the frames of `loss`: their local variables keep the old world's connections alive."""
     while loss is not None:
         traceback.clear_frames(loss.__traceback__)
         loss = loss.__cause__ or loss.__context__

@@ -1,7 +1,7 @@
-"""The texts of failures: an exception's, with the user's own frames, and that of a call that failed on some ranks.
+"""The texts of failures: of one exception, with the user's frames, and of a call that failed on some ranks.
 
-Frames of ltx and of the interpreter's own machinery say nothing about the user's mistake. They are left out, unless
-there are no others.
+Frames of ltx and of Python's own machinery say nothing about the user's mistake. They are left out, unless
+a traceback has no others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ltx.runtime.messages import At, Failure, Idle, Result
 
 
 def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False) -> Failure:
-    """`error` as it is sent to the driver; `doing` is put before its message."""
+    """The message that tells the driver of `error`; `doing` is put before the error's text."""
     at_s = time.monotonic()
     message = message_of(error)
     try:
@@ -47,17 +47,17 @@ def text_of(error: BaseException) -> str:
 
 
 def places_of(frame: FrameType) -> str:
-    """Where a thread is: the innermost frame of the user's, and what it has called, whoever's that is."""
+    """Where a thread is: the user's innermost frame, and the innermost frame of all, such as one of torch."""
     trace = traceback.extract_stack(frame)
     own, innermost = place_of(trace), in_words(trace[-1])
     return own if own == innermost else f"{own}, which has come to {innermost}"
 
 
 def _filter(told: traceback.TracebackException) -> None:
-    """Leave ltx's frames out of `told` and of what it was caused by, each of which it has once."""
+    """Leave ltx's frames out of `told` and out of the exceptions that caused it."""
     kept = [frame for frame in told.stack if not is_hidden(frame.filename)] or told.stack
-    for frame in kept:  # renamed itself: its columns are those of lines that it alone has whole
-        _ = frame.line  # read while it has the name that its lines are found by
+    for frame in kept:  # frames are renamed in place: a new FrameSummary would lose the columns
+        _ = frame.line  # Python finds the source line by the old name, and keeps it once it was read
         frame.filename = label(frame.filename)
     told.stack = traceback.StackSummary.from_list(kept)
     for other in (told.__cause__, told.__context__, *(getattr(told, "exceptions", None) or ())):
@@ -65,7 +65,7 @@ def _filter(told: traceback.TracebackException) -> None:
             _filter(other)
 
 
-# Errors that a rank raises because a peer has failed.
+# A rank raises these errors because a peer has failed.
 CONSEQUENCES = ("PeerLostError", "StoreGoneError", "DeadlockDetectedError", "CollectiveTimeoutError")
 
 
@@ -78,7 +78,7 @@ def exit_text(code: int) -> str:
 
 
 def what_became_of_workers(kept: bool) -> str:
-    """The text of a pool on its workers after a call that failed or was interrupted."""
+    """A sentence that says whether the workers still run after a call that failed or was interrupted."""
     if kept:
         return "The workers keep their state, and the next run begins with a new world."
     return "The workers were ended, with what they had kept; the next run starts new ones."
@@ -87,14 +87,14 @@ def what_became_of_workers(kept: bool) -> str:
 def failure_error(
     name: str, answers: Mapping[int, Any], ranks: Sequence[int], size: int, timeout_s: float | None, kept: bool | None
 ) -> WorkerError:
-    """The error for a run of `name` on `ranks` of `size`: the first failure in full, the others in a line.
+    """The error for a run of `name` on `ranks` of `size`: the first failure in full, the other ranks in one line.
 
-    `answers` are those of :func:`ltx.runtime.worker_group.collect`. `kept`: whether the workers are still there; None
-    if nobody expects it.
+    `answers` are those of :func:`ltx.runtime.worker_group.collect`. `kept`: whether the workers still run; None if the
+    caller doesn't keep workers, so that nothing is said about them.
     """
     after = "" if kept is None else what_became_of_workers(kept)
-    # An ended process comes first: peers that fail because of it, in whatever words, do so after it. What says itself
-    # that it comes of a peer's failure is last; one that gave up when it was asked to doesn't count.
+    # The first failure is the cause. A process that ended comes before exceptions, which its peers raise because of
+    # it; errors in CONSEQUENCES come last; a rank that gave up because it was asked to isn't a cause.
     silent = [rank for rank in ranks if isinstance(answers.get(rank), At | None)]
     came = {rank: answer for rank, answer in answers.items() if rank not in silent}
     failed = {rank: answer for rank, answer in came.items() if not isinstance(answer, Result)}
@@ -128,14 +128,14 @@ def failure_error(
         f"rank {first} of {size} raised {answer.type_name}: {answer.message}\n\nOn rank {first}: "
         f"{answer.traceback_text.rstrip()}\n{rest}".rstrip(),
     )
-    with suppress(Exception):  # its class takes other arguments than it keeps, or isn't importable here
+    with suppress(Exception):  # the exception's class may take other arguments, or may not be importable in the driver
         original = pickle.loads(answer.pickled) if answer.pickled is not None else None
         error.__cause__ = original if isinstance(original, BaseException) else None
     return error
 
 
 def told_where(answer: Any) -> str:
-    """The line at which a rank was asked to give up, in words; `answer` is None or an At if it didn't."""
+    """Where a rank was when it was asked to give up. `answer` is None or an At if the rank didn't give up."""
     if answer is None:
         return "didn't give up (it is in code that Python can't interrupt)"
     if isinstance(answer, At):

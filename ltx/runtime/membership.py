@@ -1,8 +1,8 @@
-"""The processes of an elastic run: its ranks, newcomers that ask to be taken in, and how they agree on a next world.
+"""The processes of an elastic run: its ranks, newcomers that ask to join, and how they agree on a next world.
 
-A run has a part of the store for itself, the store of its first world, whose host has to live. There each process has a
-number that it keeps, whatever its rank, and beats for as long as it takes part: worlds come and go, and with them what
-is known of their peers. After a loss they regroup: a process that comes is alive, and goes on.
+A run uses a part of the first world's store, so the host of that store has to live. In a run each process has a number,
+which it keeps when its rank changes, and it sends heartbeats for as long as it takes part, since the heartbeats of a
+world end with that world. After a loss the processes regroup: each process that comes is alive, and goes on.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ class Member(NamedTuple):
     """A process of a run, and where it computes."""
 
     number: int
-    node: int  # its index in the world that the process comes from; -1 for a newcomer, which comes from none
-    local_rank: int  # among those of the node
-    host: str  # the node's name
-    has_state: bool = True  # the training's, which a newcomer hasn't until it has been given it
+    node: int  # the node's index in the world that the process comes from; -1 for a newcomer
+    local_rank: int  # the local rank on that node
+    host: str  # the host's name
+    has_state: bool = True  # whether the process has the training's state; a newcomer gets it later
 
     @staticmethod
     def of(number: int, place: Placement, has_state: bool = True) -> Member:
-        """Member `number`, whose place in the world before is `place`."""
+        """Member `number`, whose place in the previous world is `place`."""
         node = -1 if place.joins is not None else place.node_rank
         return Member(number, node, place.local_rank, platform.node(), has_state)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of a regroup: the same for all processes that read it."""
+    """The result of a regroup, which all processes read from the store."""
 
     members: tuple[Member, ...]  # the members that go on, by rank
-    known: frozenset[int]  # the numbers of processes that are no newcomers any more: they were taken in, or lost
+    known: frozenset[int]  # the numbers of processes that aren't newcomers any more: they were taken in, or lost
 
     @property
     def numbers(self) -> list[int]:
         return [member.number for member in self.members]
 
     def place(self, number: int, before: Placement) -> Placement:
-        """The new place of member `number`. Ranks and nodes are counted anew; local ranks stay where they can."""
+        """The new place of member `number`. Local ranks stay where they are free."""
         members = _on_nodes(self.members)
         mine = members[self.numbers.index(number)]
         nodes = sorted({member.node for member in members})
@@ -90,7 +90,7 @@ class Decision:
 
 
 def _on_nodes(members: Sequence[Member]) -> list[Member]:
-    """The members, with newcomers on the node of their host, at a free local rank if theirs is taken."""
+    """The members; newcomers get the node of their host, and a free local rank if their local rank is taken."""
     found = [member for member in members if member.node >= 0]
     for member in members[len(found) :]:
         new = 1 + max((other.node for other in found), default=-1)
@@ -123,24 +123,25 @@ class Regroup:
     def decide(
         self,
         mine: Member,
-        members: Sequence[int],  # the numbers of the processes of the world before, by rank
-        gone: Callable[[Sequence[int]], Collection[int]],  # those of some, also of such as have come, that are gone
+        members: Sequence[int],  # the numbers of the previous world's processes, by rank
+        gone: Callable[[Sequence[int]], Collection[int]],  # returns which of the given numbers are known to be gone
         limit_s: float,
-        known: Collection[int] = (),  # see Decision
-        asking: Callable[[], Sequence[int]] = tuple,  # the newcomers that want to be taken in
-        room: Callable[[int, int], int] = lambda here, asking: asking,  # for how many, where so many have come and ask
-        left: Callable[[], Collection[int]] = tuple,  # ranks that have left the previous world; others won't come
+        known: Collection[int] = (),  # the `known` of the previous Decision
+        asking: Callable[[], Sequence[int]] = tuple,  # returns the numbers of the newcomers that ask to join
+        # room(here, asking): how many newcomers can join
+        room: Callable[[int, int], int] = lambda here, asking: asking,
+        left: Callable[[], Collection[int]] = tuple,  # returns the processes that have left the previous world
     ) -> Decision | None:
-        """Announce the process of `mine`, and wait until it is decided which processes go on.
+        """Announce the process of `mine`, and wait for the decision which processes go on.
 
-        The first process to decide decides for all: once every process has come that isn't known to be gone, or at the
-        end of `limit_s`. Processes none of which has the training's state decide nothing: None. Should one that has it
-        come later, it goes on.
+        The first process that can decide decides for all: when every process has come that isn't known to be gone, or
+        after `limit_s`. Processes decide nothing if none of them has the training's state: the result is None. If a
+        process with the state comes later, it decides and goes on.
         """
         self.come(mine)
 
         def is_decided(at_the_limit: bool = False) -> bool:
-            """Whether it is decided; this process decides it once it can."""
+            """Whether there is a decision; this process makes it as soon as it can."""
             if self.decision() is not None:
                 return True
             new = [number for number in asking() if number not in known and number not in members]
@@ -168,24 +169,24 @@ class Regroup:
         return self.decision()
 
     def _read(self) -> tuple[dict[int, Member], set[int]]:
-        """The members that have come, and the numbers of those that declined."""
+        """The members that have come, and the numbers of the members that declined."""
         came, declined = dict[int, Member](), set[int]()
         for line in self._store.get(f"{self._at}/log").splitlines():
             number, *rest = json.loads(line)
             if rest:
                 came[number] = Member(number, *rest)
-            else:  # it may have meant to come before
+            else:  # a member may decline after it has come
                 came.pop(number, None)
                 declined.add(number)
         return came, declined
 
 
 def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal: str) -> str:
-    """Open a new run of `size` processes, in their `worlds`-th world, in the `store` of the first; rank 0 does.
+    """On rank 0: open a new run of `size` processes, in their `worlds`-th world, in the first world's `store`.
 
-    `entrance`: what newcomers have to agree on. `refusal`: why none can be taken in; "" if they can.
+    `entrance`: what newcomers must have in common with the run. `refusal`: why newcomers can't join; "" if they can.
 
-    Returns its token: random text that tells it from every other run.
+    Returns the run's token: random text that distinguishes it from every other run.
     """
     root, token = _root(store), os.urandom(8).hex()
     run = _of_run(root, token)
@@ -196,18 +197,19 @@ def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal
 
 
 class Membership(Watched):
-    """The part of process `number` in the run `token` in `store`. Its watcher looks after the run as after an axis."""
+    """Process `number` of the run `token` in `store`. Its watcher sends heartbeats and watches those of the others."""
 
     label = "elastic"
 
     def __init__(self, store: Store, token: str, number: int, members: Sequence[int], worlds: int, heartbeat_s: float):
         self.token, self.number = token, number
-        self.members, self.worlds = list(members), worlds  # in the present world, by rank; how many there have been
-        self.known = frozenset(members)  # processes that are no newcomers any more
-        self.waiting = 0  # newcomers that are there, as far as this process knows; it asks in the background
+        # the numbers by rank in the present world; the count of worlds
+        self.members, self.worlds = list(members), worlds
+        self.known = frozenset(members)  # processes that aren't newcomers any more
+        self.waiting = 0  # the number of living newcomers that ask to join, as the watcher's thread last found it
         self._store, self._heartbeat_s = store, heartbeat_s
         self._last: dict[int, tuple[bytes, float]] = {}
-        self._asking = list[int]()  # newcomers that aren't known yet
+        self._asking = list[int]()  # the newcomers that ask to join, without those in `known`
         self._watcher = Watcher(store, number, heartbeat_s)
         self._watcher.hold()
         self._watcher.on_beat = self._look
@@ -218,12 +220,12 @@ class Membership(Watched):
     def of_member(
         store: Store, token: str, rank: int, members: Sequence[int], worlds: int, heartbeat_s: float
     ) -> Membership:
-        """Of a process that is there from the beginning, in a run in the `store` of the first world."""
+        """The membership of a process that is in the run from the beginning; `store` is the first world's."""
         return Membership(_of_run(_root(store), token), token, rank, members, worlds, heartbeat_s)
 
     def close(self, over: bool) -> None:
         """This process leaves the run; `over`: the run has ended for all."""
-        with suppress(PeerLostError):  # the store is gone, and no rank can read it
+        with suppress(PeerLostError):  # the store is gone, so no process could read it
             if over:
                 self._asked.set("over", "")
             self.next_regroup.decline(self.number)
@@ -231,16 +233,16 @@ class Membership(Watched):
 
     @property
     def next_regroup(self) -> Regroup:
-        """The one that comes next."""
+        """The regroup that makes the next world."""
         return Regroup(self._asked, self.worlds + 1)
 
     def gone(self, some: Sequence[int]) -> list[int]:
-        """Those of `some` that have ended, or whose beats have stopped. Raises PeerLostError if the store is silent."""
+        """Which of `some` have ended or stopped their heartbeats. Raises PeerLostError if the store is silent."""
         return sorted(self._watcher.gone().intersection(some))
 
     @property
     def global_ranks(self) -> list[int]:
-        """The numbers of all that this process' watcher looks after, and its own."""
+        """The numbers of the processes that the watcher looks after: members, newcomers, this process."""
         return list(dict.fromkeys([*self.members, *self._asking, self.number]))
 
     def regroup(
@@ -251,11 +253,11 @@ class Membership(Watched):
         limit_s: float,
         room: Callable[[int, int], int],
     ) -> Placement | None:
-        """The place of this process, which was at `place`, among those that go on; None without it.
+        """The place of this process, which was at `place`, among those that go on; None if they go on without it.
 
         `has_state`: see :class:`Member`. `lost`: the ranks of the present world that have left it. `limit_s`, `room`:
         see :meth:`Regroup.decide`.
-        Raises PeerLostError if the process that holds the store is gone, or doesn't answer; or those with the state.
+        Raises PeerLostError if the process that holds the store is gone or silent, or if all with the state are gone.
         """
         regroup, mine = self.next_regroup, Member.of(self.number, place, has_state)
 
@@ -291,9 +293,9 @@ class Membership(Watched):
 
     @contextmanager
     def making_world(self, has_state: bool, place: Placement) -> Iterator[None]:
-        """Surrounds what makes a world of the present members: this process, which is at `place`, looks out for them.
+        """Use it around the making of a world of the present members: raises if one of them is lost meanwhile.
 
-        If that fails, it tells the others that it comes to the next regroup, before its connections with them end.
+        If that fails, this process comes to the next regroup before its connections with the others end.
         """
         members, worlds = list(self.members), self.worlds
 
@@ -313,19 +315,20 @@ class Membership(Watched):
             raise
 
     def _look(self, store: Store) -> None:
-        """Count the newcomers that are alive: those whose beats go on. In the thread of the beats."""
+        """Count the living newcomers, whose heartbeats change. The watcher's thread calls it."""
         new = self._asking = [number for number in _asked(store, self.token) if number not in self.known]
         now, records = time.monotonic(), PrefixStore(RECORDS, store)
         for number in [number for number in new if records.check([str(number)])]:
             beat, (before, _) = records.get(str(number)), self._last.get(number, (None, 0.0))
             if before != beat:
-                self._last[number] = (beat, now if before is not None else 0.0)  # one may be from long ago
+                # the first beat that is seen may be old
+                self._last[number] = (beat, now if before is not None else 0.0)
         alive = [number for number in new if number in self._last and now - self._last[number][1] < self._heartbeat_s]
         self.waiting = len([number for number in alive if number not in self.known])
 
     @staticmethod
     def of_newcomer(place: Placement, entrance: Signature, limit_s: float, heartbeat_s: float) -> Membership:
-        """Of a process that asks to be taken in by the run in the store at ``place.joins``.
+        """The membership of a newcomer, which asks to join the run in the store at ``place.joins``.
 
         Raises WorldError if nothing answers there within `limit_s`, or the training is over; RankMismatchError if its
         `entrance` isn't the run's (another model, other data, ...); AuthenticationError without the key of the ranks.
@@ -357,7 +360,7 @@ class Membership(Watched):
             if refusal:
                 raise WorldError(f"elastic: the training at {where} takes no newcomers: {refusal}")
             newcomer = size - 1 + int(store.add("newcomers", 1))
-            # It beats: members ignore newcomers without beats.
+            # The newcomer's heartbeats start first: members ignore newcomers without heartbeats.
             membership = Membership(store, token, newcomer, [], 0, heartbeat_s)
             store.append("asked", f"{newcomer} {_asks(newcomer, token)}\n")  # type: ignore[attr-defined]
             return membership
@@ -369,13 +372,14 @@ class Membership(Watched):
             ) from error
 
     def be_taken(self, place: Placement) -> Placement:
-        """Wait until a regroup takes this newcomer in; its place. A run that is full has it wait for a place.
+        """Wait until a regroup takes this newcomer in, which a full run doesn't. Returns the newcomer's place.
 
-        Raises WorldError if the training is over; PeerLostError if the others are gone, or took this process for lost.
+        Raises WorldError if the training is over; PeerLostError if the others are gone, or have gone on without this
+        process.
         """
         assert place.joins is not None
         where, member = "{}:{}".format(*place.joins), Member.of(self.number, place, has_state=False)
-        regroup = Regroup(self._asked, 0)  # none that is held: those of a run count from 1
+        regroup = Regroup(self._asked, 0)  # a stand-in: regroups of a run count from 1
         decision: Decision | None = None
 
         def is_decided() -> bool:
@@ -415,7 +419,7 @@ def _over(where: str) -> WorldError:
 
 
 def _asked(store: Any, token: str) -> list[int]:
-    """The newcomers that have asked, of those that have proven to know the job's key."""
+    """The newcomers that ask to join, except those that can't prove that they know the job's key."""
     lines = store.get("asked").decode(errors="replace").splitlines() if store.check(["asked"]) else []
     asked = []
     for number, _, proven in (line.partition(" ") for line in lines):
@@ -430,7 +434,7 @@ def _asks(number: int, token: str) -> str:
 
 
 def _root(store: Store) -> Store:
-    """The store itself, of which a world may see a part only."""
+    """The store without the prefixes through which a world sees a part of it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

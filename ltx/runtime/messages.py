@@ -1,23 +1,23 @@
 """The messages between a pool's driver and its workers, and how they travel.
 
-The driver sends one :class:`Setup`, then calls; the worker answers each with a :class:`Result` or a :class:`Failure`,
-and may send what is to be seen meanwhile: anything with a method ``shown(rank, size)``, see :mod:`ltx.runtime.show`.
+The driver sends one :class:`Setup`, then calls; the worker answers each with a :class:`Result` or a :class:`Failure`.
+Meanwhile it may send things to show: objects with a method ``shown(rank, size, drawn)``, see :mod:`ltx.runtime.show`.
 
 A message is pickles and the buffers that belong to them: the storages of tensors, the memory of arrays. Up to
 :data:`INLINE_BYTES` of buffers are written to the socket. Larger buffers are written once into anonymous shared memory
-(``memfd_create``: no name, no file, nothing that outlives its last user), and the socket carries its handle. The
-receiver maps that memory copy on write: the buffers are its own, and cost no copy until they are written to. So few
-bytes go through the socket that sending never waits for the receiver, which may have been stopped.
+(``memfd_create``: no name, no file, freed with its last user), and the socket carries its handle. The receiver maps
+that memory copy on write: the buffers are its own, and cost no copy until they are written to. So few bytes go through
+the socket that sending never blocks, even if the receiver has been stopped.
 
 Only the two ends of an anonymous pair of sockets exchange messages, so bytes of other processes are never unpickled.
 
-Functions and classes are sent by value (cloudpickle) if they are of the called function's own module, which a notebook
-or an editor may have changed since a worker imported it, or of a module that the workers can't import. Those of all
-other modules are imported by the workers. The source of functions that are in no file, those of notebook cells, goes
-along, so that tracebacks on workers show its lines.
+Functions and classes are sent by value (cloudpickle) if they belong to the called function's own module, which a
+notebook or an editor may have changed since a worker imported it, or to a module that the workers can't import. Those
+of all other modules are imported by the workers. Functions of notebook cells are in no file: their source is sent too,
+so that tracebacks on workers show its lines.
 
-What travels by value is always new. Modules that workers import, those of a project, are read again by :class:`Modules`
-once they were edited, so that a worker runs what the driver runs.
+A worker runs the newest version of whatever is sent by value. Modules that workers import, those of a project, are
+reloaded by :class:`Modules` after an edit, so that workers and driver run the same code.
 """
 
 from __future__ import annotations
@@ -77,26 +77,26 @@ class Ready:
 
 @dataclass(frozen=True)
 class Call:
-    """Do a call. The same message has the function, ``(args, kwargs)``, and the sources of cells."""
+    """Do a call. The function, ``(args, kwargs)`` and the sources of cells follow in the same message."""
 
     number: int
-    search_path: list[str] = field(default_factory=list)  # the driver's by now
-    inherited: bool = False  # the message has nothing besides, since the worker is a fork that has all from the driver
+    search_path: list[str] = field(default_factory=list)  # the driver's ``sys.path`` at the call
+    inherited: bool = False  # the worker is a fork, which has the function already: nothing follows
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Give that call up: KeyboardInterrupt is raised in it."""
+    """Give call `number` up: the worker raises KeyboardInterrupt in it."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class At:
-    """Where a call was when it was asked to give up, ahead of its answer: for one that doesn't."""
+    """Where a call was when it was asked to give up. Sent before the call's answer, in case it never answers."""
 
     where: str
-    raised: bool | None = None  # once it has had its time: whether KeyboardInterrupt was raised in it
+    raised: bool | None = None  # after a wait: whether KeyboardInterrupt was raised in the call
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class Renew:
 
 
 class Stop:
-    """End."""
+    """The worker has to end."""
 
 
 class Idle(str):
-    """How a process ended that had no call to do, in words."""
+    """How a worker's process ended while it had no call to do, in words."""
 
 
 @dataclass(frozen=True)
@@ -127,25 +127,25 @@ class Failure:
 
     type_name: str
     message: str
-    traceback_text: str  # of the user's own frames, if there are any, without those of ltx and of the worker
-    at_s: float  # on the monotonic clock, which a machine's processes share: the driver can tell which rank was first
+    traceback_text: str  # the user's frames, without ltx's and the worker's
+    at_s: float  # on the monotonic clock, which all processes of a machine share: the driver compares the ranks' times
     where: str = ""  # the innermost frame, in words
-    pickled: bytes | None = None  # the exception itself where it pickles
-    cancelled: bool = False  # given up because the driver asked for it
+    pickled: bytes | None = None  # the exception itself, if it can be pickled
+    cancelled: bool = False  # whether the call gave up because the driver asked for it
 
 
-#: A message with more bytes of buffers than these sends them through shared memory.
+#: A message whose buffers have more bytes than this sends them through shared memory.
 INLINE_BYTES = 1 << 16
 _ALIGNMENT = 64
 _MAY_SHARE = hasattr(os, "memfd_create")
-_HEAD = struct.Struct("<I?")  # how many buffers, and whether they are in shared memory; their sizes follow
+_HEAD = struct.Struct("<I?")  # the number of buffers, and whether they are in shared memory; the buffers' sizes follow
 
 
 class Message:
     """Pickled objects, and buffers with the memory of their tensors and arrays. It can be sent more than once.
 
-    Shared memory is made with it, not on the way: that there is no more is an OSError of who makes it, and no sign that
-    the other end is gone.
+    Shared memory is allocated here and not in :meth:`send`: its lack is an OSError too, and :meth:`send` raises OSError
+    only when the other end is gone.
     """
 
     def __init__(self, pickled: bytes, buffers: Sequence[memoryview] = ()):
@@ -155,7 +155,7 @@ class Message:
         self._shared = _written(self._views) if through_memory else None
 
     def send(self, connection: Connection) -> None:
-        """Write it to `connection`. Raises OSError if the other end is closed."""
+        """Write the message to `connection`. Raises OSError if the other end is closed."""
         sizes = struct.pack(f"<{len(self._views)}q", *(view.nbytes for view in self._views))
         head = [_HEAD.pack(len(self._views), self._shared is not None), sizes]
         connection.send_bytes(b"".join([*head, *(self._views if self._shared is None else ())]))
@@ -163,20 +163,20 @@ class Message:
             reduction.send_handle(connection, self._shared.fileno(), 0)
 
     def close(self) -> None:
-        """Let go of the shared memory; receivers keep theirs."""
+        """Close the shared memory; receivers keep their mappings of it."""
         if self._shared is not None:
             self._shared.close()
 
 
 def pack(value: Any) -> Message:
-    """`value` as a message. Functions and classes of ``__main__`` and of the like travel by value (cloudpickle)."""
+    """`value` as a message. Functions and classes of ``__main__`` are sent by value (cloudpickle)."""
     pickler = Pickler()
     pickler.dump(value)
     return pickler.message()
 
 
 def receive(connection: Connection) -> Callable[[], Any]:
-    """Read a message; the result unpickles its next object. Raises EOFError or OSError if the sender is gone."""
+    """Read a message; calls of the result unpickle its objects. Raises EOFError or OSError if the sender is gone."""
     received = memoryview(connection.recv_bytes())
     count, shared = _HEAD.unpack_from(received)
     sizes = struct.unpack_from(f"<{count}q", received, _HEAD.size)
@@ -195,14 +195,14 @@ def receive(connection: Connection) -> Callable[[], Any]:
 
 
 class Pickler(TensorPickler):
-    """cloudpickle's pickler, except that the memory of tensors and arrays becomes buffers of the message."""
+    """cloudpickle's pickler; the memory of tensors and arrays becomes buffers of the message."""
 
     def __init__(self) -> None:
         self._stream, self._buffers = io.BytesIO(), list[memoryview]()
         super().__init__(self._stream, protocol=5, buffer_callback=lambda buffer: self._buffers.append(buffer.raw()))
 
     def reducer_override(self, obj: Any) -> Any:
-        """A storage is one object, whichever tensors share it, and so it is a buffer once."""
+        """A storage becomes one buffer, also if several tensors share it."""
         if isinstance(obj, torch.storage.TypedStorage):
             return _typed, (obj._untyped_storage, obj.dtype)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
@@ -236,7 +236,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _written(views: Sequence[memoryview]) -> io.FileIO:
-    """New shared memory that holds `views`; Python warns where the memory isn't closed."""
+    """New shared memory that holds `views`; Python warns if the caller doesn't close it."""
     offsets = _offsets([view.nbytes for view in views])
     file = io.FileIO(os.memfd_create("ltx-message", os.MFD_CLOEXEC), "r+")
     try:
@@ -253,14 +253,15 @@ def _written(views: Sequence[memoryview]) -> io.FileIO:
 
 # --- calls -----------------------------------------------------------------------------------------------------------
 
-#: A function that carries more than this along, in its closure or in globals, is warned about.
+#: A function with more bytes than this in its closure and globals is warned about.
 LARGE_BYTES = 16 << 20
 
 
 def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
-    """The message of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, and what that names.
+    """The message of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, then the objects that it
+    announces.
 
-    Raises WorkerError if something in it can't be pickled.
+    Raises WorkerError if one of the objects can't be pickled.
     """
     pickler = _Pickler(number, getattr(_unwrapped(fn), "__module__", None) or "")
     try:
@@ -290,12 +291,12 @@ def name_of(fn: Any) -> str:
 
 
 class _Pickler(Pickler):
-    """The pickler of one call: modules that the workers can't import are registered with cloudpickle meanwhile."""
+    """The pickler of one call: until :meth:`unregister`, modules that workers can't import go by value."""
 
     def __init__(self, number: int, own_module: str):
         super().__init__()
         self._number = number
-        self.sources: dict[str, tuple[str, list[str]]] = {}  # what is in no file: by name, what to call it, its lines
+        self.sources: dict[str, tuple[str, list[str]]] = {}  # code that is in no file: {file name: (label, lines)}
         self._seen: set[str] = set()
         self._registered: list[str] = []
         self._look_at(own_module, importable=False)
@@ -312,7 +313,8 @@ class _Pickler(Pickler):
                 self.globals_ref.setdefault(id(obj.__globals__), _Globals(obj.__globals__))
             name = obj.__code__.co_filename
             entry = linecache.cache.get(name)
-            if entry is not None and len(entry) == 4 and entry[1] is None:  # no time of change: it isn't a file
+            # without a modification time it isn't a file
+            if entry is not None and len(entry) == 4 and entry[1] is None:
                 self.sources[name] = (_cell_of(name), entry[2])
         return super().reducer_override(obj)
 
@@ -341,21 +343,21 @@ class _Pickler(Pickler):
 
 
 class _Globals(dict[str, Any]):
-    """The globals of functions that go by value: none yet. On the worker they are those of a new module."""
+    """The globals of functions that go by value: only a module's names. On the worker a new module holds them."""
 
     def __init__(self, of: dict[str, Any]):
         super().__init__({key: of.get(key) for key in ("__name__", "__package__", "__path__", "__file__") if key in of})
 
 
-#: The names of such modules begin so.
+#: The prefix of the names of these new modules.
 _SENT = "ltx_call_"
 
 
 def _new_globals(number: int, said: dict[str, Any]) -> dict[str, Any]:
-    """The globals of a module for the functions that call `number` brings along; `said`: what theirs say of theirs.
+    """The globals of a new module for the functions that call `number` sends; `said` are the globals' module names.
 
-    torch.compile looks for a function's globals in the module that they name. It finds these there, and would find
-    others, or none, in the worker's own module of that name. Modules of earlier calls go.
+    torch.compile looks for a function's globals in the module that they name. In the worker's own module of that name
+    it would find other globals or none, so the new module has a name of its own. Modules of earlier calls are deleted.
     """
     mine = f"{_SENT}{number}_"
     for other in [other for other in sys.modules if other.startswith(_SENT) and not other.startswith(mine)]:
@@ -367,13 +369,13 @@ def _new_globals(number: int, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell_of(name: str) -> str:
-    """What a notebook calls the cell whose code is named `name`."""
+    """The label by which a notebook shows the cell whose code is named `name`."""
     count = getattr(getattr(ipython(), "compile", None), "_filename_map", {}).get(name)
     return name if count is None else f"<cell In[{count}]>"
 
 
 def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """`fn` with an empty cache of its own."""
+    """`fn` with a new, empty cache."""
     return functools.lru_cache(**parameters)(fn)
 
 
@@ -383,7 +385,7 @@ def _warn_if_large(fn: Any, nbytes: int) -> None:
     try:
         found = inspect.getclosurevars(_unwrapped(fn))
         values = {**found.globals, **found.nonlocals}
-    except TypeError:  # not a Python function
+    except TypeError:  # `fn` isn't a Python function
         values = {}
     sizes = {name: size for name, value in values.items() if (size := _nbytes(value))}
     held = sorted(sizes.items(), key=lambda item: -item[1])[:3]
@@ -397,7 +399,7 @@ def _warn_if_large(fn: Any, nbytes: int) -> None:
 
 
 def _nbytes(value: Any) -> int:
-    """The bytes of a tensor, an array or a module."""
+    """The bytes of `value`: a tensor, an array or a module; 0 for anything else."""
     if isinstance(value, torch.nn.Module):
         return sum(p.nbytes for p in (*value.parameters(), *value.buffers()))
     size = getattr(value, "nbytes", 0)
@@ -425,15 +427,15 @@ def _finds(name: str, file: str | None) -> bool:
 
 
 class Modules:
-    """The user's modules in this process, each as its file was when it was read."""
+    """The user's modules in this process, with the state of each file when it was read."""
 
     def __init__(self) -> None:
         self._known = set(sys.modules)
         self._stamps: dict[str, tuple[int, int] | None] = {}
-        self._old: dict[Any, Any] = {}  # functions and classes of modules before they were read again
+        self._old: dict[Any, Any] = {}  # functions and classes of modules before a reload
 
     def note(self) -> None:
-        """Remember the files of modules that are new."""
+        """Remember the files of newly imported modules."""
         for name in [name for name in sys.modules if name not in self._known]:
             self._known.add(name)
             file = getattr(sys.modules.get(name), "__file__", None)
@@ -441,29 +443,29 @@ class Modules:
                 self._stamps[name] = _stamp(file)
 
     def refresh(self) -> None:
-        """Read modules again whose files have changed; other modules then hold their new functions and classes.
+        """Reload modules whose files have changed; other modules then hold their new functions and classes.
 
-        What others have taken of them besides, such as a number, stays as it was until those are edited too. Raises
-        WorkerError if one can't be read: it stays as it was, and is tried again at the next call.
+        Other values that a module has imported from an edited one, such as a number, stay old until that module is
+        edited too. Raises WorkerError if a module can't be reloaded: it stays as it was until the next call's attempt.
         """
         self.note()
         now = {name: _stamp(getattr(sys.modules.get(name), "__file__", None) or "") for name in self._stamps}
         edited = {name for name, stamp in now.items() if stamp not in (None, self._stamps[name])}
         uses = {name: edited & _imports(sys.modules[name]) if len(edited) > 1 else () for name in edited}
         order: Iterable[str] = edited
-        with suppress(CycleError):  # what a module takes of others is new before it is read
+        with suppress(CycleError):  # a module is reloaded after the modules that it imports from
             order = [*TopologicalSorter(uses).static_order()]
         for name in order:
             module = sys.modules[name]
             with suppress(OSError, NotImplementedError):
-                # Its time is kept in whole seconds there.
+                # A stale .pyc would be used: it keeps the source's time in whole seconds.
                 os.unlink(importlib.util.cache_from_source(module.__file__ or ""))
             importlib.invalidate_caches()
             try:
                 self._reload(module)
             except Exception as error:
                 if isinstance(error, ModuleNotFoundError) and error.name == name:
-                    continue  # it came by value, or was loaded from a path: there is nothing to read by its name
+                    continue  # the module was sent by value or loaded from a path, so it can't be imported by name
                 raise WorkerError(
                     f"the module {name!r} was edited since this worker imported it, and reading it again raised "
                     f"{type(error).__name__}: {error}. Mend {module.__file__}, or start new workers."
@@ -474,15 +476,15 @@ class Modules:
         try:
             from IPython.extensions.autoreload import superreload
         except ImportError:
-            importlib.reload(module)  # `from module import f` elsewhere still has the old f
+            importlib.reload(module)  # other modules that did `from module import f` keep the old f
         else:
             superreload(module, importlib.reload, self._old)
 
 
 def _imports(module: ModuleType) -> set[str]:
-    """The names of modules that `module` imports anywhere, as its file is now, and of what it takes from them."""
+    """The names that `module`'s file imports now, anywhere in it: of modules, and of what it takes from them."""
     found: set[str] = set()
-    with suppress(OSError, SyntaxError, ValueError, ImportError):  # reading it again raises it
+    with suppress(OSError, SyntaxError, ValueError, ImportError):  # the reload raises the same error
         for node in ast.walk(ast.parse(Path(module.__file__ or "").read_bytes())):
             if isinstance(node, ast.Import):
                 found.update(each.name for each in node.names)
@@ -493,7 +495,7 @@ def _imports(module: ModuleType) -> set[str]:
 
 
 def _stamp(file: str) -> tuple[int, int] | None:
-    """What tells an edited file; None where there is none any more."""
+    """The file's modification time and size, which an edit changes; None if there is no file."""
     with suppress(OSError):
         found = os.stat(file)
         return found.st_mtime_ns, found.st_size

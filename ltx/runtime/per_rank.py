@@ -1,4 +1,4 @@
-"""What a function returned on each rank, and the ways to look at it as one value."""
+"""PerRank: what a function returned on each rank, which can be stacked, or checked to be the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ltx.errors import ArgumentError, ReplicaDivergedError, TreeError
 
 T = TypeVar("T")
 
-_COLUMNS = 8  # of a table in a notebook, at most
+_COLUMNS = 8  # a table in a notebook has at most so many
 
 
 class PerRank(Sequence[T], Generic[T]):
@@ -57,7 +57,7 @@ class PerRank(Sequence[T], Generic[T]):
         return laid_out("PerRank(", values, ")")
 
     def _repr_html_(self) -> str:
-        """A row for each rank; where all have a dictionary of the same few names, with a column for each of these."""
+        """A table with a row for each rank; if all values are dictionaries with the same few keys, each is a column."""
         dicts: list[dict[Any, Any]] = [x for x in self._values if isinstance(x, dict) and len(x) <= _COLUMNS]
         alike = len(dicts) == len(self) and len({tuple(x) for x in dicts}) == 1
         columns = dicts if alike else [{"value": x} for x in self._values]
@@ -66,15 +66,15 @@ class PerRank(Sequence[T], Generic[T]):
         return Table(header, rows, [False] * len(header))._repr_html_()
 
     def rank(self, index: int) -> T:
-        """The value of rank `index`. Raises IndexError, naming the ranks there are, for others."""
+        """The value of rank `index`. Raises IndexError if there is no such rank."""
         if not 0 <= index < len(self._values):
             raise IndexError(f"rank {index}: expected one of the ranks 0 to {len(self._values) - 1}.")
         return self._values[index]
 
     def stack(self) -> Any:
-        """One tree whose tensors have the ranks as a new dimension 0; numbers and bools become tensors of one.
+        """One tree whose tensors have the ranks as a new dimension 0; numbers and bools become 1-dim tensors.
 
-        Tensors on several devices are stacked on that of rank 0.
+        Tensors on several devices are stacked on rank 0's device.
 
         Raises:
             TreeError: the ranks' trees have different structures, or a leaf can't be stacked; the message names the
@@ -84,11 +84,11 @@ class PerRank(Sequence[T], Generic[T]):
         return optree.tree_unflatten(spec, [_stack(leaves, p) for leaves, p in zip(columns, paths, strict=True)])
 
     def replicated(self) -> T:
-        """The one value that all ranks have, after checking that they do, bit for bit (NaN equals the same NaN).
+        """The value that all ranks have, after checking that it is the same bit for bit (NaN equals the same NaN).
 
         Raises:
-            ReplicaDivergedError: a rank has something else than rank 0; the message names the leaf's path, the rank
-                and how far they are apart.
+            ReplicaDivergedError: a rank's value differs from rank 0's; the message names the leaf's path, the rank and
+                the largest difference.
             TreeError: the ranks' trees have different structures.
 
         Example:
@@ -111,7 +111,7 @@ class PerRank(Sequence[T], Generic[T]):
         return self._values[0]
 
     def _columns(self) -> tuple[list[list[Any]], list[str], Any]:
-        """The leaves by position, each with those of all ranks; the leaves' paths; the structure."""
+        """(for each leaf, its values on all ranks; the leaves' paths; the tree's structure)."""
         values: tuple[Any, ...] = self._values
         if not values:
             raise TreeError("there are the values of no rank to put together.")
@@ -157,12 +157,13 @@ def _stack(leaves: list[Any], path: str) -> torch.Tensor:
 
 
 def _difference(first: Any, other: Any, rank: int) -> str:
-    """How rank `rank`'s leaf `other` differs from rank 0's, in words; "" if it doesn't."""
+    """How rank `rank`'s leaf `other` differs from rank 0's, in words; "" if they are equal."""
     if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
         if first.dtype != other.dtype or first.shape != other.shape:
             return f"rank 0 has {describe(first)}, rank {rank} has {describe(other)}"
         a, b = first.detach().cpu(), other.detach().cpu()
-        unequal = (as_bytes(a) != as_bytes(b)).any(dim=-1).reshape(-1)  # 0.0 isn't -0.0, and NaN may be the same NaN
+        # bytes: 0.0 differs from -0.0, and equal NaNs don't differ
+        unequal = (as_bytes(a) != as_bytes(b)).any(dim=-1).reshape(-1)
         if not unequal.any():
             return ""
         wide = torch.complex128 if a.is_complex() else torch.float64
@@ -178,8 +179,8 @@ def _same(first: Any, other: Any) -> bool:
     if type(first) is not type(other):
         return False
     if isinstance(first, float | complex):
-        return repr(first) == repr(other)  # tells -0.0 from 0.0, and NaN is NaN
+        return repr(first) == repr(other)  # repr distinguishes -0.0 from 0.0, and equates NaN with NaN
     try:
         return bool(first == other)
-    except Exception:  # an array, whose == is an array
+    except Exception:  # `==` of arrays gives an array, which has no truth value
         return pickle.dumps(first) == pickle.dumps(other)

@@ -1,10 +1,10 @@
 """Functions on worker processes: ``ltx.Pool``, whose workers stay between calls, and ``ltx.launch``, for one call.
 
-The workers are one world: collectives work in the function. A failure on any rank may leave the others in the middle of
-a collective, and ranks with different numbers of collectives issued. So after a failure, a timeout or an interrupt the
-ranks that are still busy are asked to give up (KeyboardInterrupt is raised in them), and before the next run all make a
-new world; what they keep in their modules and cells is still there. Only if a worker is gone, or doesn't give up, all
-are ended, and the next run starts new ones.
+The workers are one world: collectives work in the function. After a failure, a timeout or an interrupt some ranks may
+still be inside a collective, and ranks may have issued different numbers of collectives. So the ranks that are still
+busy are asked to give up (KeyboardInterrupt is raised in them), and before the next run all make a new world; what they
+keep in their modules and cells is still there. Only if a worker is gone, or doesn't give up, all workers are ended, and
+the next run starts new ones.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Pool:
 
     Args:
         n: the number of workers.
-        start_timeout_s: how long they may take to start, in seconds or as a timedelta.
+        start_timeout_s: how long the workers may take to start, in seconds or as a timedelta.
         timeout_s: how long a run may take unless it says otherwise; None is without limit.
         threads: the number of threads that each worker computes on.
-        show_output: show what workers print line by line, with their rank, where this process prints; False leaves it
-            to the workers, which print where this process was started. None is True in IPython and notebooks.
+        show_output: True shows what workers print, line by line and with their rank, where this process prints. False
+            lets workers print to where this process was started. None is True in IPython and notebooks.
         grace_s: after an interrupt, a failure or a timeout, how long workers that are in code that Python can't
-            interrupt (a long computation in C) get to return. Then all workers are ended with what they have kept,
-            which is told before. None is 3 s.
+            interrupt (a long computation in C) may take to return. After it all workers are ended, and the state they
+            keep is lost; a warning comes before. None is 3 s.
 
     Raises:
-        WorkerError: they don't start, or this process is itself a worker of a pool.
+        WorkerError: the workers don't start, or this process is itself a worker of a pool.
 
     Example:
         >>> import torch, ltx
@@ -109,7 +109,7 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """The workers' process ids, by rank; empty while there are none."""
+        """The workers' process ids, by rank; empty while no workers run."""
         return [] if self._workers is None else self._workers.pids
 
     def close(self) -> None:
@@ -125,25 +125,25 @@ class Pool:
     ) -> PerRank[T]:
         """Call ``fn(*args, **kwargs)`` on every worker and wait for all of them.
 
-        `fn`, with all that its own module defines, is sent by value: functions of notebook cells and of test files
-        work, and each call sees their latest definition. Other modules that are not installed are imported by the
-        workers, which have this process' ``sys.path`` of the moment. Tensors travel by value. An interrupt (Ctrl-C)
-        reaches all workers, also those that wait in a collective.
+        `fn` and everything its own module defines is sent by value: functions of notebook cells and of test files work,
+        and each call sees their latest definition. Other modules that aren't installed are imported by the workers,
+        which use this process' ``sys.path`` at the time of the call. Tensors are copied. An interrupt (Ctrl-C) reaches
+        all workers, also those that wait in a collective.
 
         Args:
-            fn: the function. What it assigns to globals is gone at the next call; what it keeps in an imported module
+            fn: the function. Globals that it assigns are lost at the next call; what it stores in an imported module
                 stays.
             args: its arguments, the same on every rank.
             timeout_s: how long the run may take; None is the pool's own limit.
             kwargs: its keyword arguments.
 
         Returns:
-            What it returned on each rank.
+            What `fn` returned on each rank.
 
         Raises:
-            CallFailedError: (a WorkerError) about the first rank to fail, with the exception there
-                as its ``__cause__`` if that could be sent.
-            CallTimeoutError: (a WorkerError and TimeoutError) that took too long.
+            CallFailedError: (a WorkerError) the function raised; it tells of the first rank that failed, and has that
+                rank's exception as its ``__cause__`` if it could be pickled.
+            CallTimeoutError: (a WorkerError and TimeoutError) the call took too long.
             WorkerError: `fn` or its arguments can't be pickled, the pool is closed, or workers don't start.
         """
         __tracebackhide__ = True
@@ -152,7 +152,8 @@ class Pool:
     def run_on(
         self, rank: int, fn: Callable[..., T], *args: Any, timeout_s: timedelta | float | None = None, **kwargs: Any
     ) -> T:
-        """Call ``fn(*args, **kwargs)`` on the worker of `rank` alone. A collective in it would wait for the others.
+        """Call ``fn(*args, **kwargs)`` on the worker of `rank` alone. A collective in `fn` would wait for the other
+        ranks.
 
         Arguments and errors as for :meth:`run`.
         """
@@ -209,7 +210,7 @@ class Pool:
         return answers
 
     def _ready(self) -> WorkerGroup:
-        """The workers, with a whole world."""
+        """The workers, after making a new world if the last call failed, or new workers if there are none."""
         if self._workers is not None and self._workers.failed:
             try:
                 self._workers.renew()
@@ -237,7 +238,7 @@ class Pool:
 
 
 def check_size(caller: str, n: object) -> int:
-    """`n`; raises :class:`ltx.errors.WorkerError` unless `caller` may start so many workers in this process."""
+    """`n`; raises :class:`ltx.errors.WorkerError` if it is no valid number, or this process is itself a worker."""
     if POOL_VARIABLE in os.environ:
         raise WorkerError(
             f"rank {os.environ.get('RANK')}: {caller}({n}) was called inside a worker of an ltx.Pool, and a pool "
@@ -266,23 +267,26 @@ def launch(
         nprocs: the number of processes.
         args: its arguments, the same on every rank.
         start_method: how the processes start; None is the strategy's ``start_method``, or "popen":
-            "popen": fresh interpreters. Nothing needs to be guarded by ``if __name__ == "__main__"``, functions of
-            notebook cells work, and nothing is shared with this process.
-            "fork": copies of this process, up at once. `fn` and what it refers to are there as they are, without being
-            pickled. Refused if CUDA or torch.distributed is initialised.
-            "spawn", "forkserver": multiprocessing's, which import the main script again: it must be guarded.
+            "popen": fresh interpreters, which share nothing with this process. Functions of notebook cells work, and
+            ``if __name__ == "__main__"`` isn't needed.
+            "fork": copies of this process, which start at once. They have `fn` and what it refers to without pickling.
+            Refused if CUDA or torch.distributed is initialised.
+            "spawn", "forkserver": those of multiprocessing, which import the main script again: guard it by ``if
+            __name__ == "__main__"``.
         timeout: how long the call may take: seconds or a timedelta; None is without limit.
-        threads: the number of threads that each computes on; None is ``OMP_NUM_THREADS`` if that is set, else an equal
-            share of the processors. Forks compute on one: OpenMP hangs in a fork of a process that has used it.
-        strategy: whose ``start_method`` is used where that is left out.
+        threads: the number of threads that each process computes on; None is ``OMP_NUM_THREADS`` if that is set, else
+            an equal share of the processors. A fork computes on one thread: OpenMP hangs in a fork of a process that
+                has used it.
+        strategy: its ``start_method`` is used if `start_method` is left out.
 
     Returns:
-        A list of what it returned, by rank.
+        A list of what `fn` returned, by rank.
 
     Raises:
-        CallFailedError: (a WorkerError) about the first rank to fail. The others are cancelled.
-        CallTimeoutError: (a WorkerError and TimeoutError) that took too long.
-        WorkerError: the processes don't start, or this one is itself a worker.
+        CallFailedError: (a WorkerError) `fn` raised; the error tells of the first rank that failed. The others are
+            cancelled.
+        CallTimeoutError: (a WorkerError and TimeoutError) the call took too long.
+        WorkerError: the processes don't start, or this process is itself a worker.
 
     Example:
         >>> import torch, ltx
@@ -294,7 +298,7 @@ def launch(
     method: str = start_method if start_method is not None else getattr(strategy, "start_method", "popen")
     limit_s = None if timeout is None else seconds("ltx.launch: timeout", timeout)
     threads = _threads(threads, nprocs, method)
-    # A fork has the function already, and all that it refers to.
+    # A fork has the function and all that it refers to already.
     call = pack_call(1, fn, args, {}) if method != "fork" else pack(Call(1, inherited=True))
     handed = (fn, args) if method == "fork" else None
     with closing(call):

@@ -1,4 +1,4 @@
-"""``ltx run``: torch's own elastic launcher, the one behind ``torchrun``, whose ranks meet on loopback."""
+"""``ltx run``: ``torchrun``'s launcher, with ranks that meet on loopback."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ LOOPBACK_RENDEZVOUS = "ltx-loopback"
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """The launcher of one machine alone: it waits for no other, and its ranks connect on loopback.
+    """The rendezvous of a launcher on one machine alone: it waits for no other launcher, and ranks connect on loopback.
 
-    torch's own for this listens on all interfaces, and unpickles what any process writes there.
+    torch's own rendezvous listens on all interfaces, and unpickles what any process sends there.
     """
 
     def __init__(self, port: int, run_id: str):
@@ -60,7 +60,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def register(tells: bool) -> None:
-    """Have torch's launcher know :data:`LOOPBACK_RENDEZVOUS`, which `tells` where others may join."""
+    """Register :data:`LOOPBACK_RENDEZVOUS` with torch's launcher; with `tells` it prints where others may join."""
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         made = LoopbackRendezvous(int(parameters.endpoint.rpartition(":")[2]), parameters.run_id)
@@ -69,7 +69,8 @@ def register(tells: bool) -> None:
             print(f"ltx run: processes with the same LTX_KEY may join: {where}", file=sys.stderr, flush=True)
         return made
 
-    rendezvous_handler_registry._registry.pop(LOOPBACK_RENDEZVOUS, None)  # left by an earlier run in this process
+    # an earlier run in this process has registered it
+    rendezvous_handler_registry._registry.pop(LOOPBACK_RENDEZVOUS, None)
     rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, create)
 
 
@@ -78,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"ltx run: error: {message} (see ltx run --help)\n")
 
 
-#: Those of torchrun's options that the help has.
+#: The options of torchrun that ``ltx run --help`` lists, with their texts.
 _HELP = {
     "module": "it is a module, as of python -m",
     "max_restarts": "start all ranks again so many times after a failure (default: 0)",
@@ -107,12 +108,12 @@ def _parser() -> argparse.ArgumentParser:
         conflict_handler="resolve",
     )
     if "PET_MASTER_PORT" not in os.environ:
-        parser.set_defaults(master_port=None)  # a number before torch 2.12
+        parser.set_defaults(master_port=None)  # before torch 2.12 the default is a fixed number
     return parser
 
 
 def _problem(parsed: argparse.Namespace) -> str:
-    """The mistake that would fail on every rank, found before one starts; "" if there is none."""
+    """The mistake in the arguments that would make every rank fail, found before they start; "" if none."""
     try:
         ranks = torchrun.determine_local_world_size(parsed.nproc_per_node)
     except ValueError:
@@ -121,7 +122,7 @@ def _problem(parsed: argparse.Namespace) -> str:
         return f"-n: expected a number of ranks of at least 1, or auto, cpu or gpu, got {parsed.nproc_per_node!r}"
     script = parsed.training_script
     if parsed.module:
-        name = script.partition(".")[0]  # what else it is in would be imported
+        name = script.partition(".")[0]  # looking up a submodule would import its packages
         return "" if PathFinder.find_spec(name, [""]) or find_spec(name) else f"there is no module {script!r} here"
     if parsed.no_python:
         return "" if shutil.which(script) else f"there is no program {script!r}"
@@ -135,16 +136,17 @@ def _problem(parsed: argparse.Namespace) -> str:
     return ""
 
 
-#: What --nnodes says of one machine.
+#: The values of --nnodes that mean one machine.
 _ONE = ("1", "1:1")
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Start a script on every rank of this machine and wait for it: ``torchrun``, with these differences.
+    """Start a script on every rank of this machine and wait for them: ``torchrun``, with these differences.
 
-    ``-n`` is short for ``--nproc-per-node``. Ranks of a run on this machine alone meet on loopback, where nobody else
-    can connect, at a free port unless one is given (``--master-port``), so that several can run at once. With
-    ``LTX_KEY`` set, it prints where others may join. A failure is told in a line about the rank that failed first.
+    ``-n`` is short for ``--nproc-per-node``. If all ranks are on this machine, they meet on loopback, where no other
+    machine can connect, at a free port (unless ``--master-port`` gives one), so that several jobs can run at once. If
+    ``LTX_KEY`` is set, the address at which others may join is printed. After a failure one line tells of the rank that
+    failed first.
 
     Args:
         arguments: torchrun's options, then the script (or ``-m`` and a module), then the script's arguments.
@@ -166,19 +168,20 @@ def launch(arguments: Sequence[str]) -> int:
         if parsed.rdzv_id == parser.get_default("rdzv_id"):
             parsed.rdzv_id = uuid.uuid4().hex
     elif parsed.master_port is None:
-        parsed.master_port = DEFAULT_PORT  # of several machines, which have to know it
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun does too, with a warning
-    # torch works without NumPy, and would warn on every rank.
+        parsed.master_port = DEFAULT_PORT  # several machines have to know the port in advance
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does the same, with a warning
+    # If NumPy isn't installed, torch would warn on every rank, although it works.
     calm = ["ignore:Failed to initialize NumPy:UserWarning", *filter(None, [os.environ.get("PYTHONWARNINGS")])]
     os.environ["PYTHONWARNINGS"] = ",".join(calm)
     if parsed.nnodes in _ONE:
-        os.environ.setdefault("LTX_KEY", os.urandom(16).hex())  # of this job alone, for what its ranks unpickle
+        # a random key for this job, with which its ranks authenticate pickles
+        os.environ.setdefault("LTX_KEY", os.urandom(16).hex())
     logs = None
     if parsed.log_dir is None:
-        if (parsed.redirects, parsed.tee) == ("0", "0"):  # it is for the word that failing ranks leave alone
+        if (parsed.redirects, parsed.tee) == ("0", "0"):  # the directory only holds the error files of failing ranks
             logs = tempfile.TemporaryDirectory(prefix="ltx_run_")
             parsed.log_dir = logs.name
-        else:  # the job's output goes there, so it outlives the job
+        else:  # the job's output goes there, so the directory stays
             parsed.log_dir = tempfile.mkdtemp(prefix="ltx_run_")
             print(f"ltx run: the ranks' output is kept in {parsed.log_dir}", file=sys.stderr, flush=True)
     earlier = set(Path(parsed.log_dir).glob("*"))
@@ -189,7 +192,7 @@ def launch(arguments: Sequence[str]) -> int:
         mine = [run for run in runs if run.name.startswith(f"{parsed.rdzv_id}_")]
         print(told_failures(mine, error.failures), file=sys.stderr)
         return 1
-    except RendezvousError as error:  # several launchers lost each other: this one's ranks have ended
+    except RendezvousError as error:  # launchers on several machines lost each other; this launcher's ranks have ended
         print(f"ltx run: this machine couldn't meet the others, or lost them: {error}", file=sys.stderr)
         return 1
     except SignalException as error:
@@ -203,7 +206,7 @@ def launch(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank has ended: by an exception that it has told of, at a time; or in words that say how."""
+    """How a rank has ended, in words; `kind` is the exception's class and `at_s` its time, if the rank told them."""
 
     text: str
     kind: str = ""
@@ -211,7 +214,7 @@ class Ended:
 
 
 def first_failure(ended: Mapping[int, Ended]) -> int:
-    """The rank whose failure is the reason for the others'.
+    """The rank whose failure caused the failures of the others.
 
     Example:
         >>> first_failure({0: Ended("", "PeerLostError", 1.0), 1: Ended("was killed"), 2: Ended("", "ValueError", 2.0)})
@@ -220,15 +223,16 @@ def first_failure(ended: Mapping[int, Ended]) -> int:
     told = {rank: end for rank, end in ended.items() if end.kind}
     genuine = [rank for rank, end in told.items() if end.kind not in CONSEQUENCES]
     silent = [rank for rank, end in ended.items() if not end.kind]
-    unasked = [rank for rank in silent if "SIGTERM" not in ended[rank].text]  # by which the launcher ends the others
+    # the launcher ends the other ranks by SIGTERM
+    unasked = [rank for rank in silent if "SIGTERM" not in ended[rank].text]
     return min(genuine or unasked or told or silent, key=lambda rank: (ended[rank].at_s, rank))
 
 
 def told_failures(runs: Sequence[Path], failures: Mapping[int, Any]) -> str:
-    """The text on a run that failed: the first failure, and the others in a line.
+    """The text about a run that failed: the first failure, and the other ranks in one line.
 
-    `runs`: where the launcher had the ranks of this run leave word. `failures`: torch's, by rank, of those that had
-    ended when the launcher looked.
+    `runs`: the directories of this run, in which ranks have left error files. `failures`: torch's, by rank, of the
+    ranks that had ended when the launcher looked.
     """
     ended = {rank: Ended(exit_text(failure.exitcode)) for rank, failure in failures.items()}
     attempts = [path for run in runs for path in run.glob("attempt_*")]

@@ -1,6 +1,6 @@
-"""IPython on a worker of a notebook: what cells and functions display there, the driver displays.
+"""IPython on a worker of a notebook: the notebook displays what cells and functions display on a worker.
 
-It is IPython's own shell, with a display publisher that sends on what it is given, as ipykernel's does. So ``display``,
+It is IPython's own shell, with a display publisher that sends displays to the driver. So ``display``,
 ``clear_output``, figures, magics and ``await`` work as in any cell.
 """
 
@@ -35,8 +35,8 @@ _INSTALLS = ("pip", "conda", "mamba", "micromamba", "uv")
 def run_cell(source: str, name: str, given: Mapping[str, Any], wants_value: bool) -> Any:
     """Run the cell `source`, as the notebook's IPython has transformed it, in this worker's ``__main__``.
 
-    Tracebacks call it `name`; it finds the names `given`, which stay. What comes back is the value of its last
-    expression if that is wanted, else what that looks like (a :class:`ltx.runtime.show.Display`); None without one.
+    Tracebacks call the cell `name`. The names `given` are defined before, and stay. Returns the value of the cell's
+    last expression if `wants_value`, else how it is displayed (a :class:`ltx.runtime.show.Display`); None without one.
     """
     shell = started()
     setattr(shell.compile, "get_code_name", lambda *_: name)  # noqa: B010
@@ -49,22 +49,23 @@ def run_cell(source: str, name: str, given: Mapping[str, Any], wants_value: bool
 
 @cache
 def started() -> RankShell:
-    """This worker's shell: the one instance that IPython goes by."""
+    """This worker's shell, the one instance that IPython allows a process."""
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     warnings.filterwarnings("ignore", "To exit: use 'exit'")
     sys.modules["tqdm.notebook"] = sys.modules["tqdm.autonotebook"] = _Bars("tqdm.notebook")
-    if InteractiveShell.initialized():  # the notebook's, of which this is a fork
+    if InteractiveShell.initialized():  # this worker is a fork of the notebook, and has the notebook's shell
         type(InteractiveShell.instance()).clear_instance()
     main = sys.modules["__main__"]
     shell: RankShell = RankShell.instance(
         config=Config({"HistoryManager": {"enabled": False}}), user_module=main, user_ns=vars(main)
     )
-    shell.builtin_trap.activate()  # display() and get_ipython(), in functions too
-    # The notebook's own has dropped what it drops, and lines are counted with those.
+    shell.builtin_trap.activate()  # functions in imported modules may call display() and get_ipython() too
+    # The notebook has removed leading lines already; removing more would shift the line numbers of tracebacks.
     shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)
     assert shell.display_formatter is not None
     png = shell.display_formatter.formatters["image/png"]
-    png.for_type_by_name("matplotlib.figure", "Figure", print_figure)  # whatever matplotlib's backend is
+    # figures display as PNG with any matplotlib backend
+    png.for_type_by_name("matplotlib.figure", "Figure", print_figure)
     for name in _INSTALLS:
         shell.magics_manager.magics["line"][name] = _refuse
     return shell
@@ -78,7 +79,7 @@ def _refuse(line: str) -> None:
 
 
 def finish() -> None:
-    """A call is over: draw and close the figures that it has left open, as at the end of a cell."""
+    """After a call: draw and close the figures that it has left open, as IPython does after a cell."""
     shell = IPython.get_ipython()
     if isinstance(shell, RankShell):
         shell.events.trigger("post_execute")
@@ -86,7 +87,7 @@ def finish() -> None:
 
 
 class _Publisher(DisplayPublisher):
-    """What is displayed here is sent to the driver."""
+    """Sends displays to the driver."""
 
     def publish(  # type: ignore[override]
         self,
@@ -104,7 +105,7 @@ class _Publisher(DisplayPublisher):
 
 
 class _Hook(DisplayHook):
-    """The value of a cell's last expression is kept for the driver, which shows it once if all ranks have the same."""
+    """Keeps the display of a cell's last value for the driver, which shows equal displays of all ranks once."""
 
     shell: RankShell
 
@@ -122,20 +123,20 @@ class _Hook(DisplayHook):
 
 
 class RankShell(InteractiveShell):
-    """IPython's shell, whose cells come from the driver and raise there."""
+    """IPython's shell for cells from the driver; their exceptions are raised there."""
 
     display_pub_class = Type(_Publisher)
     displayhook_class = Type(_Hook)
-    source, wants_value = "", False  # of the cell that runs
-    look: show.Display | None = None  # what its last expression looks like
+    source, wants_value = "", False  # both are those of the cell that runs
+    look: show.Display | None = None  # the display of the cell's last expression
     raised: BaseException | None = None
-    system = InteractiveShell.system_raw  # without a terminal in between
+    system = InteractiveShell.system_raw  # commands run without a pseudo-terminal
 
     def enable_gui(self, gui: Any = None) -> None:
-        """There is none: ``%matplotlib inline`` asks for it all the same."""
+        """Nothing: a worker has no GUI, but ``%matplotlib inline`` calls this."""
 
     def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:
-        """Keep what was raised, in a cell or where a figure was drawn."""
+        """Keep the first exception of the cell, or of drawing its figures."""
         self.raised = self.raised or (exc_tuple or sys.exc_info())[1]
 
     def raise_what_was_raised(self) -> None:
@@ -152,7 +153,7 @@ def _behind_ipython(trace: TracebackType | None) -> TracebackType | None:
 
 
 class _Bars(ModuleType):
-    """tqdm.notebook on a worker, which has no kernel for a widget to communicate with: each bar is a display."""
+    """tqdm.notebook on a worker, which has no kernel for widgets: each bar is a text display instead."""
 
     WARN_NOIPYW, IProgress = "", object
 
@@ -161,7 +162,7 @@ class _Bars(ModuleType):
             return _bar()
         if name in ("trange", "tnrange"):
             return lambda *args, **kwargs: _bar()(range(*args), **kwargs)
-        # pickle and inspect ask every module for names: that mustn't import tqdm
+        # Raise at once: pickle and inspect ask every module for names, and that mustn't import tqdm.
         raise AttributeError(f"on workers {self.__name__} has tqdm and trange, not {name!r}")
 
 
@@ -170,10 +171,10 @@ def _bar() -> Any:
     from tqdm.std import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
-        """A bar of tqdm's as a display of its own."""
+        """tqdm's bar, which is drawn into a display of its own."""
 
         def __init__(self, *args: Any, **kwargs: Any):
-            kwargs.pop("display", None)  # of tqdm.notebook's alone
+            kwargs.pop("display", None)  # an argument that only tqdm.notebook's bar has
             super().__init__(*args, **{**kwargs, "file": io.StringIO()})
 
         @staticmethod

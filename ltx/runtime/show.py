@@ -1,6 +1,6 @@
-"""``ltx.show``: a value of a rank, as the notebook of the driver shows it. ``ltx.progress``: one bar for all ranks.
+"""``ltx.show`` shows a rank's value in the driver's notebook. ``ltx.progress`` draws one bar for all ranks.
 
-On a worker of a pool both send what is to be seen to the driver; anywhere else they show it themselves.
+On a worker of a pool both send an object to show to the driver; in any other process they show it themselves.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from ltx.core.world.world import world
 
 T = TypeVar("T")
 
-#: On a worker: takes a message to the driver.
+#: On a worker, this function sends an object to the driver, which shows it; else None.
 outbox: Callable[[Any], None] | None = None
 
 
 def deliver(seen: Any, drawn: dict[Any, Any] | None = None) -> None:
-    """Have `seen` shown: by the driver, or here, where `drawn` is on the screen and may be drawn anew."""
+    """Show `seen`: on the driver, or in this process, where `drawn` are the bars on the screen by key."""
     if outbox is None:
         seen.shown(None, 1, {} if drawn is None else drawn)
     else:
-        print(end="", flush=True)  # what was printed before is shown before; there may be no stdout
+        print(end="", flush=True)  # earlier prints have to be shown first; print, since there may be no stdout
         outbox(seen)
 
 
 @dataclass(frozen=True)
 class Display:
-    """What IPython's display publisher is given: what a value looks like, by MIME type.
+    """What IPython's display publisher gets: `bundle` has a value's representation for each MIME type.
 
-    `name` is the display's, if it has one; with `update` it is there already.
+    `name` is the display's id, if it has one; with `update` the display of that name is replaced.
     """
 
     bundle: dict[str, Any]
@@ -48,7 +48,7 @@ class Display:
     update: bool = False
 
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
-        """Show it, on the driver as that of `rank`, or where it was made."""
+        """Show this on the driver, labelled with `rank`; on the process that made it `rank` is None."""
         if in_notebook():
             _area(rank, drawn).put(self)
         elif self.bundle.get("text/plain"):
@@ -58,7 +58,7 @@ class Display:
 
 @dataclass(frozen=True)
 class Cleared:
-    """``clear_output``: what a rank has shown goes, or with `wait` is replaced by what it shows next."""
+    """``clear_output``: a rank's displays are removed; with `wait`, only when it shows the next one."""
 
     wait: bool
 
@@ -68,26 +68,27 @@ class Cleared:
 
 
 class Area:
-    """The displays of one rank in the running cell; each rank has its own, so that it clears no other's.
+    """The displays of one rank in the running cell; each rank has its own area, so that a rank clears only its own
+    displays.
 
-    After a rank has cleared its displays, new ones take their places.
+    After a rank has cleared its displays, its new displays are put in the places of the old.
     """
 
     def __init__(self, rank: int | None):
         self._label = "" if rank is None else f"[rank {rank}] "
         self._places: list[Any] = []  # handles of displays
-        self._at = 0  # the place of what comes next
+        self._at = 0  # the index of the place for the next display
         self._named: dict[str, Any] = {}
-        self._printed = ""  # the text in the last place, if it is printed text
-        self.prints = False  # whether printed text is in places too: it is cleared with the rest
+        self._printed = ""  # the text in the last place, if that is printed text
+        self.prints = False  # whether printed text is put in places too, so that it is cleared with the displays
 
     def put(self, seen: Display) -> None:
-        """Show `seen` in the place of its name, or, if it has no name, in the next place."""
+        """Show `seen` in the place that has its name, or, if it has no name, in the next place."""
         self._printed = ""
         bundle, text = seen.bundle, seen.bundle.get("text/plain", "")
         if set(bundle) <= {"text/plain"}:
             bundle = {"text/plain": self._label + text if text else ""}
-        elif self._label and not seen.update:  # the text isn't what is seen
+        elif self._label and not seen.update:  # the label stands above pictures and tables
             self._next({"text/plain": self._label.strip()}, {})
         if seen.update:
             if seen.name in self._named:
@@ -98,18 +99,19 @@ class Area:
             self._named[seen.name] = place
 
     def print(self, text: str) -> None:
-        """Show printed text below what was printed just before."""
+        """Show printed text in the last place if that holds printed text already, else in the next."""
         self._at -= bool(self._printed)
         printed = self._printed + text
         self._next({"text/plain": printed.rstrip("\n")}, {})
         self._printed = printed
 
     def clear(self, wait: bool) -> None:
-        self._blank(0 if not wait else self._at)  # the places after it were cleared before
+        # with `wait`, only the places that an earlier clear has left
+        self._blank(0 if not wait else self._at)
         self._at, self._printed, self.prints = 0, "", True
 
     def finish(self) -> None:
-        """The call is over: what comes next has new places. Names stay."""
+        """After a call: blank what was cleared, and put the next call's displays in new places. Names stay."""
         self._blank(self._at or len(self._places))
         self._places, self._at, self._printed, self.prints = [], 0, "", False
 
@@ -134,12 +136,12 @@ def _area(rank: int | None, drawn: dict[Any, Any]) -> Area:
 def show(*values: Any, rank: int | None = None) -> None:
     """Show values in the notebook, or on the terminal, that drives this rank.
 
-    What looks rich in a notebook (a figure of matplotlib, a data frame) does so from a worker of a pool too, under its
-    rank.
+    A value with a rich representation (a figure of matplotlib, a data frame) is shown in a notebook as such, also from
+    a worker of a pool, with the rank as its label.
 
     Args:
         values: anything.
-        rank: only this rank's are shown; None for those of all ranks.
+        rank: show only this rank's values; None shows those of all ranks.
 
     Example:
         >>> import ltx
@@ -152,7 +154,7 @@ def show(*values: Any, rank: int | None = None) -> None:
         bundle, metadata = {"text/plain": value if isinstance(value, str) else repr(value)}, {}
         if (shell := ipython()) is not None and not isinstance(value, str):
             bundle, metadata = shell.display_formatter.format(value)
-        if bundle:  # else the value has displayed itself
+        if bundle:  # an empty bundle: IPython has displayed the value already
             deliver(Display(bundle, metadata))
 
 
@@ -168,7 +170,7 @@ def in_notebook() -> bool:
 
 
 def put(place: Any, bundle: dict[str, Any], metadata: dict[str, Any] | None = None) -> Any:
-    """Show `bundle` in `place`, which an earlier call has returned, or in a new one if that is None."""
+    """Show `bundle` in `place`, which an earlier call has returned, or in a new place if that is None."""
     if place is None:
         from IPython.display import display
 
@@ -179,9 +181,9 @@ def put(place: Any, bundle: dict[str, Any], metadata: dict[str, Any] | None = No
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a rank is with something, `depth` bars inside others; `besides` is what stands beside the bar.
+    """How far a rank is with an iteration that is nested in `depth` others; `besides` is shown beside the bar.
 
-    `live`: a notebook shows the ranks in a table, and a curve.
+    `live`: a notebook shows a table of the ranks and a curve too.
     """
 
     label: str
@@ -193,16 +195,17 @@ class Reached:
     live: bool = False
 
     def shown(self, rank: int | None, size: int, drawn: dict[Any, Any]) -> None:
-        """Draw its bar among those `drawn`: as far as the slowest of `size` ranks is."""
-        begin = replace(self, done=0, finished=False, besides={})  # a rank that hasn't begun
+        """Draw the bar, as far as the slowest of `size` ranks is. `drawn` are the bars on the screen."""
+        begin = replace(self, done=0, finished=False, besides={})  # the state of a rank that hasn't begun
         bar = drawn.setdefault((self.label, self.depth), Bar([begin] * size))
         bar.at(rank or 0, self)
-        if bar.finished and not self.depth:  # the next inner one is drawn in the place of this one
+        # a finished inner bar stays in `drawn`: the next inner bar is drawn in its place
+        if bar.finished and not self.depth:
             del drawn[self.label, self.depth]
 
 
 class Progress(Generic[T]):
-    """What :func:`progress` returns: goes through `iterable`, and has a bar drawn."""
+    """What :func:`progress` returns: iterating over it goes through `iterable` and draws a bar."""
 
     _local = threading.local()
 
@@ -211,7 +214,7 @@ class Progress(Generic[T]):
         self._besides: dict[str, Any] = {}
 
     def set_postfix(self, **values: Any) -> None:
-        """Have `values` stand beside the bar, as tqdm does. A tensor is read when the bar is drawn."""
+        """Show `values` beside the bar, as tqdm does. A tensor's value is read when the bar is drawn."""
         self._besides = values
 
     def __iter__(self) -> Iterator[T]:
@@ -225,7 +228,7 @@ class Progress(Generic[T]):
             deliver(Reached(self._label, done, self._total, finished, depth, besides, self._live), around)
 
         try:
-            tell(False)  # above what is inside
+            tell(False)  # now, so that this bar is above inner ones
             for item in self._recorded() if self._live else self._iterable:
                 yield item
                 done += 1
@@ -239,7 +242,7 @@ class Progress(Generic[T]):
                 around.clear()
 
     def _recorded(self) -> Iterator[T]:
-        """The items; beside the bar stands for how long this rank has waited for others with the last one."""
+        """Yield the items; show beside the bar how long this rank waited for others during the last item."""
         from ltx.profile.traces import record
 
         for item in self._iterable:
@@ -261,20 +264,20 @@ def _brief(value: float | str) -> str:
 
 @checked("iterable", "total", "label", "live")
 def progress(iterable: Iterable[T], *, total: int | None = None, label: str = "", live: bool = False) -> Progress[T]:
-    """Iterate, and have a bar of progress drawn: one for all ranks, by the driver, as far as the slowest rank is.
+    """Iterate, and draw one progress bar for all ranks, on the driver, as far as the slowest rank is.
 
-    A bar inside another one goes when it is done, as tqdm's do.
+    A bar inside another one disappears when it is done, as tqdm's do.
 
     Args:
         iterable: what to go through.
-        total: how many there are; None takes ``len(iterable)`` where there is one.
-        label: what is written before the bar. Ranks that go through the same thing use the same label.
-        live: in a notebook show below the bar a table of the ranks, with what each has set beside it and how long it
-            waited for others in its last step, and the curve of the first number that is set. Each step is recorded for
-            that, so that the host waits for an accelerator.
+        total: the number of items; None uses ``len(iterable)`` if there is one.
+        label: the text before the bar. Ranks with the same label share a bar.
+        live: in a notebook, show below the bar a table of the ranks, with the values that each rank has set and how
+            long it waited for others in its last step, and the curve of the first number that is set. For this every
+            step is recorded, so that the host waits for the accelerator.
 
     Returns:
-        What to iterate over; its ``set_postfix(loss=...)`` puts the slowest rank's values beside the bar.
+        An iterable of the same items. Its ``set_postfix(loss=...)`` puts the slowest rank's values beside the bar.
 
     Example:
         >>> import ltx
@@ -289,7 +292,7 @@ def progress(iterable: Iterable[T], *, total: int | None = None, label: str = ""
 
 
 def write(stream: str, text: str) -> None:
-    """Write to ``sys.stdout`` or ``sys.stderr`` what it can take: text of workers mustn't fail, or be lost, here."""
+    """Write a worker's text to ``sys.stdout`` or ``sys.stderr``, with escapes for what its encoding lacks."""
     target = getattr(sys, stream)
     if target is None or getattr(target, "closed", False):
         return
@@ -299,16 +302,16 @@ def write(stream: str, text: str) -> None:
 
 
 class LiveLine:
-    """A line of ``sys.stdout`` or ``sys.stderr`` that is written over; in a notebook a display that is updated."""
+    """A line of ``sys.stdout`` or ``sys.stderr`` that is overwritten; in a notebook, a display that is updated."""
 
     def __init__(self, stream: str = "stderr") -> None:
         self._stream = stream
         self._place: Any = None
 
     def draw(self, line: str, finished: bool, depth: int = 0, html: str = "") -> None:
-        """Put `line` in place of what it was, `depth` lines below the cursor's; nothing comes after `finished`.
+        """Draw `line` over the old one, `depth` lines below the cursor; after `finished` it doesn't change.
 
-        A notebook shows `html` instead.
+        A notebook shows `html` instead of `line`.
         """
         target = getattr(sys, self._stream)
         if in_notebook():
@@ -316,12 +319,12 @@ class LiveLine:
         elif target is not None and target.isatty():
             below, back = "\n" * depth, "\x1b[A" * depth if depth else "\n" * finished
             write(self._stream, f"{below}\r\x1b[K{line}{back}")
-        elif finished and not depth:  # a log: once
+        elif finished and not depth:  # to a log only the finished line is written
             write(self._stream, f"{line}\n")
 
 
 class Bar(LiveLine, Shown):
-    """One bar for all ranks, where the driver draws it."""
+    """One bar for all ranks, in the driver, which draws it."""
 
     _WIDTH = 30
 
@@ -368,22 +371,22 @@ class Bar(LiveLine, Shown):
         return f"{slowest.label}{bar} {done / seconds if seconds else 0.0:.1f}/s{behind}{besides}".strip()
 
 
-# A line that is written over is shown anew after so long at least; a bar after twice that.
+# An overwritten line is drawn at most once in so many seconds; a bar once in twice that.
 _PAUSE_S = 0.05
-# Above so many, every other point of a curve is left out.
+# When a curve has more points than this, every other point is left out.
 _POINTS = 400
 
 
 @dataclass(frozen=True)
 class Printed:
-    """Whole lines that Python has written on a rank."""
+    """Whole lines that a rank has printed."""
 
     stream: str
     text: str
 
     def shown(self, rank: int, size: int, drawn: dict[Any, Any]) -> None:
         text, key = self.text, _key(self.stream, rank)
-        if key in drawn:  # it begins with the end of a line that is on the screen
+        if key in drawn:  # the first line is the end of a line that is on the screen already
             line, _, text = text.partition("\n")
             drawn.pop(key).draw(labelled(line, rank).rstrip("\n"), True)
         if text and rank in drawn and drawn[rank].prints:
@@ -394,13 +397,13 @@ class Printed:
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is being written over, as tqdm does: the newest state of it. What is printed next ends it."""
+    """The newest text of a line that is being overwritten, as tqdm does. The next printed text ends the line."""
 
     stream: str
     text: str
 
     def shown(self, rank: int, size: int, drawn: dict[Any, Any]) -> None:
-        """Write it over what it was; in a log, once it has ended."""
+        """Draw the line over its older text; in a log, only when it has ended."""
         line = drawn.setdefault(_key(self.stream, rank), LiveLine(self.stream))
         line.draw(f"[rank {rank}] {self.text}", False)
 
@@ -410,27 +413,27 @@ def _key(stream: str, rank: int) -> str:
 
 
 def together(messages: Iterable[Printed]) -> Iterator[Printed]:
-    """Lines of one stream that follow one another, as one: a notebook takes a millisecond to show each."""
+    """Join consecutive messages of the same stream: a notebook takes a millisecond to show each."""
     for stream, group in groupby(messages, key=lambda message: message.stream):
         yield Printed(stream, "".join(message.text.removesuffix("\n") + "\n" for message in group))
 
 
 class Writer(io.TextIOBase):
-    """A worker's ``sys.stdout`` or ``sys.stderr``: whole lines are delivered, the last one when the call is over.
+    """A worker's ``sys.stdout`` or ``sys.stderr``: sends whole lines to the driver, an unfinished one after the call.
 
-    A line with a carriage return, which is about to be written over, is delivered as it changes. Threads may write at
-    once. A fork of the worker, such as a data loader's, writes to the pipe `fd`: the way to the driver, `deliver`, is
-    the worker's own.
+    A line with a carriage return will be overwritten: it is sent each time it changes. Several threads may write at
+    once. A fork of the worker, such as a data loader's, writes to the pipe `fd`, since `deliver`, the way to the
+    driver, belongs to the worker.
     """
 
     encoding = "utf-8"
 
     def __init__(self, stream: str, fd: int, deliver: Callable[[Any], None]):
         self._stream, self._fd, self._deliver = stream, fd, deliver
-        self._lock = threading.RLock()  # a finaliser that prints may come in the middle of a write
+        self._lock = threading.RLock()  # reentrant: a finaliser may print in the middle of a write
         self._begun = ""
-        self._told_s = 0.0  # when the driver was last told of a line that is written over
-        self._pipe: TextIO | None = None  # in a fork
+        self._told_s = 0.0  # when an overwritten line was last sent to the driver
+        self._pipe: TextIO | None = None  # set in a fork only
 
     def writable(self) -> bool:
         return True
@@ -439,7 +442,7 @@ class Writer(io.TextIOBase):
         return self._fd
 
     def in_fork(self) -> None:
-        self._begun = ""  # the worker delivers what it has begun
+        self._begun = ""  # the worker itself sends this unfinished line
         self._pipe = os.fdopen(self._fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
     def flush(self) -> None:
@@ -463,7 +466,7 @@ class Writer(io.TextIOBase):
             self._deliver(Line(self._stream, _last(rest)))
 
     def finish(self) -> None:
-        """The call is over: deliver also a line that hasn't ended."""
+        """After a call: send the unfinished last line too."""
         with self._lock:
             begun, self._begun = self._begun, ""
             if begun:

@@ -1,4 +1,4 @@
-"""simulate: ranks as threads of this process that take turns, for what torch.vmap can't run."""
+"""simulate: ranks are threads of this process that take turns, and can run code that torch.vmap can't."""
 
 from __future__ import annotations
 
@@ -36,49 +36,51 @@ def simulate(
     axis_name: str = DEFAULT_NAME,
     randomness: Literal["different", "same"] = "different",
 ) -> Callable[..., PerRank[Any]]:
-    """Run `f` on simulated ranks that take turns: each is a thread, and hands over where it waits for the others.
+    """Run `f` on simulated ranks that take turns: each is a thread, and lets the others run when it waits for them.
 
-    :func:`ltx.vmap` runs all ranks at once as one batch, which is faster, and allows what ``torch.vmap`` allows.
-    Here each rank runs `f` by itself on tensors of its own. So `f` may read values (``.item()``, boolean masks, control
-    flow by data), write in place (batch norm in training), use activation checkpointing, ``loss.backward()`` and
-    optimizers of torch, and its tensors may have other shapes on each rank. Collectives of unequal shapes and of
+    :func:`ltx.vmap` runs all ranks at once as one batch, which is faster, but allows only code that ``torch.vmap``
+    allows. Here each rank runs `f` by itself on tensors of its own. So `f` may read values (``.item()``, boolean masks,
+    control flow by data), write in place (batch norm in training), use activation checkpointing, ``loss.backward()``
+    and optimizers of torch, and its tensors may have other shapes on each rank. Collectives of unequal shapes and of
     objects work too. One rank runs at a time, in the order of ranks between two collectives, so every run is the same.
 
     Args:
-        f: the function that one rank runs. What it refers to from outside (a closure, a global) is shared by all ranks;
-            if it writes to a tensor there, to a module's or to their ``.grad``, the call raises at its end.
-        in_dims: as in :func:`ltx.vmap`: which dimension of the tensors among the arguments is the ranks'; None gives
-            each rank the whole. Each rank gets copies, of modules and optimizers too; other objects are passed on as
-            they are. A :class:`ltx.PerRank` gives each rank its own value.
-        ranks: their number; needed only if no argument is mapped.
+        f: the function that one rank runs. What it refers to from outside (a closure, a global) is shared by all ranks.
+            If it writes to a tensor from outside, to such a module's tensors or to their ``.grad``, the call raises at
+            its end.
+        in_dims: as in :func:`ltx.vmap`: along which dimension the tensors among the arguments are divided; None gives
+            each rank the whole tensor. Each rank gets copies, also of modules and optimizers; all ranks get the same
+            other objects. An argument that is a :class:`ltx.PerRank` gives each rank its own value.
+        ranks: the number of ranks; needed only if no argument is divided.
         axis_name: what collectives call the axis.
-        randomness: "different": each rank draws from a stream of its own of torch's default generators, seeded from one
-            number that is drawn from the caller's. "same": from equal streams. The caller's generator has advanced by
-            that one number afterwards, whatever the ranks drew. Python's and NumPy's generators are one for all ranks.
+        randomness: "different": each rank has its own random stream of torch's default generators, seeded by a number
+            that is drawn from the caller's generator. "same": the ranks have equal streams. Either way the caller's
+            generator advances by that one number. Python's and NumPy's generators are shared by all ranks.
 
     Returns:
-        A function with `f`'s arguments, which gives a :class:`ltx.PerRank`: what each rank returned, with tensors
-        detached. ``.stack()`` makes of it what ``ltx.vmap`` gives.
+        A function with `f`'s arguments that returns a :class:`ltx.PerRank`: what each rank returned, with tensors
+        detached. Its ``.stack()`` is what ``ltx.vmap`` returns.
 
     Raises:
-        RankMismatchError: ranks disagree on a collective, or one returns while others wait; on all that wait.
+        RankMismatchError: ranks disagree on a collective, or one returns while others wait for it; raised on all ranks
+            that wait.
         AxisError: the mapped inputs disagree on the number of ranks, or there are none and `ranks` isn't given.
-        UnsupportedError: inside a transform of torch.func, a compiled graph or another simulate, or beside one in
-            another thread; in a world of several processes; a collective under forward mode, inside
-            ``torch.func.functional_call``, in a compiled graph, or meanwhile in a thread that is no rank's (inside an
-            ``ltx.vmap`` of its own it works); an argument that is part of a graph.
+        UnsupportedError: the call is inside a transform of torch.func, a compiled graph or another simulate, or another
+            thread runs simulate, or the world has several processes. Or `f` calls a collective under forward mode,
+            inside ``torch.func.functional_call``, or in a compiled graph. Or a thread that isn't a rank calls a
+            collective meanwhile, outside of an ``ltx.vmap`` of its own. Or an argument is part of a graph.
 
-        The first error that a rank raises ends the others, which get PeerLostError in the collectives that they wait
-        in, and is raised here, with a note that names the rank. An interrupt ends them at the next collective.
+        When a rank raises, the others get PeerLostError in the collective that they wait in, and simulate raises the
+        first error, with a note that names its rank. An interrupt ends the ranks at their next collective.
 
     Gradient:
-        Inside `f`, as between processes: ``backward()``, ``torch.autograd.grad``, reverse mode of torch.func, nested.
-        None flows through the call itself.
+        Inside `f`, gradients are those between processes: ``backward()``, ``torch.autograd.grad``, reverse mode of
+        torch.func, nested. No gradient flows through the call of simulate itself.
 
     Example:
         >>> import torch, ltx
         >>> def f(x):
-        ...     kept = x[x > 0]  # of another length on each rank
+        ...     kept = x[x > 0]  # its length differs between ranks
         ...     return len(kept), ltx.psum(kept.sum())
         >>> ltx.simulate(f)(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
         PerRank(rank 0: (1, tensor(8.)), rank 1: (2, tensor(8.)))
@@ -98,7 +100,7 @@ def simulate(
                 members = tuple(range(inputs.size))
                 return Axis(axis_name, inputs.size, comm.ThreadRanks(turns, axis_name, members, rank, device))
 
-            # Other threads, which may be a rank's, get no world of one: this axis refuses their collectives.
+            # This axis refuses collectives of other threads: a thread may belong to a rank, which isn't alone.
             close_for_others = open_alone(axis_of(0), OTHERS)
 
             def one_rank(rank: int) -> Any:
@@ -136,7 +138,7 @@ _ONE_ONLY = (
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Around the run of all ranks; raises where they can't run: what is around the call ends where a thread begins."""
+    """Use it around the run of all ranks: raises where they can't run, as inside a transform or beside another run."""
     if torch.compiler.is_compiling():
         raise UnsupportedError("ltx.simulate can't be compiled: its ranks wait for each other in Python.")
     if private.in_transform() or private.has_tangents():
@@ -166,7 +168,7 @@ def _alone() -> Iterator[None]:
 
 
 def _set_aside() -> Callable[[], None]:
-    """At the end of a rank's turn: put aside what it has changed in this process."""
+    """At the end of a rank's turn: put aside its state of the process. The result restores that state."""
     if modules := functional_calls_of_torch():
         raise UnsupportedError(
             f"torch.func.functional_call of {type(modules[0]).__name__}: it puts this rank's tensors into a module "
@@ -184,7 +186,7 @@ def _set_aside() -> Callable[[], None]:
 
 
 def _modes() -> Callable[[], AbstractContextManager[None]]:
-    """The caller's modes of torch, which a new thread hasn't."""
+    """A context that enters the caller's modes of torch, which a new thread doesn't inherit."""
     grad, inference, device = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
@@ -193,7 +195,7 @@ def _modes() -> Callable[[], AbstractContextManager[None]]:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
-            # Else all ranks' backward passes on a GPU share one thread, in which one waits for the other.
+            # Else one thread runs all ranks' backward passes on a GPU, and one pass would wait there for the other.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if device.type != "cpu":
                 stack.enter_context(device)
@@ -206,12 +208,12 @@ def _modes() -> Callable[[], AbstractContextManager[None]]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The arguments of a call, and the keyword arguments as the last of them."""
+    """The leaves of a call's arguments; the keyword arguments are the last argument."""
 
-    size: int  # the number of ranks
+    size: int
     leaves: list[Any]
     spec: Any
-    dims: list[Any]  # which dimension of each leaf is the ranks'; None for leaves that each rank gets whole
+    dims: list[Any]  # the dimension of each leaf that is divided among ranks; None for leaves that each rank gets whole
 
     @staticmethod
     def of(axis_name: str, ranks: int | None, in_dims: Any, args: tuple[Any, ...], named: dict[str, Any]) -> _Inputs:
@@ -230,11 +232,11 @@ class _Inputs:
                 f"ltx.simulate: the argument {path!r} is part of a graph, and no gradient flows "
                 "back through the call. Differentiate inside of f, or give x.detach()."
             )
-        size = Axis(axis_name, mapped_size(axis_name, ranks, leaves, dims, "ranks")).size  # which checks it
+        size = Axis(axis_name, mapped_size(axis_name, ranks, leaves, dims, "ranks")).size  # Axis checks the number
         return _Inputs(size, leaves, spec, dims)
 
     def of_rank(self, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Rank `rank`'s own: copies, in which what was one object in two places still is."""
+        """The arguments of `rank`, copied. An object that is in two places is copied once."""
         memo: dict[int, Any] = {}
         values = [_own(x, dim, rank, memo) for x, dim in zip(self.leaves, self.dims, strict=True)]
         *args, named = tree.unflatten(self.spec, values)
@@ -253,7 +255,7 @@ def _own(x: Any, dim: int | None, rank: int, memo: dict[int, Any]) -> Any:
         return x.detach().select(dim, rank).clone().requires_grad_(x.requires_grad)
     if isinstance(x, torch.nn.Parameter):
         return copy.deepcopy(x, memo)
-    if id(x) not in memo:  # not deepcopy, which copies all of the memory that a view is of
+    if id(x) not in memo:  # deepcopy would copy the whole memory of which a view shows a part
         memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
     return memo[id(x)]
 
@@ -262,7 +264,7 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) and x.grad_fn is not None else x
 
 
-#: A tensor that all ranks share: its name, and how it was before they ran.
+#: A tensor that all ranks share: (its name, the tensor, its version and that of its .grad before the ranks ran).
 _Shared = tuple[str, torch.Tensor, tuple[Any, ...]]
 
 
@@ -272,7 +274,7 @@ def _state_of(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _written_from(f: Any) -> list[_Shared]:
-    """The parameters and buffers of modules that `f` refers to, and the tensors."""
+    """The tensors, parameters and buffers that `f` refers to from outside."""
     found = []
     for value in reached_from(f):
         if isinstance(value, torch.nn.Module):

@@ -1,7 +1,7 @@
-"""A worker's process: how it is started, and :func:`serve`, which it runs.
+"""A worker's process: how it is started, and :func:`serve`, the function that it runs.
 
-It is given its end of a connection that the driver opened before it started. The end of that connection means that the
-driver is gone, and ends the worker at once, whatever it is doing.
+A worker gets its end of a connection that the driver has opened before. When the connection ends, the driver is gone,
+and the worker exits at once, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from ltx.runtime.show import Writer
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-#: A fork inherits this: a function and its arguments.
+#: The function and its arguments that a fork has from the driver without pickling.
 Inherited = tuple[Any, tuple[Any, ...]]
 
 
 def serve(connection: Connection, inherited: Inherited | None = None) -> None:
-    """Do what the driver asks for through `connection` until it says stop; a fork's call is `inherited`."""
-    os.set_inheritable(connection.fileno(), False)  # else the driver would see its end only with that of a command
+    """Do what the driver asks for through `connection` until it says stop; a fork calls the `inherited` function."""
+    # else a command that the worker starts would keep the connection open after the worker's end
+    os.set_inheritable(connection.fileno(), False)
     setup: messages.Setup = receive(connection)()
     sys.path[:] = setup.search_path
     loop = _WorkerLoop(connection, inherited, setup.search_path)
@@ -60,7 +61,7 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
     except Exception as error:
         loop.send(failure_of(error))
         os._exit(1)
-    # Modules live as long as the process: the collector needn't go through them, now and at the end of the process.
+    # Imported modules live as long as the process: the garbage collector needn't look at them.
     gc.freeze()
     gc.enable()
     show.outbox = loop.send
@@ -71,7 +72,7 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
             os.register_at_fork(after_in_child=writer.in_fork)
     builtins.input = _no_input
     loop.send(messages.Ready())
-    # A thread of its own reads, so that the end of the driver is seen while a call runs or hangs in a collective.
+    # A separate thread reads, so that the driver's end is noticed while a call runs or hangs in a collective.
     threading.Thread(target=loop.read, name="ltx-worker-reader", daemon=True).start()
     if setup.in_notebook:
         import_module("ltx.runtime.shell").started()
@@ -96,23 +97,23 @@ def _no_input(prompt: object = "", /) -> str:
     )
 
 
-# A call that goes on so long after it was asked to give up has caught KeyboardInterrupt, or is deaf to it.
+# If a call runs on for so long after KeyboardInterrupt, it catches the interrupt, or is in code that ignores it.
 _DEAF_S = 1.0
 
 
 class _WorkerLoop:
-    """Where a worker's messages come in and go out."""
+    """Reads the driver's messages, runs its calls, and sends the answers."""
 
     def __init__(self, connection: Connection, inherited: Inherited | None, search_path: list[str]):
         self._inherited, self._search_path = inherited, search_path
         self.inbox: SimpleQueue[tuple[Any, Callable[[], Any]]] = SimpleQueue()
-        self.running: int | None = None  # the number of the call that is being done
+        self.running: int | None = None  # the number of the call that runs
         self.cancelled: int | None = None  # the number of the last call that the driver asked to give up
         self._connection = connection
         self._delivering = False
         self._interrupted = False
         self._raised: int | None = None  # the number of the last call in which KeyboardInterrupt was raised
-        self._sending = threading.Lock()  # threads of the user's may show things too
+        self._sending = threading.Lock()  # the user's threads may show things at the same time
         self._modules = Modules()
 
     def read(self) -> None:
@@ -137,7 +138,7 @@ class _WorkerLoop:
                     later.start()
 
     def _tell_place(self, number: int, later: bool = False) -> None:
-        """Say where call `number` is, unless its answer is on its way: that comes last."""
+        """Tell the driver where call `number` is, unless the call has ended: nothing may follow its answer."""
         raised = self._raised == number if later else None
         place = pack(messages.At(places_of(sys._current_frames()[threading.main_thread().ident or 0]), raised))
         with self._sending, suppress(OSError):  # the driver is gone
@@ -146,14 +147,14 @@ class _WorkerLoop:
         place.close()
 
     def interrupt(self, _signal: int, _frame: object) -> None:
-        """The handler of SIGINT: outside of calls there is nothing to interrupt, and half a message says nothing."""
+        """The handler of SIGINT, which is ignored outside of calls, and put off while a message is being sent."""
         self._interrupted = self.running is not None and self._delivering
         if self.running is not None and not self._delivering:
             self._raised = self.running
             raise KeyboardInterrupt
 
     def in_fork(self) -> None:
-        """In a fork, such as a data loader's worker: the connection is the parent's, and ends with the parent."""
+        """In a fork, such as a data loader's worker: close its copy of the connection, which belongs to the parent."""
         show.outbox = None
         self._connection.close()
 
@@ -163,11 +164,11 @@ class _WorkerLoop:
     def answer(self, call: Call, load: Callable[[], Any]) -> None:
         try:
             reply = self._reply(call, load)
-        except KeyboardInterrupt as error:  # the interrupt came just when the call had ended
+        except KeyboardInterrupt as error:  # the interrupt came right after the call had ended
             self.running = None
             reply = pack(failure_of(error, cancelled=True))
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # broken or closed: no reason to lose the answer
+            with suppress(OSError, ValueError):  # the stream is broken or closed, but the answer has to be sent
                 if isinstance(stream, Writer):
                     stream.finish()
                 elif stream is not None:
@@ -175,7 +176,7 @@ class _WorkerLoop:
         self._deliver(reply)
 
     def _reply(self, call: Call, load: Callable[[], Any]) -> Message:
-        """The message with a call's result. BaseException: a worker outlives ``sys.exit`` in a call."""
+        """Run the call. Returns the message with its result or failure. A ``sys.exit`` in a call is a failure too."""
         doing = "unpickling the function and its arguments: "
         self.running = call.number
         try:
@@ -195,7 +196,8 @@ class _WorkerLoop:
             return reply
         except BaseException as error:
             self.running = None
-            failure = failure_of(error, doing, cancelled=self.cancelled == call.number)  # peers fail after this rank
+            # made before abandon, so that its time is earlier than that of the peers' failures
+            failure = failure_of(error, doing, cancelled=self.cancelled == call.number)
             abandon(error)
             return pack(failure)
 
@@ -232,7 +234,7 @@ class _WorkerLoop:
 def _start_world(connection: Connection, threads: int) -> None:
     torch.set_num_threads(threads)
     if os.environ["RANK"] == "0":
-        # The store that ltx.init, or the user, opens at this address finds this server (multi_tenant).
+        # ltx.init, or the user, later opens a store at this address, which uses this server (multi_tenant).
         store = loopback_store(0)
         _hosted.append(store)
         port = store.port
@@ -243,10 +245,10 @@ def _start_world(connection: Connection, threads: int) -> None:
     init()
 
 
-_hosted: list[Any] = []  # the store's server lives as long as this process
+_hosted: list[Any] = []  # keeps the store's server alive as long as this process
 
 
-# Collecting garbage while torch is imported takes a fifth of the time; the worker enables it when it is up.
+# With garbage collection, importing torch takes a fifth longer; the worker enables it when it is ready.
 _WORKER = """import gc, sys; gc.disable()
 from multiprocessing.connection import Connection; from ltx.runtime.worker import serve
 serve(Connection(int(sys.argv[1])))"""
@@ -257,23 +259,23 @@ class Process:
     """A process that this one has started."""
 
     pid: int
-    # Its exit status once it has ended, negative for a signal; None if it hasn't after so many seconds.
+    # ended(timeout_s): the exit status, negative for a signal; None if the process is still running then.
     ended: Callable[[float | None], int | None]
-    kill: Callable[[], None]  # at once; does nothing to one that has ended
+    kill: Callable[[], None]  # ends the process at once; does nothing if it has ended
 
 
 #: start(rank, the worker's end of its connection, the driver's ends so far, where its output goes) -> the process
 Starter = Callable[[int, Connection, Sequence[Connection], Sequence[int]], Process]
 
 
-# The key of all workers of this process.
+# The default key with which this process' workers authenticate pickles.
 _OWN_KEY = os.urandom(16).hex()
 
 
 def starter(method: str, size: int, threads: int, inherited: Inherited | None = None) -> Starter:
-    """Starts workers of a world of `size` on this machine by `method`; a fork gets `inherited` as it is.
+    """A function that starts one worker of a world of `size` on this machine by `method`.
 
-    Raises WorkerError if there is no such method, or it can't be right in the state that this process is in.
+    Forks get `inherited` without pickling. Raises WorkerError for a `method` that this process can't use now.
     """
     if method not in get_args(StartMethod):
         raise WorkerError(f"start_method must be one of {', '.join(map(repr, get_args(StartMethod)))}, got {method!r}.")
@@ -287,7 +289,7 @@ def starter(method: str, size: int, threads: int, inherited: Inherited | None = 
             'start_method="fork": torch.distributed is initialised in this process, and forks of it would share its '
             'connections. Use "popen", or call ltx.shutdown() first.'
         )
-    # A script without a guard comes here again in each process that spawn starts, which runs it from the top.
+    # In a script without `if __name__ == "__main__"`, each spawned process runs the script and comes here again.
     if method != "popen" and getattr(multiprocessing.current_process(), "_inheriting", False):
         raise WorkerError(
             f"start_method={method!r} runs this script again in every process, and it would start processes there "
@@ -298,12 +300,12 @@ def starter(method: str, size: int, threads: int, inherited: Inherited | None = 
         environment = worker_environment(rank, size, threads)
         if method == "popen":
             return _fresh(end, environment, streams)
-        # A fork has copies of the driver's ends, which would keep its peers from seeing the driver go.
+        # A fork has copies of the driver's connections; while these are open, no other worker sees the driver end.
         copies = [other.fileno() for other in others] if method == "fork" else []
         process: BaseProcess = multiprocessing.get_context(method).Process(  # type: ignore[attr-defined]
             target=_serve,
             args=(end, environment, copies, inherited),
-            daemon=True,  # or the end of this process would wait for it
+            daemon=True,  # else Python would wait for the worker at this process' end
         )
         process.start()
 
@@ -319,14 +321,14 @@ def starter(method: str, size: int, threads: int, inherited: Inherited | None = 
 def _fresh(end: Connection, environment: dict[str, str], streams: Sequence[int]) -> Process:
     out, err = streams or (None, None)
     process = subprocess.Popen(
-        # -P: modules in the working directory shadow nothing while the worker starts.
+        # -P: a module in the working directory can't shadow another while the worker starts.
         [sys.executable, "-P", "-c", _WORKER, str(end.fileno())],
         env=environment,
         pass_fds=[end.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=err,
-        start_new_session=True,  # Ctrl-C in the terminal is the driver's to handle
+        start_new_session=True,  # the terminal's Ctrl-C goes to the driver only
     )
 
     def ended(timeout_s: float | None) -> int | None:
@@ -338,10 +340,10 @@ def _fresh(end: Connection, environment: dict[str, str], streams: Sequence[int])
 
 
 def _serve(end: Connection, environment: dict[str, str], copies: Sequence[int], inherited: Inherited | None) -> None:
-    """What a process of multiprocessing's runs; it closes its `copies` of the driver's ends."""
-    # A daemon may start no processes, and a data loader wants to. The driver ends this one anyway.
+    """What a process of multiprocessing runs. It closes `copies`, its copies of the driver's connections."""
+    # multiprocessing's daemons may not start processes, but data loaders do. The driver ends this process anyway.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the worker takes it over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore it until serve() sets its handler
     with suppress(OSError):
         os.setsid()
     for fd in copies:
@@ -354,8 +356,8 @@ def _serve(end: Connection, environment: dict[str, str], copies: Sequence[int], 
 
 
 def worker_environment(rank: int, size: int, threads: int) -> dict[str, str]:
-    """The driver's environment, with what torchrun would say to rank `rank` of `size` on one node."""
-    # What torchrun said to the driver about its own store isn't about the workers'.
+    """The driver's environment, with the variables that torchrun sets for rank `rank` of `size` on one node."""
+    # The driver's TORCHELASTIC_ variables are about the driver's own store.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     environment.setdefault(KEY, _OWN_KEY)
     environment |= {
@@ -369,10 +371,10 @@ def worker_environment(rank: int, size: int, threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
     }
     if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     if 0 < accelerators()[1] < size:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # NCCL takes one device for each rank: all on the CPU then
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # NCCL needs a device for each rank: all use the CPU
     home = str(LTX_HOME.parent)
-    if home not in sysconfig.get_paths().values():  # a checkout, not an installed package
+    if home not in sysconfig.get_paths().values():  # ltx is imported from a checkout that isn't installed
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     return environment

@@ -1,8 +1,8 @@
 """The processes of a pool or of a launch, each on one end of a connection, and a call's answers from all of them.
 
-The connection is a pair of anonymous Unix sockets whose one end the worker inherits: there is no address that another
-process could connect to, and no file to clean up. When the driver ends, in whatever way, the system closes its end, the
-worker sees that and ends too. Only processes that this process started are ever signalled, by their handle.
+The connection is a pair of anonymous Unix sockets, one of which the worker inherits: there is no address at which
+another process could connect, and no file to clean up. When the driver ends, the system closes the driver's socket, and
+the worker notices and ends too. Signals go only to processes that this process started, through their handles.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from ltx.runtime.messages import Failure, Message, Result, pack, receive, search
 from ltx.runtime.show import Area, Printed, in_notebook, labelled, together, write
 from ltx.runtime.worker import Process, Starter
 
-#: After a rank failed, how long the others get to answer by themselves: most fail for the same reason, or are told.
+#: After a rank failed, how long the others have to answer: most fail for the same reason, or because of the failure.
 PATIENCE_S = 0.5
-#: How long a rank that was asked to give up gets to do so, unless the pool says otherwise.
+#: How long a rank that was asked to give up has for it, unless the pool says otherwise.
 GRACE_S = 3.0
-# How often it looks whether what is going to be lost has to be told.
+# How often the driver looks whether to warn that workers will be lost.
 _TELL_S = 0.25
 _STOP_GRACE_S = 3.0
-# For so long lines that come in are gathered before they are shown.
+# Lines that come within this time are shown together.
 _TOGETHER_S = 0.05
-# How often the driver looks whether a process it waits for has been stopped, and for how long it must have been.
+# How often the driver looks whether a worker has been stopped, and how long it must have been stopped to count.
 _LOOK_S = 0.5
 _STOPPED_S = 2.0
-# As much as the system lends: a worker that writes between calls, when nobody reads, mustn't wait.
+# The most that the system allows: between calls nobody reads a worker's output, and writing mustn't block.
 _PIPE_BYTES = 1 << 20
 
 
 class WorkerGroup:
-    """`size` workers whose world is up. They end with :meth:`stop`, with this object, or with this process.
+    """`size` workers that form a world. They end with :meth:`stop`, with this object, or with this process.
 
-    `shows_output`: what they print is shown by the driver, with their rank. Raises WorkerError if a worker failed to
-    start, or they weren't all up after `start_timeout_s`.
+    With `shows_output` the driver shows what they print, with their rank. Raises WorkerError if a worker fails to
+    start, or takes longer than `start_timeout_s`.
     """
 
     def __init__(self, size: int, start: Starter, threads: int, start_timeout_s: float, shows_output: bool = False):
         self.size = size
-        self.failed = False  # whether the last call failed on some ranks, so that their world has to be replaced
+        self.failed = False  # whether the last call failed on a rank, so that a new world is needed
         self._worlds = 1
-        self._drawn: dict[Any, Any] = {}  # what is on the screen and changes: bars, lines, areas of ranks
+        self._drawn: dict[Any, Any] = {}  # what is drawn on the screen and may change: bars, lines, areas of ranks
         self._stopped_since: dict[int, float] = {}
         self._start_timeout_s = start_timeout_s
         self._processes: list[Process] = []
@@ -75,7 +75,7 @@ class WorkerGroup:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the process that asks is the one that started the workers, rather than a fork of it."""
+        """Whether this process has started the workers, and isn't a fork of the process that did."""
         details = self._end.peek()
         return details is not None and details[2][0] == os.getpid()
 
@@ -91,9 +91,9 @@ class WorkerGroup:
             self.send(rank, pack(messages.Cancel(number)))
 
     def receive(self, ranks: Collection[int], timeout_s: float | None) -> dict[int, Any]:
-        """What `ranks` have answered; words on how its process ended for one that is gone, or has been stopped.
+        """The answers of some of `ranks`; for a rank whose process ended or was stopped, a text that says so.
 
-        Waits for `timeout_s` at most; what they print and show is shown meanwhile. Empty if none has answered.
+        Waits until there is an answer, but at most `timeout_s`: then it's empty. Shows what workers print meanwhile.
         """
         look_at = time.monotonic() + _LOOK_S
         end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
@@ -109,12 +109,12 @@ class WorkerGroup:
             if not ready or time.monotonic() >= look_at:
                 self._look_for_stopped(ranks, answers)
                 look_at = time.monotonic() + _LOOK_S
-            if left_s <= 0:  # also of ranks that print without end
+            if left_s <= 0:  # checked here too, since a rank may print without end
                 break
         return answers
 
     def finish_output(self) -> None:
-        """A call is over: show what is left of its output."""
+        """After a call: show the rest of its output."""
         self._output.show(finish=True)
         areas = {key: drawn for key, drawn in self._drawn.items() if isinstance(drawn, Area)}
         for area in areas.values():
@@ -122,16 +122,16 @@ class WorkerGroup:
         self._drawn = areas
 
     def renew(self) -> None:
-        """A new world for all workers, which keep what else they have. Raises WorkerError if not all managed to."""
+        """Have all workers make a new world; they keep their state. Raises WorkerError if one fails to."""
         self._worlds += 1
         for rank in range(self.size):
-            # Far above what a user's own calls of ltx.init may have counted up to.
+            # Far above the count that the user's own calls of ltx.init may have reached.
             self.send(rank, pack(messages.Renew(self._worlds * 1_000_000)))
         self._await_worlds("make a new world")
         self.failed = False
 
     def exit_text(self, rank: int) -> str:
-        """How the process of a rank that is gone ended, in words."""
+        """How the process of a rank ended, in words."""
         code = self._processes[rank].ended(_STOP_GRACE_S)
         if code is None:
             return "closed its connection to the driver"
@@ -142,7 +142,7 @@ class WorkerGroup:
         return exit_text(code) + hint.get(code, "")
 
     def stop(self) -> None:
-        """Let the workers end by themselves, and kill those that haven't after a few seconds."""
+        """Let the workers end by themselves, and kill the ones that still run after a few seconds."""
         self._end()
 
     def kill(self) -> None:
@@ -168,14 +168,14 @@ class WorkerGroup:
         self.send(rank, pack(messages.Setup(search_path(), threads, shows_output, in_notebook())))
 
     def _take(self, rank: int, answers: dict[int, Any]) -> None:
-        """Read what has come of `rank`: show it, or put it among `answers`. Many printed lines are shown together."""
+        """Read messages of `rank`: show them, or put an answer into `answers`. Printed lines are shown together."""
         printed: list[Printed] = []
         end = time.monotonic() + _TOGETHER_S
         message = self._read(rank)
         while isinstance(message, Printed):
             printed.append(message)
             message = self._read(rank) if time.monotonic() < end and self._connections[rank].poll() else None
-        self._output.show()  # what was printed before it
+        self._output.show()  # the pipe's text was printed before this message
         for lines in together(printed):
             lines.shown(rank, self.size, self._drawn)
         if hasattr(message, "shown"):
@@ -184,7 +184,7 @@ class WorkerGroup:
             answers[rank] = message
 
     def _read(self, rank: int) -> Any:
-        """A message of `rank`, or how its process has ended."""
+        """The next message of `rank`; if its process has ended, a text that says how."""
         try:
             load: Callable[[], Any] = receive(self._connections[rank])
         except (EOFError, OSError):
@@ -195,7 +195,7 @@ class WorkerGroup:
             return failure_of(error, "the driver couldn't unpickle the result: ")
 
     def _look_for_stopped(self, ranks: Collection[int], answers: dict[int, Any]) -> None:
-        """Count a stopped process as an answer, since it never sends one (known on Linux alone, from /proc)."""
+        """Add an answer for each stopped process, which can't send one. Only Linux tells that, in /proc."""
         now = time.monotonic()
         for rank in ranks:
             if not _is_stopped(self._processes[rank].pid):
@@ -241,7 +241,7 @@ def _is_stopped(pid: int) -> bool:
 
 def _end(owner: int, processes: list[Process], connections: list[Connection], output: Output, grace_s: float) -> None:
     """Stop the workers, kill those that are left after `grace_s`, and wait for all of them to be gone."""
-    if os.getpid() != owner:  # a fork of the driver: the workers aren't its children
+    if os.getpid() != owner:  # a fork of the driver mustn't end the workers, which aren't its children
         return
     deadline = time.monotonic() + grace_s
     try:
@@ -252,7 +252,7 @@ def _end(owner: int, processes: list[Process], connections: list[Connection], ou
             process.ended(max(0.0, deadline - time.monotonic()))
     finally:
         for process in processes:
-            process.kill()  # does nothing to one that has ended
+            process.kill()  # does nothing if the process has ended
         for process in processes:
             process.ended(None)
         for connection in connections:
@@ -270,18 +270,19 @@ def collect(
     limit_s: float | None,
     grace_s: float | None = None,
 ) -> dict[int, Any]:
-    """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or words on how a process ended.
+    """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or a text that says how a process
+    ended.
 
-    The first failure, the time limit and an interrupt end the waiting alike: ranks that are still busy are asked to
-    give up, and get a moment to say where they were. Those that don't answer are absent, or said it: an At. A
-    KeyboardInterrupt becomes a CallInterruptedError, whose ``kept`` says whether all ranks have given up.
+    The first failure, the time limit and an interrupt end the waiting: ranks that are still busy are asked to give up,
+    and get some time to say where they were. A rank that doesn't give up has no answer, or an At, which says where it
+    is. A KeyboardInterrupt becomes a CallInterruptedError, whose ``kept`` says whether all ranks have given up.
     """
     answers, asked = dict[int, Any](), set[int]()
     grace_s = GRACE_S if grace_s is None else grace_s
     try:
-        for rank in ranks:  # the first may be at work, and an interrupt come, before the last is asked
+        for rank in ranks:  # an interrupt may come before the call was sent to all ranks: `asked` has those that got it
             asked.add(rank)
-            if not workers.send(rank, call):  # one that goes after this is found out below
+            if not workers.send(rank, call):  # a rank that ends later is noticed below
                 answers[rank] = messages.Idle(workers.exit_text(rank))
         waiting = asked - answers.keys()
         end = float("inf") if limit_s is None else time.monotonic() + limit_s
@@ -294,7 +295,7 @@ def collect(
     except KeyboardInterrupt:
         waiting = asked - answers.keys()
         workers.cancel(waiting, number)
-        with suppress(KeyboardInterrupt):  # who interrupts again has had enough
+        with suppress(KeyboardInterrupt):  # a second interrupt ends the patience
             _be_patient(workers, waiting, answers, grace_s)
         kept = all(isinstance(answers.get(rank), Result | Failure) for rank in asked)
         places = "; ".join(f"rank {rank} {told_where(answers.get(rank))}" for rank in sorted(asked))
@@ -302,10 +303,10 @@ def collect(
 
 
 def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], grace_s: float) -> None:
-    """Wait until `waiting` have given up, `grace_s` at most.
+    """Wait until the ranks in `waiting` have given up, at most `grace_s`.
 
-    The driver warns that workers may be lost once a worker can't give up, or has been silent for half of the time:
-    on a machine that is busy others only take a while.
+    The driver warns that workers may be lost as soon as a worker says that it can't give up, or has been silent for
+    half of `grace_s`. No earlier, since on a busy machine workers only need a while.
     """
     now = time.monotonic()
     end, silent, told = now + grace_s, now + max(1.0, grace_s / 2), False
@@ -327,7 +328,7 @@ def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any]
 def _wait(
     workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], end: float, patience_s: float = float("inf")
 ) -> None:
-    """Gather answers until none is `waiting`, or `end`; for `patience_s` at most once one isn't a Result."""
+    """Gather answers until no rank is `waiting`, or until `end`; `patience_s` after the first failure at the latest."""
     while waiting and time.monotonic() < end:
         came = workers.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
         answers.update(came)
@@ -347,14 +348,14 @@ def open_pipe() -> tuple[int, int]:
 
 
 class Output:
-    """The reading ends of all ranks' pipes, and the last line of each, which may not be whole."""
+    """The reading ends of all ranks' pipes, and the unfinished last line of each."""
 
     def __init__(self) -> None:
         self._sources: dict[int, tuple[int, str]] = {}
         self._begun: dict[int, bytes] = {}
 
     def add(self, fd: int, rank: int, stream: str) -> None:
-        """Show what comes from `fd` as `rank`'s, on ``sys.stdout`` or ``sys.stderr``."""
+        """Show what `fd` brings as output of `rank`, on this process' `stream`: "stdout" or "stderr"."""
         self._sources[fd] = (rank, stream)
 
     @property
@@ -362,12 +363,12 @@ class Output:
         return list(self._sources)
 
     def show(self, *, finish: bool = False) -> None:
-        """Print all whole lines that have come; with `finish` also those that haven't ended."""
+        """Print all whole lines that have come; with `finish` also unfinished lines."""
         for fd, (rank, stream) in list(self._sources.items()):
             written = self._begun.pop(fd, b"") + self._read(fd)
-            gone = fd not in self._sources  # its process: nothing follows
+            gone = fd not in self._sources  # the process has ended: no more output follows
             end = len(written) if finish or gone else written.rfind(b"\n") + 1
-            self._begun[fd] = written[end:].rpartition(b"\r")[2]  # what a carriage return has overwritten is gone
+            self._begun[fd] = written[end:].rpartition(b"\r")[2]  # drop the text that a carriage return has overwritten
             if end:
                 write(stream, labelled(written[:end].decode(errors="replace"), rank))
 
@@ -378,7 +379,7 @@ class Output:
             return b""
         except OSError:
             chunk = b""
-        if not chunk:  # its end: the process is gone
+        if not chunk:  # an empty read means that the process has closed the pipe
             self._close(fd)
         return chunk
 
