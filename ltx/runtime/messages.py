@@ -258,8 +258,7 @@ LARGE_BYTES = 16 << 20
 
 
 def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
-    """The message of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, then the objects that it
-    announces.
+    """The message of a driver's `number`-th call, ``fn(*args, **kwargs)``: a :class:`Call`, then its objects.
 
     Raises WorkerError if one of the objects can't be pickled.
     """

@@ -152,8 +152,7 @@ class Pool:
     def run_on(
         self, rank: int, fn: Callable[..., T], *args: Any, timeout_s: timedelta | float | None = None, **kwargs: Any
     ) -> T:
-        """Call ``fn(*args, **kwargs)`` on the worker of `rank` alone. A collective in `fn` would wait for the other
-        ranks.
+        """Call ``fn(*args, **kwargs)`` on the worker of `rank` alone. A collective in `fn` would wait for the others.
 
         Arguments and errors as for :meth:`run`.
         """

@@ -328,7 +328,7 @@ def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any]
 def _wait(
     workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], end: float, patience_s: float = float("inf")
 ) -> None:
-    """Gather answers until no rank is `waiting`, or until `end`; `patience_s` after the first failure at the latest."""
+    """Gather answers until no rank is `waiting`, or until `end`, or until `patience_s` after the first failure."""
     while waiting and time.monotonic() < end:
         came = workers.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
         answers.update(came)

@@ -4,11 +4,11 @@
     a round:      s_r = x_r;     S = sum_r s_r while steps go on;     then x_r = x_r + S / n - s_r
 
 Bagua's async (Gan et al., "BAGUA: scaling up distributed learning with system relaxations", VLDB 2022, section 3;
-Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", ICML 2018). Rounds add a difference, so
-that a rank keeps what it learned during a round, and rounds don't change the sum of all ranks' parameters.
+Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", ICML 2018). A round adds a difference,
+so a rank keeps its own steps of the meantime, and the sum of all ranks' parameters doesn't change.
 
-The process group's threads move a round, and a step begins and waits for rounds where it ends. From a GPU a round goes
-through the host, and the step that begins it waits until parameters are copied: NCCL would wait for all ranks.
+The process group's threads do a round's communication; steps begin and finish rounds at their end. From a GPU a round
+goes through the host, and the step that begins it waits until parameters are copied: NCCL would wait for all ranks.
 """
 
 from __future__ import annotations
@@ -34,54 +34,55 @@ _FINISHING = "the number of ranks that finish"
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """The last round that this rank has begun."""
+    """The last round that this rank began."""
 
-    began_s: float  # a time of time.monotonic
+    began_s: float  # when the round began, by time.monotonic
     snapshot: Sequence[torch.Tensor] = ()  # the parameters that the round sent
-    mean: Exchange | None = None  # the exchange under way; None once it was waited for
+    mean: Exchange | None = None  # the exchange of the parameters; None after it was waited for
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncAveraging(NodeStrategy):
-    """Local steps, with rounds in the background that draw every rank towards the mean of all ranks' parameters.
+    """Local steps, and rounds in the background that move every rank towards the mean of all ranks' parameters.
 
-    For :func:`ltx.train_step`. After `warmup_steps` steps with mean gradients every rank goes at its own pace. At the
-    end of a step it adds the result of the last round, if that is complete, and begins the next round
-    `sync_interval_ms` after the last one began. A round completes when every rank has begun it, so the slowest rank
-    decides how often ranks mix. No rank waits for another in a step, and ranks may do different numbers of steps. (The
-    exception: ranks that go on from states that weren't made by ``train.init`` in this process wait for each other at
-    their first round.)
+    It needs :func:`ltx.train_step`. After `warmup_steps` steps with mean gradients every rank trains at its own pace.
+    At the end of a step a rank adds the result of the last round, if that is complete, and begins the next round if
+    `sync_interval_ms` have passed since the last one began. A round completes when every rank has begun it, so the
+    slowest rank decides how often ranks mix. Steps don't wait for other ranks, and ranks may do different numbers of
+    steps. (Only ranks that start from states that weren't made by ``train.init`` in this process wait for each other,
+    once, at their first round.)
 
-    ``train.finish(state)``, called by every rank, ends a phase of training: Bagua's ``abort``. A rank that comes early
-    takes part in the others' rounds until all have come; then all hold the same parameters, the mean. Training may go
-    on with the next step, which is Bagua's ``resume``. At other times ranks have different parameters and losses; the
-    loss in the metrics is the rank's own. A round under way isn't part of a saved state: finish before saving. Without
-    finish, a shutdown makes ranks join the rounds that others have begun, and drop the result, if all end within
-    seconds.
+    ``train.finish(state)``, called by every rank, ends a phase of training, as Bagua's ``abort``. A rank that calls it
+    early takes part in the others' rounds until all have called it; then all hold the same parameters, the mean. The
+    next step continues training, as Bagua's ``resume``. At other times parameters and losses differ between ranks; the
+    loss in the metrics is the rank's own. A round under way isn't part of a saved state: call finish before saving. If
+    ranks shut down without it within seconds of each other, they join the rounds that others have begun, and drop the
+    results.
 
     Staleness: a rank adds its peers' parameters as they were one round ago. A rank that doesn't reach the end of a step
-    delays rounds but not steps: the others train alone for the axis' timeout. After it, or if the rank's process ends,
-    their next step raises.
+    delays rounds but not steps: the others go on alone until the axis' timeout has passed. After it, or if the rank's
+    process ends, their next step raises.
 
-    With a `schedule` in place of the clock, two runs give the same bits. It is the only form for
-    simulated ranks, where a round's difference waits in the communication state ("delta"). All ranks must then do the
-    same number of steps.
+    With a `schedule`, rounds begin at certain steps instead of by the clock, and two runs give the same bits. Simulated
+    ranks need it; there the communication state holds a round's result until it is added ("delta"). All ranks must then
+    do the same number of steps.
 
     Args:
         warmup_steps: the number of steps with mean gradients before the first local step.
         sync_interval_ms: the least time between the beginnings of two rounds, in milliseconds.
-        schedule: ``(period, delay)`` instead: after every `period`-th local step, from the first on, a round begins,
-            and `delay` steps later ranks wait for its result and add it. 1 <= delay <= period.
+        schedule: ``(period, delay)`` in place of the clock: after every `period`-th local step, from the first on, a
+            round begins, and `delay` steps later ranks wait for its result and add it. 1 <= delay <= period.
         peer_selection_mode: "all": a round is the mean of all ranks.
-        hierarchical, node_size: nodes of that many ranks act as one. The ranks of a node share their gradients at every
-            step, so that their parameters are the same and ``metrics.loss`` is the mean over the node; rounds go
-            between nodes, a part of the parameters from each rank, and begin and are added at the same steps on all
-            ranks of a node, when all of them find that they are due.
+        hierarchical, node_size: nodes of `node_size` ranks act as one. The ranks of a node share their gradients at
+            every step, so they have the same parameters, and ``metrics.loss`` is the mean over the node. In a round,
+            each rank of a node sends a part of the parameters to other nodes. The ranks of a node begin and add rounds
+            at the same steps, when the round is due on all of them.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
-        UnsupportedError: simulated ranks, or ``ltx.profile.explain`` or ``plan`` of a local step, without a schedule.
+        UnsupportedError: without a schedule: on simulated ranks, or in ``ltx.profile.explain`` or ``plan`` of a local
+            step.
         PeerLostError, CollectiveTimeoutError: from a step or :meth:`finish`: a rank is gone, or has begun no round for
             the axis' timeout. The state is as it was before the step.
 
@@ -92,10 +93,10 @@ class AsyncAveraging(NodeStrategy):
         >>> train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0))
         >>> state, xs = train.init(torch.tensor(0.0)), torch.tensor([1.0, 3.0])
         >>> state, _ = ltx.vmap(train, in_dims=(None, 0))(state, xs)
-        >>> state.params  # a round begins
+        >>> state.params  # a round begins after this step
         tensor([-1., -3.])
         >>> state, _ = ltx.vmap(train)(state, xs)
-        >>> state.params  # -2 and -6, and the round's -1 and +1
+        >>> state.params  # -2 and -6, plus the round's differences -1 and +1
         tensor([-3., -5.])
         >>> ltx.vmap(train.finish)(state).params
         tensor([-4., -4.])
@@ -149,14 +150,14 @@ class AsyncAveraging(NodeStrategy):
             )
 
     def init_optimizer(self, optimizer: Optimizer, params: Tree, axis: Axis) -> Tree:
-        # Ranks are together here. Later, the first rank to begin a round would wait for the others to compare it.
+        # All ranks are here now. At the first round, they would have to wait for each other to agree on it.
         negotiate(self, self._round, *self._message(params, 0), StepInfo(0, axis), background=True)
         return super().init_optimizer(optimizer, params, axis)
 
     def update(self, update: Update, states: States, info: StepInfo, pending: Round | None) -> Updated:
         if info.step < self.warmup_steps or info.axis.size == 1:
             return super().update(update, states, info, pending)
-        # Before the optimizer: if a peer is lost, the state is as it was.
+        # This comes before the optimizer's update: if a peer is lost, the state is unchanged.
         waits, begins = self._due(info, pending)
         deltas: list[torch.Tensor] | None = None
         if waits:
@@ -174,7 +175,7 @@ class AsyncAveraging(NodeStrategy):
         params = _moved(params, deltas)
         finished, count = False, info.axis.size // self.together
         while not finished:
-            # This rank takes no steps meanwhile, so x + S / n - s is the mean itself: to the bit the same on all ranks.
+            # This rank takes no steps meanwhile: x + S / n - s is the mean itself, with the same bits on all ranks.
             reduced = self._wait_round(self._exchange(params, info, finishing=1), params, info)
             leaves, spec = tree.flatten(params)
             finished = self.schedule is not None or round(count * reduced[-1].item()) == count
@@ -186,7 +187,7 @@ class AsyncAveraging(NodeStrategy):
         return _MEAN if self.together == 1 else AmongNodes(self.together, _MEAN)
 
     def _due(self, info: StepInfo, pending: Round | None) -> tuple[bool, bool]:
-        """Whether this step waits for a round, and whether the next one begins at its end."""
+        """Whether this step takes the result of a round, and whether the next round begins at its end."""
         if self.schedule is not None:
             period, delay = self.schedule
             since = info.step - self.warmup_steps
@@ -203,7 +204,7 @@ class AsyncAveraging(NodeStrategy):
         return is_there, (late or pending is None) and (is_there or mean is None)
 
     def _all_of_node(self, flags: list[bool], info: StepInfo) -> list[bool]:
-        """The flags that are set on all ranks of the node."""
+        """For each flag, whether it is set on all ranks of the node."""
         if self.together == 1:
             return flags
         there = StepInfo(info.step, node(info.axis, self.together))
@@ -212,7 +213,7 @@ class AsyncAveraging(NodeStrategy):
         return [round(self.together * inputs) == self.together for inputs in reduced[0].tolist()]
 
     def _begin(self, params: Tree, states: States, info: StepInfo) -> tuple[Round | None, States]:
-        """Begin a round; if it completes at once, its result waits in the states."""
+        """Begin a round; on ranks whose collectives complete at once, the states hold its result."""
         leaves = tree.flatten(params)[0]
         mean = self._exchange(params, info, finishing=0)
         if info.axis.ranks.lags:
@@ -224,7 +225,7 @@ class AsyncAveraging(NodeStrategy):
     def _take_round(
         self, params: Tree, states: States, info: StepInfo, pending: Round | None
     ) -> tuple[list[torch.Tensor] | None, States, Round | None]:
-        """(S / n - s of the round under way, the states and the round without it)"""
+        """Wait for the round under way: (its S / n - s, the states without it, the round without its exchange)."""
         if pending is not None and pending.mean is not None:
             reduced = self._wait_round(pending.mean, params, info)
             deltas = [y - s for y, s in zip(reduced, pending.snapshot, strict=False)]
@@ -234,7 +235,7 @@ class AsyncAveraging(NodeStrategy):
         return None, states, pending
 
     def _wait_round(self, mean: Exchange, params: Tree, info: StepInfo) -> list[torch.Tensor]:
-        """The result of a round; in a node each rank has had a part of it."""
+        """Wait for the result of a round; in a node, each rank gathers the parts of the others."""
         reduced, _ = mean.wait()
         if self.together == 1:
             return reduced
@@ -245,7 +246,7 @@ class AsyncAveraging(NodeStrategy):
         return self.exchange(self._round, *self._message(params, finishing), info, background=True)
 
     def _message(self, params: Tree, finishing: int) -> tuple[list[torch.Tensor], list[str]]:
-        """The tensors that a round sends, and their names: the parameters; with a clock, whether it finishes."""
+        """The tensors that a round sends, and their names: parameters and, with a clock, whether this rank finishes."""
         leaves, paths = tree.flatten(params)[0], tree.leaf_paths(params)
         if self.schedule is not None:
             return leaves, paths

@@ -43,13 +43,13 @@ class BaguaStrategy(Strategy):
         average: for gradient_allreduce and bytegrad: the mean of the ranks' gradients (default), or their sum.
         peer_selection_mode: for decentralized: "all" or "shift_one".
         communication_interval: for the decentralized algorithms: steps between communications.
-        warmup_steps: of qadam and async.
-        betas, momentum_hook: of qadam; ``momentum_hook=hooks.OneBit()`` makes it 1-bit Adam.
-        sync_interval_ms, schedule: of async.
-        hierarchical: reduce within each node, let the nodes follow the algorithm, and share the result within them.
+        warmup_steps: for qadam and async: the number of first steps with mean gradients.
+        betas, momentum_hook: for qadam; ``momentum_hook=hooks.OneBit()`` makes it 1-bit Adam.
+        sync_interval_ms, schedule: for async: see its module.
+        hierarchical: reduce within each node, apply the algorithm between nodes, and share the result within them.
             Off by default; in Bagua it is on for most algorithms.
         node_size: for `hierarchical`: the number of ranks of each node, which are next to one another.
-        flatten: accepted for all algorithms, without effect: buckets are always one piece of memory here.
+        flatten: accepted for all algorithms, without effect: ltx's buckets are always contiguous.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`ltx.Strategy`.
 
     Raises:
@@ -83,14 +83,14 @@ class BaguaStrategy(Strategy):
                 f"BaguaStrategy.algorithm must be one of {list(ALGORITHMS)}, got {brief(self.algorithm)}."
             )
         arguments.check_fields(self, StrategyError, "flatten")
-        _ = self.inner  # which checks the rest
+        _ = self.inner  # raises if another field is wrong
 
     def __repr__(self) -> str:
         return super().__repr__().replace("algorithm=", "", 1)
 
     @cached_property
     def inner(self) -> Strategy:
-        """The algorithm as a strategy of its own."""
+        """The strategy that implements the algorithm."""
         module, name = ALGORITHMS[self.algorithm]
         made = getattr(import_module(module), name)
         common = {f.name for f in fields(Strategy)}
@@ -114,11 +114,11 @@ class BaguaStrategy(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientAllReduce(NodeStrategy):
-    """The mean or sum of every gradient at every step: Bagua's gradient_allreduce.
+    """Bagua's gradient_allreduce: the mean or sum of the ranks' gradients at every step.
 
     Args:
-        average: the mean over ranks, or their sum.
-        hierarchical, node_size: sums within nodes of that many ranks, each of which exchanges a part with other nodes.
+        average: whether gradients are averaged over ranks, rather than summed.
+        hierarchical, node_size: nodes of `node_size` ranks sum first; then each rank exchanges a part between nodes.
     """
 
     average: bool = True
@@ -136,6 +136,6 @@ class GradientAllReduce(NodeStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class EightBitGradients(GradientAllReduce):
-    """The same in eight bits, without error feedback: Bagua's bytegrad."""
+    """Bagua's bytegrad: gradients are sent in eight bits, without error feedback."""
 
     _mean: ClassVar[hooks.CommHook] = hooks.ByteGrad()

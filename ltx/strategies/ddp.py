@@ -1,12 +1,12 @@
-"""DDPStrategy: synchronous data parallelism, every gradient averaged at every step.
+"""DDPStrategy: synchronous data parallelism, which averages gradients at every step.
 
     w_{t+1} = update(w_t, mean_r grad f_r(w_t))
 
-Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020: gradients travel in
-buckets while the backward pass goes on.
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020: gradients are sent in
+buckets during the backward pass.
 
-``comm_hook="auto"`` chooses a hook by the bandwidth between ranks, and by the bytes that each would send, which its
-requests on shapes alone tell (:mod:`ltx.estimate`).
+``comm_hook="auto"`` chooses a hook by the bandwidth between ranks and by the bytes that each hook would send;
+:mod:`ltx.estimate` counts these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ltx.typing import Tree
 
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-#: The layouts of equal and of differing replicas, made once: steps ask for them several times.
+#: The layouts for equal and for differing replicas. They are made once, since every step asks for them.
 _ALIKE, _APART = StateLayout(), StateLayout(params="per_rank", opt_state="per_rank")
 
 
@@ -39,15 +39,15 @@ class DDPStrategy(Strategy):
     A strategy says how ranks (processes) that train one model together combine their gradients. This one is the
     default: at each step every rank gets the mean of all ranks' gradients, so the parameters stay equal on all ranks.
 
-    With `model_averaging_period` and `start_local_sgd_step` this holds up to that step, and post-local SGD follows:
+    With `model_averaging_period` and `start_local_sgd_step` it does so before that step, and post-local SGD follows:
     gradients stay local, and parameters are averaged periodically. :class:`ltx.LocalSGDStrategy` says more.
 
     Args:
         comm_hook: "allreduce", "fp16", "bf16", or a hook from :mod:`ltx.hooks`. "auto": ``step.init(params)`` and
             ``train.init(params)`` choose one by its cost and its gain, see below.
-        comm_wrapper: a wrapper around that hook: "fp16" and "bf16" for :func:`ltx.hooks.cast` (torch's
-            ``fp16_compress_wrapper``, ``bf16_compress_wrapper``), or a function from hook to hook. A strategy with a
-            function compares and pickles as that function does, so take one that a module defines.
+        comm_wrapper: a wrapper around `comm_hook`: "fp16" and "bf16" for :func:`ltx.hooks.cast` (torch's
+            ``fp16_compress_wrapper``, ``bf16_compress_wrapper``), or a function from hook to hook. A strategy compares
+            and pickles as its function does, so use a function that is defined in a module.
         model_averaging_period: parameters are averaged after every so many steps once local SGD has started.
         start_local_sgd_step: the first step, counted from 0, with local gradients; give it with the period. Lightning
             takes it from a ``PostLocalSGDState``, which all-reduces gradients within each node, as
@@ -56,17 +56,18 @@ class DDPStrategy(Strategy):
             "forkserver".
         bucket_bytes, first_bucket_bytes, network, process_group_backend, timeout: as in :class:`Strategy`.
 
-    A hook pays if it takes a rank less time to encode and decode than it saves on the link. ``comm_hook="auto"``
-    measures the axis (or takes `network`). Above 15 Gbit/s gradients go as they are, up to there in bfloat16, up to
-    1.5 Gbit/s in eight bits (ByteGrad), up to 500 Mbit/s as PowerSGD of rank 2, exact for the first 1,000 steps. A hook
-    that wouldn't send less than the hooks before it isn't taken, and none is where latency counts for more than bytes.
-    Where computing takes most of a step, name a hook instead; ``ltx.profile.compare`` runs several.
+    A hook pays if it takes a rank less time to encode and decode than it saves on the network. ``comm_hook="auto"``
+    measures the axis' network (or uses `network`). Above 15 Gbit/s gradients are sent unchanged, between 1.5 and 15 in
+    bfloat16, between 0.5 and 1.5 in eight bits (ByteGrad), and below 500 Mbit/s by PowerSGD of rank 2, exact for the
+    first 1,000 steps. A hook that doesn't send less than the ones before it isn't chosen, and if latency matters more
+    than bytes, gradients are sent unchanged. If computing takes most of a step, name a hook instead;
+    ``ltx.profile.compare`` times several.
 
-    The choice is part of the communication state, ``step.init(params).choice``, which every step then needs, so the
-    choice stays for the whole training; ``ltx.profile.explain(step, state)`` says why. In a world of one, and on
-    simulated ranks without a `network`, the choice is "none". A checkpoint fits a state with the same choice, or with a
-    hook that keeps the same state. To go on with another choice, load into a state with the old choice, which the error
-    of a load names, and then replace its communication state:
+    The choice is part of the communication state, ``step.init(params).choice``, which every step then needs; so the
+    choice stays for the whole training. ``ltx.profile.explain(step, state)`` gives its reason. In a world of one, and
+    on simulated ranks without a `network`, the choice is "none". A checkpoint fits a state with the same choice, or
+    with a hook that keeps the same state. To change the choice, load the checkpoint into a state with the old choice,
+    which the error of a load names, and then replace its communication state:
     ``replace(state, sync_state=replace(train.step.init(state.params), step=state.step))``.
 
     Raises:
@@ -85,11 +86,11 @@ class DDPStrategy(Strategy):
     start_local_sgd_step: int | None = None
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
 
-    _hook: ClassVar[hooks.CommHook]  # not a field: what the first two come to, looked up at every step
+    _hook: ClassVar[hooks.CommHook]  # not a field: comm_hook with its comm_wrapper, which every step looks up
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Before a hook is chosen, "auto" is the exact mean.
+        # "auto" is the exact mean until a hook is chosen.
         hook = hooks.AllReduce() if self.auto_hook else resolve_hook(self, "comm_hook", "auto")
         object.__setattr__(self, "_hook", self._wrapped(hook))
         if (self.model_averaging_period is None) != (self.start_local_sgd_step is None):
@@ -143,7 +144,7 @@ class DDPStrategy(Strategy):
 
     @property
     def stateful(self) -> bool:
-        # Local SGD needs the count of steps, "auto" the chosen hook.
+        # Local SGD needs the count of steps, and "auto" needs the chosen hook.
         return self._hook.stateful or self.start_local_sgd_step is not None or self.auto_hook
 
     @property
@@ -165,21 +166,22 @@ class DDPStrategy(Strategy):
     def after_update(self, params: Tree, states: States, info: StepInfo) -> tuple[Tree, States]:
         if not self.communicates_after_update(info.step):
             return params, states
-        from ltx.strategies.local_sgd import mean_over  # which few programs need
+        from ltx.strategies.local_sgd import mean_over  # imported here, since few programs use it
 
         return mean_over(self, params, info), states
 
 
 @lru_cache(maxsize=64)
 def _chosen(strategy: DDPStrategy, choice: str) -> DDPStrategy:
-    """`strategy` with the hook that a state says was chosen. The strategy is cached, as every step asks for it."""
+    """`strategy` with the hook of the name `choice`, as a state has it. Cached, since every step asks for it."""
     return replace(strategy, comm_hook=hook_of(choice))
 
 
 # --- comm_hook="auto" ------------------------------------------------------------------------------------------------
 
 
-# The hooks that change gradients least come first. Measured on two cores, a step of 5 M parameters to DDP's in turns:
+# The hooks that change gradients least come first. The time of a step relative to DDP's, with which it took turns, with
+# 5 M parameters on two cores:
 #
 #               shared memory  1 Gbit/s  100 Mbit/s
 #     none          0.96         0.86       1.02
@@ -187,16 +189,16 @@ def _chosen(strategy: DDPStrategy, choice: str) -> DDPStrategy:
 #     bytegrad      1.06         0.55       0.28
 #     powersgd      1.02         0.57       0.10
 #
-# and codecs by themselves, a float32 number on one core: none 0.4, half 0.7, bytegrad 2.7, powersgd 3.0 ns. Each hook
-# takes over where its codec and its bytes take at most 0.7 of the time of the hook before it, alone on the link of two
-# ranks: 15 and 1.5 Gbit/s. Losses with half and eight bits were those of the exact mean; PowerSGD's, of rank 4, were
-# half a percent higher on one of two tasks, so PowerSGD has to save more. An accelerator encodes faster, which raises
-# these.
+# Encoding and decoding a float32 number on one core took: none 0.4, half 0.7, bytegrad 2.7, powersgd 3.0 ns. A hook is
+# chosen below the bandwidth at which its time for codec and bytes is 0.7 of the previous hook's, between two ranks: 15
+# and 1.5 Gbit/s. Losses with half and eight bits were those of the exact mean; PowerSGD's, of rank 4, were half a
+# percent higher on one of two tasks, so PowerSGD has to save more. On an accelerator, which encodes faster, the limits
+# would be higher.
 @cache
 def candidates() -> dict[str, tuple[hooks.CommHook, float]]:
-    """The hooks that may be chosen, by what a state calls them, each with the bandwidth up to which it may be.
+    """The hooks that "auto" may choose, by the name in a state, each with the highest bandwidth at which it may.
 
-    Made when first asked for, as most programs use none.
+    A function, since most programs don't need these hooks.
     """
     return {
         "none": (hooks.AllReduce(), math.inf),
@@ -207,7 +209,7 @@ def candidates() -> dict[str, tuple[hooks.CommHook, float]]:
 
 
 def hook_of(choice: str) -> hooks.CommHook:
-    """The hook that a communication state says was chosen. Raises SyncStateError if there is none of that name."""
+    """The hook that a communication state says was chosen. Raises SyncStateError if no hook has that name."""
     if choice not in candidates():
         raise SyncStateError(
             f'comm_hook="auto": this communication state says that {choice!r} was chosen, and there are '
@@ -218,14 +220,14 @@ def hook_of(choice: str) -> hooks.CommHook:
 
 
 class Choice(NamedTuple):
-    """The choice, and the candidates that it was compared with."""
+    """The choice of "auto", and the candidates that it was chosen from."""
 
     name: str
-    sent: dict[str, int]  # bytes a step of each candidate at this bandwidth; empty if there is no network
+    sent: dict[str, int]  # the bytes a step that each candidate for this bandwidth sends; empty without a network
 
     @property
     def reason(self) -> str:
-        """Why, in a line."""
+        """Why the hook was chosen, in a line."""
         if not self.sent:
             return "there is nothing to choose by"
         sizes = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.sent.items())
@@ -235,7 +237,7 @@ class Choice(NamedTuple):
 def choice_for(
     strategy: Strategy, params: Tree, ranks: int, network: comm.Network | None, dtype: torch.dtype | None = None
 ) -> Choice:
-    """The choice of ``comm_hook="auto"`` for a network. `dtype`: that in which mixed precision reduces gradients."""
+    """The choice of ``comm_hook="auto"`` for `network`. `dtype`: in which mixed precision reduces gradients."""
     if network is None or ranks == 1:
         return Choice("none", {})
     strategy = replace(strategy, network=network)
@@ -248,13 +250,13 @@ def choice_for(
             step = candidate.constant_after or 0
             hook = made.hook(step)
             if hook is None:
-                continue  # gradients stay local before it begins
+                continue  # local SGD begins before this hook would
             hook = hook if dtype is None else hooks.cast(hook, dtype)
             buckets = Steps(made, params, ranks).gradients(hook, step).rows
         except LtxError:
-            if not sent:  # the all-reduce itself
+            if not sent:  # even the exact mean fails
                 raise
-            continue  # it can't be cast, or wrapped
+            continue  # the hook can't be cast or wrapped
         sent[name] = sum(collective.nbytes for bucket in buckets for collective in bucket.collectives)
     late = bool(sent) and 8 * sent["none"] <= network.bandwidth * network.start_s(ranks)
     return Choice("none" if late or not sent else min(sent, key=sent.__getitem__), sent)

@@ -1,4 +1,4 @@
-"""Decentralized, LowPrecisionDecentralized: ranks share weights instead of gradients, and each has weights of its own.
+"""Decentralized, LowPrecisionDecentralized: ranks average weights instead of gradients, and weights differ.
 
     y_t^r = mean_s x_t^s   ("all")   or   (x_t^r + x_t^peer) / 2   ("shift_one")
     x_{t+1}^r = update(y_t^r, grad f_r(x_t^r))
@@ -6,18 +6,19 @@
 D-PSGD: Lian et al., "Can decentralized algorithms outperform centralized algorithms? A case study for decentralized
 parallel stochastic gradient descent", NeurIPS 2017, algorithm 1; the pairs are those of Bagua (Gan et al., "BAGUA:
 Scaling up distributed learning with system relaxations", VLDB 2022). As y doesn't depend on the step's gradients,
-weights travel during the forward and the backward pass. They use the buckets' channels, which gradients don't need:
-shared memory, in which nothing moves meanwhile, is less work for a core than sockets.
+weights are sent during the forward and the backward pass. They use the buckets' channels, which gradients don't need.
+Shared memory doesn't move data in the background, but takes less of a core's time than sockets.
 
-In eight bits, by differences of weights around a ring, without error feedback (DCD-PSGD):
+On a ring, ranks send differences of weights in eight bits, without error feedback (DCD-PSGD):
 
     z = x + L/3 + R/3 - 5/3 W          (= the mean of W, L, R, plus what the optimizer has done, less W)
     d = Q(z), sent to both neighbours
     L += d_left,  R += d_right,  x = W = W + d
 
 Tang et al., "Communication compression for decentralized training", NeurIPS 2018, algorithm 1, in the form of Bagua's
-"low_precision_decentralized". x are the weights after the optimizer, W this rank's, L and R its neighbours' as they
-know them of each other: all copies of a W are equal bit for bit, as all add the same decoded numbers to it.
+"low_precision_decentralized". x are the weights after the optimizer, W are this rank's weights as its neighbours know
+them, L and R are its copies of its neighbours' W. All copies of a W are equal bit for bit, since all add the same
+decoded numbers.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class GossipStrategy(NodeStrategy):
-    """The common base of decentralized strategies; not a strategy by itself.
+    """The base class of the decentralized strategies.
 
-    What each rank sees: parameters and optimizer state of its own, and the loss of its own batch. This needs
+    What each rank sees: its own parameters, optimizer state and loss of its own batch. The strategies need
     :func:`ltx.train_step`; a data-parallel step by itself gives local gradients.
 
     Args:
-        communication_interval: ranks communicate at every step whose number it divides (the first is 0).
+        communication_interval: ranks communicate at steps 0, `communication_interval`, and so on.
     """
 
     layout: ClassVar[StateLayout] = StateLayout(params="per_rank", opt_state="per_rank")
@@ -93,7 +94,7 @@ class GossipStrategy(NodeStrategy):
         arguments.check_whole(self, 1, "communication_interval")
 
     def communicates(self, step: int) -> bool:
-        """Whether ranks share weights in the step that follows `step` steps."""
+        """Whether ranks share weights in step `step`, counted from 0."""
         return step % self.communication_interval == 0
 
     @property
@@ -104,7 +105,7 @@ class GossipStrategy(NodeStrategy):
         return None
 
 
-# Numbers of steps are told apart modulo this power of two.
+# Ranks compare their numbers of steps modulo 2 to this power.
 _BITS = 20
 
 
@@ -112,20 +113,20 @@ _BITS = 20
 class Decentralized(GossipStrategy):
     """Decentralized training: weights are averaged with those of one peer or of all ranks, and gradients stay local.
 
-    What each rank sees: as with every :class:`GossipStrategy`, parameters, optimizer state and loss of its own. If
-    ranks have taken different numbers of steps, they raise: the number travels with the weights, in 40 more numbers.
+    What each rank sees: as with every :class:`GossipStrategy`, its own parameters, optimizer state and loss. Ranks that
+    have taken different numbers of steps raise: 40 extra numbers, sent with the weights, encode the number of steps.
 
     Args:
         peer_selection_mode: "all": the mean over all ranks, an all-reduce. "shift_one": ranks pair up, each of the
-            lower half with one of the upper half, another at every communication; it sends each parameter once, and
-            needs an even number of ranks.
+            lower half with one of the upper half, with a new peer at every communication; a rank sends each parameter
+            once, and the number of ranks must be even.
         communication_interval: as in :class:`GossipStrategy`.
-        hierarchical, node_size: nodes of that many ranks begin with the mean of their weights, and gossip as ranks
-            would. The mean within a node doesn't wait for the forward pass; each of m ranks sends a part of an m-th of
+        hierarchical, node_size: nodes of `node_size` ranks first average their weights, then nodes gossip as ranks
+            would. The forward pass begins after the average within the node; then each of the m ranks sends an m-th of
             the parameters to other nodes.
 
     Raises:
-        StrategyError: a field's value isn't allowed; in a step, that "shift_one" has an odd number of ranks (nodes).
+        StrategyError: a field's value isn't allowed; in a step, "shift_one" has an odd number of ranks (nodes).
         RankMismatchError: in a step, before the update: a peer is at another step.
 
     Example:
@@ -172,7 +173,7 @@ class Decentralized(GossipStrategy):
         *reduced, tag = reduced
         if isinstance(info.axis.rank, int) and not tag.is_meta:
             self._check(info.axis.ranks.read(tag, "the number of steps"), info, info.axis.rank)
-        # In memory of their own, rather than a bucket's.
+        # Clone: the means are in a bucket's memory, which is used again.
         y = tree.unflatten(spec, [mean.clone() for mean in reduced])
         return super().update(replace(update, params=y), states, info, None)
 
@@ -193,7 +194,7 @@ class Decentralized(GossipStrategy):
 
 @lru_cache(maxsize=16)
 def peers(n: int, k: int) -> tuple[int, ...]:
-    """Each of n ranks' peer at communication k: the peer's peer is the rank itself, and n/2 pairings take turns."""
+    """The peer of each of n ranks at communication k. Peers are mutual, and n/2 pairings take turns."""
     half = n // 2
     return tuple((k + r) % half + half if r < half else (r - half - k) % half for r in range(n))
 
@@ -214,8 +215,8 @@ class ShiftOne(CommHook):
     def reduce(self, inputs: BucketInput) -> Reduction:
         if inputs.axis_size == 1:
             return inputs.flat, inputs.states
-        assert isinstance(inputs.step, int)  # no compiled graph holds this hook
-        mine = inputs.flat.clone()  # a buffer belongs to the channel once it is sent
+        assert isinstance(inputs.step, int)  # no compiled graph has this hook, so `step` is an int
+        mine = inputs.flat.clone()  # sending gives the buffer to the channel
         peer_of = peers(inputs.axis_size, inputs.step // self.communication_interval)
         pairs = tuple(rank for pair in enumerate(peer_of) for rank in pair)
         theirs = yield CollectiveRequest("ppermute", inputs.flat, arguments=pairs)
@@ -228,37 +229,37 @@ class ShiftOne(CommHook):
 def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     """The bits of `step` and then their complements, each a 0 or a 1 of the dtype of `like`.
 
-    A mean of zeros is 0 to the last bit in every dtype, and a mean with a 1 among zeros isn't: so a mean of tags shows
-    whether all were the same.
+    A mean of zeros is exactly 0 in every dtype, and a mean of zeros and a 1 isn't: so the mean of tags shows whether
+    all tags were the same.
     """
     bits = [step >> place & 1 for place in range(_BITS)]
     return comm.to_device(torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype), like.device)
 
 
-# --- in eight bits, around a ring -------------------------------------------------------------------------------------
+# --- the ring, in eight bits ------------------------------------------------------------------------------------------
 
 _CODEC = ByteGrad()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecisionDecentralized(GossipStrategy):
-    """Decentralized training on a ring in eight bits a number: two messages of a quarter of float32's bytes a step.
+    """Decentralized training on a ring: per step a rank sends two messages of eight bits a number, 1/4 of float32.
 
-    What each rank sees: as with every :class:`GossipStrategy`, parameters, optimizer state and loss of its own. Its
-    communication state holds three tensors a parameter ("own", "left", "right"), in float32 for parameters in half
-    precision. Ranks communicate after the optimizer; with ``overlap="update"`` bucket by bucket in the backward pass.
-    Two ranks exchange one message, as left and right are the same rank.
+    What each rank sees: as with every :class:`GossipStrategy`, its own parameters, optimizer state and loss. Its
+    communication state has three tensors per parameter ("own", "left", "right"), in float32 for parameters in half
+    precision. Ranks communicate after the optimizer's update; with ``overlap="update"`` bucket by bucket during the
+    backward pass. Two ranks exchange one message, since left and right are then the same rank.
 
     Args:
         communication_interval: as in :class:`GossipStrategy`.
-        hierarchical, node_size: nodes of that many ranks are the ring's places, and x is the mean over a node. Each of
-            m ranks sends an m-th of the messages to other nodes, with its own grid, and then has the same weights as
-            its node.
-        bucket_bytes: a bucket of parameters has one eight-bit grid, from its least difference to its greatest. So
-            another size of buckets gives slightly different numbers.
+        hierarchical, node_size: nodes of `node_size` ranks are the places of the ring, and x is the mean over a node.
+            Each of the m ranks sends an m-th of a message to other nodes, with its own grid, and then has the same
+            weights as the others of its node.
+        bucket_bytes: each bucket of parameters has one eight-bit grid, from its least to its greatest difference, so
+            other sizes of buckets give slightly different numbers.
 
     Raises:
-        StrategyError: a field's value isn't allowed; in ``init`` of a train step, that a parameter is complex.
+        StrategyError: a field's value isn't allowed; in ``init`` of a train step, a parameter is complex.
 
     Example:
         >>> from ltx.strategies.decentralized import LowPrecisionDecentralized
@@ -267,8 +268,9 @@ class LowPrecisionDecentralized(GossipStrategy):
     """
 
     updates_in_buckets: ClassVar[bool] = True
-    takes_complex: ClassVar[bool] = False  # of which no codec knows
-    needs_whole: ClassVar[bool] = True  # a bucket's grid depends on all its numbers, and so on ranks' parts
+    takes_complex: ClassVar[bool] = False  # the codec doesn't know complex numbers
+    # a bucket's grid depends on all its numbers, so ranks can't hold parts of a parameter
+    needs_whole: ClassVar[bool] = True
     layout: ClassVar[StateLayout] = replace(GossipStrategy.layout, copies_of="own")
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
@@ -297,10 +299,10 @@ class LowPrecisionDecentralized(GossipStrategy):
 
 @dataclass(frozen=True)
 class Ring(NodeHook, PostUpdateHook):
-    """One round: it takes the weights after the optimizer, and returns the messages.
+    """One round of the ring: takes the weights after the optimizer, and returns the messages.
 
-    Messages come in place of a state, under the name of the tensor to which they are added, a row for each rank of a
-    node.
+    The messages are returned in place of a state: {name of the tensor to which they are added: a row for each rank of
+    a node}.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("own", "left", "right")
@@ -323,7 +325,7 @@ class Ring(NodeHook, PostUpdateHook):
         return torch.float32 if dtype.itemsize < 4 else dtype
 
     def known(self, axis_size: int) -> tuple[str, ...]:
-        """What is known apart. With two places, left and right are the same one, and its copy is kept once."""
+        """The names of the separate copies. In a ring of two places left and right are the same, and have one copy."""
         return self.state_names[: 2 if axis_size == 2 * min(self.node_size, axis_size) else 3]
 
     def reduce(self, inputs: BucketInput) -> Reduction:
@@ -340,7 +342,7 @@ class Ring(NodeHook, PostUpdateHook):
             if nodes.size > 1:
                 message = yield CollectiveRequest("ppermute", message.clone(), None, _shifted(nodes.size, by), nodes)
             messages.append(message)
-        # All ranks of a node decode the same messages, as do ranks of other nodes with copies of their weights.
+        # The ranks of a node decode the same messages as the ranks of other nodes that hold copies of their weights.
         if node(inputs.axis, m).size > 1:
             arrived = list((yield from gathered(torch.stack(messages), inputs, m)).unbind(1))
         else:
@@ -357,7 +359,7 @@ class Ring(NodeHook, PostUpdateHook):
         (messages, *_) = reduced[1]
         states, names, dtype = old.states, list(messages), self.wire_dtype(bucket.dtype)
         if old.may_overwrite and dtype is bucket.dtype:
-            # The next weights are what is known of them.
+            # The next weights share memory with "own", the copy that the neighbours know.
             known = [{**state, "right": state[names[-1]]} for state in states]
             finish = partial(_add_decoded, messages, states)
             return PostUpdateResult([state["own"].detach() for state in states], known, finish)
@@ -372,8 +374,8 @@ class Ring(NodeHook, PostUpdateHook):
 
 
 def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """The leaves, side by side, plus `change`; the sum is in its memory if that may be written to."""
-    if not is_plain(change):  # under vmap what ranks don't share yet can't be
+    """The leaves, side by side, plus `change`. The sum is in the memory of `change` unless that is batched."""
+    if not is_plain(change):  # vmap forbids to write a batched tensor into one that isn't
         return torch.cat([x.reshape(-1) for x in leaves]) + change
     for x, part in zip(leaves, unpack(change, bucket, cast=False), strict=True):
         part.add_(x)
@@ -381,7 +383,7 @@ def _moved(leaves: Sequence[torch.Tensor], change: torch.Tensor, bucket: Bucket)
 
 
 def _add_decoded(messages: LeafState, states: Sequence[LeafState]) -> None:
-    """Decode messages, in rows, and add them in place to their leaves, which lie side by side."""
+    """Decode the rows of messages, and add them in place to their leaves, which follow one another."""
     for name, rows in messages.items():
         leaves = [state[name] for state in states]
         ends = list(accumulate(x.numel() for x in leaves))
@@ -400,5 +402,5 @@ def _add_decoded(messages: LeafState, states: Sequence[LeafState]) -> None:
 
 @lru_cache(maxsize=16)
 def _shifted(n: int, by: int) -> tuple[int, ...]:
-    """Every rank sends to the rank that is `by` places further."""
+    """The pairs of a ppermute in which every rank sends to the rank `by` places further."""
     return tuple(rank for source in range(n) for rank in (source, (source + by) % n))

@@ -1,13 +1,13 @@
-"""DiLoCoStrategy: an inner optimizer on each rank, and an outer one for all, which communicates once in H steps.
+"""DiLoCoStrategy: each rank has an inner optimizer, and an outer optimizer communicates once in H steps.
 
     w_r    <- update(w_r, grad f_r(w_r))                        H times, each rank for itself
-    d      =  mean_r (a - w_r)                                  the outer gradient; a is where all ranks began
+    d      =  mean_r (a - w_r)                                  the outer gradient; all ranks began at the anchor a
     v      <- mu v + d,    a <- a - lr (d + mu v)               Nesterov's momentum, as torch.optim.SGD has it
-    w_r    <- (1 - alpha) a + alpha w_r                         alpha is 0 but in "Streaming DiLoCo"
+    w_r    <- (1 - alpha) a + alpha w_r                         alpha is 0 except in "Streaming DiLoCo"
 
-Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1. Fragments that
-take turns, and outer gradients that are sent tau steps before they are used: Douillard et al., "Streaming DiLoCo with
-overlapping communication", 2025, algorithm 2. With lr = 1 and mu = 0 it is local SGD.
+Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1. Fragments of
+the parameters that take turns, and outer gradients that are sent tau steps before they are used: Douillard et al.,
+"Streaming DiLoCo with overlapping communication", 2025, algorithm 2. With lr = 1 and mu = 0 it is local SGD.
 """
 
 from __future__ import annotations
@@ -44,56 +44,57 @@ from ltx.extend import (
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.typing import Tree
 
-#: A parameter's communication state: the parameter where all ranks began, and the outer velocity; the hook's state is
-#: beside them.
+#: The keys of a parameter's communication state: the value at which all ranks began, and the outer velocity. The state
+#: of `outer_hook` is beside them.
 ANCHOR, VELOCITY = "anchor", "velocity"
-#: The names of the state's tensors with the user's outer optimizer.
+#: The keys of the state of an `outer` optimizer, numbered.
 OUTER = "outer.{}"
-#: With `fragment_sync_delay`: 1 while this process has the parameter's outer gradient under way, else 0.
+#: The key, with `fragment_sync_delay`, of a 1 while the parameter's outer gradient is being sent, else 0.
 SENT = "sent"
 
 
 @dataclass(frozen=True)
 class DiLoCoStrategy(Strategy):
-    """DiLoCo: `period` steps with local gradients, then an outer optimizer's step along the ranks' mean move.
+    """DiLoCo: `period` steps with local gradients, then an outer optimizer's step along the mean of the ranks' moves.
 
-    What each rank sees: its own parameters, equal to the others' after every `period` steps (those of a fragment, where
-    there are several: never all at once). In between nothing is sent, and no rank waits. ``metrics.loss`` is always the
+    What each rank sees: its own parameters, equal to the others' after every `period` steps (with `fragments`, only one
+    fragment's are equal at a time). In between nothing is sent, and no rank waits. ``metrics.loss`` is always the
     rank's own; :func:`ltx.pmean` gives the mean. Optimizer states stay local.
 
-    The communication state has two tensors a parameter, "anchor" and "velocity", the same on every rank, of the
-    parameter's shape; they are float32 where the parameter is narrower. With an `outer` optimizer its state, "outer.0"
-    and so on, takes the place of "velocity". With `fragment_sync_delay` there is a number besides, "sent".
+    The communication state has two tensors per parameter, "anchor" and "velocity", the same on every rank, of the
+    parameter's shape; they are float32 if the parameter is narrower. With an `outer` optimizer its state, "outer.0" and
+    so on, replaces "velocity". With `fragment_sync_delay` the state also has a number, "sent".
 
     Args:
-        period: inner steps between two outer ones; the papers use 30 to 500.
-        outer_lr, outer_momentum: of the outer optimizer.
-        outer_hook: how outer gradients are averaged: "allreduce", "fp16", "bf16", or a hook from :mod:`ltx.hooks`, as
+        period: the number of inner steps between two outer steps; the papers use 30 to 500.
+        outer_lr, outer_momentum: those of the outer optimizer, SGD with Nesterov's momentum.
+        outer_hook: how outer gradients are averaged: "allreduce", "fp16", "bf16", or a hook from :mod:`ltx.hooks`, like
             ``ByteGrad(error_feedback=True)``. A hook that counts steps counts outer steps.
         fragments: parameters are cut into this many groups, in the order of their paths and balanced by their bytes.
-            Group j takes its outer step where ``(steps so far + j * period // fragments) % period == 0``, so that only
+            Group j takes its outer step when ``(steps so far + j * period // fragments) % period == 0``, so that only
             one group, with about 1/fragments of the bytes, is sent at a time.
-        outer: another outer optimizer, in place of Nesterov's with `outer_lr` and `outer_momentum`: its gradient is
-            minus the mean of the ranks' moves, and its schedules count outer steps.
-            ``from_torch(torch.optim.SGD, lr=1.0, momentum=0.5)`` is SlowMo's, ``from_torch(torch.optim.Adam, ...)``
-            FedAdam's.
-        update_alpha: in an outer step a rank keeps this part of its own parameters, and takes the rest from the anchor:
-            ranks then differ.
+        outer: an outer optimizer to use instead of SGD with `outer_lr` and `outer_momentum`: its gradient is minus the
+            mean of the ranks' moves, and its schedules count outer steps.
+            ``from_torch(torch.optim.SGD, lr=1.0, momentum=0.5)`` gives SlowMo, ``from_torch(torch.optim.Adam, ...)``
+            FedAdam.
+        update_alpha: in an outer step a rank keeps this fraction of its own parameters, and takes the rest from the
+            anchor, so parameters stay different between ranks.
         fragment_sync_delay: a fragment's outer gradients are sent this many steps before its outer step, which waits
             for them; meanwhile ranks go on with inner steps. The delay is less than ``period // fragments``. Of what a
-            rank learns in these steps, the part `update_alpha` stays. A state in between can't be copied:
-            ``train.finish(state)``, called by every rank, waits for the outer gradients and changes no parameters, so
-            training that goes on from a checkpoint of the finished state gives the same bits.
+            rank learns in these steps, the fraction `update_alpha` stays. In between a state can't be copied:
+            ``train.finish(state)``, called by every rank, waits for the outer gradients and changes no parameters.
+            Training that goes on from a checkpoint of the finished state gives the same bits.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
-        StrategyError: (a ValueError) a field's value isn't allowed, as an `outer` optimizer that looks at several
-            parameters or at the loss, or keeps whole numbers, or with `fragment_sync_delay` an `outer_hook` of two
-            phases, as ByteGrad or error feedback; more fragments than parameters, complex parameters (when training is
-            initialised); a step from a state that was copied or pickled while outer gradients were under way.
+        StrategyError: (a ValueError) a field's value isn't allowed. Not allowed are also: an `outer` optimizer that
+            uses several parameters together or the loss, or has whole numbers in its state; with `fragment_sync_delay`
+            an `outer_hook` of two phases, as ByteGrad or error feedback; at the initialisation of training, more
+            fragments than parameters, or complex parameters; a step from a state that was copied or pickled while
+            outer gradients were being sent.
 
-    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, algorithm 2. torchft's ``DiLoCo`` has the schedule
-    and the names.
+    Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, algorithm 2. The schedule and the names are those of
+    torchft's ``DiLoCo``.
 
     Example:
         >>> import torch, ltx
@@ -107,7 +108,7 @@ class DiLoCoStrategy(Strategy):
     """
 
     stateful: ClassVar[bool] = True
-    takes_complex: ClassVar[bool] = False  # anchors are real
+    takes_complex: ClassVar[bool] = False
 
     period: int
     outer_lr: float = 0.7
@@ -181,9 +182,10 @@ class DiLoCoStrategy(Strategy):
                 f"{self.fragments!r}."
             )
         hook = resolved(self.outer_hook)
-        hook.each(tree.leaf_paths(params))  # raises where paths don't fit
+        hook.each(tree.leaf_paths(params))  # raises for paths that the hook doesn't fit
         for at in range(self.period if self.fragment_sync_delay else 0):
-            if self.due(at) is not None:  # ranks are together here; the first to send would wait for the others
+            # all ranks are here; at the first send, ranks would have to wait for each other to agree
+            if self.due(at) is not None:
                 members, _ = self._fragment(params, at)
                 given = [torch.empty_like(x, dtype=wide(x.dtype)) for x in members.values()]
                 held = [hook.init(x, path) for path, x in zip(members, given, strict=True)]
@@ -195,7 +197,7 @@ class DiLoCoStrategy(Strategy):
         return next((j for j in range(self.fragments) if self._since(step, j) % self.period == 0), None)
 
     def _since(self, step: int, fragment: int) -> int:
-        """`step + 1`, counted from where the first outer step of a fragment would have had a whole period before it."""
+        """`step + 1` plus the fragment's offset: a multiple of the period if the fragment takes an outer step."""
         return step + 1 + fragment * self.period // self.fragments
 
     @property
@@ -215,7 +217,7 @@ class DiLoCoStrategy(Strategy):
         if not self.fragment_sync_delay:
             return super().update(update, states, info, pending)
         ready = self.due(info.step) is not None
-        if ready:  # before the optimizer: if a peer is lost, the state is as it was
+        if ready:  # before the optimizer's update: if a peer is lost, the state is unchanged
             states, pending = self._arrived(update.params, states, info, pending), None
         params, opt_state = update.apply()
         if ready:
@@ -225,7 +227,7 @@ class DiLoCoStrategy(Strategy):
             if info.axis.ranks.lags:
                 own = {path: states[path] for path in self._fragment(params, at)[0]}
                 states = {**states, **{path: {**own[path], SENT: torch.ones_like(own[path][SENT])} for path in own}}
-            else:  # the anchors' next values wait in the state, as after finish
+            else:  # collectives complete at once: the state holds the next anchors, as after finish
                 states, pending = self._moved(params, states, at, pending), None
         return Updated(params, opt_state, states, pending)
 
@@ -233,7 +235,7 @@ class DiLoCoStrategy(Strategy):
         return params, self._arrived(params, states, info, pending)
 
     def _arrived(self, params: Tree, states: States, info: StepInfo, pending: Exchange | None) -> States:
-        """The states when outer gradients that are under way have arrived and moved the anchors."""
+        """Wait for the outer gradients that are being sent. Returns the states with the anchors moved by them."""
         if not self.fragment_sync_delay:
             return states
         at = next(step for step in count(info.step) if self.due(step) is not None)
@@ -261,7 +263,7 @@ class DiLoCoStrategy(Strategy):
         """Send the outer gradients for the outer step after the update of step `at`."""
         members, outer_step = self._fragment(params, at)
         anchors = [states[path][ANCHOR] for path in members]
-        # In the anchor's dtype, but without what a narrower parameter rounds off of it: no rank has moved by that.
+        # The anchor is rounded to the parameter's dtype first: the rounding isn't a move of the rank.
         moved = [a.to(x.dtype).to(a.dtype) - x for a, x in zip(anchors, members.values(), strict=True)]
         hook = resolved(self.outer_hook).at(outer_step)
         held, info = [states_of(hook, states[path]) for path in members], StepInfo(outer_step, info.axis)
@@ -278,7 +280,7 @@ class DiLoCoStrategy(Strategy):
         return states
 
     def _mixed(self, params: Tree, states: States, at: int) -> Tree:
-        """The parameters with those of a fragment drawn to its anchors."""
+        """The parameters, with those of the fragment moved to their anchors, or partly with `update_alpha`."""
         members, _ = self._fragment(params, at)
         for path, x in members.items():
             anchor = states[path][ANCHOR]
@@ -289,7 +291,7 @@ class DiLoCoStrategy(Strategy):
         return tree.unflatten(spec, [members.get(path, x) for path, x in zip(paths, leaves, strict=True)])
 
     def _outer_step(self, path: str, grad: torch.Tensor, state: LeafState, step: int) -> LeafState:
-        """The next anchor of a parameter, and the outer optimizer's state of it."""
+        """The next anchor of a parameter, and the outer optimizer's state for it."""
         if self.outer is None:
             v = self.outer_momentum * state[VELOCITY] + grad
             return {ANCHOR: state[ANCHOR] - self.outer_lr * (grad + self.outer_momentum * v), VELOCITY: v}
@@ -305,7 +307,7 @@ def _named(outer: Tree) -> LeafState:
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[range]:
-    """`sizes` in so many runs of about the same sum, none of them empty while there are enough.
+    """Cut `sizes` into `parts` runs of about the same sum; no run is empty if there are enough sizes.
 
     >>> cut([1, 1, 1, 9, 2, 2], 3)
     [range(0, 3), range(3, 4), range(4, 6)]

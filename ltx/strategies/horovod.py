@@ -1,7 +1,7 @@
 """HorovodStrategy: what Horovod's DistributedOptimizer does with gradients and updates.
 
     average:  w <- update(w, (f/n) sum_r g_r / f)       sum:  w <- update(w, sum_r g_r)
-    adasum:   d_r = update_r(w, g_r) - w,  w <- w + adasum_r d_r       each rank has an optimizer state of its own
+    adasum:   d_r = update_r(w, g_r) - w,  w <- w + adasum_r d_r       optimizer states differ between ranks
 
 Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018; Maleki et al., "Scaling
 distributed training with adaptive summation", MLSys 2021, section 4.
@@ -55,33 +55,35 @@ class HorovodStrategy(Strategy):
     """Synchronous data parallelism in the manner of Horovod's ``DistributedOptimizer``.
 
     Horovod's process sets are axes here: ``ltx.data_parallel(step, strategy, axis=ltx.axis_from_group(group, "odd"))``.
-    Sparse gradients: :func:`ltx.sync_gradients`. ``join``: :func:`ltx.uneven` with ``divisor="all"``.
+    For sparse gradients use :func:`ltx.sync_gradients`, for ``join`` :func:`ltx.uneven` with ``divisor="all"``.
 
     Args:
-        compression: "none", "fp16", "bf16", or a hook from :mod:`ltx.hooks`: how gradients travel.
-        op: "average"; "sum", which is n times that, with :class:`ltx.Weighted` too; or "adasum": each rank takes an
-            optimizer step of its own, and the parameters move by the adaptive sum (:func:`ltx.adasum`) of these steps.
-            There the optimizer's state and ``metrics.loss`` are each rank's own, plain gradients of a step are local,
-            `compression` is the dtype of the steps as they travel, and the number of ranks is a power of two. With
-            ``overlap="update"`` each bucket's step is taken, and combined, during the backward pass.
+        compression: "none", "fp16", "bf16", or a hook from :mod:`ltx.hooks`: how gradients are sent.
+        op: "average"; "sum", which is n times the average, also for :class:`ltx.Weighted`; or "adasum": each rank takes
+            its own optimizer step, and the parameters move by the adaptive sum (:func:`ltx.adasum`) of these steps.
+            With "adasum" the optimizer's state and ``metrics.loss`` differ between ranks, a data-parallel step returns
+            local gradients, `compression` is the dtype in which the steps are sent, and the number of ranks must be a
+            power of two. With ``overlap="update"`` the steps are taken and combined bucket by bucket during the
+            backward pass.
         backward_passes_per_step: k calls of a train step make one update, with the *sum* of their k gradients, as in
-            Horovod for torch: divide the loss by k for their mean. Calls in between send nothing and leave parameters
-            and optimizer as they are (``metrics.loss`` is then the rank's own); what they add up is part of the state.
-            Outside of :func:`ltx.train_step` gradients are local in between, and adding them up is the caller's.
-            :func:`ltx.accumulate` is the mean over micro-batches within one call.
-        gradient_predivide_factor: None: gradients are divided by n before anything else, so that their sum can't
-            overflow where the mean doesn't, in half precision too. A number f: by f before they are rounded and added
-            up, by n / f after. Horovod's default is 1.0, with which a sum of n float16 numbers may overflow.
-        groups: gradients that travel together, in a bucket of their own (one for each dtype and device), however large:
-            the number of equal groups of consecutive parameters, or a list of groups, each a list of paths or patterns
-            of paths (``"layer1.*"``). What is in no group fills buckets as ever.
+            Horovod for torch: divide the loss by k to get the mean. Calls in between send nothing and leave parameters
+            and optimizer as they are (``metrics.loss`` is then the rank's own); their gradients' sum is part of the
+            state. Outside of :func:`ltx.train_step`, gradients in between are local, and the caller has to sum them.
+            :func:`ltx.accumulate` takes the mean over micro-batches within one call.
+        gradient_predivide_factor: None: gradients are divided by n before they are rounded and summed, so that the sum
+            doesn't overflow unless the mean does, in half precision too. A number f: they are divided by f before, and
+            by n / f after the sum. Horovod's default is 1.0, with which the sum of n float16 numbers may overflow.
+        groups: which gradients share a bucket, whatever its size (one bucket for each dtype and device): the number of
+            equal groups of consecutive parameters, or a list of groups, each a list of paths or patterns of paths
+            (``"layer1.*"``). Parameters in no group fill buckets as usual.
         scale_lr: multiply the learning rate by the number of ranks, for optimizers of :func:`ltx.optim.from_torch`.
-            Lightning's HorovodStrategy does, Horovod itself doesn't.
+            Lightning's HorovodStrategy does this, Horovod itself doesn't.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
-        StrategyError: (a ValueError) a field's value isn't allowed, or doesn't go with another's; in a train step, a
-            number of ranks, an optimizer, or (with several passes) an :class:`ltx.Weighted` step that doesn't fit.
+        StrategyError: (a ValueError) a field's value isn't allowed, or doesn't fit another field's. In a train step,
+            the strategy can't work with the number of ranks, the optimizer, or (with several passes) with an
+            :class:`ltx.Weighted` step.
 
     Example:
         >>> import torch, ltx
@@ -139,7 +141,7 @@ class HorovodStrategy(Strategy):
 
     @property
     def _short(self) -> torch.dtype | None:
-        """The half precision that things travel in, if any."""
+        """The half-precision dtype in which values are sent; None for their own dtype."""
         return getattr(self.compression, "short", None)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ class HorovodStrategy(Strategy):
 
     @property
     def _reduction(self) -> hooks.CommHook:
-        """What is done to gradients at steps that synchronise; with "adasum" its state alone counts."""
+        """The hook for steps that synchronise. With "adasum" only its communication state is used."""
         hook, factor = resolved(self.compression), self.gradient_predivide_factor
         passes = self.backward_passes_per_step > 1
         if self.op == "average" and factor is None and not passes:
@@ -244,11 +246,12 @@ class HorovodStrategy(Strategy):
         return Updated(params, opt_state, states, pending)
 
     def _moved_together(self, update: Update, states: States, info: StepInfo) -> Updated:
-        """Parameters moved by the adaptive sum of what this rank's optimizer would add, and its next state."""
+        """The parameters moved by the adaptive sum of all ranks' optimizer steps, and this rank's next state."""
         if info.axis.size == 1 or update.finite is False:
             return Updated(*update.apply(), states)
         optimizer, hook = update.optimizer, AdasumOfMoves(self._short)
-        if optimizer.offers.moves_params:  # the differences are formed while they are packed
+        # then packing forms the differences, and no pass over memory is needed for them
+        if optimizer.offers.moves_params:
             given, opt_state = optimizer.apply(update.grads, update.opt_state, update.params)
             hook = AdasumOfWaysBack(self._short)
         else:
@@ -258,7 +261,7 @@ class HorovodStrategy(Strategy):
         return replace(moved, params=params, opt_state=opt_state)
 
     def _added(self, update: Update, states: States) -> tuple[States, Tree]:
-        """The gradients with those of earlier passes: as the next state, and as a tree."""
+        """The sum of these gradients and of earlier passes' gradients: as the next state, and as a tree."""
         grads, spec = tree.flatten(update.grads)
         paths = tree.leaf_paths(update.params)
         for path in paths:
@@ -278,7 +281,7 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 
 @lru_cache(maxsize=64)
 def _consecutive(count: int, arrival: tuple[int, ...]) -> tuple[int, ...]:
-    """Horovod's split of the parameters into `count` groups: the first ones have one more if it doesn't divide."""
+    """Horovod's split of the parameters into `count` groups: the first groups have one more if they aren't equal."""
     least, more = divmod(len(arrival), count)
     lengths = [least + (group < more) for group in range(count)]
     numbers = [group for group, length in enumerate(lengths) for _ in range(length)]
@@ -306,25 +309,27 @@ def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tu
     return tuple(found.get(path, -1) for path in paths)
 
 
-# --- what it does with buckets ----------------------------------------------------------------------------------------
+# --- the hooks that Horovod's options need ----------------------------------------------------------------------------
 
-#: In the communication state: the sum of a parameter's gradients in the passes since the last update.
+#: The key in the communication state of the sum of a parameter's gradients since the last update.
 PASSES = "passes"
 
 
 @around("hook")
 @dataclass(frozen=True)
 class Scaled(hooks.CommHook):
-    """`hook`, by Horovod's scales and for the gradients of several passes."""
+    """`hook`, with Horovod's scaling of gradients, and for the gradients of several passes."""
 
     hook: hooks.CommHook
     op: Literal["average", "sum"] = "average"  # "sum" doesn't divide by n
-    predivide: float | None = None  # what divides before the sum, where n / predivide does after it; None: n before it
-    passes: bool = False  # whether the gradients of earlier passes, which the communication state holds, are added
+    # f: gradients are divided by f before the sum, and by n / f after it; None: by n before it
+    predivide: float | None = None
+    passes: bool = False  # whether to add the gradients of earlier passes, which the communication state holds
 
     @property
     def gives_gradients(self) -> bool:
-        return self.hook.gives_gradients and not self.passes  # which no scale has multiplied
+        # no scale has been applied to the earlier passes' gradients
+        return self.hook.gives_gradients and not self.passes
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -351,7 +356,7 @@ class Scaled(hooks.CommHook):
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         narrow = self.hook.wire_dtype(dtype)
-        # Passes are added before anything is rounded.
+        # Gradients of several passes are added before they are rounded.
         return wide(dtype) if self.passes else narrow
 
     def reduce(self, inputs: BucketInput) -> Reduction:
@@ -381,13 +386,13 @@ def with_scaled_lr(optimizer: Optimizer, factor: int) -> Optimizer:
     return scaled
 
 
-#: Where a parameter was before its move.
+#: The key of a parameter's value before its move.
 START = "start"
 
 
 @dataclass(frozen=True)
 class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
-    """The adaptive sum of moves, which the old parameters are moved by."""
+    """Moves the old parameters by the adaptive sum of the ranks' moves."""
 
     sign: ClassVar[int] = 1
 
@@ -405,9 +410,9 @@ class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
 
 @dataclass(frozen=True)
 class AdasumOfWaysBack(AdasumOfMoves):
-    """The adaptive sum of the ways back: from new parameters to where they were.
+    """The same by the negated moves: each rank gives its new parameters, and packing subtracts them from the old.
 
-    It is that of the moves negated, to the bit, and packing takes one pass over both.
+    Adasum of negated moves is the negated adasum, to the bit, and packing reads old and new parameters in one pass.
     """
 
     sign: ClassVar[int] = -1

@@ -1,5 +1,5 @@
-"""LocalSGDStrategy: each rank trains alone, and parameters are averaged now and then (local SGD); before that, all may
-train together for a while (post-local SGD).
+"""LocalSGDStrategy: each rank trains alone, and parameters are averaged periodically (local SGD). In post-local SGD,
+all ranks first train together for some steps.
 
     t <  T:   w_r <- update(w_r, mean_s grad f_s(w_s))          over all ranks s
     t >= T:   w_r <- update(w_r, mean_s grad f_s(w_s))          over the ranks s of r's node, or r alone
@@ -9,9 +9,9 @@ train together for a while (post-local SGD).
               w_r <- mean_s w_s over r's group of n_i ranks     with the greatest H_i that divides t
 
 Stich, "Local SGD converges fast and communicates little", ICLR 2019; Lin, Stich, Patel and Jaggi, "Don't use large
-mini-batches, use local SGD", ICLR 2020 (post-local and hierarchical). T is `warmup_steps`, H is `period`; the schedules
-are those of torch.distributed's PeriodicModelAverager and HierarchicalModelAverager, which count the steps as here:
-from 0, and act after the update.
+mini-batches, use local SGD", ICLR 2020 (post-local and hierarchical). T is `warmup_steps`, H is `period`. The schedules
+are those of torch.distributed's PeriodicModelAverager and HierarchicalModelAverager, which also count steps from 0 and
+average after the update.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ Levels = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class LocalSGDStrategy(Strategy):
-    """Post-local SGD: mean gradients for `warmup_steps`, then each rank its own, and parameters averaged periodically.
+    """Post-local SGD: mean gradients for `warmup_steps`, then local gradients, and parameters averaged periodically.
 
-    What each rank sees: from step `warmup_steps` on (steps are counted from 0) its own parameters, equal to the
-    others' after the updates of steps `warmup_steps`, `warmup_steps + period` and so on. In between nothing is sent,
-    and no rank waits: ``metrics.loss`` is then the rank's own. The optimizer's state isn't averaged.
+    What each rank sees: until step `warmup_steps` (steps are counted from 0) the same parameters; then its own
+    parameters, which are averaged after the updates of steps `warmup_steps`, `warmup_steps + period` and so on. In
+    between nothing is sent, and no rank waits: ``metrics.loss`` is the rank's own. Optimizer states aren't averaged.
 
-    With a `subgroup` the ranks of a node share their gradients at every step, and so have the same parameters. Nothing
-    goes further then, and no node waits for another: ``metrics.loss`` is the mean over the node. Averages count every
-    rank alike, so a step that returns :class:`ltx.Weighted` is refused.
+    With a `subgroup` the ranks of a node share their gradients at every step, and so have the same parameters. In
+    between averages, nodes don't communicate: ``metrics.loss`` is the mean over the node. Averages weigh every rank
+    equally, so a step that returns :class:`ltx.Weighted` is refused.
 
-    Averaging is a training step's (:func:`ltx.train_step`). :func:`ltx.grad_and_value` and the like give the gradients
-    of a step, local ones after the warm-up, and leave parameters alone.
+    Only :func:`ltx.train_step` averages. :func:`ltx.grad_and_value` and the like give the gradients of a step, which
+    are local after the warm-up, and don't change parameters.
 
     Args:
-        period: parameters are averaged after every so many steps. Or several periods, ``{period: number of ranks}``
-            with both ascending: groups of so many contiguous ranks, the last of which is all. Steps are then counted
-            from the first of all, and where several periods divide a step the longest holds.
-        warmup_steps: as long, the mean gradients of all ranks are used.
-        subgroup: the number of ranks of a node, contiguous on the axis.
-        comm_hook: how gradients travel during the warm-up: "allreduce", "fp16", "bf16", or a hook from
-            :mod:`ltx.hooks`. Within nodes, and for parameters, it is the exact mean in their own dtype.
+        period: parameters are averaged after every `period` steps. Or several periods, ``{period: number of ranks}``,
+            both ascending: the average is over groups of so many contiguous ranks; the last number must be all ranks.
+            Steps are then counted from the very first, and a step that several periods divide uses the longest.
+        warmup_steps: for so many steps, the mean gradients of all ranks are used.
+        subgroup: the number of ranks of a node; these are contiguous on the axis.
+        comm_hook: how gradients are sent during the warm-up: "allreduce", "fp16", "bf16", or a hook from
+            :mod:`ltx.hooks`. Means within nodes and of parameters are exact, in the dtype of what is averaged.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
-        StrategyError: (a ValueError) a field's value isn't allowed; the ranks don't divide into such groups (when
-            training begins; a world of one takes any).
+        StrategyError: (a ValueError) a field's value isn't allowed; when training begins, the axis has more than one
+            rank and doesn't divide into such groups.
 
     Source: Stich, ICLR 2019; Lin et al., ICLR 2020; torch's ``PostLocalSGDOptimizer`` with ``post_localSGD_hook``.
 
@@ -139,7 +139,7 @@ class LocalSGDStrategy(Strategy):
             )
 
     def group(self, step: int, ranks: int) -> int:
-        """Among how many of so many ranks parameters are averaged after the update of `step`; 1: they aren't."""
+        """The size of the groups of `ranks` that average parameters after the update of `step`; 1 for no average."""
         if isinstance(self.period, int):
             return ranks if averages_at(step, self.warmup_steps, self.period) else 1
         if step < self.warmup_steps or ranks == 1:
@@ -159,7 +159,7 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def _are_levels(value: object) -> TypeGuard[Levels]:
-    """Whether `value` is pairs of ascending periods and numbers of ranks, each of which divides the next."""
+    """Whether `value` is pairs of ascending periods and ascending numbers of ranks, each dividing the next number."""
     if not (isinstance(value, tuple) and value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)):
         return False
     if not all(_is_whole(period, 1) and _is_whole(size, 2) for period, size in value):
@@ -170,7 +170,7 @@ def _are_levels(value: object) -> TypeGuard[Levels]:
 
 
 def averages_at(step: int, start: int, period: int) -> bool:
-    """Whether parameters are averaged after the update of `step`: at `start`, and every `period` after."""
+    """Whether parameters are averaged after the update of `step`: at `start`, and every `period` steps after it."""
     return step >= start and (step - start) % period == 0
 
 

@@ -1,12 +1,12 @@
-"""Nodes: strategies and hooks that work within the nodes of an axis and among them (Bagua's "hierarchical").
+"""Nodes: strategies and hooks that communicate within nodes and between nodes (Bagua's "hierarchical").
 
     1. Each rank of a node gets its part of the sum, or mean, over the node.        (psum_scatter within the node)
-    2. Ranks with the same part do with it what they would do without nodes.        (among nodes)
+    2. Ranks with the same part apply the algorithm to it.        (among nodes)
     3. Every rank of a node gets all parts.                                         (all_gather within the node)
 
-Bagua reduces to a leader, which alone communicates with the other nodes' leaders and broadcasts. With parts, a node
-sends the same amount over the network (one buffer; each of its m ranks sends 1/m of it), and all of its ranks share the
-work.
+Bagua instead reduces to one leader per node, which alone communicates with the other nodes' leaders, and broadcasts the
+result. With parts, a node sends the same amount over the network (one buffer, of which each of its m ranks sends 1/m),
+and all of its ranks share the work.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ltx.hooks.plain import EXACT
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStrategy(Strategy):
-    """A strategy that may be hierarchical.
+    """The base of strategies that may be hierarchical.
 
     Args:
         hierarchical: whether the ranks of a node act as one towards the other nodes.
-        node_size: the number of ranks of each node, which have consecutive ranks.
+        node_size: the number of ranks of each node; their ranks are consecutive.
     """
 
     hierarchical: bool = False
@@ -60,7 +60,7 @@ class NodeStrategy(Strategy):
 
     @property
     def together(self) -> int:
-        """How many ranks act as one."""
+        """The number of ranks that act as one: those of a node, or 1."""
         return self.node_size or 1
 
     def check_axis(self, axis: Axis) -> None:
@@ -72,12 +72,12 @@ class NodeStrategy(Strategy):
 
 
 def node(axis: Axis, size: int) -> Axis:
-    """The ranks of this rank's node; a world of one is a node."""
+    """The axis of this rank's node; an axis of one rank is a node."""
     return inner(axis, min(size, axis.size))
 
 
 def across(axis: Axis, size: int) -> Axis:
-    """The ranks that have this rank's place in their nodes."""
+    """The axis of the ranks that have the same place in their nodes as this rank."""
     return outer(axis, min(size, axis.size))
 
 
@@ -117,7 +117,7 @@ class ByNode(NodeHook):
 
 @dataclass(frozen=True)
 class ToParts(NodeHook):
-    """The first of the three steps by itself: this rank's part of the node's mean, and zeros."""
+    """Step 1 alone: this rank's part of the node's mean, and zeros in place of the other parts."""
 
     exact: ClassVar[bool] = False
 
@@ -132,7 +132,7 @@ class ToParts(NodeHook):
 @around("hook")
 @dataclass(frozen=True)
 class AmongNodes(NodeHook):
-    """The second step by itself: `hook` applied to the nodes' parts."""
+    """Step 2 alone: `hook` applied to this rank's part, between nodes."""
 
     exact: ClassVar[bool] = False
 
@@ -148,7 +148,7 @@ class AmongNodes(NodeHook):
 
 @dataclass(frozen=True)
 class FromParts(NodeHook):
-    """The third step by itself: all parts of the node's ranks."""
+    """Step 3 alone: all parts of the node's ranks."""
 
     exact: ClassVar[bool] = False
 
@@ -162,11 +162,11 @@ class FromParts(NodeHook):
 
 @dataclass(frozen=True)
 class WithinNode(CommHook):
-    """The mean over the `ranks` of a node, which are contiguous on the axis; in `dtype`, where that is narrower."""
+    """The mean over the `ranks` of a node, which are contiguous on the axis; sent in `dtype` if that is narrower."""
 
-    exact: ClassVar[bool] = False  # it isn't that of all ranks
+    exact: ClassVar[bool] = False  # it isn't the mean over all ranks
     elementwise: ClassVar[bool] = True
-    sums: ClassVar[bool] = False  # nor are its sums
+    sums: ClassVar[bool] = False  # it sums over a node, not over all ranks
 
     ranks: int
     dtype: torch.dtype | None = None
@@ -218,7 +218,7 @@ def scattered(inputs: BucketInput, node_size: int) -> Steps:
 
 
 def gathered(mine: torch.Tensor, inputs: BucketInput, node_size: int) -> Steps:
-    """The tensors of all ranks of the node, on a new first dimension."""
+    """The tensors `mine` of all ranks of the node, stacked along a new first dimension."""
     assert inputs.axis is not None
     mates = node(inputs.axis, node_size)
     if mates.size == 1:
@@ -249,7 +249,7 @@ def among_nodes(hook: CommHook, part: torch.Tensor, inputs: BucketInput, node_si
 
 
 def part_of(flat: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Tensor:
-    """This rank's part of what all ranks of the node have."""
+    """This rank's part of `flat`, which all ranks of the node have."""
     parts = _parts(flat, min(node_size, inputs.axis_size))
     place = inputs.rank % len(parts)
     if isinstance(place, int):
@@ -258,12 +258,12 @@ def part_of(flat: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Te
 
 
 def _parts(flat: torch.Tensor, m: int) -> torch.Tensor:
-    """m equal rows, filled up with the last number: a zero might lie outside of a codec's range."""
+    """m equal rows. The padding repeats the last number, since zeros would widen the range of a codec's grid."""
     missing = -flat.numel() % m
     return (torch.cat([flat, flat[-1:].expand(missing)]) if missing else flat).view(m, -1 if flat.numel() else 0)
 
 
 def _in_place(part: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Tensor:
-    """The part where it belongs, and zeros."""
+    """A flat bucket of zeros with this rank's part in its place."""
     rows = torch.arange(min(node_size, inputs.axis_size), device=part.device)[:, None]
     return torch.where(rows == inputs.rank % len(rows), part, 0.0).reshape(-1)[: inputs.flat.numel()]

@@ -1,12 +1,12 @@
-"""QAdam: Adam whose ranks, once its second moment has settled, average momenta in 8 bits instead of gradients.
+"""QAdam: after a warm-up, the second moment stays fixed, and ranks average momenta in 8 bits instead of gradients.
 
     steps s <= w:   g = mean_r g_r;     Adam's m, v and step
     steps s > w:    m_r = b1 m + (1 - b1) g_r;     m = 8-bit mean_r m_r;     v frozen;     Adam's step along m
 
 Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", ICML 2021,
-algorithm 1: with ``momentum_hook=hooks.OneBit()``, one bit a number and error feedback. The default are the 8-bit
+algorithm 1: with ``momentum_hook=hooks.OneBit()``, one bit a number and error feedback. The default is the 8-bit
 messages of Bagua's qadam (Gan et al., "BAGUA: scaling up distributed learning with system relaxations", VLDB 2022).
-Adam's step is linear in m, not in g: so m may be compressed as gradients may in SGD. The optimizer's part is
+Adam's step is linear in m but not in g, so m may be compressed, as gradients may be in SGD. The optimizer is
 :func:`ltx.optim.qadam`.
 """
 
@@ -50,7 +50,7 @@ _EIGHT_BITS = hooks.ByteGrad()
 @around("among")
 @dataclass(frozen=True)
 class MeanMomentum(hooks.CommHook):
-    """The mean over ranks of b1 m + (1 - b1) g_r by another hook, which is the next m too: state of each parameter."""
+    """The mean over ranks of b1 m + (1 - b1) g_r, taken by another hook. It is the next m, which the state keeps."""
 
     exact: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class MeanMomentum(hooks.CommHook):
     gives_gradients: ClassVar[bool] = False
 
     beta1: float
-    among: hooks.CommHook = _EIGHT_BITS  # what takes the mean: among all ranks, or among nodes
+    among: hooks.CommHook = _EIGHT_BITS  # the hook that takes the mean
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -86,26 +86,26 @@ class MeanMomentum(hooks.CommHook):
 
 @dataclass(frozen=True, kw_only=True)
 class QAdam(NodeStrategy):
-    """Adam with mean gradients for `warmup_steps` steps, and compressed mean momenta from then on.
+    """Adam with mean gradients for `warmup_steps` steps, and compressed mean momenta after them.
 
-    It trains with :func:`ltx.optim.qadam` alone, of the same `warmup_steps` and `betas`, and by
-    :func:`ltx.train_step`: what a data-parallel step of it gives for gradients after the warm-up is the next momentum.
-    Parameters and momenta are the same on every rank. The loss mustn't be an :class:`ltx.Weighted`.
+    It works only with :func:`ltx.optim.qadam` of the same `warmup_steps` and `betas`, in :func:`ltx.train_step`: after
+    the warm-up, the "gradients" that its data-parallel step returns are the next momentum. Parameters and momenta are
+    the same on every rank. The loss mustn't be an :class:`ltx.Weighted`.
 
-    The phases don't overlap: the last step of the warm-up is all Adam's, the next one averages momenta. Bagua's loses
-    the gradients of a step in between; ``ltx.optim.qadam(bagua_exact=True)`` does too.
+    The last step of the warm-up is wholly Adam's, and the next one averages momenta. Bagua's qadam loses the gradients
+    of a step in between; ``ltx.optim.qadam(bagua_exact=True)`` loses them too.
 
     Args:
-        warmup_steps, betas: the optimizer's.
-        momentum_hook: what takes the mean of momenta: ByteGrad() for Bagua's qadam, OneBit() for 1-bit Adam, whose
-            residuals are each rank's own, or another that stands for a mean; also "allreduce", "fp16", "bf16".
-        hierarchical, node_size: exact sums within nodes of that many ranks, each of which exchanges a part with other
-            nodes: in eight bits after the warm-up, with a grid for each part. For a `momentum_hook` without state.
+        warmup_steps, betas: those of the optimizer.
+        momentum_hook: the hook that averages momenta: ByteGrad() for Bagua's qadam, OneBit() for 1-bit Adam, whose
+            residuals differ between ranks, or another hook that computes a mean; also "allreduce", "fp16", "bf16".
+        hierarchical, node_size: nodes of `node_size` ranks sum exactly; then each rank exchanges a part between nodes:
+            in eight bits after the warm-up, with a grid for each part. The `momentum_hook` mustn't have state.
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`Strategy`.
 
     Raises:
-        StrategyError: (a ValueError) a field's value isn't allowed, or the optimizer is another, or its state has
-            counted other steps.
+        StrategyError: (a ValueError) a field's value isn't allowed, the optimizer isn't such a qadam, or the
+            optimizer's state has counted other steps.
 
     Example:
         >>> import torch, ltx
@@ -170,7 +170,7 @@ class QAdam(NodeStrategy):
                 "they may be in different phases. Use the two that one step returned."
             )
         if info.step >= self.warmup_steps and update.finite is None:
-            # The next momentum itself, of which the optimizer needn't take a copy.
+            # The mean is the next momentum itself: the optimizer needn't compute it again.
             moments = update.optimizer.leaf_states(update.opt_state, update.params)
             grads, spec = tree.flatten(update.grads)
             held = [{**own, "exp_avg": mean} for own, mean in zip(moments, grads, strict=True)]
@@ -183,7 +183,7 @@ class QAdam(NodeStrategy):
 
 
 def _with_momenta(states: States, moments: Mapping[str, LeafState]) -> States:
-    """The states that the second phase begins with: copies of Adam's momenta."""
+    """The communication states after the warm-up, with copies of Adam's momenta."""
     return {
         path: {**state, MOMENTUM: moments[path]["exp_avg"].to(state[MOMENTUM].dtype, copy=True)}
         for path, state in states.items()

@@ -1,12 +1,12 @@
-"""ZeroStrategy: optimizer state sharded over the ranks, each of which updates its part of every parameter.
+"""ZeroStrategy: optimizer state sharded over the ranks, and each rank updates its part of every parameter.
 
     g~_r = (mean_s g_s)[r]                 reduce-scatter, during the backward pass
     w~_r, m_r = update(g~_r, m_r, w[r])    on rank r alone, whose optimizer state m_r has 1/n of the elements
     w = [w~_0, ..., w~_{n-1}]              all-gather
 
 Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020, section 5: P_os,
-with gradients reduced where they are needed (section 7.1). x[r] is the r-th part of a parameter: flattened and padded
-with zeros to n parts of ceil(size / n) elements. So state is kept by path, with the same shapes on every rank.
+with gradients reduced where they are needed (section 7.1). x[r] is the r-th part of a tensor: flattened and padded with
+zeros, it has n parts of ceil(size / n) elements. So state has the same paths and shapes on every rank.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class ZeroStrategy(Strategy):
     """ZeRO-1: parameters as with :class:`ltx.DDPStrategy`, with 1/n of the optimizer state on each of n ranks.
 
     A step sends as many bytes as DDP's: a reduce-scatter of gradients during the backward pass, and an all-gather of
-    parameters after the update; with ``overlap="update"`` a bucket's all-gather follows its own update, while others
-    are still on their way. Parameters are the same bits on every rank. For optimizers that work element by element
-    (``optimizer.offers.elementwise``: SGD, Adam, AdamW, ...), and for chains of them with
-    :func:`ltx.optim.clip_by_global_norm` or :func:`ltx.optim.measure_global_norm`, whose norm is that of the whole mean
+    parameters after the update; with ``overlap="update"`` a bucket's all-gather follows its own update, while other
+    gradients are still on their way. Parameters are the same bits on every rank. For optimizers that work element by
+    element (``optimizer.offers.elementwise``: SGD, Adam, AdamW, ...), and for chains of them with
+    :func:`ltx.optim.clip_by_global_norm` or :func:`ltx.optim.measure_global_norm`, which use the norm of the whole mean
     gradient.
 
-    Gradients of a step outside of :func:`ltx.train_step` are the exact mean on every rank. A state's optimizer part is
-    this rank's (``state.layout.opt_state == "sharded"``), and so are the paths under which a checkpoint keeps it.
-    ``train.gather(state)`` has all of it on every rank, under paths that don't depend on the number of ranks; a step on
-    any number of ranks takes such a state and goes on with its part.
+    Outside of :func:`ltx.train_step`, a step's gradients are the exact mean on every rank. A state holds this rank's
+    part of the optimizer state (``state.layout.opt_state == "sharded"``), and a checkpoint's paths name the part.
+    ``train.gather(state)`` gives every rank the whole state, under paths that don't depend on the number of ranks; a
+    step on any number of ranks can go on from such a state, and keeps its part of it.
 
     Args:
         bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`ltx.Strategy`.
@@ -122,7 +122,7 @@ class ZeroStrategy(Strategy):
         optimizer, opt_state = self._together(update.optimizer, info), own_state(update.opt_state, axis)
         mine = replace(update, optimizer=optimizer, params=params, grads=grads, opt_state=opt_state)
         parts, opt_state = mine.apply()
-        del mine, grads  # the gradients' memory is the new parameters'
+        del mine, grads  # frees the gradients' memory for the new parameters
         if axis.size == 1:
             whole = [_whole(new, old) for new, old in zip(tree.flatten(parts)[0], leaves, strict=True)]
             return Updated(tree.unflatten(spec, whole), as_shards(opt_state, axis), states, pending)
@@ -143,13 +143,14 @@ class ZeroStrategy(Strategy):
         return Shards(tree.unflatten(spec, leaves), 1, 0)
 
     def _together(self, optimizer: Optimizer, info: StepInfo) -> Optimizer:
-        """`optimizer`, clipping by the norm of all ranks' parts."""
+        """`optimizer`, in which clipping uses the norm over all ranks' parts."""
 
         def norm(member: ClipByGlobalNorm, parts: Sequence[Tensor]) -> Tensor:
-            own = member.norm(parts)  # of those on other dimensions of a mesh, too
+            own = member.norm(parts)  # this norm is already over a mesh's other dimensions
             if info.axis.size == 1:
                 return own
-            squares = [own.double().square().reshape(1) * info.axis.size]  # an exchange gives the mean
+            # the exchange takes the mean, and a sum is needed
+            squares = [own.double().square().reshape(1) * info.axis.size]
             squares, _ = self.exchange(AllReduce(), squares, ["the squared norm of the gradients"], info).wait()
             return squares[0].sqrt().reshape(()).to(own.dtype)
 
@@ -162,12 +163,12 @@ class ZeroStrategy(Strategy):
 class Shards:
     """One rank's part of an optimizer state; made by :class:`ltx.ZeroStrategy`.
 
-    Paths name the part ("opt_state.shard_0_of_2.per_param.w.exp_avg"): in a checkpoint they don't collide.
+    Paths name the part ("opt_state.shard_0_of_2.per_param.w.exp_avg"), so parts don't collide in a checkpoint.
     """
 
-    state: Tree  # the optimizer's own, of this rank's parts of the parameters, each a vector
-    ranks: int  # how many parts there are; 1 for a state that is whole
-    rank: int | None  # which of them this is; None on simulated ranks, where it is all of them
+    state: Tree  # the optimizer's state for this rank's parts of the parameters, which are vectors
+    ranks: int  # the number of parts; 1 for a whole state
+    rank: int | None  # the rank whose part this is; None on simulated ranks, which hold all parts together
 
     @property
     def name(self) -> str:
@@ -183,12 +184,12 @@ tree.register_node(
 
 
 def width(numel: int, ranks: int) -> int:
-    """Elements of each part of a parameter."""
+    """The number of elements of each part of a parameter."""
     return -(-numel // ranks)
 
 
 def part(x: Tensor, rank: int | Tensor, ranks: int) -> Tensor:
-    """x[rank], a vector: a view where all of it is there. `rank` is a tensor on simulated ranks."""
+    """x[rank], a vector; a view unless it needs padding. `rank` is a tensor on simulated ranks."""
     m, flat = width(x.numel(), ranks), x.reshape(-1)
     if isinstance(rank, int):
         mine = flat[rank * m : (rank + 1) * m]
@@ -197,19 +198,19 @@ def part(x: Tensor, rank: int | Tensor, ranks: int) -> Tensor:
 
 
 def _rows(flat: Tensor, ranks: int) -> Tensor:
-    """All parts: (ranks, width); a view where nothing is to be padded."""
+    """All parts, of shape (ranks, width); a view unless they need padding."""
     missing = width(flat.numel(), ranks) * ranks - flat.numel()
     return (pad(flat, (0, missing)) if missing else flat).view(ranks, -1) if flat.numel() else flat.view(ranks, 0)
 
 
 @dataclass(frozen=True)
 class MeanPart(CommHook):
-    """Reduce-scatter: rank r gets the r-th part of every gradient's mean, in its place, and zeros around it."""
+    """Reduce-scatter: rank r gets the r-th part of every mean gradient, in its place, and zeros elsewhere."""
 
     elementwise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
 
-    short: torch.dtype | None = None  # the half precision that gradients travel in; None for their own
+    short: torch.dtype | None = None  # the half-precision dtype in which gradients are sent; None for their own dtype
 
     @property
     def exact(self) -> bool:
@@ -229,16 +230,16 @@ class MeanPart(CommHook):
 
 
 def _side_by_side(inputs: BucketInput) -> Tensor:
-    """The parts of all parameters of a bucket, a row for each rank: one pass, and none over one large parameter."""
+    """The parts of all parameters of a bucket, a row for each rank. One copy; none for a single large parameter."""
     blocks = [_rows(flat, inputs.axis_size) for flat in inputs.flat.split(inputs.bucket.sizes)]
     return torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]
 
 
 def _placed(mine: Tensor, inputs: BucketInput) -> Tensor:
-    """The parts `mine` of this rank in a flat bucket of zeros."""
+    """A flat bucket of zeros with this rank's parts, `mine`, in their places."""
     n, sizes, rank = inputs.axis_size, inputs.bucket.sizes, inputs.rank
     widths = [width(size, n) for size in sizes]
-    if not isinstance(rank, int):  # on simulated ranks nothing is written into
+    if not isinstance(rank, int):  # simulated ranks can't write in place
         rows = torch.where((torch.arange(n, device=mine.device) == rank)[:, None], mine, torch.zeros_like(mine))
         blocks = zip(rows.split(widths, 1), sizes, strict=True)
         return torch.cat([block.reshape(-1)[:size] for block, size in blocks])
@@ -251,7 +252,7 @@ def _placed(mine: Tensor, inputs: BucketInput) -> Tensor:
 
 @dataclass(frozen=True)
 class PartUpdated(MeanPart, PostUpdateHook):
-    """Reduce-scatter of gradients, the optimizer on this rank's part, all-gather of the new parameters."""
+    """Reduce-scatters gradients, updates this rank's part, and all-gathers the new parameters."""
 
     phases: ClassVar[int] = 2
     shares_gradients: ClassVar[bool] = True
@@ -261,7 +262,7 @@ class PartUpdated(MeanPart, PostUpdateHook):
 
     def own(self, opt_state: Shards, axis: Axis) -> Tree:
         mine = own_state(opt_state, axis)
-        # Its own, also where it is a part of a whole one.
+        # A part of a whole state is a view: this rank needs a copy of its own.
         return mine if opt_state.ranks == axis.size else tree.map(torch.clone, mine)
 
     def held(self, opt_state: Tree, axis: Axis) -> Shards:
@@ -290,7 +291,7 @@ class PartUpdated(MeanPart, PostUpdateHook):
 
 @dataclass(frozen=True)
 class AllParts(PartUpdated):
-    """All-gather of the new parameters, where gradients were reduced and the optimizer has run before."""
+    """Only all-gathers the new parameters: gradients were reduced before, and the optimizer has run."""
 
     phases: ClassVar[int] = 1
     shares_gradients: ClassVar[bool] = False
@@ -303,22 +304,22 @@ class AllParts(PartUpdated):
 
 
 def _whole(parts: Tensor, like: Tensor) -> Tensor:
-    """A tensor of the shape of `like` from the parts of all ranks, whose rows may be those of a bucket."""
-    return parts.contiguous().view(-1)[: like.numel()].view(like.shape)  # a column isn't to stay one
+    """A tensor of the shape of `like` from all ranks' parts, which may be columns of a bucket."""
+    return parts.contiguous().view(-1)[: like.numel()].view(like.shape)  # contiguous: a column of a bucket has strides
 
 
 def _joined(blocks: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """Put the parts of all ranks, one row each, into their parameters."""
+    """Copy the parts of all ranks, one row each, into their parameters."""
     for block, param in zip(blocks, params, strict=True):
         flat, m = param.view(-1), block.shape[1]
-        whole = flat.numel() // m if m else 0  # rows that have nothing filled up
+        whole = flat.numel() // m if m else 0  # the number of rows without padding
         flat[: whole * m].view(whole, m).copy_(block[:whole])
         if whole < len(block):
             flat[whole * m :].copy_(block[whole:].reshape(-1)[: flat.numel() - whole * m])
 
 
 def own_parts(tensors: Tree, axis: Axis, split: Callable[[Tensor], bool] = lambda x: True) -> Tree:
-    """This rank's part of every leaf that is `split`."""
+    """This rank's part of every leaf for which `split` is true; other leaves stay."""
     return tree.map(lambda x, rank=axis.rank: part(x, rank, axis.size) if split(x) else x, tensors)
 
 
@@ -327,7 +328,7 @@ def as_shards(state: Tree, axis: Axis) -> Shards:
 
 
 def own_state(shards: Shards, axis: Axis) -> Tree:
-    """This rank's part of an optimizer state: what it holds, or its part of a whole one."""
+    """This rank's part of an optimizer state, which may be this part already, or a whole state."""
     here = as_shards((), axis)
     if (shards.ranks, shards.rank) == (here.ranks, here.rank):
         return shards.state
