@@ -52,7 +52,8 @@ class Ema(Optimizer):
 
     optimizer: Optimizer
     decay: float
-    _skip: Tensor | None = field(default=None, init=False, compare=False)  # of one update: see `unless`
+    # set for one update by `unless`: if it is true, the average stays
+    _skip: Tensor | None = field(default=None, init=False, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self, OptimError, "decay")
@@ -61,7 +62,8 @@ class Ema(Optimizer):
 
     @property
     def offers(self) -> OptimizerOffers:
-        return replace(self.optimizer.offers, elementwise=False, moves_params=True)  # what follows would move them on
+        # a transform after it would change what was averaged
+        return replace(self.optimizer.offers, elementwise=False, moves_params=True)
 
     def init(self, params: Tree) -> EmaState:
         check_tensors(params, "params")
@@ -112,7 +114,7 @@ class Ema(Optimizer):
 
     def _next(self, average: Tensor, param: Tensor) -> Tensor:
         moved = average.lerp(param.to(average.dtype), 1 - self.decay)
-        # Though the parameter hasn't moved, the average would move towards it.
+        # In a skipped update the parameter stays, but `lerp` would still move the average towards it.
         return moved if self._skip is None else torch.where(self._skip.to(average.device), average, moved)
 
     def __repr__(self) -> str:
@@ -122,10 +124,10 @@ class Ema(Optimizer):
 def ema(optimizer: Optimizer, decay: float) -> Optimizer:
     """`optimizer`, with an exponential moving average of the parameters in its state.
 
-    After each update ``average <- decay * average + (1 - decay) * params``, beginning with the first parameters, as
-    torch's ``get_ema_multi_avg_fn`` does from its first call on. :func:`averaged` reads it; saved and loaded it is with
-    the state. Averages are in float32 at least: in 16 bits they would stand still. Nothing is communicated: where ranks
-    have the same parameters, they have the same averages. ``overlap="update"`` works where it works with `optimizer`.
+    After each update ``average <- decay * average + (1 - decay) * params``; the average begins as a copy of the first
+    parameters. torch's ``get_ema_multi_avg_fn`` computes the same. :func:`averaged` reads the average. Averages are in
+    float32 or wider, because 16 bits would round changes this small away. Nothing is communicated: where ranks have the
+    same parameters, they have the same averages. ``overlap="update"`` works if it works with `optimizer`.
 
     >>> import torch, ltx
     >>> sgd = ema(ltx.optim.from_torch(torch.optim.SGD, lr=1.0), 0.75)
@@ -135,12 +137,12 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
     ({'w': tensor([4.])}, {'w': tensor([1.])})
 
     Args:
-        optimizer: all of it, clipping included: ``ema(chain(clip_by_global_norm(1.0), adamw), 0.999)``.
+        optimizer: the whole optimizer, clipping included: ``ema(chain(clip_by_global_norm(1.0), adamw), 0.999)``.
         decay: from 0 (the last parameters) to 1 (the first parameters).
 
     Raises:
-        ltx.errors.OptimError: for arguments out of range. :class:`ltx.ZeroStrategy`, in which no rank has whole
-            parameters to average, refuses it.
+        ltx.errors.OptimError: for arguments out of range. :class:`ltx.ZeroStrategy` raises it too: its ranks have no
+            whole parameters to average.
     """
     if not isinstance(optimizer, Optimizer):
         raise OptimError(f"ema expected an optimizer, got {brief(optimizer)}.")
@@ -150,12 +152,12 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
 def averaged(state: Tree) -> Tree:
     """The averaged parameters in an optimizer's state (``train_state.opt_state``) that :func:`ema` has made.
 
-    The state's own tensors, which the next donated step updates in place: ``ltx.to_module(module, averaged(...))``
-    copies them into a module. Averages of the groups of a :func:`ltx.optim.partition` come together as one tree, with
-    None for frozen parameters.
+    The tensors are the state's own, which the next donated step overwrites: copy them, for example into a module with
+    ``ltx.to_module(module, averaged(...))``. If each group of a :func:`ltx.optim.partition` has its own average, they
+    are joined to one tree, with None for frozen parameters.
 
     Raises:
-        ltx.errors.OptimError: there is no average in it, or none of some groups.
+        ltx.errors.OptimError: `state` has no average, or some groups of a partition have none.
 
     Example:
         >>> import torch, ltx
@@ -182,7 +184,7 @@ def averaged(state: Tree) -> Tree:
 
 
 def _groups_without(state: Tree) -> list[str]:
-    """The labels of a partition's state that hold no average, while others do."""
+    """The labels of a partition's groups without an average, if other groups have one."""
 
     def labels(node: Any) -> list[str]:
         absent = [key for key, part in node.items() if not all_of(part, EmaState)] if type(node) is dict else []

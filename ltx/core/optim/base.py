@@ -1,7 +1,7 @@
 """What an optimizer is: two pure functions, as in optax and TorchOpt.
 
-``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``; the new parameters are
-``params + updates``. A gradient transformation (clipping, scaling) is the same pair, with updates that are gradients.
+``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``; the new parameters are ``params +
+updates``. A gradient transformation (clipping, scaling) is the same pair of functions; its updates are gradients.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class OptimizerOffers:
 
     Attributes:
         elementwise: each element of an update depends on that element's gradient and state alone.
-        leafwise: each leaf is updated from that leaf alone, so that ``update_leaves`` serves any subset of them.
-        moves_params: its updates are differences of parameters, which no transformation of gradients may follow. False:
-            they are gradients, and added to parameters would move these uphill. None: it doesn't say.
-        strategy: the class of strategies that it is a part of, by name; None where any will do.
+        leafwise: each leaf is updated from that leaf alone, so that ``update_leaves`` can take any of the leaves.
+        moves_params: True if its updates are to be added to the parameters; no gradient transformation may follow it in
+            a chain. False if its updates are still gradients, which would move parameters uphill. None if unknown.
+        strategy: the name of the only strategy class that the optimizer works with; None if it works with any.
     """
 
     elementwise: bool = False
@@ -53,10 +53,10 @@ class OptimizerOffers:
 
 
 class Optimizer(Offering[OptimizerOffers], ABC, kind=OptimizerOffers):
-    """An immutable value with two pure methods; compares, hashes, pickles and prints by what it was made of.
+    """An immutable value with two pure methods. It compares, hashes, pickles and prints by its arguments.
 
-    Make one with :func:`from_torch`, :func:`chain`, :func:`clip_by_global_norm` or :func:`from_functions`, or subclass
-    (a frozen dataclass, so that it compares by value) and write :meth:`init` and :meth:`update`.
+    Make one with :func:`from_torch`, :func:`chain`, :func:`clip_by_global_norm` or :func:`from_functions`. Or write a
+    subclass with :meth:`init` and :meth:`update`; as a frozen dataclass it compares by value.
 
     Every tree in these methods has the structure of `params`, with ``None`` allowed in `grads` for a parameter that got
     no gradient. ``donate=True`` lets a method overwrite the tensors of `state` (:meth:`apply`: of `params` too) and
@@ -64,20 +64,20 @@ class Optimizer(Offering[OptimizerOffers], ABC, kind=OptimizerOffers):
     for two parameters, and scaling it in place would scale it twice.
 
     Attributes:
-        offers: an :class:`ltx.extend.OptimizerOffers`. A class says what differs from its defaults by attributes of the
-            fields' names, such as ``elementwise = True``, and each can be read so.
+        offers: an :class:`ltx.extend.OptimizerOffers`. A subclass overrides a field's default by a class attribute of
+            the same name, such as ``elementwise = True``.
     """
 
     @abstractmethod
     def init(self, params: Tree) -> Tree:
-        """The state before the first update: new tensors, of the structure that every later state has."""
+        """The state before the first update. Its tensors are new, and every later state has the same structure."""
 
     @abstractmethod
     def update(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        """``(updates, new_state)``: what to add to `params`. `params` are left as they are, donated or not."""
+        """``(updates, new_state)``: what to add to `params`. Never writes to `params`, even with ``donate=True``."""
 
     def apply(self, grads: Tree, state: Tree, params: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
-        """``(new_params, new_state)``: :meth:`update`, then the sum, in one go."""
+        """``(new_params, new_state)``: :meth:`update`, then :func:`apply_updates`."""
         updates, state = self.update(grads, state, params, donate=donate)
         return apply_updates(params, updates, donate=donate), state
 
@@ -86,16 +86,16 @@ class Optimizer(Offering[OptimizerOffers], ABC, kind=OptimizerOffers):
         raise OptimError(_NOT_LEAFWISE.format(self))
 
     def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> Tensors | None:
-        """The updates of some leaves, whose own :meth:`leaf_states` of `state` are overwritten; None, where they are in
-        `params` already, which only an optimizer may write to that says ``moves_params``. Only if ``offers.leafwise``.
+        """The updates of some leaves. Overwrites these leaves' `states` (from :meth:`leaf_states`). An optimizer with
+        ``moves_params`` may instead write the new values into `params` and return None. Only if ``offers.leafwise``.
 
-        What `state` has counted is read off it; after the last leaves :func:`advanced` counts on.
+        It reads the number of updates from `state`; the caller counts on, by :func:`advanced`, after the last leaves.
         """
         raise OptimError(_NOT_LEAFWISE.format(self))
 
 
 def apply_leaves(optimizer: Optimizer, grads: Tensors, states: LeafStates, params: Tensors, state: Tree) -> None:
-    """Update some leaves in place: ``optimizer.update_leaves``, then the sum."""
+    """Update some leaves in place: call ``optimizer.update_leaves`` and add the updates that it returns."""
     updates = optimizer.update_leaves(grads, states, params, state)
     with torch.no_grad():
         for param, update in () if updates is None else zip(params, updates, strict=True):
@@ -103,14 +103,14 @@ def apply_leaves(optimizer: Optimizer, grads: Tensors, states: LeafStates, param
 
 
 def advanced(state: Tree, by: Callable[[int], int] = lambda count: count + 1) -> Tree:
-    """`state` with one more update counted in each :class:`TorchState`, or what `by` says; its tensors as they are."""
+    """`state` with ``by(count)`` as the count of each :class:`TorchState`, by default one more; no tensor changes."""
     return at_nodes(state, lambda node: replace(node, count=by(node.count)), TorchState)
 
 
 def at_nodes(state: Tree, made: Callable[[Any], Any], *kinds: type) -> Tree:
-    """`state` with what `made` gives in place of each outermost node of these classes."""
+    """`state` with each outermost node of these classes replaced by ``made(node)``."""
     options: Any = {"is_leaf": lambda x: isinstance(x, kinds), "namespace": NAMESPACE}
-    if torch.compiler.is_compiling():  # in whose graphs no handlers can stand
+    if torch.compiler.is_compiling():  # Dynamo can't trace the try block below
         return optree.tree_map(lambda x: made(x) if isinstance(x, kinds) else x, state, **options)
     try:
         nodes, spec = optree.tree_flatten(state, **options)
@@ -121,7 +121,7 @@ def at_nodes(state: Tree, made: Callable[[Any], Any], *kinds: type) -> Tree:
 
 
 def with_loss(state: Tree, loss: Tensor) -> Tree:
-    """`state`, an optimizer's, with `loss` in each :class:`LossState`: what a train step does before each update.
+    """An optimizer's `state` with `loss` put into each :class:`LossState`. A train step calls this before each update.
 
     >>> import torch
     >>> with_loss({"seen": LossState(), "sum": torch.zeros(1)}, torch.tensor(0.5))
@@ -132,29 +132,29 @@ def with_loss(state: Tree, loss: Tensor) -> Tree:
         if isinstance(node, LossState):
             if not isinstance(loss, Tensor) or loss.ndim:
                 raise OptimError(f"with_loss: loss must be a 0-dim tensor, got {brief(loss)}.")
-            return LossState(loss.clone())  # the metrics' own isn't given away with the state
+            return LossState(loss.clone())  # the metrics hold `loss` too, and a donated state may be overwritten
         return replace(node, hyper=with_loss(node.hyper, loss)) if node.hyper else node
 
     return at_nodes(state, told, LossState, TorchState)
 
 
 def sees_loss(state: Tree) -> bool:
-    """Whether there is a :class:`LossState` in it."""
+    """Whether an optimizer's `state` holds a :class:`LossState`."""
     found = all_of(state, LossState, TorchState)
     return any(isinstance(node, LossState) or sees_loss(node.hyper) for node in found)
 
 
 def times_lr(optimizer: Optimizer, factor: float) -> Optimizer | None:
-    """`optimizer` with `factor` times its learning rate; None where that isn't known, as of :func:`from_functions`."""
+    """`optimizer` with `factor` times its learning rate; None if the rate isn't known, as in :func:`from_functions`."""
     scaled: Callable[[float], Optimizer | None] | None = getattr(optimizer, "_times_lr", None)
     return None if scaled is None else scaled(factor)
 
 
 def unless(optimizer: Optimizer, skip: Tensor, params: Sequence[Tensor]) -> Optimizer:
-    """`optimizer` for one update, of some of `params`, which changes no tensor if `skip`, a 0-dim bool, is true.
+    """`optimizer` for one update of some of `params`; it changes no tensor if `skip`, a 0-dim bool, is true.
 
-    For accelerators, where `skip` is there when the update runs, and the host doesn't wait for it. Those that can't be
-    told so are run beside their state (:class:`Unless`).
+    An accelerator reads `skip` when the update runs, so the host needn't wait for its value. An optimizer whose kernels
+    can't read `skip` runs on copies, from which :class:`Unless` chooses.
     """
     told: Callable[[Tensor, Sequence[Tensor]], Optimizer | None] | None = getattr(optimizer, "_unless", None)
     return (None if told is None else told(skip, params)) or Unless(optimizer, skip)
@@ -170,8 +170,8 @@ _NOT_LEAFWISE = (
 class Unless(Optimizer):
     """An optimizer for one update, which changes no tensor if `skip` is true; made by :func:`unless`.
 
-    It runs beside the old values, and the device chooses. :meth:`update` chooses the state alone. What it makes of
-    gradients that aren't used is all the same.
+    It keeps the old values beside the new ones, and the device chooses between them. :meth:`update` chooses only the
+    state: when an update is skipped, nobody uses the updates that it returns.
     """
 
     optimizer: Optimizer
@@ -207,12 +207,12 @@ class Unless(Optimizer):
 
 
 def chosen(finite: bool | Tensor | None, new: T, old: T) -> T:
-    """`new`, or `old`, a tree of the same structure, if `finite` says False."""
+    """`old` if `finite` is False, else `new`: two trees of the same structure."""
     if not isinstance(finite, Tensor):
         return old if finite is False else new
     (leaves, spec), others = flatten(new), flatten(old)[0]
     pairs = list(zip(leaves, others, strict=True))
-    # Once for each device: to bring it to the host, where some optimizers count steps, is to wait for the device.
+    # Copy `finite` to each device only once: a copy to the host, where some optimizers count steps, is slow.
     on = {device: finite.to(device) for device in {x.device for x, y in pairs if x is not y}}
     picked: T = unflatten(spec, [x if x is y else torch.where(on[x.device], x, y) for x, y in pairs])
     return picked
@@ -220,16 +220,16 @@ def chosen(finite: bool | Tensor | None, new: T, old: T) -> T:
 
 @dataclass(frozen=True)
 class Update:
-    """The optimizer's part of a step, before it is done.
+    """The arguments of a step's optimizer update, before it runs.
 
     Attributes:
-        optimizer: the step's.
-        params, opt_state: those before the update.
-        grads: the reduced gradients; one for each parameter.
+        optimizer: the step's optimizer.
+        params, opt_state: the parameters and the optimizer's state before the update.
+        grads: the reduced gradients, one for each parameter.
         donate: whether :meth:`apply` overwrites `params` and `opt_state`.
         finite: with dynamic loss scaling or ``guard="skip"``, whether all gradients of all ranks are finite (a 0-dim
             tensor under transforms); else None.
-        may_overwrite: whether the strategy may write into the old state, once nothing can fail any more.
+        may_overwrite: whether the strategy may write into the old state once the step can no longer fail.
         on_overwriting: called before :meth:`apply` overwrites `params` and `opt_state`.
     """
 
@@ -243,14 +243,14 @@ class Update:
     on_overwriting: Callable[[], None] | None = None
 
     def apply(self) -> tuple[Tree, Tree]:
-        """(new parameters, new optimizer state); the old ones where gradients aren't finite.
+        """(new parameters, new optimizer state); the tensors of the old ones if gradients aren't finite.
 
         A skipped update is counted like others (schedules of the learning rate read the count), but no tensor changes.
         """
         if self.finite is False:
             return self.params, advanced(self.opt_state)
         optimizer, donate = self.optimizer, self.donate
-        if donate and isinstance(self.finite, Tensor):  # on the device, which the host doesn't wait for
+        if donate and isinstance(self.finite, Tensor):  # `finite` is on the device, and the host doesn't wait for it
             told = unless(optimizer, self.finite.logical_not(), flatten(self.params)[0])
             donate = not isinstance(told, Unless)
             optimizer = told if donate else optimizer
@@ -260,7 +260,7 @@ class Update:
         return updated if donate else self.if_finite(updated, (self.params, self.opt_state))
 
     def if_finite(self, new: T, old: T) -> T:
-        """`new`, or `old` where gradients aren't finite."""
+        """`old` if gradients aren't finite, else `new`."""
         return chosen(self.finite, new, old)
 
 
@@ -314,7 +314,7 @@ def leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> list[Any]:
 
 def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: Tree = None) -> None:
     """Refuse, by name and before anything is written, gradients that don't fit their parameters."""
-    with suppress(AttributeError):  # of what is no tensor; most often all fit
+    with suppress(AttributeError):  # a leaf that isn't a tensor has no shape; the loop below names it
         kind = attrgetter("shape", "dtype")
         if [*map(kind, grads)] == [*map(kind, params)]:
             return
@@ -348,36 +348,35 @@ def differentiated(*lists: Iterable[Tensor]) -> bool:
 
 
 def donated(params: Iterable[Tensor], *lists: Iterable[Tensor]) -> bool:
-    """Whether an update that may overwrite `params`, made of other tensors, does: nobody differentiates it.
+    """Whether an update that may overwrite `params` does so: only if no derivative is taken through it.
 
-    Outside of a step, leaves that require gradients are what is trained, as for ``torch.optim``.
+    Outside of a train step it may overwrite autograd leaves even if they require grad, as ``torch.optim`` does.
     """
     return not differentiated(params if in_step.get() else filterfalse(attrgetter("is_leaf"), params), *lists)
 
 
 def check_state(optimizer: Optimizer, state: Any, kind: type) -> None:
-    """Refuse what isn't a state of `kind`, which `optimizer` makes."""
+    """Raise if `state` isn't of the class `kind`, which ``optimizer.init`` returns."""
     if not isinstance(state, kind):
         raise OptimError(f"{optimizer} expected the state that its init(params) made, got {brief(state)}.")
 
 
 def leaf_name(tree: Tree, index: int) -> str:
-    """How errors speak of a leaf: by path where the tree is known, else by its place in the list."""
+    """A leaf's name in errors: its path if the tree is known, else its place in the list."""
     return f"leaf {index} of the list" if tree is None else f"leaf {leaf_paths(tree)[index]!r}"
 
 
 @dataclass(frozen=True)
 class TorchState:
-    """State of :func:`from_torch`'s optimizers: a pytree node for optree and for ``torch.func`` alike.
+    """State of :func:`from_torch`'s optimizers: a pytree node both for optree and for ``torch.func``.
 
     Attributes:
         per_param: the tree of the parameters with, in place of each, a dict of that parameter's own state tensors under
-            torch's names (``exp_avg``, ``exp_avg_sq``, ``step``, ...). Its structure is the same before and after
-            every update.
-        count: the number of updates done. A Python integer that belongs to the tree's structure, not to its leaves, so
-            that a schedule can read it under every transformation.
-        hyper: the hyperparameters that are kept in the state, by name (:func:`adjustable`, :func:`reduce_on_plateau`);
-            () if none is.
+            torch's names (``exp_avg``, ``exp_avg_sq``, ``step``, ...). No update changes its structure.
+        count: the number of updates done. It is a Python integer in the tree's structure, not a leaf, so that a
+            schedule can read it under every transformation.
+        hyper: the hyperparameters that the state keeps, by name (:func:`adjustable`, :func:`reduce_on_plateau`); () if
+            it keeps none.
     """
 
     per_param: Tree
@@ -395,10 +394,10 @@ register_node(
 
 @dataclass(frozen=True)
 class LossState:
-    """A place for the loss, which an optimizer that wants to see it keeps anywhere in its state.
+    """A place for the loss. An optimizer that wants to read the loss keeps a LossState anywhere in its state.
 
-    A train step puts the mean loss of all ranks there (:func:`with_loss`) before each update. It refuses to where ranks
-    have losses of their own, and with ``overlap="update"``, as updates begin before there is one.
+    A train step puts the mean loss of all ranks there (:func:`with_loss`) before each update. The step raises an error
+    if ranks keep separate losses, and with ``overlap="update"``, where updates begin before the mean loss is known.
 
     Attributes:
         loss: 0-dim tensor; NaN before the first update.
@@ -420,7 +419,9 @@ register_node(LossState, lambda state: ((state.loss,), None), lambda children, _
 
 
 def all_of(state: Tree, *kinds: type) -> list[Any]:
-    """The outermost nodes of some classes in an optimizer's state; not within a TorchState, which may hold hundreds."""
+    """The outermost nodes of some classes in an optimizer's state. Skips the inside of a TorchState, as that may be
+    large.
+    """
     try:
         nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, (*kinds, TorchState)))
     except RecursionError:

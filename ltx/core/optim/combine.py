@@ -1,4 +1,4 @@
-"""Optimizers made of functions, as optax and TorchOpt have them, and of others: transformations in sequence."""
+"""Optimizers made of a pair of functions, as in optax and TorchOpt, and optimizers made of others: chains."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ States = tuple[Tree, ...]
 
 
 class LeafPart(dict[str, Tensor]):
-    """A leaf's part of the state of an optimizer around others, which holds the inner optimizers' parts."""
+    """A leaf's part of the state of an optimizer that wraps others, with the inner optimizers' parts of this leaf."""
 
     def __init__(self, *parts: dict[str, Tensor], label: str = "", place: int = 0, **own: Tensor) -> None:
         super().__init__({name: x for part in parts for name, x in part.items()}, **own)
-        self.parts = parts  # those that the optimizers inside have made, with the same tensors
-        self.label = label  # which optimizer the only part is of, where there are several
-        self.place = place  # the leaf's place in the tree, for what depends on it
+        self.parts = parts  # the inner optimizers' parts; they share this dict's tensors
+        self.label = label  # in a partition: the label of the leaf's optimizer
+        self.place = place  # the leaf's place in the tree, on which noise depends
 
     @property
     def inner(self) -> dict[str, Tensor]:
-        """The part of the only optimizer inside."""
+        """The inner optimizer's part, if there is only one."""
         (part,) = self.parts
         return part
 
 
 class LeafTransform(Optimizer):
-    """A transformation of gradients whose subclass has :meth:`update_leaves`; without state, unless that has one."""
+    """A gradient transformation. A subclass writes :meth:`update_leaves`, and overrides :meth:`init` if it has state."""
 
     leafwise: ClassVar[bool] = True
     moves_params: ClassVar[bool] = False
@@ -79,7 +79,7 @@ def identity() -> Optimizer:
 
 @dataclass(frozen=True, repr=False)
 class Chain(Optimizer):
-    """Two or more transformations in sequence; made by :func:`chain`. Its state is the tuple of theirs."""
+    """Two or more transformations in sequence; made by :func:`chain`. Its state is the tuple of its members' states."""
 
     members: tuple[Optimizer, ...]
 
@@ -117,7 +117,7 @@ class Chain(Optimizer):
     def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> Tensors | None:
         updates: Tensors | None = grads
         for i, member in enumerate(self.members):
-            assert updates is not None  # the last member alone may write to parameters
+            assert updates is not None  # only the last member may return None
             own = [part.parts[i] for part in cast(list[LeafPart], states)]
             updates = member.update_leaves(updates, own, params, state[i])
         return updates
@@ -127,7 +127,7 @@ class Chain(Optimizer):
             raise OptimError(f"{self} expected a state of {len(self.members)} parts, one a member, got {brief(state)}.")
 
     def _run(self, method: str, grads: Tree, state: States, params: Tree, donate: bool) -> tuple[Tree, States]:
-        """Run `method` of the last member on the gradients that the members before it have made."""
+        """Pass the gradients through all members but the last, then call `method` of the last member."""
         self._check(state)
         front = []
         for member, own in zip(self.members[:-1], state, strict=False):
@@ -141,12 +141,12 @@ class Chain(Optimizer):
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
-    """`transforms` one after the other: each gets the gradients that the one before it returned.
+    """`transforms` one after the other: each gets the gradients that the previous one returned.
 
-    Chains are flattened and identities dropped, so ``chain(a, chain(b, c)) == chain(a, b, c)``,
-    ``chain(a, identity()) == a`` and ``chain() == identity()``. ``apply`` updates in place when donated if the last
-    member does. If all members work leaf by leaf, as ``overlap="update"`` needs it, so does their chain. The
-    counterpart of ``optax.chain`` and ``torchopt.chain``.
+    Chains are flattened and identities dropped, so ``chain(a, chain(b, c)) == chain(a, b, c)``, ``chain(a, identity())
+    == a`` and ``chain() == identity()``. With ``donate=True`` ``apply`` updates in place if the last member does. The
+    chain works leaf by leaf, which ``overlap="update"`` needs, if all members do. It is the counterpart of
+    ``optax.chain`` and ``torchopt.chain``.
 
     >>> import torch, ltx
     >>> optimizer = chain(ltx.optim.clip_by_global_norm(1.0), ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
@@ -158,8 +158,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
     ({'w': tensor([-0.3000, -0.4000])}, tensor(5.))
 
     Raises:
-        ltx.errors.OptimError: if an argument isn't an optimizer or transformation, or one that moves parameters
-            (:func:`from_torch`) isn't the last: its updates are differences of parameters, not gradients.
+        ltx.errors.OptimError: if an argument isn't an optimizer or transformation, or if an optimizer that updates
+            parameters (:func:`from_torch`) isn't the last one: a transformation after it would get no gradients.
     """
     members: list[Optimizer] = []
     for position, transform in enumerate(transforms):
@@ -179,12 +179,12 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """What a chain is made of; of another optimizer itself."""
+    """The members of a chain; any other optimizer is its own only member."""
     return optimizer.members if isinstance(optimizer, Chain) else (optimizer,)
 
 
 def with_members(optimizer: Optimizer, members: Sequence[Optimizer]) -> Optimizer:
-    """`optimizer` made of `members`, one for each of :func:`members_of`."""
+    """`optimizer` with other members, as many as :func:`members_of` returns."""
     return replace(optimizer, members=tuple(members)) if isinstance(optimizer, Chain) else members[0]
 
 
@@ -195,16 +195,16 @@ def _hint(transform: Any) -> str:
 
 @dataclass(frozen=True)
 class FunctionPair(Optimizer):
-    """Two functions as an :class:`Optimizer`; made by :func:`from_functions`."""
+    """An :class:`Optimizer` from two functions; made by :func:`from_functions`."""
 
     init_fn: Callable[[Tree], Tree]
     update_fn: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     elementwise: bool = False
-    _keywords: ClassVar[frozenset[str]]  # not a field: what the update takes by name, as TorchOpt's do
+    _keywords: ClassVar[frozenset[str]]  # keyword-only arguments of `update_fn`, which TorchOpt's functions have
 
     def __post_init__(self) -> None:
         keywords = frozenset[str]()
-        with suppress(TypeError, ValueError):  # a built-in without a signature
+        with suppress(TypeError, ValueError):  # built-in functions may have no signature
             parameters = inspect.signature(self.update_fn).parameters.values()
             keywords = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
         object.__setattr__(self, "_keywords", keywords)
@@ -231,7 +231,7 @@ class FunctionPair(Optimizer):
 def from_functions(
     init: Callable[[Tree], Tree], update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], *, elementwise: bool = False
 ) -> Optimizer:
-    """An optimizer or gradient transformation of one's own, from optax's pair of functions.
+    """Make an optimizer or gradient transformation from a pair of functions, as in optax.
 
     >>> import torch
     >>> halve = from_functions(lambda params: (), lambda grads, state, params: ({"w": -0.5 * grads["w"]}, state))
@@ -243,7 +243,8 @@ def from_functions(
         init: ``params -> state``.
         update: ``(grads, state, params) -> (updates, state)``, pure, or TorchOpt's ``(grads, state, *, params,
             inplace)``, which is called with ``inplace=False``; so ``from_functions(*torchopt.adam(1e-3))`` will do.
-            Lambdas work, but compare by identity and don't pickle; functions of a module do both.
+            Lambdas work, but they compare by identity and can't be pickled; use a module's functions if you need
+            either.
         elementwise: whether each element of an update depends on that element's gradient and state alone.
     """
     return FunctionPair(init, update, elementwise)

@@ -1,4 +1,4 @@
-"""Every ``torch.optim`` class as a pair of pure functions, bit for bit what the class does."""
+"""Every ``torch.optim`` class as a pair of pure functions, with bit-equal results."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
-#: Those whose updates are proportional to the learning rate.
+#: Classes whose updates are proportional to the learning rate.
 _PROPORTIONAL = _ELEMENTWISE - {torch.optim.ASGD, torch.optim.Rprop} | {torch.optim.Muon, torch.optim.SparseAdam}
-#: Those whose fused kernels can be told on the device to change nothing.
+#: Classes whose fused kernels read `found_inf` on the device, and change nothing if it is 1.
 _SKIPPING = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
 
 
@@ -52,13 +52,14 @@ class TorchOptimizer(ClassOptimizer):
     """A ``torch.optim`` class with its hyperparameters; made by :func:`from_torch`."""
 
     kernel: Kernel = field(init=False)
-    _skip: Tensor | None = field(default=None, init=False)  # of one update: see `_unless`
+    _skip: Tensor | None = field(default=None, init=False)  # set for one update by `_unless`
 
     def __post_init__(self) -> None:
         super().__post_init__()
         fixed_lr = {} if self.lr is None or "lr" in self._varying else {"lr": self.lr}
         values = self._values(0, self._hyper, but="lr")
-        if not values.get("momentum", 1):  # there has to be a buffer for what it will become
+        # the schedule may start at 0, but torch makes the momentum's buffer only if momentum isn't 0
+        if not values.get("momentum", 1):
             values["momentum"] = 0.9
         object.__setattr__(self, "kernel", build(self.cls, fixed_lr | self._kwargs | values))
 
@@ -82,7 +83,8 @@ class TorchOptimizer(ClassOptimizer):
         hyper = self._hyper
         lr = self._values(0, hyper).get("lr", self.kernel.group["lr"])
         self._traced(lr, 0)  # may be refused
-        if is_transforming():  # a state starts alike for every example: only shapes count, and no wrapper is needed
+        # the first state depends on shapes alone, so every example of a batch shares it unbatched
+        if is_transforming():
             leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
         states = [self.kernel.materialise(*leaf, lr=lr) for leaf in zip(leaves, fused, strict=True)]
         return TorchState(spec.unflatten(states), hyper=hyper)
@@ -106,7 +108,7 @@ class TorchOptimizer(ClassOptimizer):
         rate = self._traced(values.get("lr"), state.count)
         rule = partial(self._run, count=state.count, values=values if rate is None else values | {"lr": 1.0})
         if donate and rate is None and donated(picked[2], picked[0], *map(dict.values, picked[1])):
-            increment_version(picked[2])  # before anything is written; fused kernels don't
+            increment_version(picked[2])  # fused kernels don't do this themselves
             rule(*picked)
             return params, TorchState(state.per_param, next_count, hyper)
         pure = self._in_graph if traced.recording() else partial(run_pure, rule)
@@ -125,7 +127,7 @@ class TorchOptimizer(ClassOptimizer):
         return spec.unflatten([leaf for leaf, _ in pairs]), TorchState(per_param, next_count, hyper)
 
     def _in_graph(self, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:
-        """The update as nodes of a compiled graph."""
+        """The update as a node of a compiled graph."""
         names = tuple(tuple(state) for state in states)
         flat = [t for state in states for t in state.values()]
         rest = iter(apply_in_graph(_prepare_trace(self), names, *grads, *params, *flat))
@@ -146,7 +148,7 @@ class TorchOptimizer(ClassOptimizer):
         self._run(grads, states, params, count=state.count, values=values)
 
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> TorchOptimizer | None:
-        changes = self._hyper != ()  # what the state keeps of hyperparameters, which a kernel doesn't
+        changes = self._hyper != ()  # hyperparameters in the state change too, and a kernel's skip doesn't cover them
         if changes or self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):
             return None
         conditional = copy(self)
@@ -163,7 +165,7 @@ class TorchOptimizer(ClassOptimizer):
         count: int,
         values: Mapping[str, Any],
     ) -> None:
-        """One update in place, each leaf through the fastest kernel that it admits."""
+        """One update in place; each leaf goes through the fastest kernel that works for it."""
         run = partial(self.kernel.run, hyper=values, skip=self._skip)
         if differentiable:
             run(grads, states, params, fused=False, differentiable=True)
@@ -191,7 +193,9 @@ class TorchOptimizer(ClassOptimizer):
         return leaves_like(spec, state.per_param, "the optimizer's state")
 
     def _traced(self, lr: Rate | None, count: int) -> Tensor | None:
-        """The learning rate, if somebody differentiates or batches it: torch's classes take most rates for numbers."""
+        """The learning rate if it is differentiated or batched, else None. Most of torch's classes convert the rate to
+        a number, which would cut the derivative.
+        """
         if not isinstance(lr, Tensor) or traced.recording():
             return None
         if not (any_derivative([lr]) or private.is_wrapped(lr)):
@@ -211,7 +215,7 @@ def _times(lr: Callable[[int], Any], factor: float, count: int) -> Any:
 def from_torch(
     cls: type[torch.optim.Optimizer], *, lr: float | Callable[[int], float] | None = None, **kwargs: Any
 ) -> Optimizer:
-    """Any ``torch.optim`` class as an optimizer on explicit state, bit-equal to the class after any number of steps.
+    """Any ``torch.optim`` class as an optimizer with explicit state. Its results equal the class's to the bit.
 
     An optimizer of torch holds the parameters and changes them. This one holds nothing: you give it the parameters,
     the gradients and its state, and it returns the next parameters and the next state.
@@ -226,36 +230,40 @@ def from_torch(
     >>> optimizer
     from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
 
-    Nothing is communicated: ranks that hold the same parameters and state and get the same gradients stay alike to the
-    bit. The state (:class:`TorchState`) is complete from the start, so its structure never changes. ``apply`` is what
-    ``cls.step()`` computes; ``update`` gives the difference, which added to the parameters may round in the last bit.
+    Nothing is communicated: ranks with the same parameters, state and gradients get the same results to the bit.
+    ``init`` makes the complete state (:class:`TorchState`), so its structure never changes. ``apply`` returns what
+    ``cls.step()`` computes. ``update`` returns the difference; adding it to the parameters may round differently in the
+    last bit.
 
-    Where torch has fused kernels for a parameter's dtype and device they are used (on CPU about 4 times faster than
-    ``foreach``), unless ``fused=False``, ``foreach=True`` or ``differentiable=True`` is given. With ``donate=True``
-    parameters and state are updated in place. Under ``vmap`` every example gets bit for bit what it would get alone.
+    torch's fused kernels are used for every parameter whose dtype and device have one (on CPU they are about 4 times as
+    fast as ``foreach``). ``fused=False``, ``foreach=True`` or ``differentiable=True`` turns them off. With
+    ``donate=True`` parameters and state are updated in place. Under ``vmap`` every example's result equals that of a
+    separate run to the bit.
 
-    The update is differentiated wherever what it is made of is (torch's ``differentiable`` path, equal up to rounding):
-    under ``grad`` and ``jvp``, and by plain autograd, where gradients, parameters, state or the schedule's rate require
-    grad and gradients are enabled. Donation is off then; parameters that are leaves don't count for it. So a loop of
-    training that wants no derivative detaches what it updates, or runs under ``torch.no_grad()``.
+    The update is differentiable: under ``grad`` and ``jvp``, and by plain autograd if gradients are enabled and the
+    gradients, parameters, state or the schedule's rate require grad. It then takes torch's ``differentiable`` path,
+    equal up to rounding. A differentiated update ignores ``donate``. Parameters that are autograd leaves don't make an
+    update differentiable. If a training loop wants no derivative of updates, detach their inputs or run under
+    ``torch.no_grad()``.
 
     Args:
-        cls: the class, not an instance. SparseAdam needs sparse gradients, Muon 2-D parameters, as in torch; LBFGS is
-            refused, since it calls the loss. A class of another author that doesn't make its state in ``_init_group``
-            (timm's, transformers' Adafactor, a ten-line Lion) is run as it is, on all parameters of its
-            :func:`partition` together: eagerly, with neither a derivative nor ``overlap="update"`` nor ZeRO. One with
-            a ``train()`` (schedulefree's) is in that mode; the parameters that its ``eval()`` would make are the
-            caller's to form.
-        lr: a number, or a function from the number of updates done so far (0 first) to a number or 0-dim tensor, as
-            optax's schedules; None is torch's default. (ASGD and Rprop keep a rate in their state; it starts as that of
-            step 0.) Or what is kept in the state: :func:`adjustable`, :func:`reduce_on_plateau`.
-        kwargs: the hyperparameters of `cls`, by torch's names. Where `cls` takes a number, or several as ``betas``,
-            each may be a function or be kept in the state, as `lr` may.
+        cls: the class, not an instance. As in torch, SparseAdam needs sparse gradients, and Muon needs 2-D parameters.
+            LBFGS raises an error, since it calls the loss. A third-party class that doesn't make its state in
+            ``_init_group`` (timm's, transformers' Adafactor, a ten-line Lion) works with its own ``step()``, on all
+            parameters together. It can't be compiled or differentiated, and ``overlap="update"`` and ZeRO refuse it. If
+            it has a ``train()`` method (schedulefree's classes), ltx calls it before each step, and never calls
+            ``eval()``.
+        lr: a number, or a schedule as in optax: a function from the number of updates done so far (0 at first) to a
+            number or 0-dim tensor. Or a rate that the state keeps: :func:`adjustable`, :func:`reduce_on_plateau`. None
+            is torch's default. ASGD and Rprop keep a rate of their own in the state, which starts as the schedule's
+            value at 0.
+        kwargs: the hyperparameters of `cls`, by torch's names. A number, or a tuple of numbers such as ``betas``, may
+            also be a schedule or be kept in the state, as `lr` may.
 
     Raises:
-        ltx.errors.OptimError: if torch refuses the hyperparameters, one is unknown, or `cls` can't run on explicit
-            state. Its methods raise it, naming the leaf, for parameters or gradients that `cls` doesn't take, before
-            anything is written to.
+        ltx.errors.OptimError: if torch refuses the hyperparameters, if one is unknown, or if `cls` can't run with
+            explicit state. The optimizer's methods raise it for parameters or gradients that `cls` doesn't take; they
+            name the leaf, and have written nothing.
     """
     try:
         return TorchOptimizer(cls, lr, kwargs)
@@ -265,7 +273,7 @@ def from_torch(
 
 @traced.at_trace_time
 def _prepare_trace(optimizer: TorchOptimizer) -> str:
-    """The key of `optimizer` in a graph."""
+    """The key under which a compiled graph looks up `optimizer`."""
     if optimizer._varying:
         names = " and ".join(sorted(optimizer._varying))
         raise UnsupportedError(
@@ -282,14 +290,15 @@ def _prepare_trace(optimizer: TorchOptimizer) -> str:
 
 @traced.node
 def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """New parameters and states of ``*gradients, *parameters, *states``."""
+    """The new parameters and states, from ``tensors = (*gradients, *parameters, *states)``."""
     optimizer, count = traced.kept(key), len(names)
     rest = iter(tensors[2 * count :])
     states = [{name: next(rest) for name in held} for held in names]
     params = [x.clone() for x in tensors[count : 2 * count]]
-    # Powers of the decays are taken of the count of steps, in its dtype here and in float64 in torch's other paths.
+    # Bias corrections are ``beta ** step``. This path computes them in the dtype of `step`; torch's others use float64.
     news = [{name: x.double() if name == "step" else x.clone() for name, x in state.items()} for state in states]
-    # Compilers make one kernel of an operation on lists, and take less time for it. Transforms have no rules for them.
+    # Compilers turn an operation on lists (foreach) into one kernel, and compile it faster. torch.func has no rules for
+    # it.
     traced_in_lists = traced.recording() and not private.in_transform()
     with torch.no_grad():
         # Neither path reads a number off a tensor.

@@ -1,4 +1,4 @@
-"""Transformations of gradients: clipping by the common norm or number by number, that norm measured, noise.
+"""Transformations of gradients: clipping by global norm or by value, measuring the global norm, adding noise.
 
 g ← g · min(1, max_norm / (‖g‖ + eps)), where ‖g‖ is the Euclidean norm of all leaves together.
 
@@ -50,7 +50,7 @@ def global_norm(leaves: Sequence[Tensor]) -> Tensor:
     if not leaves:
         return torch.tensor(0.0)
     if not differentiated(leaves):
-        return torch.nn.utils.get_total_norm(leaves)  # one foreach pass, without derivative
+        return torch.nn.utils.get_total_norm(leaves)  # one foreach pass; it has no derivative
     norms = [torch.linalg.vector_norm(leaf).to(leaves[0].device) for leaf in leaves]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
@@ -64,7 +64,7 @@ class ClipByGlobalNorm(Optimizer):
 
     max_norm: float
     eps: float = 1e-6
-    #: Of all gradients; another function where each rank holds a part of them.
+    #: The norm of all gradients; a strategy replaces it where each rank holds a part of the gradients.
     norm: Callable[[Sequence[Tensor]], Tensor] = global_norm
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class ClipByGlobalNorm(Optimizer):
 
     @property
     def takes_parts(self) -> bool:
-        """Whether its norm follows from those of parts of the gradients, as the Euclidean one does."""
+        """Whether the norm can be computed from the norms of parts of the gradients, as the Euclidean norm can."""
         return getattr(self.norm, "takes_parts", self.norm is global_norm)
 
     def init(self, params: Tree) -> ClipState:
@@ -94,9 +94,9 @@ class ClipByGlobalNorm(Optimizer):
         factors = {device: factor.to(device) for device in {leaf.device for leaf in leaves}}
         if len(factors) == 1 and not differentiated(leaves):
             scaled: Sequence[Tensor] = torch._foreach_mul(leaves, factor)
-        else:  # foreach has no batching rules, and no derivative for the factor
+        else:  # foreach has no vmap rules and no derivative for the factor
             scaled = [leaf * factors[leaf.device] for leaf in leaves]
-        # A 0-dim factor doesn't change the dtype of a gradient with dimensions, but may that of a 0-dim one.
+        # A 0-dim gradient times a factor of another dtype may change its dtype, so cast back.
         return spec.unflatten([new.to(old.dtype) for new, old in zip(scaled, leaves, strict=True)]), ClipState(norm)
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class ClipByGlobalNorm(Optimizer):
 
 
 def clip_by_global_norm(max_norm: float, *, eps: float = 1e-6) -> Optimizer:
-    """Scale gradients down so that their common norm is at most `max_norm`, exactly as ``clip_grad_norm_`` does.
+    """Scale gradients down so that their global norm is at most `max_norm`, exactly as ``clip_grad_norm_`` does.
 
     >>> import torch
     >>> clip = clip_by_global_norm(1.0)
@@ -119,7 +119,7 @@ def clip_by_global_norm(max_norm: float, *, eps: float = 1e-6) -> Optimizer:
     Gradients keep their dtypes and devices; leaves of ``None`` stay. A NaN norm makes every gradient NaN and an
     infinite one makes them 0 and NaN, as in torch: whether to skip such a step is the guard's decision. The norm of
     float32 gradients of 1e20 is infinite, as their squares are: they become 0. Differentiable. Nothing is communicated:
-    a train step's gradients are reduced by then, so that every rank's norm is the one of all.
+    a train step's gradients are already reduced, so every rank computes the same norm.
 
     Args:
         max_norm: a number > 0.
@@ -132,12 +132,12 @@ def clip_by_global_norm(max_norm: float, *, eps: float = 1e-6) -> Optimizer:
 
 
 def measure_global_norm() -> Optimizer:
-    """Measure the gradients' common norm, and pass them on as they are: :func:`clip_by_global_norm` without a limit.
+    """Measure the gradients' global norm and pass them on unchanged: :func:`clip_by_global_norm` without a limit.
 
     In a train step's chain it gives ``metrics.grad_norm``: the Euclidean norm of all gradients as the optimizer gets
-    them, reduced and without the loss scale; one norm for all ranks, also where each holds a part of them
-    (:class:`ltx.ZeroStrategy`). Where a strategy leaves gradients local it is each rank's own. It costs one pass over
-    the gradients. As all of them are needed, ``overlap="update"`` refuses it.
+    them, reduced and without the loss scale. All ranks get the same norm, even if each holds only a part of the
+    gradients (:class:`ltx.ZeroStrategy`). With a strategy that doesn't reduce gradients each rank gets the norm of its
+    own. It costs one pass over the gradients. The norm needs all gradients first, so ``overlap="update"`` refuses it.
 
     >>> import torch, ltx
     >>> optimizer = ltx.optim.chain(measure_global_norm(), ltx.optim.from_torch(torch.optim.SGD, lr=0.5))
@@ -186,7 +186,7 @@ class ClipByValue(LeafTransform):
 
 
 def clip_by_value(limit: float) -> Optimizer:
-    """Every number of the gradients between ``-limit`` and ``limit``, as ``clip_grad_value_`` does. NaN stays NaN.
+    """Clamp every number of the gradients to ``-limit`` .. ``limit``, as ``clip_grad_value_`` does. NaN stays NaN.
 
     >>> import torch
     >>> clip = clip_by_value(1.0)
@@ -194,16 +194,16 @@ def clip_by_value(limit: float) -> Optimizer:
     {'w': tensor([-1.0000,  0.5000])}
 
     Raises:
-        ltx.errors.OptimError: `limit` isn't a number > 0; and for complex gradients.
+        ltx.errors.OptimError: `limit` isn't a number > 0, or a gradient is complex.
     """
     return ClipByValue(limit)
 
 
 def grad_norm(state: Tree) -> Tensor | None:
-    """The gradient norm that a chain's clipping, or :func:`measure_global_norm`, has measured, if there is one in it.
+    """The gradient norm that clipping or :func:`measure_global_norm` has put into an optimizer's `state`; else None.
 
-    Where each group of a :func:`ltx.optim.partition` has measured its own, that of all together; None where only some
-    have.
+    If each group of a :func:`ltx.optim.partition` has measured its norm, the norm of all groups together; None if only
+    some groups have.
 
     >>> import torch
     >>> grad_norm((ClipState(torch.tensor(5.0)), ()))
@@ -256,13 +256,13 @@ class AddNoise(LeafTransform):
 
 
 def add_noise(std: float, seed: int) -> Optimizer:
-    """Gaussian noise of standard deviation `std` on every number of the gradients: the same on all ranks.
+    """Add Gaussian noise of standard deviation `std` to every number of the gradients, the same on all ranks.
 
-    It is a function of the seed, the number of updates and the leaf's place, so that ranks with equal gradients stay
-    equal, and a run that goes on from a checkpoint draws what it would have drawn. Places of None count, so the groups
-    of a :func:`partition` draw different noise from one seed. Neelakantan et al.: Adding gradient
-    noise improves learning for very deep networks (2015); Abadi et al.: Deep learning with differential privacy (2016),
-    where the seed has to be secret and gradients of samples are clipped before.
+    The noise is a function of the seed, the number of updates and the leaf's place, so that ranks with equal gradients
+    stay equal, and a run continued from a checkpoint draws the same noise. Leaves that are None have a place too, so
+    the groups of a :func:`partition` draw different noise from one seed. Neelakantan et al.: Adding gradient noise
+    improves learning for very deep networks (2015); Abadi et al.: Deep learning with differential privacy (2016), which
+    also needs a secret seed and per-sample clipped gradients.
 
     >>> import torch
     >>> noisy = add_noise(0.1, seed=0)

@@ -1,4 +1,4 @@
-"""Another optimizer for each group of parameters, as optax's ``multi_transform`` and ``masked``."""
+"""A different optimizer for each group of parameters, as with optax's ``multi_transform`` and ``masked``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ States = dict[str, Tree]  #: by label
 
 @dataclass(frozen=True, repr=False)
 class Partition(Optimizer):
-    """Optimizers by label, and the label of each leaf; made by :func:`partition`. Its state is a dict of theirs."""
+    """Optimizers and leaves by label; made by :func:`partition`. Its state is a dict of its members' states."""
 
     members: tuple[tuple[str, Optimizer], ...]
     labels: Labels
@@ -102,12 +102,12 @@ class Partition(Optimizer):
             )
             for place, leaf in zip(places[label], leaves_like(flatten(own)[1], result, "updates"), strict=True):
                 results[place] = leaf
-        # A member that may overwrite its parameters needn't.
+        # Even with ``donate=True`` a member needn't have overwritten its parameters.
         in_place = all(new is old for new, old in zip(results, leaves, strict=True))
         return params if in_place else spec.unflatten(results), after
 
     def _places(self, params: Tree) -> dict[str, list[int]]:
-        """The places of each label's leaves among those of `params`."""
+        """For each label, the indices of its leaves among the leaves of `params`."""
         if traced.recording():
             return _places_of(self, tuple(leaf_paths(params)), tuple(leaf_paths(params, with_none=True)))
         return _remembered(self, flatten(params)[1])
@@ -119,7 +119,7 @@ class Partition(Optimizer):
 
 
 def _only(spec: optree.PyTreeSpec, leaves: list[Any], places: list[int]) -> Tree:
-    """The tree of some leaves, with None in the places of the others."""
+    """The tree with the leaves at `places`, and None in place of the other leaves."""
     kept: list[Any] = [None] * len(leaves)
     for place in places:
         kept[place] = leaves[place]
@@ -128,7 +128,7 @@ def _only(spec: optree.PyTreeSpec, leaves: list[Any], places: list[int]) -> Tree
 
 @traced.at_trace_time
 def _places_of(partition: Partition, paths: tuple[str, ...], with_none: tuple[str, ...]) -> dict[str, list[int]]:
-    """The places by label among `paths`; `with_none` are also those that hold None, such as frozen parameters'."""
+    """For each label, the indices of its `paths`. `with_none` are these and the paths of None (frozen parameters)."""
     known = [label for label, _ in partition.members]
     if isinstance(partition.labels, tuple):
         found: dict[str, Any] = {}
@@ -153,13 +153,13 @@ def _places_of(partition: Partition, paths: tuple[str, ...], with_none: tuple[st
 
 @lru_cache(maxsize=64)
 def _remembered(partition: Partition, spec: optree.PyTreeSpec) -> dict[str, list[int]]:
-    """The places, remembered by structure: to write all paths takes longer than some updates."""
+    """The places, cached by tree structure: making all paths takes longer than some updates."""
     numbered = spec.unflatten(range(spec.num_leaves))
     return _places_of(partition, tuple(leaf_paths(numbered)), tuple(leaf_paths(numbered, with_none=True)))
 
 
 def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | Callable[[str], str]) -> Optimizer:
-    """An optimizer for each group of parameters: no weight decay on norms, Muon for matrices and AdamW for the rest.
+    """An optimizer for each group of parameters, such as Muon for matrices and AdamW for the rest.
 
     >>> import torch, ltx
     >>> slow, fast = (ltx.optim.from_torch(torch.optim.SGD, lr=lr) for lr in (0.1, 1.0))
@@ -169,22 +169,22 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
     >>> params, list(state)
     ({'weight': tensor([-1.]), 'bias': tensor([-0.1000])}, ['slow', 'fast'])
 
-    Every member sees the tree of parameters with None in the places of the others', so clipping inside a member takes
-    the norm of its own group; before the partition, ``chain(clip_by_global_norm(1.0), partition(...))``, that of all.
-    Overlap and :class:`ltx.ZeroStrategy` work where they do with every member.
+    Every member sees the tree with None in place of the other groups' parameters, so clipping inside a member takes the
+    norm of its group. To clip by the norm of all: ``chain(clip_by_global_norm(1.0), partition(...))``. Overlap and
+    :class:`ltx.ZeroStrategy` work if they work with every member.
 
     Args:
-        optimizers: by label, a string.
-        labels: patterns of paths (as in :mod:`fnmatch`, such as ``"*.norm.*"``) with the label of what fits, of which
-            the first that fits counts; or a function from a path to a label, of a module if the optimizer is to be
-            pickled. What they fit may be frozen, and then has no optimizer. Paths are those of errors and of
-            ``module.named_parameters()``. Shapes aren't given, as a rank may hold parts of parameters: ``{name:
-            "matrix" if p.dim() == 2 else "rest" for name, p in ...}``.
+        optimizers: a mapping from labels (strings) to optimizers.
+        labels: a mapping from patterns of paths (as in :mod:`fnmatch`, such as ``"*.norm.*"``) to labels; the first
+            pattern that matches counts. Or a function from a path to a label; it must be importable if the optimizer is
+            to be pickled. A pattern may match frozen parameters, which get no optimizer. Paths are those of
+            ``module.named_parameters()``. To go by shapes, make a mapping of names: ``{name: "matrix" if p.dim() == 2
+            else "rest" for name, p in ...}``.
 
     Raises:
-        ltx.errors.OptimError: an argument isn't of these types, or a transformation of gradients stands beside an
-            optimizer, as for parameters to be left alone; and with the first parameters, a pattern fits none of them
-            and no frozen one, one has no label, or one that has no optimizer.
+        ltx.errors.OptimError: an argument has another type, or some groups have optimizers and others only gradient
+            transformations. ``init`` raises it if a pattern matches no parameter, or if a parameter has no label or one
+            without an optimizer.
     """
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise OptimError(f"partition expected optimizers by label, got {brief(optimizers)}.")
@@ -195,7 +195,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
             raise OptimError(f"partition expected optimizers, but that of {label!r} is {brief(member)}.")
         if member.offers.strategy is not None:
             raise OptimError(f"partition: {member} is a part of {member.offers.strategy}, and updates all parameters.")
-        # Without an optimizer the partition may be a transformation itself, in a chain before one.
+        # A partition of gradient transformations only is a transformation itself.
         if member.offers.moves_params is False and any(other.offers.moves_params for other in optimizers.values()):
             raise OptimError(
                 f"partition: {member}, for {label!r}, gives gradients where others give updates, so the parameters of "
@@ -213,7 +213,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | C
 
 
 def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
-    """`transform` for the gradients of some parameters; those of the others pass unchanged.
+    """`transform` for the gradients of some parameters; the other gradients pass unchanged.
 
     >>> import torch, ltx
     >>> clip = masked(ltx.optim.clip_by_global_norm(1.0), "head.*")
@@ -222,14 +222,14 @@ def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
     {'head': {'w': tensor([0.6000, 0.8000])}, 'body': tensor([3., 4.])}
 
     Args:
-        transform: a transformation of gradients. An optimizer is refused, as other parameters' gradients would count as
-            updates: ``ltx.train_step(trainable=)`` leaves parameters alone, and :func:`partition` gives them another
-            optimizer.
+        transform: a gradient transformation, not an optimizer, since the other parameters' gradients would then be
+            taken for updates. ``ltx.train_step(trainable=)`` leaves parameters alone, :func:`partition` gives them
+            another optimizer.
         where: a pattern of paths, or several of them, as in :func:`partition`.
 
     Raises:
-        ltx.errors.OptimError: `transform` updates parameters, or is none; and with the first parameters, a pattern fits
-            none of them.
+        ltx.errors.OptimError: `transform` isn't a gradient transformation. ``init`` raises it if a pattern matches no
+            parameter.
     """
     if not isinstance(transform, Optimizer) or transform.offers.moves_params:
         raise OptimError(

@@ -29,13 +29,13 @@ from ltx.typing import Tree
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QAdamOptimizer(TorchOptimizer):
-    """Adam with a second phase; made by :func:`qadam`. Its state is Adam's, with the mean momentum as ``exp_avg``."""
+    """Adam with a second phase; made by :func:`qadam`. In Adam's state ``exp_avg`` is the ranks' mean momentum."""
 
     warmup_steps: int
     bagua_exact: bool = False
 
     def __post_init__(self) -> None:
-        # Bagua's second moment is 0 until the first step is over.
+        # In Bagua's order the first update would divide by a second moment of 0.
         least, what = (2, "qadam with bagua_exact") if self.bagua_exact else (1, "qadam")
         object.__setattr__(self, "warmup_steps", whole(f"{what}: warmup_steps", self.warmup_steps, least, OptimError))
         super().__post_init__()
@@ -46,7 +46,7 @@ class QAdamOptimizer(TorchOptimizer):
 
     @property
     def betas(self) -> tuple[float, float]:
-        """The decay rates of the moments."""
+        """The decay rates of Adam's moments."""
         betas: tuple[float, float] = self._kwargs["betas"]
         return betas
 
@@ -55,7 +55,7 @@ class QAdamOptimizer(TorchOptimizer):
         return replace(super().offers, strategy="QAdam")
 
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> None:
-        return None  # the second phase is no kernel of torch's, which alone can be told
+        return None  # only torch's fused kernels can skip on the device, and the second phase has none
 
     def init(self, params: Tree) -> TorchState:
         state = super().init(params)
@@ -88,17 +88,17 @@ class QAdamOptimizer(TorchOptimizer):
             self._run_on_lists(grads, states, params, rate, settled, moves=count >= self.warmup_steps)
             return
         with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
-            # Leaf by leaf, each while it is in the cache.
+            # Leaf by leaf, so that each stays in the CPU's cache.
             for momentum, state, param in zip(grads, states, params, strict=True):
                 m, v = state["exp_avg"], state["exp_avg_sq"]
                 state["step"].add_(1)
-                # Else Bagua's step s = w: what ranks have averaged isn't looked at.
+                # At step w Bagua ignores the ranks' mean momentum (bagua_exact).
                 if count >= self.warmup_steps and m is not momentum:
                     m.copy_(momentum)
-                # m / (sqrt(v) / settled + eps), both multiplied by what is settled of v
+                # m / (sqrt(v) / settled + eps), with numerator and denominator multiplied by `settled`
                 root, least = v.sqrt(), self._kwargs["eps"] * settled
                 scale = root + least if torch.is_grad_enabled() else root.add_(least)
-                if isinstance(rate, Tensor):  # that may be differentiated
+                if isinstance(rate, Tensor):  # a derivative may be taken of it
                     param.sub_((m / scale).mul_(rate))
                 else:
                     param.addcdiv_(m, scale, value=-rate)
@@ -107,7 +107,7 @@ class QAdamOptimizer(TorchOptimizer):
     def _run_on_lists(
         self, grads: Tensors, states: LeafStates, params: Tensors, rate: float, settled: float, moves: bool
     ) -> None:
-        """The second phase in few kernels."""
+        """The second phase in foreach operations."""
         moments, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         torch._foreach_add_(steps, 1)
         apart = [(m, g) for m, g in zip(moments, grads, strict=True) if moves and m is not g]
@@ -134,27 +134,27 @@ def qadam(
     weight_decay: float = 0.0,
     bagua_exact: bool = False,
 ) -> QAdamOptimizer:
-    """The optimizer of Bagua's QAdam: Adam for `warmup_steps` steps, then a step along the ranks' mean momentum.
+    """The optimizer of Bagua's QAdam: Adam for `warmup_steps` steps, then steps along the ranks' mean momentum.
 
-    Up to the end of the warm-up it is ``from_torch(torch.optim.Adam)``, to the bit. From then on the "gradients" that
-    it is given are the next momentum itself, as the QAdam strategy averages it over ranks in 8 bits; the second moment
-    stays as it is, and there is no weight decay. So it is for that strategy alone: others refuse it.
+    During the warm-up it equals ``from_torch(torch.optim.Adam)`` to the bit. After the warm-up its `grads` are the
+    ranks' mean momentum, which :class:`ltx.strategies.qadam.QAdam` computes in 8 bits; the second moment stays frozen,
+    and there is no weight decay. So every other strategy refuses this optimizer.
 
-    It relies on a second moment that has settled; the authors warm up for a fifth of training.
+    The second moment must have settled by the end of the warm-up; the authors warm up for a fifth of training.
 
     Args:
         lr: a number, or a function from the number of updates done so far (0 first).
         warmup_steps: the number of steps before the second moment is frozen, at least 1.
-        betas, eps, weight_decay: Adam's; the decay is L2, added to the gradients.
-        bagua_exact: repeat what Bagua does at the last step of the warm-up: it ignores the gradients there, and steps
-            along the momentum of the step before. In this case `warmup_steps` must be at least 2.
+        betas, eps, weight_decay: as in Adam, with weight decay added to the gradients (L2).
+        bagua_exact: do as Bagua does at the last step of the warm-up: ignore its gradients, and step along the previous
+            momentum. `warmup_steps` must then be at least 2.
 
     Returns:
         An :class:`ltx.optim.Optimizer` with Adam's state (:class:`ltx.optim.TorchState`).
 
     Raises:
-        ltx.errors.OptimError: `warmup_steps` isn't a positive number, or torch's Adam refuses the others; from its
-            methods, for parameters that aren't real and dense.
+        ltx.errors.OptimError: `warmup_steps` is too small, or torch's Adam refuses another argument. The optimizer's
+            methods raise it for complex or sparse parameters.
 
     Source: Tang et al., "1-bit Adam", ICML 2021, algorithm 1.
 

@@ -1,4 +1,4 @@
-"""Hyperparameters that change: functions of the number of updates done so far, and values that the state keeps."""
+"""Hyperparameters that change: functions of the number of updates, and values that the optimizer's state keeps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Linear:
 
 
 def linear(start: float, end: float, steps: int) -> Callable[[int], float]:
-    """From `start` to `end` in so many steps, and `end` from then on, as optax's ``linear_schedule``.
+    """Linear from `start` to `end` in `steps` steps, then constant, as optax's ``linear_schedule``.
 
     >>> schedule = linear(1.0, 0.0, 4)
     >>> [schedule(step) for step in range(6)]
@@ -75,7 +75,7 @@ class WarmupCosine:
 
 
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Callable[[int], float]:
-    """Up to `peak` in equal parts, then down to `end` along half a cosine.
+    """A linear warm-up to `peak`, then half a cosine down to `end`.
 
     The first step has ``peak / warmup_steps``, not 0, so that it isn't wasted; step ``total_steps`` and those after it
     have `end`. Loshchilov, Hutter: SGDR (2017), equation 5, for the cosine.
@@ -93,7 +93,7 @@ class FromScheduler:
 
     make: Callable[[torch.optim.Optimizer], LRScheduler]
     lr: float
-    # The rates found so far: a scheduler gives them one after the other. They are the same whoever asks.
+    # A cache of the rates by step: a scheduler computes them only in order. Every call would compute the same rates.
     _rates: list[float] = field(init=False, default_factory=list, compare=False, repr=False)
 
     def __call__(self, step: int) -> float:
@@ -102,7 +102,7 @@ class FromScheduler:
         return self._rates[step]
 
     def _found(self, step: int) -> list[float]:
-        """The rates up to `step`, and some of those behind it, which the next calls ask for."""
+        """The rates up to `step`, and some later ones, for the next calls."""
         count = max(2 * step, 64)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=self.lr)
         momentum = optimizer.param_groups[0]["momentum"]
@@ -123,7 +123,7 @@ class FromScheduler:
             rates.append(float(group["lr"]))
             optimizer.step()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, of schedulers within schedulers
+                warnings.simplefilter("ignore")  # torch's nested schedulers warn
                 try:
                     scheduler.step()
                 except Exception as error:
@@ -131,7 +131,7 @@ class FromScheduler:
                         return rates + rates[-1:] * (count - len(rates))
                     if len(rates) <= step:
                         raise
-                    return rates  # nobody has asked for the rest yet
+                    return rates  # the error may concern later steps, which nobody has asked for yet
         return rates
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
@@ -139,7 +139,7 @@ class FromScheduler:
 
 
 def from_scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], lr: float) -> Callable[[int], float]:
-    """The learning rates of a scheduler of ``torch.optim.lr_scheduler``, as a function of the step.
+    """The learning rates of a ``torch.optim.lr_scheduler`` scheduler, as a function of the step.
 
     >>> import torch
     >>> schedule = from_scheduler(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2), lr=1.0)
@@ -149,13 +149,13 @@ def from_scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], lr: flo
     >>> adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=schedule)
 
     Args:
-        make: given an optimizer with the rate `lr`, it returns the scheduler: a function, or
-            ``functools.partial(StepLR, step_size=2)``, which pickles.
-        lr: the rate that it begins with.
+        make: a function from an optimizer with the rate `lr` to the scheduler, such as ``functools.partial(StepLR,
+            step_size=2)``, which can be pickled.
+        lr: the first rate.
 
     Raises:
-        ltx.errors.OptimError: at the first step, where `make` returns something else, or a scheduler that changes the
-            momentum as well.
+        ltx.errors.OptimError: at the first step, if `make` returns something else, or a scheduler that also changes the
+            momentum.
     """
     if not callable(make) or isinstance(make, LRScheduler):
         raise OptimError(
@@ -166,7 +166,7 @@ def from_scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], lr: flo
 
 
 class Kept(NamedTuple):
-    """What a state keeps of a hyperparameter: the value, on the host, and what the next follows from."""
+    """A hyperparameter in an optimizer's state: its value, on the CPU, and what the next value is computed from."""
 
     value: Tree
     more: Tree = ()
@@ -174,7 +174,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Adjustable:
-    """A hyperparameter that the state of :func:`from_torch`'s optimizer keeps; made by :func:`adjustable`."""
+    """A hyperparameter that is kept in the state of :func:`from_torch`'s optimizer; made by :func:`adjustable`."""
 
     start: float | tuple[float, ...]
 
@@ -182,11 +182,11 @@ class Adjustable:
         self.init()
 
     def init(self) -> Kept:
-        """What the first state keeps."""
+        """The hyperparameter in the first state."""
         return Kept(_tensors("adjustable: value", self.start))
 
     def after(self, kept: Kept, count: int) -> Kept:
-        """What the next state keeps, after an update that followed `count` others. Pure, and it reads no number."""
+        """The hyperparameter in the next state, after update number `count`. A pure function."""
         return kept
 
 
@@ -195,13 +195,14 @@ def _tensors(what: str, value: Any) -> Tree:
         return tuple(_tensors(what, each) for each in value)
     if not isinstance(value, Tensor) or value.ndim:
         return torch.tensor(number(what, value, 0, OptimError), dtype=torch.float64)
-    for each in unwrapped(value).detach().flatten().tolist():  # of all simulated ranks
+    # one for each simulated rank
+    for each in unwrapped(value).detach().flatten().tolist():
         number(what, each, 0, OptimError)
-    return value.to("cpu", torch.float64, copy=True)  # what is written into it later isn't the state's
+    return value.to("cpu", torch.float64, copy=True)  # a copy, so that the caller may overwrite `value` later
 
 
 def number_in(name: str, x: Tensor) -> float | Tensor:
-    """The hyperparameter kept as `x`: a number where all examples of a batch (simulated ranks) have the same."""
+    """The hyperparameter's value `x` as a number, if all examples of a batch (simulated ranks) have the same one."""
     values = unwrapped(x).detach().flatten()
     alike = bool((values == values[0]).all()) and not any_derivative([x])
     if not (alike or name == "lr"):
@@ -210,7 +211,7 @@ def number_in(name: str, x: Tensor) -> float | Tensor:
 
 
 def adjustable(value: float | tuple[float, ...]) -> Any:
-    """A hyperparameter for :func:`from_torch` that its state keeps, to be changed between steps by :func:`adjust`.
+    """A hyperparameter that :func:`from_torch`'s optimizer keeps in its state; :func:`adjust` changes it between steps.
 
     >>> import torch, ltx
     >>> sgd = ltx.optim.from_torch(torch.optim.SGD, lr=adjustable(0.5), momentum=adjustable(0.0))
@@ -218,25 +219,25 @@ def adjustable(value: float | tuple[float, ...]) -> Any:
     >>> sgd.apply({"w": torch.ones(1)}, state, {"w": torch.zeros(1)})[0], state.hyper["lr"].value.item()
     ({'w': tensor([-2.])}, 2.0)
 
-    Any that is a number, or a tuple as Adam's ``betas``. As optax's ``inject_hyperparams``, but for schedules, which
-    needn't be kept.
+    It works for every hyperparameter that is a number or a tuple of numbers (Adam's ``betas``), as optax's
+    ``inject_hyperparams`` does. A schedule needn't be kept in the state.
 
     Raises:
-        ltx.errors.OptimError: the value is no number >= 0, nor a tuple of them.
+        ltx.errors.OptimError: the value is neither a number >= 0 nor a tuple of such numbers.
     """
     return Adjustable(value)
 
 
 def adjust(state: Tree, **values: float | Tensor | tuple[float | Tensor, ...]) -> Tree:
-    """An optimizer's state with other values of hyperparameters that it keeps (:func:`adjustable`), on all ranks alike.
+    """An optimizer's `state` with new values of :func:`adjustable` hyperparameters, the same on all ranks.
 
-    A value is a number, a 0-dim tensor (of which the state keeps a copy), or a tuple of them.
+    A value is a number, a 0-dim tensor (the state keeps a copy), or a tuple of these.
 
-    Of a train state: ``dataclasses.replace(state, opt_state=ltx.optim.adjust(state.opt_state, lr=0.01))``; of a group
-    of a :func:`partition`: ``opt_state | {label: adjust(opt_state[label], lr=0.01)}``.
+    In a train state: ``dataclasses.replace(state, opt_state=ltx.optim.adjust(state.opt_state, lr=0.01))``. For one
+    group of a :func:`partition`: ``opt_state | {label: adjust(opt_state[label], lr=0.01)}``.
 
     Raises:
-        ltx.errors.OptimError: the state keeps none of that name, or another number of numbers.
+        ltx.errors.OptimError: the state keeps no hyperparameter of that name, or keeps a tuple of another length.
     """
     found = set[str]()
 
@@ -289,7 +290,7 @@ class ReduceOnPlateau(Adjustable):
         total, best, bad, cooldown = more["total"] + more["seen"].loss, more["best"], more["bad"], more["cooldown"]
         if (count + 1) % self.every:
             return Kept(value, more | {"total": total})
-        mean = (total / self.every).to(value.device)  # the host waits for an accelerator here
+        mean = (total / self.every).to(value.device)  # the host waits here for the accelerator
         better = mean < best * (1 - self.threshold)
         bad = torch.where(better | (cooldown > 0), 0.0, bad + 1)
         due = bad > self.patience
@@ -312,7 +313,7 @@ def reduce_on_plateau(
     least: float = 0.0,
     every: int = 1,
 ) -> Any:
-    """A rate for :func:`from_torch` that falls where the loss doesn't: torch's ``ReduceLROnPlateau``, within the step.
+    """A learning rate for :func:`from_torch` that falls when the loss stops falling, as torch's ``ReduceLROnPlateau``.
 
     >>> import torch, ltx
     >>> sgd = ltx.optim.from_torch(torch.optim.SGD, lr=reduce_on_plateau(1.0, factor=0.5, patience=0))
@@ -323,18 +324,19 @@ def reduce_on_plateau(
     >>> state.hyper["lr"].value.item()
     0.5
 
-    The loss is that of the training, the mean over all ranks (:class:`LossState`), so that all decide alike. That of
-    one batch is noisy; `every` takes the mean of several. On a held-out loss decide by hand: :func:`adjust`. A step
-    that the guard skips doesn't count.
+    The loss is the training loss, the mean over all ranks (:class:`LossState`), so that all ranks decide alike. One
+    batch's loss is noisy; with `every` a decision uses the mean of several. To follow a held-out loss instead, change
+    the rate with :func:`adjust`. A step that the guard skips doesn't count.
 
     Args:
-        lr: the rate that it begins with.
-        factor: what it is multiplied by, from 0 to less than 1.
-        patience: so many decisions in a row may be without a better loss.
-        threshold: by what part of the best loss another has to be less, to be better.
-        cooldown: so many decisions after a reduction aren't counted.
-        least: the rate isn't reduced below.
-        every: of how many updates' mean loss a decision is. On an accelerator the host waits for that.
+        lr: the first rate.
+        factor: a reduction multiplies the rate by it; from 0 to less than 1.
+        patience: the number of decisions in a row without a better loss that don't reduce the rate yet.
+        threshold: a loss is better if it is less than ``best * (1 - threshold)``.
+        cooldown: the number of decisions after a reduction that aren't counted as bad.
+        least: the rate never falls below it.
+        every: the number of updates from one decision to the next, which uses their mean loss. On an accelerator each
+            decision makes the host wait.
 
     Raises:
         ltx.errors.OptimError: an argument is out of range.

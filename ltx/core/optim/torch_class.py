@@ -1,12 +1,12 @@
-"""A class of ``torch.optim`` as a value: which are accepted, what is said of others, which run as they are.
+"""``torch.optim`` classes with their arguments as values: checks of arguments, and classes without ``_init_group``.
 
-torch's own classes update each parameter from that one alone, with state that ``_init_group`` makes before:
-:mod:`ltx.core.optim.kernel` runs them. A class of another author that keeps both to itself is run as it is: each update
-makes an instance on aliases of all parameters, puts the state into it, calls ``step()``, and takes the state out again.
+torch's own classes make a parameter's state in ``_init_group`` and update each parameter by itself:
+:mod:`ltx.core.optim.kernel` runs them. A third-party class may do neither. Each update by such a class makes an
+instance on aliases of all parameters, puts the state into it, calls ``step()``, and takes the state out again.
 
-Such a class makes the state of a parameter when it first has a gradient, and tells by its absence that it has to. The
-caller's state has one structure from the start. So it says besides which parts of it have begun, and the others aren't
-put into an instance: after a first step that was skipped, or for a parameter that had no gradient so far.
+Such a class makes a parameter's state at its first gradient, if there is no state yet. But the caller's state has one
+structure from the start. So the caller's state also has a flag for each parameter that says whether its state has
+begun. State that hasn't begun isn't put into the instance: the parameter had no gradient yet, or its step was skipped.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _TAKE_SPARSE_GRADS = (torch.optim.Adagrad, torch.optim.SGD, torch.optim.SparseAd
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassOptimizer(Optimizer):
-    """What the optimizers of :func:`ltx.optim.from_torch` have in common."""
+    """Base of the optimizers that :func:`ltx.optim.from_torch` makes."""
 
     moves_params: ClassVar[bool] = True
 
     cls: type[torch.optim.Optimizer]
     lr: float | Callable[[int], float] | None
     kwargs: Mapping[str, Any]
-    _kwargs: ClassVar[dict[str, Any]]  # not a field: the same
-    _varying: ClassVar[dict[str, Any]]  # those hyperparameters that aren't numbers, but say what they are at an update
+    _kwargs: ClassVar[dict[str, Any]]  # `kwargs` as a dict
+    _varying: ClassVar[dict[str, Any]]  # scheduled or adjustable hyperparameters
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
-        # For compiled steps: Dynamo refuses to read a mapping proxy once the step has changed any dict.
+        # Dynamo can't read a mapping proxy in a compiled step that has changed a dict before.
         object.__setattr__(self, "_kwargs", dict(self.kwargs))
         given = {"lr": self.lr, **self.kwargs}
         varying = {name: value for name, value in given.items() if _varies(self.cls, name, value)}
@@ -58,15 +58,15 @@ class ClassOptimizer(Optimizer):
 
     @property
     def _hyper(self) -> Tree:
-        """What the first state keeps of hyperparameters."""
+        """The hyperparameters that the first state keeps."""
         return {name: own.init() for name, own in self._varying.items() if isinstance(own, Adjustable)} or ()
 
     def _hyper_after(self, state: TorchState) -> Tree:
-        """What the next state keeps of them."""
+        """The hyperparameters that the next state keeps."""
         return {name: self._varying[name].after(own, state.count) for name, own in dict(state.hyper).items()} or ()
 
     def _values(self, count: int, hyper: Tree, but: str = "") -> dict[str, Any]:
-        """The values of varying hyperparameters, except `but`, in the update that follows `count` updates."""
+        """The values of scheduled and adjustable hyperparameters, except `but`, after `count` updates."""
         kept = dict(hyper)
         if kept.keys() != {name for name, own in self._varying.items() if isinstance(own, Adjustable)}:
             raise OptimError(f"{self} expected the state that its init(params) made; this one keeps {sorted(kept)}.")
@@ -84,7 +84,7 @@ class ClassOptimizer(Optimizer):
         news = flatten(new_params)[0]
         if differentiated(news, leaves):
             return spec.unflatten([new - old for new, old in zip(news, leaves, strict=True)]), new_state
-        # The new ones are nobody else's.
+        # Nobody else holds `news`, so they can be overwritten.
         return spec.unflatten([new.sub_(old) for new, old in zip(news, leaves, strict=True)]), new_state
 
     @property
@@ -110,7 +110,7 @@ class ClassOptimizer(Optimizer):
 
 
 def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`kwargs` as an immutable, hashable mapping, once `cls`, `lr` and their names are found right."""
+    """Check `cls`, `lr` and the names in `kwargs`; return `kwargs` as an immutable mapping of hashable values."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         hint = f" Pass the class, {type(cls).__name__}." if isinstance(cls, torch.optim.Optimizer) else ""
         raise OptimError(f"from_torch expected a class of torch.optim, got {brief(cls)}.{hint}")
@@ -157,14 +157,14 @@ def _hashable(name: str, key: str, value: Any) -> Any:
 
 
 def _varies(cls: type, name: str, value: Any) -> bool:
-    """Whether a function is a schedule: where the class takes a number or several, and no function itself."""
+    """Whether `value` is adjustable, or a schedule: a function for an argument that should be a number or a tuple."""
     default = getattr(inspect.signature(cls).parameters.get(name), "default", None)
     takes_numbers = name == "lr" or (isinstance(default, Real | tuple) and not isinstance(default, bool))
     return isinstance(value, Adjustable) or (callable(value) and takes_numbers)
 
 
 def scheduled(name: str, schedule: Callable[[int], Any], count: int) -> Any:
-    """The schedule's value after `count` updates: a number, or those of a tuple such as betas."""
+    """The schedule's value after `count` updates: a number, or a tuple of numbers such as ``betas``."""
     value = schedule(count)
     if name == "lr" and isinstance(value, Tensor) and value.dim() == 0:
         return value
@@ -176,7 +176,7 @@ def scheduled(name: str, schedule: Callable[[int], Any], count: int) -> Any:
 
 
 def check_params(cls: type, params: Tree, fused: Sequence[bool] | None) -> None:
-    """Refuse, by name, parameters that `cls` can't update. `fused`: what each leaf admits, if fusing was asked for."""
+    """Raise for parameters that `cls` can't update. `fused`: whether leaves have fused kernels, if they are required."""
     for index, param in enumerate(flatten(params)[0]):
         problem = None
         if not (param.is_floating_point() or param.is_complex()):
@@ -194,9 +194,9 @@ def check_params(cls: type, params: Tree, fused: Sequence[bool] | None) -> None:
 
 
 def check_grad_layouts(cls: type, grads: Sequence[Tensor | None], params: Tree = None) -> None:
-    """Refuse, by name, sparse gradients for classes that take dense ones and the other way round."""
+    """Raise for sparse gradients if the class takes dense ones, and for dense gradients if it takes sparse ones."""
     wants_sparse = issubclass(cls, torch.optim.SparseAdam)
-    sparse = [*map(getattr, grads, repeat("is_sparse"), repeat(wants_sparse))]  # None is as it should be
+    sparse = [*map(getattr, grads, repeat("is_sparse"), repeat(wants_sparse))]  # a gradient of None is allowed
     if (not wants_sparse) not in sparse or (not wants_sparse and issubclass(cls, _TAKE_SPARSE_GRADS)):
         return
     problem = f"is sparse, but {cls.__name__} takes dense ones only: use SparseAdam, SGD or Adagrad"
@@ -206,8 +206,8 @@ def check_grad_layouts(cls: type, grads: Sequence[Tensor | None], params: Tree =
     raise OptimError(f"from_torch({cls.__name__}): the gradient of {name} {problem}.")
 
 
-# How a number, and None, in an instance's state are told from a tensor, and where it is said whether there is any yet.
-# That lies on the host, which has to know: a guarded step on an accelerator waits there for the device.
+# Prefixes of keys mark tensors that stand for a number or for None in an instance's state. _BEGUN is the key of the
+# flag that says whether a parameter's state has begun. The flag is a CPU tensor, as the host reads it.
 _NUMBER, _NONE, _BEGUN = "number ", "none ", "has begun"
 
 
@@ -215,9 +215,8 @@ _NUMBER, _NONE, _BEGUN = "number ", "none ", "has begun"
 class OpaqueOptimizer(ClassOptimizer):
     """A class without ``_init_group``, with its hyperparameters; made by :func:`ltx.optim.from_torch`.
 
-    It updates all parameters together, because its update of one may depend on the others (LAMB's clipping does). So it
-    isn't leafwise: ``overlap="update"`` and ZeRO refuse it. In a :func:`ltx.optim.partition` it updates
-    those of its group together.
+    It updates all parameters together (in a :func:`ltx.optim.partition` those of its group), because one parameter's
+    update may depend on the others, as LAMB's clipping does. So ``overlap="update"`` and ZeRO refuse it.
     """
 
     def __post_init__(self) -> None:
@@ -228,7 +227,7 @@ class OpaqueOptimizer(ClassOptimizer):
         check_tensors(params, "params")
         self._refuse_if(differentiated())
         leaves, spec = flatten(params)
-        # A step on gradients of ones shows which state the class keeps; its values begin at the first gradient.
+        # A trial step on gradients of ones shows which state the class keeps; the trial's values are dropped.
         probes = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         instance = self._instance(probes, 0, hyper := self._hyper)
         try:
@@ -264,12 +263,12 @@ class OpaqueOptimizer(ClassOptimizer):
                 instance.state[alias] = _put(own, donate)
         if shared.get(_BEGUN):
             instance.param_groups[0].update(_put(shared, donate))
-        if donate:  # what is written to `param.data` isn't counted
+        if donate:  # autograd doesn't count writes to `param.data`
             torch.autograd.graph.increment_version(targets)
         own_grads = [None if g is None else g.detach().clone() for g in given]
         group = self._step(instance, aliases, own_grads, _put(shared, donate=True).keys())
         for target, alias in zip(targets, aliases, strict=True):
-            if alias.data_ptr() != target.data_ptr():  # it has set `param.data`
+            if alias.data_ptr() != target.data_ptr():  # the step has set `param.data` to another tensor
                 target.copy_(alias.detach())
         after = [_begun(self._taken(instance, alias)) or own for alias, own in zip(aliases, kept, strict=True)]
         per_param = {"params": spec.unflatten(after), "group": _begun(group)}
@@ -290,7 +289,7 @@ class OpaqueOptimizer(ClassOptimizer):
     def _step(
         self, instance: Any, params: list[Tensor], grads: list[Tensor | None], carried: Collection[str] | None
     ) -> dict[str, Tensor]:
-        """The class's own step, and what is to be carried for all parameters: `carried`, at first what it changes."""
+        """Run ``step()``; return the param group's values of the keys `carried`, or of all that the step has changed."""
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         closure = inspect.signature(instance.step).parameters.get("closure")
@@ -299,7 +298,7 @@ class OpaqueOptimizer(ClassOptimizer):
                 f"{self}: its step() wants a closure, to call the loss again. ltx has the gradients by then: write the "
                 "optimizer as a pair of functions, ltx.optim.from_functions."
             )
-        if callable(train := getattr(instance, "train", None)):  # as those without a schedule have it
+        if callable(train := getattr(instance, "train", None)):  # schedulefree's optimizers must be in train mode
             train()
         before, group = _kept_elsewhere(instance), instance.param_groups[0]
         settings = dict(group)
@@ -326,11 +325,11 @@ class OpaqueOptimizer(ClassOptimizer):
         return held
 
     def _taken(self, instance: Any, param: Tensor) -> dict[str, Tensor]:
-        """The instance's state of `param` as tensors."""
+        """The instance's state of `param`, as tensors."""
         return {name: value for key, x in instance.state[param].items() for name, value in [self._tensor(key, x)]}
 
     def _group(self, group: Mapping[str, Any], carried: Collection[str]) -> dict[str, Tensor]:
-        """The numbers and tensors that the class keeps for all parameters, such as a count of steps."""
+        """The numbers and tensors that the class keeps in its param group, such as a count of steps."""
         settings = _SETTINGS.union(inspect.signature(self.cls).parameters).difference(carried)
         numbers = {k: x for k, x in group.items() if isinstance(x, bool | int | float | Tensor) and k not in settings}
         return dict(self._tensor(key, x) for key, x in numbers.items())
@@ -357,7 +356,7 @@ class OpaqueOptimizer(ClassOptimizer):
             )
 
 
-# What torch.optim.Optimizer itself has in a group of parameters.
+# The keys of a param group that are settings, not state.
 _SETTINGS = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
 _GROUP = "the group's "
@@ -365,7 +364,7 @@ _DEPTH = 3
 
 
 def _kept_elsewhere(instance: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an instance keeps besides its state, in a form that shows changes."""
+    """A snapshot of everything that an instance keeps outside of its state, to see whether a step changes it."""
     usual = {"state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1)]))}
     found = {f"self.{name}": _looks(x) for name, x in vars(instance).items() if name not in usual}
     group = instance.param_groups[0]
@@ -387,17 +386,17 @@ def _looks(x: Any, depth: int = 0) -> Any:
 
 
 def _before(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The structure of what was `taken` out of an instance, before there is any."""
+    """The state before the first step, with the structure of `taken`, an instance's state after a step."""
     return {**{name: torch.zeros_like(x) for name, x in taken.items()}, _BEGUN: torch.tensor(False)} if taken else {}
 
 
 def _begun(taken: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What was `taken` out of an instance, for the next one."""
+    """`taken`, an instance's state, marked as begun."""
     return {**taken, _BEGUN: torch.tensor(True)} if taken else {}
 
 
 def _put(kept: Mapping[str, Tensor], donate: bool) -> dict[str, Any]:
-    """What an instance's state is made of, which it writes to: inverse of ``_tensor``."""
+    """The state to put into an instance, which may overwrite it: the inverse of ``_tensor``."""
     found: dict[str, Any] = {}
     for name, x in kept.items():
         if name == _BEGUN:
