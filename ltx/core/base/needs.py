@@ -1,6 +1,6 @@
-"""The table of combinations: what needs something of a strategy, a hook or an optimizer, and what to do without it.
+"""The table of combinations: which feature needs what from a strategy, hook or optimizer, and what to do instead.
 
-Whoever refuses a combination refuses by a row, in its wording; ``docs/reference/combinations.md`` is made of the rows.
+Every error about an unsupported combination takes its text from a row; ``docs/reference/combinations.md`` lists them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ltx.core.base.errors import LtxError, StrategyError, UnsupportedError
 
 
 class Need(NamedTuple):
-    """A row: `what` needs something of a part, and what to `do` where that isn't `offered`, or `error` is raised."""
+    """What a feature needs from a strategy, hook or optimizer, and what to `do` if that part doesn't offer it."""
 
     what: str
     needs: str
@@ -23,12 +23,12 @@ class Need(NamedTuple):
 
 
 def _never(part: str) -> bool:
-    """It is asked of what doesn't offer it."""
+    """`part` can never offer what the row needs."""
     return False
 
 
 def _updates(optimizer: Any) -> bool:
-    """It moves parameters, by gradients that aren't a strategy's own."""
+    """Whether it updates parameters from gradients, with any strategy."""
     return optimizer.offers.moves_params is not False and optimizer.offers.strategy is None
 
 
@@ -43,7 +43,7 @@ _ELEMENTWISE = (
     "use an elementwise optimizer (SGD, Adam, AdamW, ...; from_functions(..., elementwise=True)), alone or in a chain "
     "with clip_by_global_norm"
 )
-_ITS_OWN = "train with the strategy that it is a part of, or use another optimizer"
+_ITS_OWN = "train with the optimizer's own strategy, or use another optimizer"
 _REAL = "keep its real and imaginary parts apart (torch.view_as_real)"
 _LOCAL = "take second derivatives of ltx.block_backward_sync(step), or of a step with another strategy"
 _LOSSY = "use it for lossy hooks such as hooks.ByteGrad() or hooks.OneBit()"
@@ -52,31 +52,31 @@ _MAKES_SUMS = "put a hook after it that makes sums (FP16, BF16, ByteGrad, ...)"
 _AROUND = "put error feedback around the chain: hooks.error_feedback(hooks.chain(...))"
 _OWN = "use a hook of ltx.hooks in its place"
 _ONE = "train with ltx.train_step, or use one hook for all"
-_PARTS = "a parameter of which ranks hold parts (a DTensor)"
+_PARTS = "a parameter that is split over ranks (a DTensor)"
 
-#: By what it is about, and the part that something is needed of.
+#: The keys name the feature and the part that it needs something of.
 TABLE = {
     "own strategy, optimizer": Need(
         "any other strategy", "an optimizer for gradients at every step", lambda x: x.offers.strategy is None, _ITS_OWN
     ),
     "QAdam, optimizer": Need(
         "QAdam",
-        "an ltx.optim.qadam of its warmup_steps and betas, by itself, as others would take momenta for gradients",
+        "an ltx.optim.qadam with its warmup_steps and betas, not in a chain, as others take momenta for gradients",
         lambda x, kind, *same: isinstance(x, kind) and (x.warmup_steps, x.betas) == same,
         "use ltx.optim.qadam(lr, warmup_steps=, betas=)",
     ),
     "momenta, hook": Need(
-        "QAdam.momentum_hook", "a result that stands for the mean", lambda x: x.averages, "use ltx.hooks.OneBit()"
+        "QAdam.momentum_hook", "a result that is a mean", lambda x: x.averages, "use ltx.hooks.OneBit()"
     ),
     "state in nodes, hook": Need(
         "a strategy by node",
-        "a hook without state of parameters, as ranks of a node have parts of them",
+        "a hook without per-parameter state, as each rank of a node has only parts of parameters",
         lambda x: not x.state_names,
         "leave hierarchical and node_size out, or error feedback: ltx.hooks.OneBit(error_feedback=False)",
     ),
     "ZeRO, optimizer": Need(
         "ZeroStrategy",
-        "updates of each element by itself, as a rank updates some elements of a parameter",
+        "an elementwise update, as a rank updates only some elements of a parameter",
         lambda x: x.offers.elementwise,
         f"{_ELEMENTWISE}, or {_DDP}",
     ),
@@ -90,14 +90,14 @@ TABLE = {
         'overlap="update"', "an update of each bucket by itself", lambda x: x.updates_in_buckets, _WAIT
     ),
     "overlap, optimizer": Need(
-        'overlap="update"', "an update of each parameter by itself, before all", lambda x: x.offers.leafwise, _WAIT
+        'overlap="update"', "an update of each parameter by itself", lambda x: x.offers.leafwise, _WAIT
     ),
     "loss, overlap": Need(
-        "an optimizer that sees the loss", "the loss of all ranks before the first update", _never, _WAIT
+        "an optimizer that reads the loss", "the loss of all ranks before the first update", _never, _WAIT
     ),
     "loss, strategy": Need(
-        "an optimizer that sees the loss",
-        "one that all ranks share, as they share its state",
+        "an optimizer that reads the loss",
+        "the same loss on all ranks, as they share the optimizer's state",
         lambda x: "per_rank" not in (x.layout.params, x.layout.opt_state),
         f"{_DDP}, or decide outside of the step: ltx.optim.adjust",
     ),
@@ -112,10 +112,13 @@ TABLE = {
         _ALIKE,
     ),
     "weighted, hook": _unsupported(
-        "a loss that is an ltx.Weighted", "gradients, to divide by the weights", lambda x: x.gives_gradients, _ALIKE
+        "a loss that is an ltx.Weighted",
+        "gradients that it can divide by the weights",
+        lambda x: x.gives_gradients,
+        _ALIKE,
     ),
     "loss scale, hook": _unsupported(
-        "a loss scale", "gradients, to divide by it", lambda x: x.gives_gradients, _UNSCALED
+        "a loss scale", "gradients that it can divide by the scale", lambda x: x.gives_gradients, _UNSCALED
     ),
     "graph, hook or strategy": _unsupported(
         "a compiled graph",
@@ -124,10 +127,13 @@ TABLE = {
         f"run the first steps eagerly until the reduction no longer changes, or {_INSIDE}",
     ),
     "guard, graph": _unsupported(
-        'guard="raise" or max_skipped', "to look at gradients", _never, f'use guard="skip" alone, or {_INSIDE}'
+        'guard="raise" or max_skipped', "the gradients' values", _never, f'use guard="skip" alone, or {_INSIDE}'
     ),
     "guard in a graph, strategy": _unsupported(
-        "a check of gradients in a compiled graph", "equal ones on all ranks", lambda x: x.shares_gradients(0), _INSIDE
+        "a check of gradients in a compiled graph",
+        "equal gradients on all ranks",
+        lambda x: x.shares_gradients(0),
+        _INSIDE,
     ),
     "graph, strategy": _unsupported(
         "a compiled graph",
@@ -143,34 +149,37 @@ TABLE = {
         _PARTS,
         "a result that doesn't depend on how many ranks hold the parameter",
         lambda x: not x.needs_whole,
-        "use a hook that works on numbers wherever they lie: ltx.hooks.FP16()",
+        "use an elementwise hook: ltx.hooks.FP16()",
     ),
     "beside parts, hook": _unsupported(
-        "a parameter that ranks share, in a bucket with parts of others (DTensors),",
-        "a result for each number by itself, else ranks would get different results",
+        "a replicated parameter in a bucket with parts of split parameters (DTensors),",
+        "an elementwise result, else ranks would get different results",
         lambda x: x.exact or x.elementwise,
         "use a hook such as ltx.hooks.FP16(), or place all parameters alike",
     ),
-    "parts, optimizer": Need(_PARTS, "updates of each element by itself", lambda x: x.offers.elementwise, _ELEMENTWISE),
+    "parts, optimizer": Need(_PARTS, "an elementwise update", lambda x: x.offers.elementwise, _ELEMENTWISE),
     "derivative, hook": _unsupported(
         "a derivative of what is reduced", "a mean of gradients", lambda x: x.averages, _LOCAL
     ),
     "sparse, hook": _unsupported("a sparse gradient", "a mean of gradients", lambda x: x.averages, "use x.to_dense()"),
-    "chain, outer hook": Need("chain: the inner hook", "sums that it could make", lambda x: x.sums, _SUMS),
-    "chain, inner hook": Need(  # sums of shares that are divided already
-        "chain: the outer hook", "sums of what it gives", lambda x: x.averages and x.scale(2) == 1 / 2, _MAKES_SUMS
+    "chain, outer hook": Need("chain: the inner hook", "a request for sums", lambda x: x.sums, _SUMS),
+    "chain, inner hook": Need(  # it must sum values that are already divided by the number of ranks
+        "chain: the outer hook", "sums of its results", lambda x: x.averages and x.scale(2) == 1 / 2, _MAKES_SUMS
     ),
     "state in a chain, inner hook": Need(
-        "chain: the outer hook", "a hook without state of parameters", lambda x: not x.state_names, _AROUND
+        "chain: the outer hook", "a hook without per-parameter state", lambda x: not x.state_names, _AROUND
     ),
     "background, hook": Need(
         "an exchange in the background",
-        "one collective a bucket, for one channel",
+        "one collective for each bucket, as it has one channel",
         lambda x, ranks=2: x.phases_on(ranks) < 2,
-        "use a hook of one phase, such as ltx.hooks.BF16(), or send it within a step",
+        "use a hook of one phase, such as ltx.hooks.BF16(), or make the exchange within a step",
     ),
     "partition, hook": Need(
-        "hooks.partition", "collectives of ltx, in the order of buckets", lambda x: x.phases_on(2) != 0, _OWN
+        "hooks.partition",
+        "a hook that calls ltx's collectives in the order of buckets",
+        lambda x: x.phases_on(2) != 0,
+        _OWN,
     ),
     "bucket of DDP, hook": Need(
         "hooks.to_torch", "one hook for all parameters, as DDP fills the buckets", lambda x: not x.by_path, _ONE
@@ -182,7 +191,7 @@ TABLE = {
 
 
 def require(row: str, part: Any, who: str | Callable[[], str] = "", *at: Any) -> None:
-    """Raise unless `part` offers what a row needs, `at` a step; `who` needs it, to be more exact. A None needn't."""
+    """Raise unless `part` is None or offers what a row needs, `at` a step. `who` names the feature in the error."""
     what, needs, offered, do, error = TABLE[row]
     if part is not None and not offered(part, *at):
         said, who = part if isinstance(part, str) else repr(part), who() if callable(who) else who or what

@@ -1,8 +1,8 @@
-"""Random numbers as a function: of a seed, the step, the place in the gradients and the rank, on every backing alike.
+"""Random numbers as a pure function of a seed, the step, the place in the gradients and the rank.
 
-A counter is hashed, so that simulated ranks, processes, compiled graphs and devices draw the same numbers, and no
-generator has a state that a checkpoint could miss. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
-The mixer is the 32-bit finaliser of MurmurHash3 (Appleby, public domain), twice.
+They are hashes of a counter, so simulated ranks, processes, compiled graphs and all devices draw the same numbers, and
+there is no generator state that a checkpoint could miss. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+2011. The hash is the 32-bit finaliser of MurmurHash3 (Appleby, public domain), applied twice.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _MASK = 0xFFFFFFFF
 
 
 def _mixed(x: Any) -> Any:
-    """32 bits, in an int or in int64, mixed."""
+    """The hash of a 32-bit number, an int or an int64 tensor."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)
 
 
 def key_of(*parts: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """One 0-dim key of several numbers, Python's or 0-dim tensors.
+    """Hash several numbers (ints or 0-dim tensors) into one 0-dim key.
 
-    What comes before the first tensor is mixed on the host. A device would take fourteen kernels for each number.
+    Ints before the first tensor are hashed on the host, since a device would need fourteen kernels for each number.
     """
     key: Any = 0
     for part in parts:

@@ -1,9 +1,9 @@
-"""DTensors by their local parts: what this rank holds of each, and how that lies on a DeviceMesh.
+"""DTensors: their local parts, and their placements on a DeviceMesh.
 
-Data parallelism over one dimension of a mesh, where parameters are split over another: each rank reduces the gradients
-of its own parts with the ranks that hold the same parts. So ltx computes with the local parts, which are plain tensors,
-and the user's step gets DTensors that are made of them (:class:`Placements`). What this file gives is true of plain
-tensors too: such a tensor is its own local part, and whole.
+Data parallelism over one dimension of a mesh, with parameters split over another: each rank reduces the gradients of
+its own parts with the ranks that hold the same parts. So ltx computes with the local parts, which are plain tensors,
+and the user's step gets DTensors made of them (:class:`Placements`). The functions here take plain tensors too: a plain
+tensor is its own local part.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ltx.core.base.traced import at_trace_time
 
 
 def _dtensor_class() -> Any:
-    """torch's DTensor; None where nobody has imported it, which takes seconds, so that there are none.
+    """torch's DTensor class; None if nobody has imported it yet (it takes seconds), so that no DTensor exists.
 
-    None inside a compiled graph too, where :func:`refuse_in_graph` looks for them.
+    Also None inside a compiled graph, where :func:`refuse_in_graph` looks for DTensors.
     """
     if torch.compiler.is_compiling():
         return None
@@ -33,12 +33,12 @@ def _dtensor_class() -> Any:
 
 
 def meshes_are_used() -> bool:
-    """Whether any tensor of this process can lie on a mesh, which costs less to ask than of all leaves."""
+    """Whether this process can have any DTensors. This is cheaper than :func:`on_mesh`."""
     return _dtensor_class() is not None
 
 
 def on_mesh(leaves: Iterable[Any]) -> list[int]:
-    """The places of those that lie on a mesh, perhaps below the wrappers of torch.func."""
+    """The indices of the leaves that are DTensors, or that torch.func has wrapped around DTensors."""
     cls = _dtensor_class()
     return [] if cls is None else [i for i, x in enumerate(leaves) if isinstance(_unwrapped(x), cls)]
 
@@ -51,7 +51,7 @@ def _unwrapped(x: Any) -> Any:
 
 @at_trace_time
 def refuse_in_graph(classes: tuple[str, ...]) -> None:
-    """Run by Dynamo at trace time, with the names of the classes of tensors: raise if one is a DTensor."""
+    """Raise if one of the class names of a graph's tensors is DTensor. Dynamo runs this while it traces."""
     if "DTensor" in classes:
         raise UnsupportedError(
             "a compiled graph can't reduce the gradients of DTensors. Call the step eagerly; the loss inside is "
@@ -66,14 +66,14 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 
 def local(x: Any) -> Any:
-    """This rank's part of a DTensor, differentiable; anything else as it is."""
+    """This rank's part of a DTensor, differentiable; anything else unchanged."""
     return x.to_local() if on_mesh([x]) else x
 
 
 def own_part(x: torch.Tensor) -> torch.Tensor:
-    """The very object that a DTensor keeps as its local part, with nobody else's memory behind it; others as they are.
+    """Detach the local tensor inside a DTensor, and return this very object; return a plain tensor unchanged.
 
-    What is done to that object is seen through the DTensor alone.
+    In-place changes of the returned object are visible through the DTensor.
     """
     if on_mesh([x]):
         cast(Any, x)._local_tensor = x = cast(Any, x)._local_tensor.detach()
@@ -81,12 +81,12 @@ def own_part(x: torch.Tensor) -> torch.Tensor:
 
 
 def whole(x: Any) -> Any:
-    """The value of a DTensor as a plain tensor, the same on all ranks of its mesh; anything else as it is."""
+    """The full value of a DTensor as a plain tensor, on all ranks of its mesh; anything else unchanged."""
     return x.full_tensor() if on_mesh([x]) else x
 
 
 def summed(x: Any) -> Any:
-    """A DTensor whose ranks hold terms of a sum (Partial) with that sum taken; anything else as it is."""
+    """A DTensor with its Partial placements summed (replicated); anything else unchanged."""
     if not (on_mesh([x]) and any(placement.is_partial() for placement in x.placements)):
         return x
     replicate = sys.modules["torch.distributed.tensor"].Replicate
@@ -98,13 +98,13 @@ class Placement:
     """How a tensor lies on a mesh."""
 
     mesh: Any  # torch's DeviceMesh
-    placements: tuple[Any, ...]  # one for each dimension of the mesh: Shard, Replicate, Partial
-    shape: torch.Size  # of the whole tensor
+    placements: tuple[Any, ...]  # Shard, Replicate or Partial for each dimension of the mesh
+    shape: torch.Size  # the whole tensor's shape
     stride: tuple[int, ...]
 
     @property
     def split_over(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups over which the tensor is split: one for each such dimension of the mesh."""
+        """The process groups over which the tensor is split, one for each mesh dimension that splits it."""
         return tuple(
             self.mesh.get_group(dim)
             for dim, placement in enumerate(self.placements)
@@ -112,7 +112,7 @@ class Placement:
         )
 
     def is_whole_on(self, group: dist.ProcessGroup) -> bool:
-        """Whether `group` is one of the mesh's, and all of its ranks hold the same."""
+        """Whether `group` belongs to the mesh, and all its ranks hold the same part of the tensor."""
         groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
         return group in groups and group not in self.split_over
 
@@ -124,8 +124,8 @@ class Placement:
 class _Place(torch.autograd.Function):
     """``_Place.apply(placement, local) -> DTensor``, without communication.
 
-    A gradient may come with other placements: that of a replicated norm weight is a sum over the ranks of a sequence
-    (Partial). The backward pass gives it the parameter's placements before it takes the local part.
+    The gradient may have other placements than the parameter: with sequence parallelism the gradient of a replicated
+    norm weight is Partial. So ``backward`` redistributes the gradient before it takes the local part.
     """
 
     @staticmethod
@@ -145,16 +145,16 @@ class _Place(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Placements:
-    """How the leaves of a tree lie on meshes: a :class:`Placement` for each DTensor, None for each plain tensor.
+    """How a tree's leaves are placed on meshes: a :class:`Placement` for each DTensor, None for each plain tensor.
 
-    False, and without `leaves`, where all are plain (:data:`PLAIN`): nothing is done to these.
+    If all leaves are plain tensors, it has no `leaves`, is false (:data:`PLAIN`), and its methods change nothing.
     """
 
     leaves: tuple[Placement | None, ...]
 
     @staticmethod
     def of(leaves: Sequence[Any]) -> Placements:
-        """Those of `leaves`. Raises if one is a DTensor inside a transform of torch.func."""
+        """The placements of `leaves`. Raises for a DTensor inside a torch.func transform."""
         places = on_mesh(leaves)
         if not places:
             return PLAIN
@@ -174,7 +174,7 @@ class Placements:
         return bool(self.leaves)
 
     def local(self, leaves: list[Any]) -> list[Any]:
-        """This rank's parts of DTensors, differentiable. Leaves that are parts already stay as they are."""
+        """This rank's parts of the DTensors, differentiable. Plain tensors stay as they are."""
         return [local(x) for x in leaves] if self.leaves else leaves
 
     def placed(self, parts: list[Any]) -> list[Any]:
@@ -188,7 +188,7 @@ class Placements:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups of all dimensions of all meshes, each once, in the order of the leaves."""
+        """The process groups of all mesh dimensions, without duplicates, in the order of the leaves."""
         found = {
             group: None
             for placement in self.leaves
@@ -201,7 +201,7 @@ class Placements:
     def check(self, group: dist.ProcessGroup | None, paths: Callable[[], Sequence[str]], what: str) -> None:
         """Raise unless the gradients of these leaves can be reduced over the ranks of `group`, part by part.
 
-        They can't where a leaf is a sum that hasn't been taken, or its mesh has ranks of `group` in it.
+        They can't if a leaf is Partial, or if its mesh contains other ranks of `group`.
         """
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         found = _obstacle(self, ranks)
@@ -211,13 +211,13 @@ class Placements:
 
     @cached_property
     def first_split(self) -> int | None:
-        """The place of the first DTensor of which ranks hold different parts; None if there is none."""
+        """The index of the first leaf that is split over ranks, or None."""
         split = (i for i, placement in enumerate(self.leaves) if placement is not None and placement.split_over)
         return next(split, None)
 
     @cached_property
     def first_shared(self) -> int | None:
-        """The place of the first leaf that some ranks share between which another leaf is split; None if none is."""
+        """The index of the first leaf that isn't split over all groups over which some leaf is split, or None."""
         split = [set[Any]() if placement is None else {*placement.split_over} for placement in self.leaves]
         groups = set[Any]().union(*split)
         return next((i for i, own in enumerate(split) if own != groups), None)
@@ -228,7 +228,7 @@ PLAIN = Placements(())
 
 @lru_cache(maxsize=64)
 def _obstacle(placements: Placements, ranks: tuple[int, ...]) -> tuple[int, str] | None:
-    """The place of a leaf whose gradient can't be reduced over `ranks` of the world, and why."""
+    """The index of a leaf whose gradient can't be reduced over `ranks` of the world, and the reason."""
     axis_ranks = set(ranks) - {dist.get_rank()}
     meshes = dict[Any, set[int]]()
     for place, placement in enumerate(placements.leaves):

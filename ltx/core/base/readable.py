@@ -1,6 +1,6 @@
-"""Values as text, in Equinox' manner: tensors by dtype and shape, fields left out that have their default values.
+"""Values as text, as Equinox prints them: tensors as dtype and shape, and no fields that have their default values.
 
-Notebooks show them as tables.
+Notebooks show dataclasses as tables.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ltx.core.base.private import is_wrapped
 from ltx.core.base.traced import recording
 
 _WIDTH = 80
-_TALL = 6  # lines of a table's cell
+_TALL = 6  # a table cell with more lines is folded
 
 
 class Readable:
-    """Dataclasses that derive from it are printed so."""
+    """Base class of dataclasses that :func:`text_of` prints."""
 
     _one_line = False  # however long that is
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # in the class itself, where dataclass leaves it alone
+        if "__repr__" not in vars(cls):  # dataclass replaces an inherited __repr__, but not the class's own
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
@@ -44,10 +44,10 @@ class Readable:
 
 
 def text_of(value: Any, most: int = 1, indent: int = 0) -> str:
-    """`value` on one line, or where that is too long a line for each of its parts.
+    """`value` as text on one line; if that is too long, with a line for each part.
 
-    Tensors of at most `most` elements are shown with their values. Nothing is read off a device, and nothing of a
-    tensor of a transformation.
+    Tensors of at most `most` elements are shown with their values. No values are read from a device, or from a tensor
+    under a transform.
 
     >>> text_of({"w": torch.zeros(64, 8, dtype=torch.bfloat16), "n": [1, torch.tensor(0.5)]})
     "{'w': bf16[64,8], 'n': [1, tensor(0.5000)]}"
@@ -74,19 +74,19 @@ def text_of(value: Any, most: int = 1, indent: int = 0) -> str:
 def _by_fields(value: Any, most: int, indent: int) -> str:
     try:
         parts = [f"{name}={text_of(x, most, indent + 2)}" for name, x in _shown_fields(value)]
-    except LtxError as error:  # a state that was donated: debuggers and notebooks print it all the same
+    except LtxError as error:  # a donated state, which debuggers and notebooks should still print
         return f"<{error}>"
     return laid_out(f"{type(value).__name__}(", parts, ")", indent)
 
 
 def _shown_fields(value: Any) -> Iterator[tuple[str, Any]]:
-    # In the order of the arguments: what has a place comes first.
+    # In the order of the constructor's arguments: keyword-only fields come last.
     own = sorted((f for f in fields(value) if f.repr), key=lambda f: f.kw_only is True)
     return ((f.name, x) for f in own if not _is_default(f, x := getattr(value, f.name)))
 
 
 def laid_out(begin: str, parts: Iterable[str], end: str, indent: int = 0) -> str:
-    """`parts` between `begin` and `end` on one line if they fit, else on one each."""
+    """`parts` between `begin` and `end`, on one line if they fit, else with a line for each."""
     parts = list(parts)
     line = f"{begin}{', '.join(parts)}{end}"
     if indent + len(line) <= _WIDTH and "\n" not in line:
@@ -96,13 +96,13 @@ def laid_out(begin: str, parts: Iterable[str], end: str, indent: int = 0) -> str
 
 
 def _is_by_fields(value: Any) -> bool:
-    """Whether it is one of these, or a dataclass, without a text of its own."""
+    """Whether `value` is a Readable or a dataclass that doesn't define its own __repr__."""
     made_by_dataclass = is_dataclass(value) and hasattr(type(value).__repr__, "__wrapped__")
     return made_by_dataclass or (vars(type(value)).get("__repr__") is Readable.__repr__ and not value._one_line)
 
 
 def _is_default(f: Field[Any], value: Any) -> bool:
-    made = f.default_factory  # not compared with MISSING, of which a class that travels by value brings a copy
+    made = f.default_factory  # not compared with MISSING: a class pickled by value has its own copy of it
     default = made() if callable(made) else f.default
     if isinstance(value, torch.Tensor) or not isinstance(value, int | float | type(default)):
         return value is default
@@ -122,7 +122,7 @@ def _tensor(x: torch.Tensor, most: int) -> str:
 
 
 class Table(NamedTuple):
-    """Rows of cells; columns of numbers are set `to_the_right`."""
+    """Rows of cells; `to_the_right` says which columns are right-aligned."""
 
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
@@ -147,8 +147,8 @@ class Table(NamedTuple):
 
 
 def _cell(text: str) -> str:
-    """`text` with its lines, folded if these are many: a model has hundreds of tensors."""
-    from html import escape  # a dictionary of two thousand names, for notebooks alone
+    """`text` as HTML; many lines (a model has hundreds of tensors) are folded."""
+    from html import escape  # imported late: only notebooks need it
 
     if "\n" not in text:
         return escape(text)
@@ -158,7 +158,7 @@ def _cell(text: str) -> str:
 
 
 class Curves(NamedTuple):
-    """Lines through points (x, y), drawn in the colour of the text around them."""
+    """An SVG picture of lines through points (x, y)."""
 
     lines: Sequence[Sequence[tuple[float, float]]]
 
@@ -177,7 +177,7 @@ class Curves(NamedTuple):
 
 
 class Shown:
-    """A value that is printed as lines and tables, and that notebooks show with real ones; curves are theirs alone."""
+    """Base class of values that print as lines and text tables. Notebooks show HTML tables and curves instead."""
 
     __slots__ = ()
 
@@ -202,7 +202,7 @@ def many(count: int, name: str) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Bytes in decimal units, as links are sold; small numbers exactly.
+    """Bytes in decimal units, as networks use them; numbers below 10,000 exactly.
 
     >>> format_bytes(1200), format_bytes(48_640), format_bytes(3_303_424)
     ('1,200 B', '48.6 kB', '3.30 MB')
@@ -217,7 +217,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits, with a unit.
+    """Seconds with three digits and a fitting unit.
 
     >>> format_seconds(0.0123), format_seconds(42.0), format_seconds(1e-5), format_seconds(3600)
     ('12.3 ms', '42 s', '10 us', '3,600 s')

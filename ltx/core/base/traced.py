@@ -1,8 +1,8 @@
-"""The way into what is recorded to run later: compiled graphs, and those of other tracers.
+"""ltx inside graphs that are recorded to run later, by Dynamo or other tracers.
 
-Dynamo drops the backward pass of an autograd.Function that it traces into under torch.func.grad, and can't look into
-process groups at all. So whatever ltx does in a graph is a node: a function that the graph holds as it is. A node takes
-tensors and constants; other values are kept here, and it is given their keys.
+Under torch.func.grad, Dynamo drops the backward pass of an autograd.Function that it traces into, and it can't trace
+process groups at all. So in a graph ltx is made of nodes: functions that Dynamo doesn't trace into. A node takes
+tensors and constants. Other values are kept in this module, and the node gets their keys.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _TORCH = torch.torch_version.TorchVersion(torch.__version__)
 
 
 def recording() -> bool:
-    """Whether what is called now is recorded, to run later: by Dynamo, ``make_fx`` (``torch.func.linearize``,
-    ``torch.export``), or on fake tensors, which have no values at all.
+    """Whether calls are being recorded now to run later: by Dynamo, ``make_fx`` (``torch.func.linearize``,
+    ``torch.export``), or on fake tensors, which have no values.
 
-    Then whatever communicates is torch's functional collectives, which every tracer knows, and no value is looked at.
+    While recording, ltx communicates by torch's functional collectives, which every tracer knows, and reads no values.
     """
     if torch.compiler.is_compiling():
         return True
@@ -39,7 +39,7 @@ def recording() -> bool:
 
 
 def refuse_blind() -> None:
-    """Raise, where a transform of torch.func is active, if the tracer around it can't see autograd Functions."""
+    """Raise if the active tracer can't record an autograd.Function. Called inside torch.func transforms."""
     refuse_script()
     if private.is_dispatched(private.PRE_DISPATCH):
         raise UnsupportedError(
@@ -49,7 +49,7 @@ def refuse_blind() -> None:
 
 
 def refuse_script() -> None:
-    """Raise where ``torch.jit.trace`` records the call."""
+    """Raise if ``torch.jit.trace`` is tracing."""
     if private.script_state() is not None:
         raise UnsupportedError(
             "torch.jit.trace can't record ltx: what other ranks have sent would be constants. Use torch.export, "
@@ -58,13 +58,13 @@ def refuse_script() -> None:
 
 
 def node(fn: F) -> F:
-    """Decorate a function that graphs hold as it is: tensors and constants in, tensors out."""
+    """Decorate a function from tensors and constants to tensors. Dynamo puts it into graphs without tracing into it."""
     _nodes.append(fn if _TORCH >= "2.13" else _said_to_compile(fn))
     return _nodes[-1]  # type: ignore[return-value]
 
 
 def _said_to_compile(fn: Any) -> Any:
-    """`fn`, in which ``torch.compiler.is_compiling()`` is true while a graph is made, as it is from torch 2.13 on."""
+    """`fn`, with ``torch.compiler.is_compiling()`` true in it while Dynamo traces, as torch does from 2.13 on."""
 
     @wraps(fn)
     def run(*args: Any) -> Any:
@@ -81,19 +81,20 @@ def _said_to_compile(fn: Any) -> Any:
 
 
 def at_trace_time(fn: F) -> F:
-    """Decorate a function that Dynamo runs while it traces. What it returns is a constant of the graph.
+    """Decorate a function that Dynamo runs while it traces. Its result becomes a constant of the graph.
 
-    What it raises reaches the user; Dynamo hides errors that are raised anywhere else.
+    Its errors reach the user, while Dynamo hides errors that other traced code raises.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn if _TORCH >= "2.12" else _by_address(fn)
 
 
 def whole(fn: F) -> F:
-    """Decorate a function that is traced as a whole, or not at all.
+    """Decorate a function that Dynamo must trace as a whole or not at all.
 
-    What Dynamo can't trace would end a graph in the middle, and the rest would run as if it were traced too: that
-    raises, and says what it was. Where Dynamo has given up, as after an exception, it leaves alone what `fn` calls.
+    A graph break inside `fn` raises an error, since the untraced rest would run as if it were still being traced. If
+    Dynamo isn't tracing `fn` itself (it gives up after an exception), it doesn't trace the functions that `fn` calls
+    either.
     """
 
     @wraps(fn)
@@ -114,18 +115,18 @@ _CONSTANTS = (bool, int, float, str, tuple, type, torch.dtype, torch.device)
 
 
 def _by_address(fn: Any) -> Any:
-    """`fn`, for Dynamo before torch 2.12, which hands over constants alone.
+    """`fn` for torch before 2.12, whose Dynamo passes only constants to a function that runs at trace time.
 
-    Objects come by their addresses; Dynamo's ``id`` guards the graph on their identity.
+    Other objects are passed as addresses; Dynamo guards the graph on each object's ``id``.
     """
 
     def at_addresses(places: tuple[int, ...], *values: Any) -> Any:
-        # The objects are alive: Dynamo holds them while it traces.
+        # The addresses are valid, because Dynamo keeps the objects alive while it traces.
         return fn(*(ctypes.cast(x, ctypes.py_object).value if i in places else x for i, x in enumerate(values)))
 
     at_addresses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    @wraps(fn, updated=())  # `run` itself is traced
+    @wraps(fn, updated=())  # without fn's marker, as Dynamo has to trace `run`
     def run(*args: Any) -> Any:
         if not torch.compiler.is_compiling():
             return fn(*args)
@@ -139,7 +140,8 @@ def _by_address(fn: Any) -> Any:
 def trace_dicts() -> None:
     """Let Dynamo trace how optree flattens a dict that holds no tensors, such as an empty one.
 
-    It calls optree there as long as optree's functions say so, and can't put into a graph what that keeps of the keys.
+    By default Dynamo runs optree's functions as constants, and can't put their result, which holds the keys, into a
+    graph.
     """
     for fn in private.optree_of_dicts():
         fn.__torch_dynamo_can_constant_fold_through__ = False
@@ -147,14 +149,14 @@ def trace_dicts() -> None:
 
 @at_trace_time
 def _assume_static(wanted: bool) -> bool:
-    """Whether Dynamo takes numbers for constants until they have changed; gives what it did before."""
+    """Set whether Dynamo treats an int as a constant until it changes; return the previous setting."""
     config = private.dynamo_config()
     before, config.assume_static_by_default = bool(config.assume_static_by_default), wanted
     return before
 
 
 def one_more(count: int) -> int:
-    """`count` + 1, of what every call counts: in graphs a variable at once, or the second call would compile anew."""
+    """`count` + 1. In graphs the count is a variable from the start, or the second call would recompile."""
     if not torch.compiler.is_compiling():
         return count + 1
     before = _assume_static(False)
@@ -165,18 +167,18 @@ def one_more(count: int) -> int:
 
 @at_trace_time
 def refuse(text: str, error: type[LtxError] = UnsupportedError) -> NoReturn:
-    """Raise, so that it reaches the user in compiled graphs too."""
+    """Raise an error that reaches the user even while Dynamo traces."""
     raise error(text)
 
 
 def keep(key: str, value: Any) -> str:
-    """Keep `value`, for nodes that are given `key`, which comes back. Called at trace time."""
-    for fn in _nodes:  # not where they are defined: this imports Dynamo, which takes 1.5 s
+    """Keep `value` for nodes that get its `key`, and return `key`. Called at trace time."""
+    for fn in _nodes:  # done late, since it imports Dynamo (1.5 s)
         torch.compiler.allow_in_graph(fn)
     _kept[key] = value
     return key
 
 
 def kept(key: Any) -> Any:
-    """What was kept under `key`; None for anything else."""
+    """The value kept under `key`, or None."""
     return _kept.get(key) if isinstance(key, str) else None

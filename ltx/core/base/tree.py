@@ -4,10 +4,10 @@ ltx flattens with optree alone. It sorts the keys of dicts, which pairs leaves a
 different orders; torch's own pytree keeps insertion order. ``torch.func`` however looks inside its arguments with
 torch's pytree, so ltx's own nodes are registered with both (:func:`register_node`).
 
-What is a tree: dicts, lists, tuples, named tuples, deques, None; mappings (``collections.abc.Mapping``) and dataclasses
-of any class, which come back as what they were; and classes registered with ``optree.register_pytree_node`` for every
-namespace or for ltx's, "ltx". Everything else is a leaf. Functions that do something to the tensors of a batch raise
-:class:`ltx.errors.TreeError` for a leaf that holds tensors itself (:func:`check_open`).
+Containers are dicts, lists, tuples, named tuples, deques, None; all mappings (``collections.abc.Mapping``) and
+dataclasses, which unflatten to their own class; and classes registered with ``optree.register_pytree_node`` for every
+namespace or for "ltx". Everything else is a leaf. Functions that change all tensors of a batch raise
+:class:`ltx.errors.TreeError` for a leaf with tensors inside (:func:`check_open`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from ltx.typing import Tree
 T = TypeVar("T")
 _EVERYWHERE = getattr(optree.registry, "__GLOBAL_NAMESPACE")
 
-# The very functions of optree, which Dynamo knows by identity; only their types are looser.
+# optree's own functions, without wrappers, because Dynamo recognises them by identity. Only the types are looser.
 unflatten: Callable[[Any, Iterable[Any]], Tree] = optree.tree_unflatten
 _flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
-    """The leaves, with dicts' keys sorted, and the structure that :func:`unflatten` puts them back into.
+    """The leaves, in the order of sorted dict keys, and the structure for :func:`unflatten`.
 
-    Raises TreeError for a tree that holds itself, or is nested too deeply to be walked.
+    Raises TreeError for a tree that contains itself or is nested too deeply.
 
     >>> flatten({"b": 2, "a": [1, None]})[0]
     [1, 2]
     """
-    if torch.compiler.is_compiling():  # in whose graphs optree's own functions can stand, and no handlers
+    if torch.compiler.is_compiling():  # Dynamo traces optree, but not the try block below
         traced.trace_dicts()
         leaves, spec = _flatten(tree, namespace=NAMESPACE)
         for leaf in leaves:
@@ -58,31 +58,31 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
         leaves, spec = _flatten(tree, namespace=NAMESPACE)
         if PLAIN.issuperset(builtins.map(type, leaves)):
             return leaves, spec
-        # Only the first instance of a class is a leaf that is opened.
+        # `opened` registers a new container class, so flatten again; this happens once for each class.
         return flatten(tree) if any(opened(cls) for cls in set(builtins.map(type, leaves))) else (leaves, spec)
     except RecursionError:
         raise _endless(tree) from None
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -> Tree:
-    """`function` of each leaf, and of the leaves in its place in the trees of `rest`. `options` are optree's.
+    """A tree of ``function(leaf, *others)``, with the leaf's counterparts in `rest`. `options` are optree's.
 
     >>> map(lambda x, y: x + y, {"a": 1}, {"a": 2})
     {'a': 3}
     """
-    leaves, spec = flatten(tree)  # which opens what hasn't been met, and raises for trees without an end
+    leaves, spec = flatten(tree)  # registers new container classes, and raises for endless trees
     if options or torch.compiler.is_compiling():
         return optree.tree_map(function, tree, *rest, namespace=NAMESPACE, **options)
     return unflatten(spec, builtins.map(function, leaves, *[spec.flatten_up_to(other) for other in rest]))
 
 
 def detached(tree: Tree) -> Tree:
-    """`tree` with detached tensors: new objects on the same memory."""
+    """`tree` with detached tensors, which share memory with the old ones."""
     return map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
 
 
 def filled(tree: Tree, others: Tree) -> Tree:
-    """`tree` with the leaves of `others` in the places where it has None.
+    """`tree` with each None replaced by the leaf of `others` in its place.
 
     >>> filled({"a": 1, "b": None}, {"a": None, "b": 2})
     {'a': 1, 'b': 2}
@@ -91,7 +91,7 @@ def filled(tree: Tree, others: Tree) -> Tree:
 
 
 def masked(tree: Tree, others: Tree, there: bool = True) -> Tree:
-    """`tree` with None where `others` has None; with ``there=False`` where it has something.
+    """`tree` with None where `others` has None, or with ``there=False`` where `others` has a leaf.
 
     >>> masked({"a": 1, "b": 2}, {"a": None, "b": 3}), masked({"a": 1, "b": 2}, {"a": None, "b": 3}, there=False)
     ({'a': None, 'b': 2}, {'a': 1, 'b': None})
@@ -107,14 +107,14 @@ def _endless(tree: Tree) -> TreeError:
 
 
 def leaf_paths(tree: Tree, with_none: bool = False, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-    """The path of each leaf as a person would write it, in the order of :func:`flatten`; of None, too, if asked for.
+    """The path of each leaf (`with_none`: of each None too), in the order of :func:`flatten`.
 
-    `is_leaf`: which nodes count as leaves besides.
+    `is_leaf`: which other nodes count as leaves.
 
     >>> leaf_paths({"layers": [1, 2], "bias": 3})
     ['bias', 'layers.0', 'layers.1']
     """
-    spec = flatten(tree)[1]  # which registers classes that are new, and raises for trees without an end
+    spec = flatten(tree)[1]  # registers new container classes, and raises for endless trees
     if with_none or is_leaf is not None:
         spec = optree.tree_structure(tree, is_leaf, none_is_leaf=with_none, namespace=NAMESPACE)
     return list(_written(tuple(spec.paths())))
@@ -122,7 +122,7 @@ def leaf_paths(tree: Tree, with_none: bool = False, is_leaf: Callable[[Any], boo
 
 @functools.lru_cache(maxsize=1024)
 def spec_paths(spec: Any) -> tuple[str, ...]:
-    """The :func:`leaf_paths` of the trees that have the structure `spec`.
+    """The :func:`leaf_paths` of trees with the structure `spec`.
 
     >>> spec_paths(flatten([1, (2, 3)])[1])
     ('0', '1.0', '1.1')
@@ -142,9 +142,9 @@ def wanted(
     what: str,
     others: Sequence[str] = (),
 ) -> set[str]:
-    """The paths that fit a pattern (as in :mod:`fnmatch`), or one of several; `what` begins the error.
+    """The paths that match one of `patterns` (as in :mod:`fnmatch`). The error begins with `what`.
 
-    A pattern has to fit one of them, or one of the `others`, which are never found.
+    Raises unless each pattern matches a path, or one of the `others`, which aren't returned.
 
     >>> sorted(wanted("*.bias", ["head.bias", "head.weight"], LtxError, "labels: "))
     ['head.bias']
@@ -162,10 +162,10 @@ def wanted(
 
 
 def insertion_order(tree: Tree) -> list[int]:
-    """Positions of the leaves (in :func:`flatten`'s order) as the tree's builder listed them.
+    """The indices of the leaves (in :func:`flatten`'s order), sorted by insertion into the dicts.
 
-    A module's ``named_parameters()`` lists parameters about in the order of the forward pass, which sorted keys lose;
-    the reverse of that order is the order in which gradients arrive.
+    ``named_parameters()`` lists parameters about in the order of the forward pass, and gradients arrive in the reverse
+    of this order; sorted keys lose it.
 
     >>> insertion_order({"wte": 0, "block": {"b": 0, "a": 0}})
     [2, 1, 0]
@@ -173,7 +173,7 @@ def insertion_order(tree: Tree) -> list[int]:
     order: list[int] = []
 
     def walk(node: Tree, start: int) -> int:
-        """Append the positions of `node`'s leaves, the first of which is `start` in flatten's order; give the next."""
+        """Append the indices of `node`'s leaves, which begin at `start`; return the index after the last."""
         if isinstance(node, Mapping) and all(isinstance(key, str) for key in node):
             starts = {}
             for key in sorted_keys(node):
@@ -204,17 +204,17 @@ def check_tensors(tree: Tree, what: str) -> None:
 
 
 def has_none(tree: Tree) -> bool:
-    """Whether the tree holds None, which for :func:`flatten` is no leaf."""
+    """Whether the tree holds None, which :func:`flatten` doesn't count as a leaf."""
     return any(leaf is None for leaf in optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE))
 
 
 def places_with_none(tree: Tree) -> list[int]:
-    """The place of each leaf if None, which for :func:`flatten` is no leaf, were one too.
+    """The index that each leaf would have if every None were a leaf too.
 
     >>> places_with_none({"a": None, "b": [1, None, 2]})
     [1, 3]
     """
-    flatten(tree)  # which opens what hasn't been met
+    flatten(tree)  # registers new container classes
     leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
     return [place for place, leaf in enumerate(leaves) if leaf is not None]
 
@@ -226,7 +226,7 @@ def _first(leaves: Sequence[Any], tree: Tree, places: Iterable[int]) -> tuple[st
 
 
 def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
-    """:func:`check_tensors` for a tree whose leaves are at hand."""
+    """:func:`check_tensors` for a tree that is already flattened."""
     if all(builtins.map(isinstance, leaves, itertools.repeat(torch.Tensor))):
         return
     place = next(i for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor))
@@ -248,8 +248,8 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
 def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_only: bool = False) -> None:
     """Raise TreeError unless all tensors of `tree` are leaves.
 
-    They aren't in an object that holds them, in a set, a NumPy array or an iterator of batches. `done`: what happens
-    to tensors, as in "they would not be split"; `tensors_only`: NumPy arrays and iterators are let through.
+    A leaf may hide tensors: an object that holds them, a set, a NumPy array, an iterator of batches. The error says
+    that hidden tensors "would not be" `done`, such as "split". `tensors_only`: allow NumPy arrays and iterators.
     """
     if PLAIN.issuperset(builtins.map(type, leaves)):
         return
@@ -262,7 +262,7 @@ def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_
 
 
 def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x.to_dense().") -> None:
-    """Raise unless every leaf is a plain tensor that lies in memory by strides, of ordinary numbers."""
+    """Raise for DTensors and for sparse, quantized or nested tensors."""
     check_leaves(leaves, tree, what)
     if found := _first(leaves, tree, on_mesh(leaves)):
         raise UnsupportedError(
@@ -281,7 +281,7 @@ def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x
 
 
 def check_paths(tree: Tree, what: str) -> None:
-    """Raise :class:`ltx.errors.TreeError` if two leaves have one path, by which states and checkpoints know them."""
+    """Raise :class:`ltx.errors.TreeError` if two leaves have one path: states and checkpoints use paths as keys."""
     paths = leaf_paths(tree)
     if len(set(paths)) < len(paths):
         path = next(path for place, path in enumerate(paths) if path in paths[:place])
@@ -289,7 +289,7 @@ def check_paths(tree: Tree, what: str) -> None:
 
 
 def check_values(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> None:
-    """Raise for tensors without values, which are needed: on the meta device, or fake outside of their mode."""
+    """Raise for tensors without values: on the meta device, or fake outside of their mode."""
     if found := _first(leaves, tree, (i for i, x in enumerate(leaves) if x.is_meta or isinstance(x, FakeTensor))):
         where = "on the meta device" if found[1].is_meta else "a FakeTensor, outside of its FakeTensorMode"
         raise TreeError(f"{what}: leaf {found[0]!r} is {where}, and its values are needed.")
@@ -313,8 +313,8 @@ def register_node(
 ) -> None:
     """Register `cls` as a node with optree and with torch's pytree.
 
-    `to_parts` gives ``(children, static)`` where `static` is hashable and part of the structure; `from_parts` is its
-    inverse. `names` are the children's names in paths; a function where they depend on the node.
+    `to_parts` returns ``(children, static)``, where `static` is hashable and part of the structure; `from_parts` is the
+    inverse. `names` are the children's names in paths, or a function from a node to these names.
     """
     optree.register_pytree_node(
         cast(Any, cls),

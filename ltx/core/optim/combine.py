@@ -37,7 +37,7 @@ class LeafPart(dict[str, Tensor]):
 
 
 class LeafTransform(Optimizer):
-    """A gradient transformation. A subclass writes :meth:`update_leaves`, and overrides :meth:`init` if it has state."""
+    """A gradient transformation. A subclass writes :meth:`update_leaves`, and :meth:`init` if it has state."""
 
     leafwise: ClassVar[bool] = True
     moves_params: ClassVar[bool] = False

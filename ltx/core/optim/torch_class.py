@@ -176,7 +176,7 @@ def scheduled(name: str, schedule: Callable[[int], Any], count: int) -> Any:
 
 
 def check_params(cls: type, params: Tree, fused: Sequence[bool] | None) -> None:
-    """Raise for parameters that `cls` can't update. `fused`: whether leaves have fused kernels, if they are required."""
+    """Raise for parameters that `cls` can't update. `fused`: whether leaves have fused kernels, if required."""
     for index, param in enumerate(flatten(params)[0]):
         problem = None
         if not (param.is_floating_point() or param.is_complex()):
@@ -289,7 +289,7 @@ class OpaqueOptimizer(ClassOptimizer):
     def _step(
         self, instance: Any, params: list[Tensor], grads: list[Tensor | None], carried: Collection[str] | None
     ) -> dict[str, Tensor]:
-        """Run ``step()``; return the param group's values of the keys `carried`, or of all that the step has changed."""
+        """Run ``step()``; return the param group's values of the keys `carried`, or of all that the step changed."""
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         closure = inspect.signature(instance.step).parameters.get("closure")

@@ -122,9 +122,9 @@ def test_is_a_value_and_what_it_doesnt_go_with() -> None:
     assert repr(hooks.Adasum()) == "Adasum()"
     with pytest.raises(StrategyError, match=r"Adasum\.dtype must be a real floating dtype"):
         hooks.Adasum(torch.int8)
-    with pytest.raises(StrategyError, match="needs sums of what it gives"):
+    with pytest.raises(StrategyError, match="needs sums of its results"):
         hooks.chain(hooks.AllReduce(), hooks.Adasum())
-    with pytest.raises(StrategyError, match="needs sums that it could make"):
+    with pytest.raises(StrategyError, match="needs a request for sums"):
         hooks.cast(hooks.Adasum(), torch.float16)
     with pytest.raises(StrategyError, match="needs an error to feed back"):
         hooks.error_feedback(hooks.Adasum())

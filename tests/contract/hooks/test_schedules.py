@@ -116,14 +116,10 @@ def test_an_exchange_takes_the_one_in_force(seed: int) -> None:
 # --- what can't work is refused when it is made, not at the step from which on it would be in force ------------------
 
 WRONG = {
-    "needs sums that it could make, which ByteGrad": lambda: hooks.chain(
-        hooks.after(10, hooks.ByteGrad()), hooks.BF16()
-    ),
-    "needs sums of what it gives, which Adasum": lambda: hooks.chain(
-        hooks.AllReduce(), hooks.after(10, hooks.Adasum())
-    ),
-    "needs sums of what it gives, which Noop": lambda: hooks.chain(hooks.AllReduce(), hooks.Noop()),
-    "needs sums of what it gives, which FromTorch": lambda: hooks.chain(
+    "needs a request for sums, which ByteGrad": lambda: hooks.chain(hooks.after(10, hooks.ByteGrad()), hooks.BF16()),
+    "needs sums of its results, which Adasum": lambda: hooks.chain(hooks.AllReduce(), hooks.after(10, hooks.Adasum())),
+    "needs sums of its results, which Noop": lambda: hooks.chain(hooks.AllReduce(), hooks.Noop()),
+    "needs sums of its results, which FromTorch": lambda: hooks.chain(
         hooks.AllReduce(), hooks.from_torch(lambda state, bucket: None)
     ),
     "needs an error to feed back": lambda: FED(hooks.after(10, hooks.AllReduce())),

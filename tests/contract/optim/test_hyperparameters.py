@@ -353,7 +353,7 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum())
             lambda: ltx.train_step(ltx.data_parallel(STEP.fn, ltx.LocalSGDStrategy(period=2)), PLATEAU).init(
                 torch.zeros(1)
             ),
-            "needs one that all ranks share, as they share its state, which LocalSGDStrategy(",
+            "needs the same loss on all ranks, as they share the optimizer's state, which LocalSGDStrategy(",
         ),
         (
             lambda: ltx.train_step(ltx.data_parallel(STEP.fn, ltx.HorovodStrategy(scale_lr=True)), PLATEAU),
@@ -363,7 +363,7 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum())
             lambda: ltx.train_step(ltx.data_parallel(STEP.fn, ltx.HorovodStrategy(op="adasum")), PLATEAU).init(
                 torch.zeros(1)
             ),
-            "needs one that all ranks share, as they share its state, which HorovodStrategy(",
+            "needs the same loss on all ranks, as they share the optimizer's state, which HorovodStrategy(",
         ),
         (lambda: ltx.optim.qadam(weight_decay=lambda n: 0.1, warmup_steps=1), "weight_decay must be"),
     ],

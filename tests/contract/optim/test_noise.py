@@ -80,7 +80,7 @@ def test_refused() -> None:
         add_noise(-1.0, 0)
     with pytest.raises(OptimError, match="seed"):
         add_noise(1.0, None)  # type: ignore[arg-type]
-    with pytest.raises(StrategyError, match="ZeroStrategy needs updates of each element"):
+    with pytest.raises(StrategyError, match="ZeroStrategy needs an elementwise update"):
         ltx.train_step(ltx.data_parallel(sum, ltx.ZeroStrategy()), chain(noisy, from_torch(torch.optim.SGD)))
 
 

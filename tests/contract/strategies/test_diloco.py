@@ -329,7 +329,7 @@ def test_parameters_that_dont_fit() -> None:
 
 def test_what_doesnt_go_with_sending_ahead() -> None:
     with pytest.raises(
-        StrategyError, match=r"^DiLoCoStrategy.fragment_sync_delay needs one collective a bucket.*ByteGrad"
+        StrategyError, match=r"^DiLoCoStrategy.fragment_sync_delay needs one collective for each bucket.*ByteGrad"
     ):
         ltx.DiLoCoStrategy(4, fragment_sync_delay=1, outer_hook=hooks.ByteGrad())
     with pytest.raises(StrategyError, match="needs an update of each bucket by itself"):

@@ -148,7 +148,7 @@ def test_weighted_losses_are_refused_once_momenta_travel() -> None:
         state, _ = run(train.init(torch.tensor(1.0)), x)
         run = train if run is train else ltx.vmap(train)
         with pytest.raises(
-            UnsupportedError, match=re.escape("to divide by the weights, which MeanMomentum(beta1=0.9) doesn't offer")
+            UnsupportedError, match=re.escape("divide by the weights, which MeanMomentum(beta1=0.9) doesn't offer")
         ):
             run(state, x)
 
@@ -158,12 +158,10 @@ def test_weighted_losses_are_refused_between_processes(ranks: Ranks) -> None:
 
 
 def test_hooks_that_dont_fit() -> None:
-    with pytest.raises(
-        StrategyError, match=r"^QAdam.momentum_hook needs a result that stands for the mean, which Adasum"
-    ):
+    with pytest.raises(StrategyError, match=r"^QAdam.momentum_hook needs a result that is a mean, which Adasum"):
         QAdam(warmup_steps=2, momentum_hook=hooks.Adasum())
     by_node = {"warmup_steps": 2, "hierarchical": True, "node_size": 2}
-    with pytest.raises(StrategyError, match=r"needs a hook without state of parameters, .* which OneBit\(\) doesn't"):
+    with pytest.raises(StrategyError, match=r"needs a hook without per-parameter state, .* which OneBit\(\) doesn't"):
         QAdam(**by_node, momentum_hook=hooks.OneBit())
     assert QAdam(**by_node, momentum_hook=hooks.OneBit(error_feedback=False)).layout.sync_state == "replicated"
 
@@ -176,20 +174,20 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum(), QAdam(warmup_steps=5))
     [
         (
             optim.from_torch(torch.optim.SGD, lr=0.1),
-            "QAdam(warmup_steps=5) needs an ltx.optim.qadam of its warmup_steps and betas, by itself, as others would "
+            "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas, not in a chain, as others "
             "take momenta for gradients, which from_torch(torch.optim.SGD, lr=0.1) doesn't offer: use",
         ),
         (
             optim.chain(optim.clip_by_global_norm(1.0), optim.qadam(warmup_steps=5)),
-            "QAdam(warmup_steps=5) needs an ltx.optim.qadam of its warmup_steps and betas",
+            "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas",
         ),
         (
             optim.qadam(warmup_steps=6),
-            "QAdam(warmup_steps=5) needs an ltx.optim.qadam of its warmup_steps and betas",
+            "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas",
         ),
         (
             optim.qadam(warmup_steps=5, betas=(0.5, 0.999)),
-            "QAdam(warmup_steps=5) needs an ltx.optim.qadam of its warmup_steps and betas",
+            "QAdam(warmup_steps=5) needs an ltx.optim.qadam with its warmup_steps and betas",
         ),
     ],
 )
@@ -209,7 +207,7 @@ def test_other_strategies_refuse_its_optimizer(chained: bool, made: Callable[[],
         ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), optimizer)
     assert str(raised.value) == (
         f"{type(strategy).__name__} needs an optimizer for gradients at every step, which {optimizer!r} doesn't "
-        "offer: train with the strategy that it is a part of, or use another optimizer."
+        "offer: train with the optimizer's own strategy, or use another optimizer."
     )
 
 

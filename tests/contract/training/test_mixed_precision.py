@@ -531,7 +531,7 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
                 replace(BF16, reduce=torch.float16),
             ),
             StrategyError,
-            "needs sums that it could make, which ByteGrad()",
+            "needs a request for sums, which ByteGrad()",
         ),
         *(
             (
@@ -539,7 +539,7 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
                     ltx.data_parallel(loss, strategy), replace(BF16, reduce=torch.bfloat16)
                 ),
                 StrategyError,
-                f"needs sums that it could make, which {hook}",
+                f"needs a request for sums, which {hook}",
             )
             for strategy, hook in (
                 (ltx.DDPStrategy(comm_hook=ltx.hooks.after(10, ltx.hooks.TopK(0.01))), "TopK()"),
@@ -559,7 +559,7 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
                     ltx.optim.qadam(warmup_steps=3) if isinstance(strategy, QAdam) else sgd(),
                 ),
                 UnsupportedError,
-                "needs gradients, to divide by it",
+                "needs gradients that it can divide by the scale",
             )
             for strategy in (QAdam(warmup_steps=3), ltx.HorovodStrategy(backward_passes_per_step=2))
             for scale in (1024.0, ltx.DynamicLossScale())
@@ -581,7 +581,7 @@ def test_errors(make: Callable[[], Any], error: type[Exception], text: str) -> N
 def test_asking_cant_be_compiled() -> None:
     train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(loss, LocalSGD()), FP16), sgd(), donate=False)
     with pytest.raises(
-        (UnsupportedError, torch._dynamo.exc.TorchDynamoException), match="needs equal ones on all ranks"
+        (UnsupportedError, torch._dynamo.exc.TorchDynamoException), match="needs equal gradients on all ranks"
     ):
         torch.compile(train, backend="aot_eager", fullgraph=True)(train.init(params()), batch(0, 0))
 

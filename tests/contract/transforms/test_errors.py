@@ -226,8 +226,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             overlap="update",
         ),
         StrategyError,
-        'overlap="update" needs an update of each parameter by itself, before all, which chain(clip_by_global_norm('
-        '1.0), from_torch(torch.optim.SGD, lr=0.5)) doesn\'t offer: use overlap="backward".',
+        'overlap="update" needs an update of each parameter by itself, which chain(clip_by_global_norm(1.0)'
+        ', from_torch(torch.optim.SGD, lr=0.5)) doesn\'t offer: use overlap="backward".',
     ),
     "init of a generator": (
         lambda: ltx.train_step(ltx.data_parallel(linear), sgd()).init(MODULE.parameters()),

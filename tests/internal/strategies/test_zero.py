@@ -186,7 +186,7 @@ def moment() -> Any:
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 NEEDS_WHOLE = (
-    "ZeroStrategy needs updates of each element by itself, as a rank updates some elements of a parameter, which {} "
+    "ZeroStrategy needs an elementwise update, as a rank updates only some elements of a parameter, which {} "
     "doesn't offer: use an elementwise"
 )
 
