@@ -49,7 +49,7 @@ __all__ = [
     "to_torch",
 ]
 
-# These are imported when first used: most programs use none of them, and making dataclasses takes time.
+# Most programs need none of these, and making their dataclasses takes time: each module is imported at first use.
 _LATER = {
     "Adasum": "adasum",
     **dict.fromkeys(("after", "cast", "chain"), "combined"),

@@ -1,4 +1,4 @@
-"""Adasum: gradients are added up so that the component on which ranks agree counts once.
+"""Adasum: an adaptive sum, in which the component that ranks' gradients have in common counts once.
 
     adasum(a, b) = (1 - <a,b> / 2|a|^2) a + (1 - <a,b> / 2|b|^2) b, for each parameter, recursively over pairs of ranks
 
@@ -24,20 +24,21 @@ _DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Adasum(CommHook):
     """The adaptive sum of the ranks' gradients, parameter by parameter: :func:`ltx.adasum` in a step.
 
-    Each rank sends 2(n-1)/n of a bucket, as for the mean, and at most 48 n bytes for each parameter in it. Between the
-    sum and the mean, it is larger than the mean where ranks disagree; the paper keeps one worker's learning rate.
+    Each rank sends 2(n-1)/n of a bucket, as for the mean, and at most 48 n bytes for each parameter in it. The adaptive
+    sum lies between mean and sum, nearer to the sum the more ranks disagree; the paper keeps the learning rate of one
+    worker.
 
     The result isn't the gradient of any loss: its derivatives raise :class:`ltx.errors.UnsupportedError`
-    (:func:`ltx.adasum` has its own). Horovod takes the adaptive sum of the optimizers' updates instead of gradients:
+    (:func:`ltx.adasum` is differentiable). Horovod instead takes the adaptive sum of the optimizers' updates:
     ``HorovodStrategy(op="adasum")``.
 
     Args:
-        dtype: the floating dtype in which wider gradients travel and are combined; None keeps their own. Products and
-            norms are float64's.
+        dtype: the floating dtype in which wider gradients are sent and combined; None keeps their own. Products and
+            norms are always computed in float64.
 
     Raises:
-        AxisError: in a step on a number of ranks that isn't a power of two.
-        StrategyError: `dtype` is something else; in a step whose gradients are complex.
+        AxisError: in a step, the number of ranks isn't a power of two.
+        StrategyError: `dtype` isn't one of these; in a step, gradients are complex.
 
     Example:
         >>> import torch, ltx
@@ -89,11 +90,11 @@ class Adasum(CommHook):
         return halving.joined(rows), inputs.states
 
 
-# --- the same in pieces that stay in the cache, eagerly on the CPU ---------------------------------------------------
+# --- on the CPU, eagerly: in pieces that stay in the cache -----------------------------------------------------------
 
 
 def _products(halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
-    """:meth:`Halving.products`."""
+    """As :meth:`Halving.products`, piece by piece."""
     sums = [[0.0, 0.0, 0.0] for _ in halving.sizes]
     a, b = a.view(-1), b.view(-1)
     memory = torch.empty((2, min(_PIECE, a.numel())), dtype=torch.float64)
@@ -106,7 +107,7 @@ def _products(halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int) ->
 
 
 def _combined(halving: Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
-    """:meth:`Halving.combined`, in the memory of `a`, which this rank alone uses."""
+    """As :meth:`Halving.combined`, piece by piece, in the memory of `a`, which only this rank uses."""
     weights = list(zip(*(w.tolist() for w in halving.weights(summed, level)), strict=True))
     flat, other = a.view(-1), b.view(-1)
     memory = torch.empty(min(_PIECE, flat.numel()), dtype=torch.float64)
@@ -117,7 +118,7 @@ def _combined(halving: Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.
 
 
 def _pieces(halving: Halving, level: int) -> Iterator[tuple[int, slice]]:
-    """(number of the part, slice), in slices that fit into the cache as float64."""
+    """Yields (index of the part, slice); a slice fits into the cache as float64."""
     for part, segment in enumerate(halving.segments(level)):
         for start in range(segment.start, segment.stop, _PIECE):
             yield part, slice(start, min(start + _PIECE, segment.stop))

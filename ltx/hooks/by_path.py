@@ -1,4 +1,4 @@
-"""partition: another hook for each group of parameters."""
+"""partition: groups of parameters with different hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ltx.hooks.combined import Several
 
 @dataclass(frozen=True, repr=False)
 class Partition(Several):
-    """Hooks by patterns of paths; made by :func:`partition`."""
+    """Hooks with the patterns of the paths they are for; made by :func:`partition`."""
 
     patterns: tuple[str, ...]
     hooks: tuple[CommHook, ...]
@@ -80,7 +80,7 @@ class Partition(Several):
 
 @lru_cache(maxsize=64)
 def _places(patterns: tuple[str, ...], paths: tuple[str, ...], part: bool) -> list[list[int]]:
-    """For each pattern, the places of the `paths` that it is the first to fit."""
+    """For each pattern, the places of the `paths` that it matches and no earlier pattern does."""
     left, found = dict.fromkeys(range(len(paths))), []
     for pattern in patterns:
         fitting = tree.wanted(pattern, paths, StrategyError, "hooks.partition: ", (pattern,) if part else ())
@@ -97,19 +97,20 @@ def _places(patterns: tuple[str, ...], paths: tuple[str, ...], part: bool) -> li
 
 
 def partition(hooks: Mapping[str, CommHook]) -> Partition:
-    """Another hook for each group of parameters: low rank for matrices, half precision for embeddings.
+    """Use different hooks for groups of parameters, such as low rank for matrices, half precision for embeddings.
 
-    A bucket has parameters of one hook, so each hook reduces its buckets as if there were no others; state is kept by
-    parameter. :func:`cast`, :func:`chain` and :func:`error_feedback` apply to each hook in it.
+    All parameters of a bucket have the same hook, so a hook doesn't notice the others; state is kept by parameter.
+    :func:`cast`, :func:`chain` and :func:`error_feedback` apply to each of the hooks.
 
     Args:
-        hooks: by patterns of paths (as in :mod:`fnmatch`, such as ``"*.norm.*"``); the first pattern that fits counts.
-            Paths are those of errors and of ``module.named_parameters()``. By size: ``{name: ltx.hooks.PowerSGD() if
-            p.ndim == 2 else ltx.hooks.BF16() for name, p in module.named_parameters()}``.
+        hooks: {pattern of paths: hook}. Patterns are those of :mod:`fnmatch`, such as ``"*.norm.*"``; the first pattern
+            that matches a path counts. Paths are those in errors and in ``module.named_parameters()``. To choose by
+            shape: ``{name: ltx.hooks.PowerSGD() if p.ndim == 2 else ltx.hooks.BF16() for name, p in
+            module.named_parameters()}``.
 
     Raises:
-        StrategyError: `hooks` aren't hooks by pattern, or a hook issues collectives of its own (:func:`from_torch`); in
-            a step, a pattern fits no parameter that has a gradient, or a parameter with a gradient fits none.
+        StrategyError: `hooks` isn't such a dict, or a hook issues collectives of its own (:func:`from_torch`); in a
+            step, a pattern matches no parameter with a gradient, or no pattern matches a parameter with a gradient.
 
     Example:
         >>> import torch, ltx

@@ -30,14 +30,14 @@ from ltx.hooks.plain import EXACT
 
 @dataclass(frozen=True)
 class Several(CommHook):
-    """A hook made of several hooks; each bucket has one of them."""
+    """The base of hooks made of several hooks, one of which reduces a bucket."""
 
     @property
     def members(self) -> tuple[CommHook, ...]:
         raise NotImplementedError
 
     def of(self, make: Callable[[CommHook], CommHook]) -> CommHook:
-        """The same of what `make` makes of each."""
+        """A copy of this hook in which each member is replaced by ``make(member)``."""
         raise NotImplementedError
 
     @property
@@ -63,7 +63,7 @@ class Several(CommHook):
 
 @dataclass(frozen=True)
 class After(Several):
-    """`first` at the synchronised steps before `step`, `hook` from then on; what :func:`after` returns."""
+    """`first` at the synchronised steps before `step`, `hook` from `step` on; made by :func:`after`."""
 
     reads_step: ClassVar[bool] = True
 
@@ -84,7 +84,7 @@ class After(Several):
 
     def init(self, param: torch.Tensor, path: str = "") -> LeafState:
         first, later = self.first.init(param, path), self.hook.init(param, path)
-        for name in first.keys() & later.keys():  # one tensor for both
+        for name in first.keys() & later.keys():  # both hooks use the same tensor
             before, behind = tree.describe(first[name]), tree.describe(later[name])
             if before != behind:
                 raise StrategyError(
@@ -103,10 +103,10 @@ class After(Several):
 
 
 def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
-    """Warm-up: `first` (the exact mean if None) at the synchronised steps before `step`, `hook` from then on.
+    """Warm-up: `first` (the exact mean if None) at the synchronised steps before `step`, `hook` from `step` on.
 
-    A step with such a hook needs communication state, if only for the count of steps. A state that both hooks keep
-    under one name, such as a residual, is one tensor, with which `hook` goes on.
+    A step with such a hook needs communication state, at least for the count of steps. If both hooks keep a state of
+    the same name, such as a residual, it is one tensor: `hook` goes on with what `first` has left.
 
     Example:
         >>> import ltx
@@ -120,7 +120,7 @@ def after(step: int, hook: CommHook, first: CommHook | None = None) -> After:
 @around("hook")
 @dataclass(frozen=True)
 class Chain(LossyHook):
-    """`hook`, whose sums are done by `inner`; what :func:`chain` and :func:`cast` return."""
+    """`hook`, whose sums over ranks are done by `inner`; made by :func:`chain` and :func:`cast`."""
 
     hook: CommHook
     inner: CommHook
@@ -132,12 +132,12 @@ class Chain(LossyHook):
         needs.require("state in a chain, inner hook", self.inner, f"chain: {self.hook!r}")
         if self.error_feedback:
             fed = self.hook.with_error_feedback()
-            if fed is not None:  # its own state is the chain's
+            if fed is not None:  # the chain uses this hook's state
                 object.__setattr__(self, "hook", fed)
         elif isinstance(self.hook, LossyHook) and self.hook.error_feedback:
             object.__setattr__(self, "error_feedback", True)
         if self.error_feedback:
-            self.inner.with_error_feedback()  # raises if its errors are too large to be fed back
+            self.inner.with_error_feedback()  # raises if the inner hook's errors are too large to feed back
 
     @property
     def reads_step(self) -> bool:
@@ -153,7 +153,7 @@ class Chain(LossyHook):
 
     @property
     def _inner(self) -> CommHook:
-        """The form in which the inner hook runs: with error feedback it has to tell what it sent."""
+        """The inner hook as it runs: with error feedback it has to tell what it sent."""
         return (self.inner.with_error_feedback() if self.error_feedback else None) or self.inner
 
     @property
@@ -181,7 +181,7 @@ class Chain(LossyHook):
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         wide = super().wire_dtype(dtype) if self.error_feedback else self.hook.wire_dtype(dtype)
-        self.inner.wire_dtype(wide)  # this raises for gradients that the inner hook doesn't take
+        self.inner.wire_dtype(wide)  # raises for gradients that the inner hook doesn't take
         return wide
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
@@ -200,7 +200,7 @@ class Chain(LossyHook):
         return sent
 
     def _sum(self, buffer: torch.Tensor, inputs: BucketInput, feedback: bool) -> Any:
-        """The sum of `buffer` by the inner hook, and a function that gives this rank's part in it."""
+        """(the sum of `buffer` by the inner hook, a function that returns this rank's part of the sum)."""
         shape, dtype = buffer.shape, buffer.dtype
         bucket = Bucket.of(inputs.bucket.index, [buffer])
         hook = self._inner
@@ -214,7 +214,7 @@ class Chain(LossyHook):
 
 
 def _send_all(hook: CommHook, inputs: BucketInput) -> Compression:
-    """An exact hook as one that sends: its own part is whatever was taken of its one sum."""
+    """Run an exact hook's `reduce` as a `send`: this rank's part is what it gave to the hook's only sum."""
     sums: list[tuple[CollectiveRequest, torch.Tensor]] = []
 
     def answer(request: CollectiveRequest) -> Any:
@@ -232,17 +232,17 @@ def _send_all(hook: CommHook, inputs: BucketInput) -> Compression:
 
 @arguments.checked("hook")
 def chain(hook: CommHook, *inner: CommHook) -> CommHook:
-    """`hook`, whose sums over ranks are done by the next one, whose sums are done by the next, and so on.
+    """`hook`, whose sums over ranks are done by the next hook, whose sums are done by the next, and so on.
 
     So ``chain(RandomK(0.1), ByteGrad())`` sends a tenth of the numbers, in eight bits each.
 
     Args:
         hook: a hook that asks for sums: AllReduce, FP16, BF16, RandomK, PowerSGD, BatchedPowerSGD, or a chain of them.
-        inner: hooks without state of their own. With error feedback (in `hook`, or around the chain) their losses are
-            fed back too.
+        inner: hooks that keep no state. With error feedback (in `hook`, or around the chain) their losses are fed back
+            too.
 
     Raises:
-        StrategyError: hooks that can't be combined in this way.
+        StrategyError: these hooks can't be combined in this way.
 
     Example:
         >>> import ltx
@@ -256,7 +256,7 @@ def chain(hook: CommHook, *inner: CommHook) -> CommHook:
 
 
 def _chained(hook: CommHook, inner: CommHook) -> CommHook:
-    # Make a schedule of chains now, so that a chain is refused at once, not at its first step.
+    # A schedule of chains is made now, so that an invalid chain is refused here and not at its first step.
     if isinstance(hook, Several):
         return hook.of(lambda member: _chained(member, inner))
     if isinstance(inner, Several):
@@ -269,12 +269,12 @@ _HALVES: dict[torch.dtype, CommHook] = {torch.float16: FP16(), torch.bfloat16: B
 
 @arguments.checked("hook", "dtype")
 def cast(hook: CommHook, dtype: torch.dtype) -> CommHook:
-    """`hook`, whose sums travel in half precision, as torch's fp16_compress_wrapper and bf16_compress_wrapper do.
+    """`hook` with sums in half precision, as torch's fp16_compress_wrapper and bf16_compress_wrapper do.
 
     torch's wrappers round the gradients before the hook sees them; `cast` rounds the buffers that the hook sends.
 
     Args:
-        hook: one that asks for sums.
+        hook: a hook that asks for sums over ranks.
         dtype: torch.float16 or torch.bfloat16.
 
     Example:

@@ -1,11 +1,11 @@
-"""Hooks of DistributedDataParallel.register_comm_hook: from_torch runs torch's in steps of ltx, to_torch runs ltx's in
-DDP.
+"""Hooks of DistributedDataParallel.register_comm_hook: from_torch runs torch's hooks in steps of ltx, to_torch runs
+hooks of ltx in DDP.
 
-A hook of torch's issues collectives of its own, in callbacks too, whose order between buckets differs from rank to
-rank. So each bucket's future is awaited before the next bucket, and all of it is done once every gradient is there.
+A hook of torch's issues its own collectives, also in callbacks, whose order between buckets differs between ranks. So
+ltx waits for each bucket's future before it gives the hook the next bucket, once all gradients are there.
 """
 
-# Annotations are evaluated here: DDP compares those of a hook with the classes themselves.
+# Annotations must not be strings: DDP compares a hook's annotations with the classes themselves.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class LookAlike:
-    """A bucket with the interface of ``dist.GradBucket``, which has no constructor."""
+    """A bucket with the interface of ``dist.GradBucket``, which Python can't construct."""
 
     def __init__(self, inputs: BucketInput, owner: "FromTorch"):
         self._buffer = inputs.flat
@@ -46,15 +46,15 @@ class LookAlike:
         self.refused: UnsupportedError | None = None
 
     def index(self) -> int:
-        """Its place in the order of launches."""
+        """The bucket's place in the order of launches."""
         return self._share.bucket.index
 
     def is_last(self) -> bool:
-        """Whether no bucket comes after it."""
+        """Whether this is the pass' last bucket."""
         return self._share.last
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, flat, not divided by the number of ranks."""
+        """All gradients of the bucket as one vector, not divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class LookAlike:
         return unpack(self._buffer[: self._share.bucket.numel], self._share.bucket, cast=False)
 
     def parameters(self) -> list[torch.Tensor]:
-        """Not to be had."""
+        """Raises UnsupportedError."""
         # The error is kept, since a future turns an error in its callback into a RuntimeError.
         self.refused = UnsupportedError(
             f"{self._owner!r} asks for the bucket's parameters, which a step of ltx doesn't change: it gives new ones. "
@@ -77,7 +77,7 @@ class LookAlike:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FromTorch(CommHook):
-    """What :func:`from_torch` gives. Two are equal if they have the same function and the very same state."""
+    """Made by :func:`from_torch`. Two are equal if they have the same function and the same state object."""
 
     hook: TorchHook
     state: Any = None
@@ -85,7 +85,7 @@ class FromTorch(CommHook):
     exact: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = True
     sums: ClassVar[bool] = False
-    phases: ClassVar[int] = 0  # collectives of ltx; those of the hook's own group don't count
+    phases: ClassVar[int] = 0  # counts ltx's collectives, and not those on the hook's own group
 
     def __post_init__(self) -> None:
         if not callable(self.hook):
@@ -94,7 +94,8 @@ class FromTorch(CommHook):
             )
         if self._name.rpartition(".")[2] in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
             nccl = dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 10)
-            if not ((torch.version.cuda or torch.version.hip) and nccl):  # DDP's condition for these two
+            # DDP has the same condition for these two hooks
+            if not ((torch.version.cuda or torch.version.hip) and nccl):
                 raise HookError(
                     f"{self!r} needs CUDA 11 and NCCL 2.10 at least, here as under DistributedDataParallel. "
                     "ltx.hooks.BF16() works everywhere."
@@ -106,11 +107,11 @@ class FromTorch(CommHook):
 
     @property
     def _name(self) -> str:
-        hook = getattr(self.hook, "func", self.hook)  # a partial's
+        hook = getattr(self.hook, "func", self.hook)  # the function inside a partial
         return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
     def __repr__(self) -> str:
-        # Ranks compare this text: it has no addresses.
+        # Ranks compare this text, so it has no addresses.
         return f"FromTorch({self._name}, {type(self.state).__name__})"
 
     def __eq__(self, other: object) -> bool:
@@ -140,7 +141,7 @@ class FromTorch(CommHook):
             if bucket.refused is None or bucket.refused is error:
                 raise
             raise bucket.refused from error
-        yield from ()  # no collective of ltx
+        yield from ()  # this makes a generator that issues no collective of ltx
         return self._checked(result, inputs, label, axis_comm), inputs.states
 
     def _comm(self, inputs: BucketInput) -> comm.AxisComm:
@@ -163,7 +164,7 @@ class FromTorch(CommHook):
             )
         axis, axis_comm = inputs.axis, cast(comm.AxisComm, inputs.axis.comm)
         group = self.state if isinstance(self.state, dist.ProcessGroup) else getattr(self.state, "process_group", None)
-        theirs = sorted(dist.get_process_group_ranks(group))  # None: the default group, as hooks have it
+        theirs = sorted(dist.get_process_group_ranks(group))  # group None means the default group
         ours = sorted(axis_comm.global_ranks)
         if theirs != ours:
             whose = "the default process group" if group is None else "the process group of its state"
@@ -181,7 +182,7 @@ class FromTorch(CommHook):
                 f"rank {axis_comm.rank}: {label}: expected its future to hold a tensor of {inputs.flat.numel()} "
                 f"elements, got {got}. The future of a collective holds a list: add .then(lambda f: f.value()[0])."
             )
-        # Another buffer than ours belongs to the hook, which may write into it at the next step.
+        # A buffer that isn't ltx's belongs to the hook, which may write into it at the next step.
         is_ours = result.untyped_storage().data_ptr() == inputs.flat.untyped_storage().data_ptr()
         return result.reshape(-1) if is_ours else result.reshape(-1).to(inputs.flat.dtype, copy=True)
 
@@ -189,24 +190,23 @@ class FromTorch(CommHook):
 def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
     """A hook written for ``DistributedDataParallel.register_comm_hook``, as a communication hook of ltx.
 
-    It gets each rank's own gradients, not divided by the number of ranks, in buckets that look like
-    ``torch.distributed.GradBucket``, and does with them what it does under DDP, to the same bits where the buckets are
-    the same. It communicates over the process group of its `state`, or over the default one, which must have the axis'
-    ranks.
+    The hook gets each rank's gradients, not divided by the number of ranks, in buckets that look like
+    ``torch.distributed.GradBucket``, and works as under DDP, to the same bits if the buckets are the same. It
+    communicates over the process group of its `state`, or over the default group, which must have the axis' ranks.
 
-    What differs from other hooks:
+    It differs from other hooks:
 
-    * Its state is the caller's and changes while it runs. It isn't part of the communication state, so a step that is
-      run again, or fails halfway, has moved it on all the same. State that is kept by the bucket's index, as
-      PowerSGD's is, lasts as long as the buckets do.
-    * Each bucket's future is awaited before the next bucket, once all gradients are there: nothing overlaps. In return,
-      hooks that under DDP on gloo abort or hang with several buckets run here.
-    * It runs eagerly and between processes only. Second derivatives take the exact mean.
+    * Its state belongs to the caller and changes while it runs. It isn't part of the communication state, so a step
+      that is repeated, or fails halfway, has changed the state all the same. State that is kept by the bucket's index,
+      such as PowerSGD's, is valid while the buckets stay the same.
+    * The step waits for each bucket's future before the next bucket, once all gradients are there: nothing overlaps. In
+      return, hooks that under DDP on gloo abort or hang with several buckets run here.
+    * It runs eagerly and between processes only. Second derivatives use the exact mean.
     * :func:`ltx.profile.record` doesn't see what it sends.
 
     Args:
         hook: ``(state, bucket) -> Future[Tensor]``.
-        state: its first argument.
+        state: the hook's first argument.
 
     Raises:
         HookError: (a TypeError) `hook` isn't callable, or it is one of torch's bfloat16 hooks and there is no NCCL.
@@ -214,10 +214,10 @@ def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
             vmap between processes; and if the hook asks for the bucket's parameters.
         AxisError: the hook's process group doesn't have the axis' ranks.
         StrategyError: the hook doesn't give a future that holds a tensor of the bucket's size.
-        DeadlockDetectedError: a peer has failed in its hook; and from then on, as the collectives on the hook's process
-            group no longer pair.
+        DeadlockDetectedError: a peer has failed in its hook. Later steps raise it too, since the collectives on the
+            hook's process group no longer match.
 
-    The hook's own errors are raised unchanged, and end the backward pass on all ranks.
+    Errors of the hook itself are raised unchanged, and end the backward pass on all ranks.
 
     Example:
         >>> import ltx
@@ -233,7 +233,7 @@ def from_torch(hook: TorchHook, state: Any = None) -> FromTorch:
 
 
 class StateDict(TypedDict):
-    """A :class:`ToTorch`'s state: the number of steps so far, and each parameter's tensors by name."""
+    """The state of a :class:`ToTorch`: the number of steps so far, and each parameter's tensors by name."""
 
     step: int
     params: dict[str, LeafState]
@@ -241,7 +241,7 @@ class StateDict(TypedDict):
 
 @dataclass
 class _Pass:
-    """One backward pass: its buckets so far."""
+    """A backward pass that is under way, with the buckets that it has sent."""
 
     axis: Axis
     axis_comm: comm.AxisComm
@@ -250,7 +250,7 @@ class _Pass:
 
 
 class ToTorch:
-    """What :func:`to_torch` gives: a hook of torch with its state. `step`: how many backward passes it has reduced."""
+    """Made by :func:`to_torch`: a hook for torch, with its state. `step`: the number of backward passes so far."""
 
     def __init__(self, hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None):
         if not isinstance(hook, CommHook):
@@ -265,7 +265,7 @@ class ToTorch:
         self.step = 0
         self._group = names.process_group if isinstance(names, DistributedDataParallel) else None
         given = dict(names.module.named_parameters()) if isinstance(names, DistributedDataParallel) else names
-        # Keyed by id; the tensors are kept with the names, so that no other tensor gets their ids.
+        # The key is the id. The tensor is kept too, so that no other tensor can get the same id.
         self._named = given is not None
         self._names = {id(param): (name, param) for name, param in (given or {}).items()}
         self._states: dict[str, LeafState] = {}
@@ -279,7 +279,7 @@ class ToTorch:
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         expected = len(self._pass.pending) if self._pass is not None and self._pass.pending.going_on else 0
-        if bucket.index() != expected:  # the bucket is neither the next of this pass nor the first of a new pass
+        if bucket.index() != expected:  # the bucket must be the next of this pass, or the first of a new one
             raise StrategyError(
                 f"{self!r}: expected DDP's bucket {expected}, got bucket {bucket.index()}. Each DDP module needs a "
                 "to_torch of its own."
@@ -292,7 +292,7 @@ class ToTorch:
                 self._finish_pass(self._pass)
             return future
         except BaseException as error:
-            # Peers may wait for the rest of this pass.
+            # Tell the peers, which may wait for the rest of this pass.
             if self._pass is not None:
                 self._pass.pending.abandon(error)
                 self._pass = None
@@ -326,7 +326,7 @@ class ToTorch:
         states = [self._state(name, param) for name, param in zip(names, bucket.parameters(), strict=True)]
         states = [states_of(hook, entry) for entry in states]
         now.pending.flush_others()
-        # Ranks must have the same buckets and the same hook; they compare new ones.
+        # Ranks must have equal buckets and hooks: they compare each new bucket.
         last, state_names = bucket.is_last(), sorted({name for state in states for name in state})
         now.axis_comm.negotiate_issue(
             now.axis_comm.bucket_channel(0),
@@ -339,17 +339,17 @@ class ToTorch:
             ),
         )
         now.axis_comm.open_phases(hook.phases_on(now.axis_comm.size))
-        # GradBuckets aren't divided. The buffer is DDP's: packing copies it.
+        # DDP doesn't divide a GradBucket. Packing copies, since the buffer is DDP's.
         flat = pack(grads, mine, hook, now.axis.size, states)
         now.names.append(names)
-        # The future records its stream's work when it completes; a stream that waits for it runs after that.
+        # A stream that waits for the future runs after the work that its stream has when the future completes.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.device.type != "cpu" else None)
         inputs = BucketInput(flat, mine, now.axis.size, now.axis_comm.rank, states, self.step, last, now.axis)
         now.pending.reduce(hook, inputs, lambda reduced: future.set_result(reduced[0].to(buffer.dtype)))
         return future
 
     def _finish_pass(self, now: _Pass) -> None:
-        """All buckets are launched: wait for them, then take over the next states together."""
+        """After the last bucket: wait for all of them, then take over all new states together."""
         for names, (_, states) in zip(now.names, now.pending.wait_each(), strict=True):
             for name, state in zip(names, states, strict=True):
                 self._states[name] = {**self._states[name], **{k: t.detach() for k, t in state.items()}}
@@ -377,19 +377,19 @@ class ToTorch:
         return self._states[name]
 
     def state_dict(self) -> StateDict:
-        """A copy of this rank's state; each rank has its own. Keyed by parameter, so that buckets may change.
+        """A copy of this rank's state; states differ between ranks. Keys are parameters, so that buckets may change.
 
-        Without `names` the keys are places in the order in which DDP showed the parameters first.
+        Without `names` the keys are numbers, in the order in which DDP first showed the parameters.
         """
         held = {name: state for name, state in {**self._loaded, **self._states}.items() if state}
         return {"step": self.step, "params": _copies(held)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on from what :meth:`state_dict` gave. Parameters that it doesn't hold begin anew.
+        """Go on from a dict of :meth:`state_dict`. Parameters that aren't in the dict begin with new state.
 
         Raises:
-            SyncStateError: it isn't such a dict, or names parameters that `names` doesn't; or, at the next step, its
-                tensors don't fit the hook's.
+            SyncStateError: the argument isn't such a dict, or has parameters that aren't in `names`; or, at the next
+                step, its tensors don't fit the hook.
         """
         if not isinstance(state_dict, Mapping) or set(state_dict) != {"step", "params"}:
             keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -413,7 +413,7 @@ def _copies(states: Mapping[str, LeafState]) -> dict[str, LeafState]:
 
 
 def _checked(name: str, fresh: LeafState, loaded: LeafState) -> LeafState:
-    """`loaded` on the device of `fresh`, if it is of the same kind."""
+    """`loaded` on the device of `fresh`. Raises unless both have the same names, dtypes and shapes."""
 
     def kinds(state: LeafState) -> dict[str, str]:
         return {key: f"{tensor.dtype}{list(tensor.shape)}" for key, tensor in state.items()}
@@ -427,33 +427,33 @@ def _checked(name: str, fresh: LeafState, loaded: LeafState) -> LeafState:
 
 
 def to_torch(hook: CommHook, names: Mapping[str, torch.Tensor] | DistributedDataParallel | None = None) -> ToTorch:
-    """A communication hook of ltx for torch's DistributedDataParallel; nothing else in the program has to change.
+    """A hook of ltx for torch's DistributedDataParallel. Nothing else in the program has to change.
 
-    DDP's buckets are reduced as :func:`ltx.data_parallel` reduces its own, asynchronously and in order over ltx's
+    DDP's buckets are reduced as those of :func:`ltx.data_parallel`, asynchronously and in order over ltx's
     channels. On every rank: ``ddp.register_comm_hook(None, ltx.hooks.to_torch(hook, ddp))``, once for each DDP module.
 
     Args:
         hook: the hook.
-        names: the DDP module itself, or ``dict(module.named_parameters())``. A hook's state of a parameter, and its
-            random numbers for it, belong to the parameter's name. Without names they belong to its place in the order
-            in which DDP shows parameters first, on which a checkpoint shouldn't rely.
+        names: the DDP module itself, or ``dict(module.named_parameters())``. A parameter's state in the hook, and its
+            random numbers, belong to the parameter's name. Without names they belong to its number in the order in
+            which DDP first shows the parameters, on which a checkpoint shouldn't rely.
 
-    The first argument of ``register_comm_hook`` is the process group over which to reduce; None for that of the DDP
-    module in `names`, or else the default one. It has to be DDP's own group, which DDP doesn't tell its hook.
-    All of the group's ranks open an axis over it at their first bucket, if there is none yet. Parameters that aren't
-    contiguous lie in DDP's buckets, and so before the hook, in the order of their memory.
+    The first argument of ``register_comm_hook`` is the process group over which to reduce; None means the group of the
+    DDP module in `names`, else the default group. It has to be the group of the DDP module, which DDP doesn't tell its
+    hook. All ranks of the group open an axis over it at their first bucket, if there is none yet. The gradient of a
+    parameter that isn't contiguous is in DDP's buckets, and so reaches the hook, in the parameter's memory order.
 
     Returns:
         A :class:`ToTorch`. It holds the hook's state and changes with each backward pass; ``state_dict()`` and
-        ``load_state_dict(...)`` keep it with a checkpoint, a dict for each rank. DDP gets reduced gradients, and
-        divides nothing.
+        ``load_state_dict(...)`` save it in a checkpoint, with a dict for each rank. DDP gets reduced gradients, and
+        doesn't divide them.
 
     Raises:
         HookError: (a TypeError) `hook` isn't an ltx.hooks.CommHook.
         RankMismatchError: in a backward pass, ranks have different hooks or buckets; on all ranks.
         DeadlockDetectedError: in a backward pass, a peer has failed in its hook.
 
-    A DDP module whose backward pass has raised is of no further use, whatever its hook; make a new one.
+    After its backward pass has raised, a DDP module can't be used any more, with any hook: make a new one.
 
     Example:
         >>> import torch, ltx

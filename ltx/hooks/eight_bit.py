@@ -1,9 +1,9 @@
-"""Eight bits a number: ByteGrad and Quantize, on a grid over a group's range, in which 0 is exact; QSGD, unbiased.
+"""Eight bits a number. ByteGrad and Quantize round to a grid over a group's range that contains 0; QSGD is unbiased.
 
     q = clamp(round((x - base) / step) - offset, -128, 127),    x^ = base + (q + offset) * step,    |x^ - x| <= step / 2
 
     ByteGrad:   base = 0,      step = (max x - min x + 1e-7) / 255,     offset = round(max x / step) - 127
-                where 0 lies outside of the range:
+                if 0 lies outside of the range:
                 base = min x,  step = (max x - min x) / 255,            offset = 128
     Quantize:   base = 0,      step = (max(x, 0) - min(x, 0)) / 255,    offset = 128 - round(-min(x, 0) / step)
 
@@ -12,15 +12,15 @@
 ByteGrad is Bagua's MinMaxUInt8 (Gan et al., "BAGUA: Scaling up distributed learning with system relaxations", VLDB
 2022, section 3), Quantize the affine quantization of ``torch.distributed``'s quantization hooks (Jacob et al.,
 "Quantization and training of neural networks for efficient integer-arithmetic-only inference", CVPR 2018, equation 1).
-Where base is 0 all numbers of the grid are multiples of the step, so 0 comes out as 0. A parameter without gradient
-must not get one: Adam divides by the root of its second moment, which is 0 there.
+If base is 0, all numbers of the grid are multiples of the step, so 0 is decoded as 0. A parameter without gradient must
+not get one by rounding: Adam divides by the root of its second moment, which is 0 there.
 
-Both take their step from the true range, however small that is, and clamp, so that nothing wraps. Bagua's 1e-7, which
-is there for ranges of 0, is left out where it would cost more than a tenth of a step.
+Both take the step from the true range, however small that is, and clamp codes, so that codes don't wrap. Bagua adds
+1e-7 for ranges of 0; where it would be more than a tenth of a step, it is left out here.
 
 QSGD is that of Alistarh et al., "QSGD: Communication-efficient SGD via gradient quantization and encoding", NeurIPS
 2017, section 3.1: E x^ = x and E|x^ - x|^2 <= min(d / s^2, sqrt(d) / s) |x|^2 for a block of d numbers (lemma
-3.1). Levels travel as bytes; the paper's Elias code isn't used.
+3.1). Levels are sent as bytes, not in the paper's Elias code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BAGUA_EPSILON = 1e-7
 
 
 class Grid(NamedTuple):
-    """The numbers that have a code, of k groups; each of shape ``(k, 1)``."""
+    """The grids of k groups: code q stands for ``base + (q + offset) * step``. Each field has shape ``(k, 1)``."""
 
     base: torch.Tensor
     offset: torch.Tensor
@@ -48,19 +48,19 @@ class Grid(NamedTuple):
 
     @property
     def centre(self) -> torch.Tensor:
-        """What has the code 0. Where the base is 0, one product: so what is decoded of 0 is 0 to the last bit."""
+        """The number with code 0. If the base is 0 it is one product, so that 0 is decoded as exactly 0."""
         return self.base + self.offset * self.step
 
 
 @dataclass(frozen=True)
 class EightBitHook(CompressedAllReduce):
-    """Messages are ``[centre, step] of each group, a signed byte for each number``; the centre has the code 0.
+    """Messages are ``[centre, step] of each group, a signed byte for each number``; its code is 0.
 
     x^ = centre + code * step
     """
 
     def groups(self, m: int) -> int:
-        """How many groups a row of m numbers has, each with a grid of its own."""
+        """The number of groups in a row of m numbers; each group has its own grid."""
         return 1
 
     def grid(self, groups: torch.Tensor) -> Grid:
@@ -74,7 +74,7 @@ class EightBitHook(CompressedAllReduce):
         groups = rows.view(k * self.groups(m), -1)
         grid = self.grid(groups)
         scaled = torch.round((groups - grid.base) * grid.inverse)
-        # int8, because torch converts to it eight times faster than to uint8.
+        # torch converts to int8 eight times faster than to uint8.
         codes = (scaled - grid.offset).clamp(-128, 127).to(torch.int8)
         head = torch.cat([grid.centre.view(k, -1), grid.step.view(k, -1)], 1)
         return torch.cat([to_message(head), to_message(codes.view(k, m))], 1)
@@ -83,7 +83,7 @@ class EightBitHook(CompressedAllReduce):
         return self._in_chunks(rows, keep=True)
 
     def _in_chunks(self, rows: torch.Tensor, keep: bool) -> torch.Tensor:
-        """:meth:`encode` chunk by chunk; to `keep` is to leave in `rows` what the codes don't say."""
+        """:meth:`encode` chunk by chunk. With `keep`, `rows` hold the rounding errors afterwards."""
         k, m = rows.shape
         count = self.groups(m)
         head = 2 * count * rows.element_size()
@@ -103,7 +103,7 @@ class EightBitHook(CompressedAllReduce):
                     else:
                         torch.mul(chunk, inverse, out=scaled)
                     code.copy_(scaled.round_().sub_(offset).clamp_(-128, 127))
-                    if keep:  # measured on the codes: a value that isn't finite has an arbitrary code
+                    if keep:  # computed from the codes, which are arbitrary for values that aren't finite
                         chunk.sub_(scaled.copy_(code).mul_(step).add_(centre))
             message[:head].copy_(to_message(grids.view(-1)))
         return messages
@@ -120,8 +120,8 @@ class EightBitHook(CompressedAllReduce):
         centre, step = (part.reshape(-1, 1) for part in grid.split(count, 1))
         codes = from_message(messages, start, m, torch.int8)[0].to(dtype).view(k * count, -1)
         scaled = codes.mul_(step)
-        # A compiler may round but once in x * y + z, and 0 wouldn't come out as 0. Not zeros_like: where the range is
-        # infinite, NaN must come out.
+        # A compiler may fuse scaled + centre into one rounding, after which 0 isn't decoded as 0. `scaled - scaled`
+        # instead of zeros, since an infinite range must give NaN.
         return torch.where(scaled == -centre, scaled - scaled, scaled + centre).view(k, m)
 
     def add_decoded(self, message: torch.Tensor, to: torch.Tensor) -> None:
@@ -134,9 +134,9 @@ class EightBitHook(CompressedAllReduce):
     def decoded_in_turn(
         self, message: torch.Tensor, m: int, dtype: torch.dtype, row: torch.Tensor | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """:meth:`decode` of one eager message on the CPU, chunk by chunk: (where, the numbers there).
+        """:meth:`decode` of one eager message on the CPU, chunk by chunk: yields (slice, the numbers there).
 
-        In `row`; else in memory that the next chunk overwrites.
+        The numbers are written into `row`; without `row`, into memory that the next chunk overwrites.
         """
         count = self.groups(m)
         width = m // count
@@ -155,8 +155,8 @@ class EightBitHook(CompressedAllReduce):
 
 
 def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # They pass NaN on, so that a grid from them is NaN, and with it all that is decoded. aminmax takes twenty times
-    # as long along a dimension.
+    # The extremes pass NaN on, so that the grid and everything decoded from it are NaN. Along a dimension aminmax takes
+    # twenty times as long as amin and amax.
     if len(groups) == 1 and is_plain(groups):
         low, high = groups.aminmax()
         return low.view(1, 1), high.view(1, 1)
@@ -164,14 +164,14 @@ def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _step(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step and its inverse; where the range isn't 0, at least the least number that has an exact one."""
+    """The step and its inverse. Unless the range is 0, the step is at least the least normal number."""
     step, info = high / 255 - low / 255, torch.finfo(low.dtype)
     step = torch.where(step == 0, step, step.clamp(min=info.tiny))
     return step, (1 / step).clamp(max=info.max)
 
 
 def _around_zero(low: torch.Tensor, high: torch.Tensor) -> Grid:
-    """Bagua's grid, for ranges in which 0 lies."""
+    """Bagua's grid, for ranges that contain 0."""
     half = high / 2 - low / 2  # high - low may overflow
     inverse = 127.5 / torch.where(half >= 1275 * _BAGUA_EPSILON, half + _BAGUA_EPSILON / 2, half)
     inverse = inverse.clamp(max=torch.finfo(low.dtype).max)
@@ -180,15 +180,15 @@ def _around_zero(low: torch.Tensor, high: torch.Tensor) -> Grid:
 
 
 def _from_least(low: torch.Tensor, high: torch.Tensor) -> Grid:
-    """A grid that begins at the least number; without an offset that would cancel most of its digits."""
+    """A grid that begins at the least number: its base. An offset from 0 would lose most of the digits."""
     return Grid(low, torch.full_like(low, 128), *_step(low, high))
 
 
 @dataclass(frozen=True)
 class ByteGrad(EightBitHook):
-    """Eight bits a gradient, one grid for each rank's part of a bucket: a quarter of float32's bytes.
+    """Gradients in eight bits a number, a quarter of float32, with a grid for each rank's part of a bucket.
 
-    Two quantizations, the shares' and the sum's; each is off by half a step at most. What is 0 on all ranks stays 0.
+    Each rank's gradients are rounded, and then their sum, each by at most half a step. A 0 on all ranks stays 0.
 
     Args:
         error_feedback: keep what rounding loses for the next step.
@@ -205,7 +205,7 @@ class ByteGrad(EightBitHook):
     """
 
     def filling(self, last: torch.Tensor) -> torch.Tensor:
-        return last[-1]  # a zero might lie outside of the range
+        return last[-1]  # a zero might widen the range
 
     def grid(self, groups: torch.Tensor) -> Grid:
         low, high = _extremes(groups)
@@ -218,17 +218,17 @@ class ByteGrad(EightBitHook):
 
 @dataclass(frozen=True)
 class Quantize(EightBitHook):
-    """Affine eight-bit quantization on a grid that always reaches 0: a quarter of float32's bytes.
+    """Affine eight-bit quantization, a quarter of float32's bytes, on a grid whose range always includes 0.
 
-    What is 0 on all ranks stays 0.
+    A gradient that is 0 on all ranks stays 0.
 
     Args:
-        per: "tensor": one grid for each rank's part of a bucket; "channel": one for every `channel` numbers of it.
-        channel: numbers in a channel.
+        per: "tensor": one grid for each rank's part of a bucket; "channel": one grid for every `channel` numbers.
+        channel: the number of numbers in a channel.
         error_feedback: keep what rounding loses for the next step.
 
     Source: torch.distributed's quantization_pertensor_hook and quantization_perchannel_hook, which gather every rank's
-    message, work on NCCL alone and floor the step at 1.19e-7. These go reduce-scatter and all-gather, on every backend.
+    message, work only on NCCL, and floor the step at 1.19e-7. ltx uses reduce-scatter and all-gather, on every backend.
 
     Example:
         >>> import ltx
@@ -261,12 +261,12 @@ class QSGD(CompressedAllReduce):
     """Stochastic eight-bit quantization whose expectation is the mean: a quarter of float32's bytes.
 
     Args:
-        levels: s, at most 127.
-        block: d, numbers that share a norm. The error grows with it: its square is at most d / s^2 of the block's, or
-            sqrt(d) / s where that is less.
-        seed: of the randomness, which is a function of seed, step, place and rank.
-        error_feedback: keep what rounding loses for the next step; then the result isn't unbiased step by step. For
-            blocks of less than s^2 numbers: in longer ones more may be lost than there is.
+        levels: the s of the formula, at most 127.
+        block: the d of the formula: so many numbers share a norm. The squared error grows with it: it is at most
+            d / s^2 times the block's squared norm, or sqrt(d) / s times it if that is less.
+        seed: the randomness is a function of this seed, the step, the place and the rank.
+        error_feedback: keep what rounding loses for the next step; a single step's result is then biased. Only for
+            blocks of less than s^2 numbers, since in longer ones the loss may be larger than the numbers.
 
     Raises:
         StrategyError: a field's value isn't allowed; error feedback with longer blocks.

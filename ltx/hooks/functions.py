@@ -1,4 +1,4 @@
-"""A compressor given as a pair of functions."""
+"""from_functions: a hook that is made of two functions, which compress and decompress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Decompress = Callable[[Any, int], Tensor]
 
 @dataclass(frozen=True)
 class FromFunctions(LossyHook):
-    """Made by :func:`from_functions`."""
+    """A hook made of two functions; see :func:`from_functions`."""
 
     sums: ClassVar[bool] = False
 
@@ -34,13 +34,13 @@ class FromFunctions(LossyHook):
         if not inputs.flat.is_meta and not recording():
             flat, got = inputs.flat, [(p.shape, p.dtype) for p in parts]
             wanted = _layout(self, flat.numel(), flat.dtype, flat.device)
-            if got != wanted:  # other ranks' messages might be of other lengths again
+            if got != wanted:  # such messages may have other lengths on other ranks
                 raise StrategyError(
                     f"{self!r}: shapes and dtypes of what compress returns must follow from the length and dtype of "
                     f"its argument. For {tree.describe(inputs.flat)} it gave {_said(got)}, and for as many zeros "
                     f"{_said(wanted)}."
                 )
-        # Decompressed before it is sent: the channel may overwrite the buffer.
+        # Decompress before sending: the channel may overwrite the buffer.
         mine = self._decompressed(given, inputs.flat) if feedback else None
         message = torch.cat([to_message(part.reshape(1, -1)) for part in parts], 1)[0]
         messages = yield CollectiveRequest("all_gather", message)
@@ -54,7 +54,7 @@ class FromFunctions(LossyHook):
         return CompressionResult(total, lambda: cast(Tensor, mine), inputs.states)
 
     def _compressed(self, flat: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
-        """What compress gives, and as a tuple."""
+        """What `compress` returns, as it is and as a tuple."""
         given = self.compress(flat)
         parts = given if isinstance(given, tuple) else (given,)
         if not parts or not all(isinstance(part, Tensor) for part in parts):
@@ -79,7 +79,7 @@ class FromFunctions(LossyHook):
 def _layout(
     hook: FromFunctions, numel: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[torch.Size, torch.dtype]]:
-    """Shapes and dtypes of what compress makes of zeros."""
+    """Shapes and dtypes of what `compress` returns for zeros."""
     return [(part.shape, part.dtype) for part in hook._compressed(torch.zeros(numel, dtype=dtype, device=device))[1]]
 
 
@@ -88,7 +88,7 @@ def _said(layout: list[tuple[torch.Size, torch.dtype]]) -> str:
 
 
 def from_functions(compress: Compress, decompress: Decompress, *, error_feedback: bool = False) -> FromFunctions:
-    """A lossy hook of two pure functions: every rank sends what `compress` makes of its gradients to all others.
+    """A lossy hook of two pure functions: each rank sends its compressed gradients to all others.
 
     >>> import torch, ltx
     >>> half = ltx.hooks.from_functions(lambda x: x.half(), lambda message, numel: message.float())
@@ -96,19 +96,19 @@ def from_functions(compress: Compress, decompress: Decompress, *, error_feedback
     >>> ltx.vmap(lambda g: ltx.sync_gradients(g, strategy)[0])(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))[0]
     tensor([2., 3.])
 
-    Each rank sends n - 1 messages. Where that is too much for many ranks derive from
-    :class:`ltx.hooks.CompressedAllReduce`, which sends two whatever their number.
+    Each rank sends n - 1 messages. If that is too much, derive from :class:`ltx.hooks.CompressedAllReduce`, with which
+    a rank sends the size of two messages, whatever the number of ranks.
 
     Args:
-        compress: from a rank's gradients of a bucket, divided by the number of ranks (one vector of float32 or
-            float64), to a tensor or a tuple of tensors, whose shapes and dtypes follow from the vector's length and
-            dtype alone. For simulated ranks it has to work under ``torch.vmap``.
-        decompress: from that, and the length, to a vector like the first.
+        compress: a function from one vector (float32 or float64), a rank's gradients of a bucket divided by the number
+            of ranks, to a tensor or a tuple of tensors. Their shapes and dtypes have to follow from the vector's length
+            and dtype alone. For simulated ranks it has to work under ``torch.vmap``.
+        decompress: a function from what `compress` returned, and the vector's length, to a vector of that length.
         error_feedback: keep what isn't sent for the next step.
 
     Raises:
-        ltx.errors.StrategyError: the arguments aren't functions of these arguments; or, in a step, one returns
-            something else.
+        ltx.errors.StrategyError: the arguments aren't functions of these arguments; in a step, one returns something
+            else.
     """
     if not callable(compress) or not callable(decompress):
         raise StrategyError(f"hooks.from_functions takes two functions, got {brief(compress)} and {brief(decompress)}.")
@@ -121,7 +121,7 @@ def _check_takes(role: str, function: Callable[..., Any], *names: str) -> None:
     """Raise unless `function` can be called with these arguments, by position."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a built-in without a signature
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
     try:
         signature.bind(*names)

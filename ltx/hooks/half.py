@@ -1,9 +1,9 @@
-"""FP16 and BF16: the mean in half precision. Shares are rounded after the division by n, then summed as they are.
+"""FP16 and BF16: the mean in half precision. Gradients are divided by n, rounded, and summed in half precision.
 
     ḡ = sum_r round16(g_r / n)
 
-Dividing first keeps fp16 (largest number 65504) from overflowing where the mean itself doesn't; what does overflow
-arrives as inf on every rank. bf16 has float32's range and 8 bits of precision.
+Dividing first keeps fp16 (largest number 65504) from overflowing unless the mean itself does; an overflow arrives as
+inf on every rank. bf16 has float32's range and 8 bits of precision.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WIDE = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class HalfHook(CompressedAllReduce):
-    """The sum of inputs rounded to `short`.
+    """The sum over ranks of numbers that were rounded to `short`.
 
-    With error feedback they are added up in their own dtype (as messages of 2 bytes a number), because no rank could
-    feed back what a sum in half precision rounds off.
+    With error feedback the rounded numbers are sent as messages of 2 bytes a number and summed in their original dtype,
+    since no rank could feed back what a sum in half precision rounds off.
     """
 
     elementwise: ClassVar[bool] = True
@@ -58,8 +58,8 @@ class HalfHook(CompressedAllReduce):
 class FP16(HalfHook):
     """The mean over ranks, sent as float16: half the bytes of float32. Works on CPU and CUDA.
 
-    Gradients narrower than 32 bits travel as they are. Relative error of the sum: at most n rounding errors of 2^-11.
-    A share (a gradient divided by n) below 3e-8 arrives as 0, one above 65504 as inf; use :class:`BF16` for these.
+    Gradients narrower than 32 bits are sent unchanged. Relative error of the sum: at most n rounding errors of 2^-11. A
+    gradient that, divided by n, is below 3e-8 arrives as 0, and one above 65504 as inf; use :class:`BF16` for these.
 
     Args:
         error_feedback: keep what rounding loses for the next step.
@@ -74,7 +74,7 @@ class FP16(HalfHook):
 class BF16(HalfHook):
     """The mean over ranks, sent as bfloat16: half the bytes of float32. Works on CPU and CUDA.
 
-    Gradients narrower than 32 bits travel as they are. Relative error of the sum: at most n rounding errors of 2^-8.
+    Gradients narrower than 32 bits are sent unchanged. Relative error of the sum: at most n rounding errors of 2^-8.
 
     Args:
         error_feedback: keep what rounding loses for the next step.

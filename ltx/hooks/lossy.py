@@ -1,25 +1,25 @@
-"""What lossy hooks have in common: error feedback, and the compressed all-reduce for any codec.
+"""The base of lossy hooks: error feedback, and the compressed all-reduce for any codec.
 
-What is sent isn't all that was given. What was left out may be kept for the next step:
+A lossy hook C doesn't send all of a gradient. Error feedback keeps the rest e for the next step:
 
     sent_t = C(g_t / n + e_t),   e_{t+1} = g_t / n + e_t - sent_t
 
 Error feedback: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
 training of speech DNNs", 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
-schemes", 2019, algorithm 2. The residual e is in the units of a share: the cotangent divided by the number of ranks.
-What a rank sends adds up over ranks to what the step gets, so nothing is lost: over any number of steps,
+schemes", 2019, algorithm 2. A share is a gradient divided by the number of ranks n; the residual e is in the same
+units. The result of a step is the sum over ranks of what they sent, so nothing is lost: over any number of steps,
 sum of the steps' gradients = sum of what was sent + the residuals of all ranks.
 
 A compressed all-reduce is a reduce-scatter and an all-gather of messages:
 
-    1. A share is cut into n rows. Row r is encoded and goes to rank r.                        (exchange)
-    2. Rank r decodes what it gets and adds it up: row r of the sum. It encodes that.
+    1. A share is cut into n rows. Row r is encoded and sent to rank r.                        (exchange)
+    2. Rank r decodes the messages it gets and adds them: row r of the sum, which it encodes.
     3. Every rank gets all rows of the sum and decodes them, its own included.                 (all-gather)
 
-Each rank sends 2(n-1)/n of a message, as the ring does, whatever n is; gathering everyone's message would send (n-1).
-All ranks decode the same bytes, so they are equal to the last bit. What the second encoding loses is its row's owner's
-to feed back, so that what the ranks sent adds up to the result. Bagua's bytegrad has these steps; Tang et al., "1-bit
-Adam", 2021, section 4.2, calls them compressed_allreduce.
+Each rank sends 2(n-1)/n of a message, as in a ring, whatever n is; with a gather of all messages it would send n-1. All
+ranks decode the same bytes, so their results are equal to the last bit. The error of the second encoding goes into the
+residual of the rank that encoded the row, so that what the ranks sent adds up to the result. Bagua's bytegrad has these
+steps; Tang et al., "1-bit Adam", 2021, section 4.2, calls them compressed_allreduce.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ RESIDUAL = "residual"
 
 
 class CompressionResult(NamedTuple):
-    """What a lossy hook has done with a share."""
+    """What a lossy hook has sent of a share, and what it got."""
 
     total: torch.Tensor  # the sum over ranks of what they sent
-    own: Callable[[], torch.Tensor]  # gives this rank's part of it in new memory; over all ranks they add up to it
-    states: Sequence[LeafState]  # the next ones
-    # Gives what is left of the share, whose memory it may use; where None, the share less `own`.
+    own: Callable[[], torch.Tensor]  # returns this rank's part of `total`, in new memory
+    states: Sequence[LeafState]  # the next states
+    # Returns what is left of the share, in the share's memory. If None, that is the share minus ``own()``.
     remainder: Callable[[torch.Tensor], torch.Tensor] | None = None
-    finite: bool = False  # what is left is known to be finite
+    finite: bool = False  # whether what is left is known to be finite
 
 
-#: Yields requests as a Reduction does, and returns what was sent.
+#: Yields requests as a Reduction does, and returns a CompressionResult.
 Compression = Generator[CollectiveRequest, torch.Tensor, CompressionResult]
-#: The same with what is left of the share.
+#: The same, but returns (CompressionResult, what is left of the share).
 CompressionWithRemainder = Generator[CollectiveRequest, torch.Tensor, tuple[CompressionResult, torch.Tensor]]
 
 
@@ -102,11 +102,11 @@ class LossyHook(CommHook):
         return [(state[RESIDUAL], 1.0)] if self.error_feedback and RESIDUAL in state else ()
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
-        """Send what this hook sends of its input, which isn't empty. `feedback`: the caller will call `own`."""
+        """Send a part of the input, which isn't empty. `feedback`: whether the caller will call ``own()``."""
         raise NotImplementedError(f"{type(self).__name__} must define send(inputs, *, feedback)")
 
     def send_and_keep(self, inputs: BucketInput) -> CompressionWithRemainder:
-        """:meth:`send`, and what is left of the share, for which its memory may be used."""
+        """As :meth:`send`. Also returns what is left of the share, in the share's memory."""
         corrected = inputs.flat
         sent = yield from self.send(inputs, feedback=True)
         return sent, corrected.sub_(sent.own()) if sent.remainder is None else sent.remainder(corrected)
@@ -118,7 +118,7 @@ class LossyHook(CommHook):
             sent = yield from self.send(inputs, feedback=False)
             return sent.total, sent.states
         sent, left = yield from self.send_and_keep(inputs)
-        # What isn't finite has reached every rank as such, so nothing of it is left to send. A sum will find it.
+        # Values that aren't finite reach all ranks, so they mustn't stay in the residual. A sum detects them.
         if not sent.finite and not (is_plain(left) and left.sum().isfinite()):
             left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         residuals = zip(sent.states, unpack(left, inputs.bucket, cast=False), strict=True)
@@ -127,16 +127,16 @@ class LossyHook(CommHook):
 
 @arguments.checked("hook")
 def error_feedback(hook: CommHook) -> CommHook:
-    """`hook` with error feedback: what it doesn't send at one step is added to the share of the next.
+    """`hook` with error feedback: what it doesn't send at a step is added to the next step's gradients.
 
     Args:
-        hook: a lossy hook, or a combination of some.
+        hook: a lossy hook, or a combination of lossy hooks.
 
     Returns:
         The same hook with communication state ("residual", one tensor of each parameter's shape).
 
     Raises:
-        StrategyError: the hook is exact, so there is nothing to feed back, or has no error of its own.
+        StrategyError: the hook is exact, or has no compression error to feed back.
 
     Source: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
 
@@ -151,48 +151,48 @@ def error_feedback(hook: CommHook) -> CommHook:
 
 @dataclass(frozen=True)
 class CompressedAllReduce(LossyHook):
-    """A hook that sends messages of bytes: its codec, :meth:`encode` and :meth:`decode`, is all that it defines."""
+    """A lossy hook that sends messages of bytes. Subclasses define the codec, :meth:`encode` and :meth:`decode`."""
 
     phases: ClassVar[int] = 2
     sums: ClassVar[bool] = False
 
     def multiple(self) -> int:
-        """Rows are filled up to a multiple of this many elements: a block. Where it is 1, a row is one block."""
+        """The size of a block: rows are padded to a multiple of it. If it is 1, a row is one block."""
         return 1
 
     def filling(self, last: torch.Tensor) -> torch.Tensor:
-        """The number that fills up a block behind its own numbers, `last`: zero. The filling is cut off after decoding.
+        """The number with which a block is padded after its own numbers, `last`. Decoding drops the padding.
 
-        A codec that computes something over a block which zeros would change, such as a mean, overrides it.
+        A codec overrides it if zeros would change what it computes over a block, such as a mean.
         """
         return last.new_zeros(())
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
-        """Messages, uint8 of shape ``(k, length)``, of `rows`, floating of shape ``(k, m)``.
+        """Encode `rows`, floating of shape ``(k, m)``, to messages, uint8 of shape ``(k, length)``.
 
-        The length is a function of m and the dtype. `key` is for randomness, where the hook has any.
+        The length must be a function of m and the dtype. `key` is for random numbers, if the codec draws any.
         """
         raise NotImplementedError(f"{type(self).__name__} must define encode(rows, key)")
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of shape ``(k, m)`` in new memory."""
+        """Decode messages to rows of shape ``(k, m)``, in new memory."""
         raise NotImplementedError(f"{type(self).__name__} must define decode(messages, m, dtype)")
 
     def add_decoded(self, message: torch.Tensor, to: torch.Tensor) -> None:
-        """Add what :meth:`decode` makes of one message to the row `to`, in place."""
+        """Decode one message, and add the result to the row `to` in place."""
         to.add_(self.decode(message[None], to.numel(), to.dtype)[0])
 
     def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
-        """:meth:`encode`, and make `rows`, in place, what is left of them: less what :meth:`decode` will make of it.
+        """As :meth:`encode`. Also replaces `rows`, in place, by their encoding error.
 
-        Of eager tensors on the CPU alone. A codec that can do both at once in less time overrides it.
+        Only called for eager tensors on the CPU. A codec that can do both in one pass overrides it.
         """
         messages = self.encode(rows, key)
         rows.sub_(self.decode(messages, rows.shape[1], rows.dtype))
         return messages
 
     def keys(self, inputs: BucketInput) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What :meth:`encode` draws its random numbers from, the first and the second time."""
+        """The keys for the random numbers of the first and the second :meth:`encode`."""
         return None, None
 
     def send(self, inputs: BucketInput, *, feedback: bool) -> Compression:
@@ -206,23 +206,24 @@ class CompressedAllReduce(LossyHook):
         return sent, sent.remainder(inputs.flat)
 
     def _sending(self, inputs: BucketInput, feedback: bool, in_place: bool) -> Compression:
-        """:meth:`send`. `in_place`: the codec leaves what it doesn't send in the input; `own` must not be called."""
+        """As :meth:`send`. `in_place`: the input holds the encoding error afterwards; ``own()`` mustn't be called."""
         n, numel, dtype, rank = inputs.axis_size, inputs.flat.numel(), inputs.flat.dtype, inputs.rank
         lot = n * self.multiple()
         m = -(-numel // lot) * self.multiple()
-        last, own_of_last = (numel - 1) // m, (numel - 1) % m + 1  # the last row with own numbers, and how many
+        # the last row that isn't all padding, and its count of numbers without padding
+        last, own_of_last = (numel - 1) // m, (numel - 1) % m + 1
         rows = self._filled(inputs.flat, n * m, m).view(n, m)
         first, second = self.keys(inputs)
         encode = self.encode_and_keep if in_place else self.encode
         outgoing = encode(rows, first)
-        # Decoded before it is sent: the channel may overwrite the buffer.
+        # Decode before sending: the channel may overwrite the buffer.
         mine = self.decode(outgoing, m, dtype) if feedback and not in_place else None
         incoming = yield CollectiveRequest("all_to_all", outgoing)
-        # One message after the other, each while it is in the cache.
+        # Each message is decoded and added while it is in the cache.
         part = self.decode(incoming[:1], m, dtype)[0]
-        for place in range(1, 1 if incoming.is_meta else n):  # shapes alone have nothing to add
+        for place in range(1, 1 if incoming.is_meta else n):  # meta tensors have nothing to add
             self.add_decoded(incoming[place], part)
-        if own_of_last < m and not self._fills_with_zeros:  # a sum of fillings isn't the filling of the sum
+        if own_of_last < m and not self._fills_with_zeros:  # the sum of paddings isn't the padding of the sum
             if not isinstance(rank, int):
                 part = torch.where(rank == last, self._filled(part[:own_of_last], m, m), part)
             elif rank == last:
@@ -251,8 +252,8 @@ class CompressedAllReduce(LossyHook):
         return type(self).filling is CompressedAllReduce.filling
 
     def _filled(self, own: torch.Tensor, length: int, m: int) -> torch.Tensor:
-        """`own`, from the start of a row of `m` numbers on, filled up to `length`."""
-        if len(own) == length or self._fills_with_zeros:  # Inductor is wrong about QSGD's numbers after a cat
+        """`own`, which begins at the start of a row of `m` numbers, padded to `length`."""
+        if len(own) == length or self._fills_with_zeros:  # after a cat, Inductor computes wrong numbers for QSGD
             return torch.nn.functional.pad(own, (0, length - len(own)))
         block = m if self.multiple() == 1 else self.multiple()
         filling = self.filling(own[(len(own) - 1) // block * block :])
@@ -260,7 +261,7 @@ class CompressedAllReduce(LossyHook):
 
 
 def by_greatest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows divided by the greatest size in them, whose squares neither overflow nor vanish; and these, ``(..., 1)``."""
+    """(rows / greatest, greatest): each row's greatest absolute value, so that squares don't overflow or vanish."""
     greatest = rows.abs().amax(-1, keepdim=True)
     greatest = torch.where(greatest == 0, 1, greatest)
     return rows / greatest, greatest
@@ -272,9 +273,9 @@ def to_message(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def from_message(messages: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """`count` numbers of `dtype` from byte `start` of each message, and where they end."""
+    """`count` numbers of `dtype` from byte `start` of each message, and the byte at which they end."""
     end = start + count * dtype.itemsize
     part = messages[:, start:end]
-    if dtype.itemsize > 1:  # whose numbers lie at multiples of their size
+    if dtype.itemsize > 1:  # view_as needs numbers that are aligned to their size
         part = part.clone(memory_format=torch.contiguous_format)
     return view_as(part, dtype), end

@@ -1,11 +1,11 @@
-"""OneBit: a sign for each number and one size for each block.
+"""OneBit: sends a sign for each number, and one magnitude for each block.
 
     C(x) = mean|x| * sign(x)    for each block of x; sign(0) = 1, sign(-0) = -1
 
-Seide et al., "1-bit stochastic gradient descent", 2014, with the scale of Bernstein et al., "signSGD", 2018, and
-Karimireddy et al., "Error feedback fixes SignSGD", 2019: with it |C(x) - x|^2 = (1 - |x|_1^2 / (d |x|^2)) |x|^2 for a
-block of d numbers, so that C is a contraction and error feedback converges. Tang et al., "1-bit Adam", 2021, for the
-two encodings, each with its error fed back.
+Seide et al., "1-bit stochastic gradient descent", 2014; the scale is that of Bernstein et al., "signSGD", 2018, and
+Karimireddy et al., "Error feedback fixes SignSGD", 2019. With it |C(x) - x|^2 = (1 - |x|_1^2 / (d |x|^2)) |x|^2 for a
+block of d numbers, so C is a contraction and error feedback converges. Encoding twice, each time with error feedback,
+is from Tang et al., "1-bit Adam", 2021.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ltx.errors import StrategyError
 from ltx.extend import CHUNK, arguments, chunks, is_plain
 from ltx.hooks.lossy import CompressedAllReduce, from_message, to_message
 
-#: Of the dtypes that numbers travel in: integers of their width, the bit of the sign, the bits of 1.
+#: For each dtype in which numbers are sent: (integer dtype of the same width, the sign's bit, the bits of 1.0).
 _BITS = {
     torch.float32: (torch.int32, -(1 << 31), 0x3F800000),
     torch.float64: (torch.int64, -(1 << 63), 0x3FF0000000000000),
@@ -27,11 +27,11 @@ _BITS = {
 
 @dataclass(frozen=True)
 class OneBit(CompressedAllReduce):
-    """One bit a gradient: about a thirtieth of float32's bytes. Meant to come after some exact steps.
+    """One bit a number, about a thirtieth of float32's bytes. Use it after some steps with exact gradients.
 
     Args:
-        block: numbers that share a size; a multiple of 8.
-        error_feedback: keep what isn't sent for the next step. Without it training stalls far from its goal.
+        block: the number of numbers that share a magnitude; a multiple of 8.
+        error_feedback: keep what isn't sent for the next step. Without it training stops improving early.
 
     Source: Seide et al., 2014; Bernstein et al., "signSGD", 2018; Tang et al., "1-bit Adam", ICML 2021.
 
@@ -54,7 +54,7 @@ class OneBit(CompressedAllReduce):
         return self.block
 
     def filling(self, last: torch.Tensor) -> torch.Tensor:
-        return _mean_size(last.flatten())  # which leaves the block's size as it is
+        return _mean_size(last.flatten())  # padding with the mean doesn't change the block's mean
 
     def encode(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         if is_plain(rows):
@@ -66,7 +66,7 @@ class OneBit(CompressedAllReduce):
         return self._in_chunks(rows, keep=True)
 
     def _in_chunks(self, rows: torch.Tensor, keep: bool) -> torch.Tensor:
-        """:meth:`encode` chunk by chunk; to `keep` is to leave in `rows` what isn't sent."""
+        """:meth:`encode` chunk by chunk. With `keep`, `rows` hold what isn't sent afterwards."""
         k, count = rows.shape[0], rows.shape[1] // self.block
         head, word = count * rows.element_size(), self.block // 8
         messages = torch.empty((k, head + count * word), dtype=torch.uint8)
@@ -80,11 +80,11 @@ class OneBit(CompressedAllReduce):
                 signs, signs_short = (m[: chunk.numel()].view(chunk.shape) for m in (memory, bytes_of))
                 torch.sum(torch.abs(chunk, out=signs).mul_(part), 1, keepdim=True, out=sizes[some])
                 sizes[some].div_(self.block * part)
-                # copysign of 1, in two passes that take two thirds of its time.
+                # As torch.copysign of 1, but in two passes that take two thirds of its time.
                 torch.bitwise_and(chunk.view(whole), minus, out=signs.view(whole)).bitwise_or_(one)
-                # torch converts to int8 five times as fast as it makes booleans.
+                # torch converts to int8 five times faster than it computes booleans.
                 words = signs_short.copy_(signs).view(torch.int64)
-                # Of eight bytes that are 1 or -1, bit 1 tells; the product has them side by side in its highest byte.
+                # Bit 1 tells a byte of 1 from one of -1; the product puts these bits of 8 bytes into its highest byte.
                 gathered = words.bitwise_and_(0x0202020202020202).mul_(0x0081020408102040)
                 bits[some].copy_(gathered.view(torch.uint8)[:, 7::8])
                 if keep:
@@ -109,17 +109,17 @@ class OneBit(CompressedAllReduce):
 
 
 def _mean_size(x: torch.Tensor) -> torch.Tensor:
-    part = 2.0 ** -x.shape[-1].bit_length()  # which rounds nothing, and the sum of so many parts doesn't overflow
+    part = 2.0 ** -x.shape[-1].bit_length()  # a power of two rounds nothing, and keeps the sum from overflowing
     return (x.abs() * part).sum(-1) / (x.shape[-1] * part)
 
 
 def packed(bits: torch.Tensor) -> torch.Tensor:
-    """Eight booleans of the last dimension in a byte, the first in the lowest bit."""
+    """Pack each eight booleans along the last dimension into a byte, the first into the lowest bit."""
     weights = (1 << torch.arange(8, device=bits.device)).to(torch.uint8)
     return (bits.reshape(*bits.shape[:-1], -1, 8) * weights).sum(-1, dtype=torch.uint8)
 
 
 def _signs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The signs that each of the 256 bytes stands for, of shape (256, 8): a bit is set for a minus."""
+    """A table of shape (256, 8): the eight signs of each byte. A set bit means minus."""
     bits = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
     return (1 - 2 * bits).to(dtype)

@@ -1,4 +1,4 @@
-"""Noop, and the names that strategies take in place of a hook."""
+"""Noop, and the names of hooks that strategies accept in place of the hook."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ EXACT = AllReduce()
 
 @dataclass(frozen=True)
 class Noop(CommHook):
-    """No communication, to measure what a step would take if it cost nothing. Ranks go on with their own gradients.
+    """No communication, to measure the time of a step without it. Ranks use their own gradients.
 
-    For training with local gradients use ``ltx.block_backward_sync``, whose derivatives are local too: of what isn't a
-    mean over ranks they raise. ``noop_hook`` of torch.distributed.
+    For training with local gradients use ``ltx.block_backward_sync``, whose derivatives are local too; derivatives of a
+    step with Noop raise, since it isn't a mean over ranks. It is torch.distributed's ``noop_hook``.
 
     Example:
         >>> import torch, ltx
@@ -43,13 +43,13 @@ class Noop(CommHook):
 
     def reduce(self, inputs: BucketInput) -> Reduction:
         return inputs.flat, inputs.states
-        yield  # a generator that asks for nothing
+        yield  # this makes a generator that requests nothing
 
 
 def resolve_hook(strategy: Strategy, field: str, *besides: str) -> CommHook:
-    """The hook in a strategy's `field`. Where that holds the name of a hook, it comes to hold the hook: they are equal.
+    """The hook in a strategy's `field`. If the field holds a hook's name, the hook replaces it, so both compare equal.
 
-    `besides`: names that it may hold too, which the strategy knows what to do with.
+    `besides`: other names that the strategy accepts, for errors.
     """
     value = getattr(strategy, field)
     if isinstance(value, str) and value in NAMES:
@@ -64,6 +64,6 @@ def resolve_hook(strategy: Strategy, field: str, *besides: str) -> CommHook:
 
 
 def resolved(hook: str | CommHook) -> CommHook:
-    """The hook in a field in which :func:`resolve_hook` has put it."""
+    """`hook`, in a field that :func:`resolve_hook` has resolved already."""
     assert isinstance(hook, CommHook)
     return hook

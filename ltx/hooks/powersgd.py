@@ -4,11 +4,11 @@
     P = orthonormalised(M Q),   Q' = M^T P,   M^ = P Q'^T,   e_r = M_r - M^ / n
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", NeurIPS
-2019, algorithm 1 and 2. M Q and M^T P are sums over ranks, so two all-reduces of thin matrices stand for one of the
+2019, algorithm 1 and 2. M Q and M^T P are sums over ranks, so two all-reduces of thin matrices replace one of the
 gradient, and M^ is the projection of M on the columns of P. With the last Q' as the next Q (warm start) the iteration
-goes on from step to step; with more iterations a step, M^ comes to the best matrix of that rank. The residual holds the
-rank's own share minus its part of the result, as in algorithm 2. P and Q are held transposed, which is how products
-with them are fastest.
+continues from step to step; with more iterations a step, M^ approaches the best matrix of that rank. The residual is
+the rank's own share minus its part of the result, as in algorithm 2. P and Q are held transposed, since products with
+them are then fastest.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Q = "q"
 
 @dataclass(frozen=True)
 class PowerHook(LossyHook):
-    """What PowerSGD and BatchedPowerSGD share: their fields and the power iteration.
+    """The base of PowerSGD and BatchedPowerSGD: their fields.
 
     Args:
-        rank: columns of the thin matrices.
-        start_step: before this synchronised step the hook is the plain all-reduce of the exact mean, and nothing is
-            compressed: for the first 1,000 steps unless told otherwise, as in torch. 0 compresses from the start.
-        warm_start: begin each power iteration where the last one ended; else with new random matrices.
-        seed: of the random matrices, the same on all ranks.
+        rank: the number of columns of the thin matrices.
+        start_step: before this synchronised step the hook is the all-reduce of the exact mean, and nothing is
+            compressed; by default for 1,000 steps, as in torch. 0 compresses from the start.
+        warm_start: begin each power iteration with the last one's result; else with new random matrices.
+        seed: the seed of the random matrices, which are the same on all ranks.
         error_feedback: keep what the low rank leaves out for the next step.
     """
 
@@ -88,16 +88,16 @@ class PowerHook(LossyHook):
 
 @dataclass(frozen=True)
 class PowerSGD(PowerHook):
-    """Low-rank gradients: each parameter of two and more dimensions as ``(shape[0], the rest)``, from `start_step` on.
+    """Low-rank gradients: a parameter of two or more dimensions is a matrix ``(shape[0], the rest)``.
 
-    Vectors, scalars and matrices that low rank wouldn't make smaller travel whole, with the first of the two sums.
-    Buckets after the first hold four times the bytes that the strategy says, as far less than that is sent of them.
+    Vectors, scalars and matrices that low rank wouldn't make smaller are sent uncompressed, with the first of the two
+    sums. Buckets after the first hold four times the strategy's bytes, since far less than that is sent.
 
     Args:
         rank, start_step, warm_start, seed, error_feedback: as in :class:`PowerHook`.
-        min_compression_rate: matrices for which the thin ones aren't this many times smaller travel whole.
-        iterations: of the power iteration in a step, each of which sends both thin matrices. With error feedback and
-            warm start one is nearly as good as the best approximation; without them more come closer to it.
+        min_compression_rate: matrices that low rank makes smaller by less than this factor are sent uncompressed.
+        iterations: the number of power iterations in a step, each of which sends both thin matrices. With error
+            feedback and warm start one is nearly as good as the best approximation; without them more are better.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019; torch.distributed's powerSGD_hook for the fields.
 
@@ -146,7 +146,7 @@ class PowerSGD(PowerHook):
         parts, n = inputs.flat.split(inputs.bucket.sizes), inputs.axis_size
         matrices = [parts[m].view(rows, columns) for m, rows, columns, _ in thin]
         starts = [self._start(inputs, m, columns, r) for m, _, columns, r in thin]
-        # Of all ways to write this product the one in which BLAS is fastest, three times as fast as its transpose.
+        # This form of the product is BLAS' fastest, three times as fast as its transpose.
         firsts = multiply_all(matrices, [start.mT for start in starts])
         request = CollectiveRequest("psum", _joined([*firsts, *(parts[m] for m in whole)]))
         *firsts, whole_sums = _cut((yield request), firsts)
@@ -158,7 +158,7 @@ class PowerSGD(PowerHook):
             norms = row_norms(seconds)
             regular = is_plain(inputs.flat) and (not norms or bool(_regular(torch.cat(norms)).all()))
             if left or self.warm_start:
-                # Where a row is zero or not finite the last start's, so that the next iteration isn't stuck with it.
+                # A row that is zero or not finite keeps the last start, or all further iterations would stay there.
                 starts = [
                     second / norm if regular else torch.where(_regular(norm), second / norm, start)
                     for second, norm, start in zip(seconds, norms, starts, strict=True)
@@ -172,29 +172,30 @@ class PowerSGD(PowerHook):
                 states[m][Q] = start
         products = {m: pair for (m, *_), pair in zip(thin, zip(firsts, seconds, strict=True), strict=True)}
         sums = dict(zip(whole, whole_sums.split([parts[m].numel() for m in whole]), strict=True))
-        # Over all ranks a part of 1/n each adds up to the total.
+        # 1/n of the total on each of n ranks adds up to the total.
         early = feedback and is_plain(inputs.flat)
         total = _assembled(parts, products, sums, 1 / n if early else None)
 
         def remainder(corrected: torch.Tensor) -> torch.Tensor:
             if not early:
                 corrected.sub_(total, alpha=1 / n)
-            if request.sent is not None:  # another hook has done the sums, so what travels whole has a residual too
+            # an inner hook has done the sums, so uncompressed parameters have a residual too
+            if request.sent is not None:
                 sent = _cut(request.sent(), firsts)[-1].split([parts[m].numel() for m in whole])
                 for m, mine in zip(whole, sent, strict=True):
                     unpack(corrected, inputs.bucket, cast=False)[m].view(-1).add_(sums[m], alpha=1 / n).sub_(mine)
             return corrected
 
-        # NaN or inf anywhere in a matrix makes all of its second product NaN: nobody has to look for them.
+        # NaN or inf in a matrix makes its whole second product NaN, so `regular` has found them.
         return CompressionResult(total, lambda: total / n, states, remainder, finite=regular and request.sent is None)
 
 
 @dataclass(frozen=True)
 class BatchedPowerSGD(PowerHook):
-    """Low-rank gradients: a whole bucket as one matrix, as square as may be; the few numbers left over travel whole.
+    """Low-rank gradients: a bucket as one matrix that is nearly square; the few numbers left over are uncompressed.
 
-    Fewer and larger products than :class:`PowerSGD`, and a worse approximation. The random matrices are new at every
-    step: state belongs to parameters, and a bucket's isn't any one's.
+    It takes fewer and larger products than :class:`PowerSGD`, and approximates worse. The random matrices are new at
+    every step: state belongs to a parameter, and a bucket has several.
 
     Args:
         rank, start_step, seed, error_feedback: as in :class:`PowerHook`.
@@ -208,7 +209,7 @@ class BatchedPowerSGD(PowerHook):
     """
 
     phases: ClassVar[int] = 2
-    bucket_factor: ClassVar[int] = 1  # a bucket is a matrix, and a larger one is approximated worse
+    bucket_factor: ClassVar[int] = 1  # a larger bucket is a larger matrix, which is approximated worse
 
     warm_start: bool = field(default=False, init=False, repr=False)
 
@@ -223,7 +224,7 @@ class BatchedPowerSGD(PowerHook):
         first = orthonormal(first)
         second = yield CollectiveRequest("psum", first @ matrix)
         total = _joined([first.mT @ second, rest])
-        finite = is_plain(second) and bool(_joined([second, rest]).isfinite().all())  # see PowerSGD
+        finite = is_plain(second) and bool(_joined([second, rest]).isfinite().all())  # as in PowerSGD.send
 
         def remainder(corrected: torch.Tensor) -> torch.Tensor:
             return corrected.sub_(total, alpha=1 / n)
@@ -242,14 +243,14 @@ def _thin(shape: torch.Size, rank: int, rate: float) -> tuple[int, int, int] | N
 
 @lru_cache(maxsize=1024)
 def _layout(bucket: Bucket, rank: int, rate: float) -> tuple[tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
-    """((place, rows, columns, rank) of each matrix, places of what travels whole)"""
+    """((place, rows, columns, rank) of each matrix, places of the uncompressed parameters)."""
     found = [_thin(leaf.shape, rank, rate) for leaf in bucket.leaves]
     thin = tuple((place, *matrix) for place, matrix in enumerate(found) if matrix is not None)
     return thin, tuple(place for place, matrix in enumerate(found) if matrix is None)
 
 
 def _regular(norms: torch.Tensor) -> torch.Tensor:
-    """Which are positive and finite."""
+    """Which norms are positive and finite."""
     return (norms > 0) & (norms < inf)
 
 
@@ -258,7 +259,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of `flat` in the shapes of `like`, and what is left."""
+    """Cut `flat` into parts with the shapes of `like`, and the rest."""
     sizes = [t.numel() for t in like]
     parts = flat.split([*sizes, flat.numel() - sum(sizes)])
     return [*(part.view(t.shape) for part, t in zip(parts, like, strict=False)), parts[-1]]
@@ -270,9 +271,9 @@ def _assembled(
     sums: dict[int, torch.Tensor],
     less: float | None,
 ) -> torch.Tensor:
-    """The flat total: part m is the product of its two thin matrices, or given in `sums`.
+    """The flat total: part m is the product of its two thin matrices, or is given in `sums`.
 
-    With `less`, that much of the total is taken off the parts, each while it is in the cache.
+    With `less`, this factor times the total is subtracted from `parts`, each part while it is in the cache.
     """
     if not is_plain(parts[0]):
         firsts, seconds = ([pair[place] for pair in products.values()] for place in range(2))
@@ -291,12 +292,12 @@ def _assembled(
     return total
 
 
-#: Numbers of a matrix whose products take less on an accelerator than the calls that start them.
+#: Below this many numbers, an accelerator takes less time for a matrix' product than for the call that starts it.
 _SMALL = 1 << 20
 
 
 def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The product of each pair; on an accelerator those of equal shapes in one call, if they are small."""
+    """The product of each pair. On an accelerator, small products of equal shapes are one call."""
     results = [torch.empty(0)] * len(lefts)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, (left, right) in enumerate(zip(lefts, rights, strict=True)):
@@ -313,7 +314,7 @@ def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) 
 
 
 def row_norms(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each row, as columns."""
+    """The norms of each matrix' rows, as a column."""
     if not matrices or not prefers_few_calls(matrices[0]):
         return [torch.linalg.vector_norm(x, dim=-1, keepdim=True) * most for x, most in map(by_greatest, matrices)]
     rows = [row for matrix in matrices for row in matrix]
@@ -329,7 +330,7 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None
     if len(left) > 2:
         torch.mm(left.mT, right, out=matrix)
         return
-    # Matrix products aren't made for an inner dimension of one or two: half the time without.
+    # With an inner dimension of 1 or 2, elementwise products take half the time of a matrix product.
     columns, rows = left.unsqueeze(2).unbind(), right.unbind()
     torch.mul(columns[0], rows[0], out=matrix)
     for column, row in zip(columns[1:], rows[1:], strict=True):
@@ -337,8 +338,8 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None
 
 
 def orthonormal_all(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The transposes of `matrices`, each of shape ``(length, r)``, with orthonormal rows: :func:`orthonormal` of all at
-    once, padded with zeros, which change nothing.
+    """The transposes of `matrices`, each of shape ``(length, r)``, with orthonormal rows: one :func:`orthonormal` of
+    all, padded with zeros, which don't change the result.
     """
     if not matrices:
         return []
@@ -355,10 +356,10 @@ def orthonormal_all(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def orthonormal(matrices: torch.Tensor) -> torch.Tensor:
-    """Orthonormal rows with the span of the rows of `matrices`, of shape ``(k, r, length)``; in place of a row that
-    depends on those before it, zeros.
+    """Orthonormal rows with the span of the rows of `matrices`, of shape ``(k, r, length)``. A row that depends on
+    earlier rows becomes zeros.
 
-    Gram and Schmidt, each row projected twice ("twice is enough", Giraud, Langou and Rozložník, 2005).
+    Gram-Schmidt, with two projections of each row ("twice is enough", Giraud, Langou and Rozložník, 2005).
     """
     matrices, _ = by_greatest(matrices)
     norms = torch.linalg.vector_norm(matrices, dim=-1, keepdim=True)
@@ -370,7 +371,7 @@ def orthonormal(matrices: torch.Tensor) -> torch.Tensor:
             for _ in range(2):
                 rest = torch.baddbmm(rest, rest.bmm(done.mT), done, alpha=-1)
             norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
-        # NaN is no smaller than anything, so it stays.
+        # Comparisons with NaN are false, so a NaN stays.
         row = torch.where(norm <= limits[:, place : place + 1], 0, rest / norm)
         done = torch.cat([done, row], 1) if place else row
     return done

@@ -1,11 +1,11 @@
-"""TopK and RandomK: some numbers of each bucket, the others later.
+"""TopK and RandomK: send some numbers of each bucket; error feedback sends the others later.
 
     TopK:     C(x) = x where |x| is among the k greatest of a row, else 0         |C(x) - x|^2 <= (1 - k/d) |x|^2
     RandomK:  C(x) = x at one random place of each of k strata, else 0          E|C(x) - x|^2 =  (1 - k/d) |x|^2
 
-Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017, and Stich, Cordonnier and Jaggi,
-"Sparsified SGD with memory", NeurIPS 2018, where the bounds are (definition 2.1). RandomK's places are the same on all
-ranks, so that a sum of k numbers is all that travels.
+Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; the bounds are from Stich,
+Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018, definition 2.1. RandomK's places are the same on all
+ranks, so that only a sum of k numbers is sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ltx.errors import StrategyError
 from ltx.extend import CHUNK, BucketInput, CollectiveRequest, brief, chunks, is_plain, noise
 from ltx.hooks.lossy import CompressedAllReduce, Compression, CompressionResult, LossyHook, from_message, to_message
 
-#: Rows of at least this many numbers are sampled, every so many of them; a prime, so that all columns are sampled.
+#: In rows of at least _LONG numbers, every _EVERY-th is sampled. A prime, so that all columns of a matrix are sampled.
 _LONG, _EVERY = 1 << 16, 101
 
 
@@ -32,11 +32,11 @@ def _check_ratio(hook: TopK | RandomK) -> None:
 
 @dataclass(frozen=True)
 class TopK(CompressedAllReduce):
-    """The greatest numbers of each rank's part of a bucket, as values and places.
+    """Sends the greatest numbers of each rank's part of a bucket, with their places.
 
     Args:
-        ratio: the part of the numbers that is sent, at least one of each row.
-        error_feedback: keep the others for the next step. Without it they are lost.
+        ratio: the fraction of the numbers that is sent; at least one of each row.
+        error_feedback: keep the other numbers for the next step. Without it they are lost.
 
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017.
 
@@ -86,18 +86,18 @@ class TopK(CompressedAllReduce):
 def greatest(row: torch.Tensor, count: int) -> torch.Tensor:
     """The places of the `count` greatest absolute values of a long row, as topk finds them, in a sixth of its time.
 
-    A sample says from where on a number may be among them; only those that may be are sorted. Should it have been
-    wrong, all are, so that the result is exact whatever the sample; and nothing is random.
+    A sample gives a threshold, and only the numbers above it are sorted. If fewer than `count` are above it, all are
+    sorted: the result is exact whatever the sample is. Nothing is random.
     """
     sample = row[::_EVERY].abs()
     expected = count * len(sample) / len(row)
     least = torch.topk(sample, min(len(sample), int(expected + 3 * expected**0.5) + 2), sorted=False).values.amin()
-    if least > 0:  # and not NaN
+    if least > 0:  # false for NaN too
         memory, below = row.new_empty(min(CHUNK, len(row))), torch.empty(min(CHUNK, len(row)), dtype=torch.bool)
         found = []
         for some in chunks(len(row)):
             size = torch.abs(row[some], out=memory[: some.stop - some.start])
-            candidates = torch.lt(size, least, out=below[: len(size)]).logical_not_()  # NaN is one
+            candidates = torch.lt(size, least, out=below[: len(size)]).logical_not_()  # "not less" includes NaN
             found.append(candidates.nonzero().view(-1).add_(some.start))
         places = torch.cat(found)
         if len(places) >= count:
@@ -107,13 +107,13 @@ def greatest(row: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RandomK(LossyHook):
-    """Numbers at random places, the same on all ranks, one in each stretch of 1/ratio.
+    """Sends numbers at random places, the same on all ranks: one in each stretch of 1/ratio numbers.
 
     Args:
-        ratio: the part of the numbers that is sent.
-        seed: of the places, which are a function of seed, step and bucket.
-        error_feedback: keep the others for the next step. Without it what is sent is scaled up by the length of its
-            stretch, so that the expectation is the mean.
+        ratio: the fraction of the numbers that is sent.
+        seed: the places are a function of this seed, the step and the bucket.
+        error_feedback: keep the other numbers for the next step. Without it a number that is sent is multiplied by the
+            length of its stretch, so that the expectation is the mean.
 
     Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018, definition 2.1.
 
@@ -139,9 +139,9 @@ class RandomK(LossyHook):
         edges = torch.arange(count + 1, device=flat.device) * numel // count
         lengths = edges.diff()
         key = noise.key_of(self.seed, inputs.step, inputs.bucket.index, device=flat.device)
-        # In float64, in which a length times a number below 1 stays below the length.
+        # In float64, a length times a number below 1 stays below the length.
         places = edges[:-1] + (noise.uniform(key, count, torch.float64) * lengths).long()
-        # What isn't finite has to arrive wherever it is. Not as 0 * low, which Inductor takes for 0.
+        # NaN and inf have to arrive from any place. Written without 0 * low, which Inductor folds to 0.
         low, high = flat.aminmax()
         values = flat[places] + (low - low) + (high - high)
         if not self.error_feedback:
