@@ -1,4 +1,4 @@
-"""The command line: ``ltx run`` starts a script on several ranks, ``ltx demo`` the demo, ``ltx doctor`` looks about."""
+"""The command line: ``ltx run`` starts a script on several ranks, ``ltx demo`` runs the demo, ``ltx doctor`` checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ltx.demo import train as demo_train
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point of ``ltx``: run a command, return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["run"]:  # everything behind it belongs to torchrun and to the script
+    if arguments[:1] == ["run"]:  # all other arguments belong to torchrun and to the script
         return _run(arguments[1:])
     parsed = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = parsed.function
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# Each command imports what it needs.
+# Each command imports its own module, so that the others needn't be imported.
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -70,7 +70,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _demo(parsed: argparse.Namespace) -> int:
     threads = max(1, cores() // parsed.ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # unset, torchrun warns
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun warns if it isn't set
     options = demo_train.Options.of(parsed).arguments()
     return _run(["-n", str(parsed.ranks), "-m", "ltx.demo.train", *options])
 

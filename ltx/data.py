@@ -1,12 +1,12 @@
-"""The data of a run: DataPosition, its progress, and uneven, for ranks with different numbers of batches.
+"""The data of a run: DataPosition counts the samples done, uneven lets ranks have different numbers of batches.
 
-Beside them share_out gives each rank its share of any items, and rank_zero_first lets rank 0 prepare files for all.
+share_out gives each rank its share of any items, and rank_zero_first lets rank 0 prepare files for all.
 
-With a DataPosition a step takes the next ``batch_size`` samples of the epoch's order, and the ranks share these out. So
+With a DataPosition a step takes the next ``batch_size`` samples of the epoch's order, which are divided among ranks. So
 a step's samples don't depend on the number of ranks, which may change between any two steps.
 
-If a rank has no data left, Horovod's ``join()`` and torch's ``Join`` answer the peers' collectives outside of the step.
-With uneven the rank goes on calling the step, on placeholders of weight 0: there is one path through the step.
+When a rank has no data left, Horovod's ``join()`` and torch's ``Join`` answer the other ranks' collectives outside of
+the step. With uneven the rank keeps calling the step, on placeholders of weight 0, so all ranks run the same code.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ltx.typing import Tree
 
 Items = TypeVar("Items")
 
-# What the seed of a torch.Generator may be, twice over: that of an epoch is the sum of two of these.
+# Half of the largest seed of a torch.Generator: the seed of an epoch is the sum of two such numbers.
 _LARGEST = (1 << 62) - 1
 
 
 @dataclass(frozen=True)
 class DataPosition:
-    """The next samples of a run, as an immutable value; each step makes the next value.
+    """Which samples of a run come next: an immutable value, from which each step makes the next value.
 
     In an epoch every sample comes exactly once, even if the number of ranks changes. The order of epoch ``e`` is
     ``torch.randperm`` with the seed ``seed + e``, as in torch's DistributedSampler, but without padding. The last step
@@ -41,13 +41,13 @@ class DataPosition:
 
     Attributes:
         length: the number of samples in the data.
-        batch_size: the number of samples of a step, on all ranks together. seed: orders are drawn from it; the same on
-            every rank.
+        batch_size: the number of samples of a step, on all ranks together.
+        seed: the orders of samples are drawn from it; it must be the same on every rank.
         epoch: the number of epochs done.
         done: the number of this epoch's samples that are done.
-        shuffle: False: every epoch goes through the samples in their own order.
-        weighted: ranks may get unequal numbers of samples, or none, because the step returns an :class:`ltx.Weighted`.
-            Otherwise unequal numbers are refused: the mean of ranks' means would be wrong.
+        shuffle: if False, every epoch goes through the samples in the order of their indices.
+        weighted: True allows ranks to get unequal numbers of samples, or none, because the step returns an
+            :class:`ltx.Weighted`. Otherwise that is refused, since the mean of ranks' means would be wrong.
 
     Raises:
         InputError: (a ValueError) a field is out of its range.
@@ -83,14 +83,14 @@ class DataPosition:
 
     @property
     def step_size(self) -> int:
-        """How many samples the next step takes, on all ranks together."""
+        """The number of samples of the next step, on all ranks together."""
         return min(self.batch_size, self.length - self.done)
 
     def indices(self, rank: int = 0, size: int = 1) -> torch.Tensor:
-        """The samples that `rank` of `size` takes in the next step: int64, 1-dim; unequal numbers differ by one.
+        """The samples that `rank` of `size` takes in the next step: int64, 1-dim; numbers differ by at most 1.
 
         Raises:
-            InputError: (a ValueError) they can't be shared out equally, and the position isn't `weighted`.
+            InputError: (a ValueError) the samples can't be divided equally, and the position isn't `weighted`.
         """
         if not 0 <= rank < size:
             raise InputError(f"DataPosition.indices: expected a rank from 0 to {size - 1}, got {rank}.")
@@ -99,23 +99,23 @@ class DataPosition:
         return together[rank::size].clone()
 
     def after_step(self) -> DataPosition:
-        """The position once a step has taken its samples; after the last of an epoch, at the start of the next."""
+        """The position after the next step: after an epoch's last step, it is at the start of the next epoch."""
         done = self.done + self.step_size
         return replace(self, epoch=self.epoch + 1, done=0) if done == self.length else replace(self, done=done)
 
     def check_sizes(self, fewest: int, most: int) -> None:
-        """Raise InputError unless all steps of an epoch can be shared out among each number of ranks in that range."""
+        """Raise InputError unless each number of ranks from `fewest` to `most` can divide all steps of an epoch."""
         for size in range(fewest, most + 1):
             for taken in self._step_sizes:
                 self._check_divides(taken, size)
 
     def fits(self, size: int) -> bool:
-        """Whether all steps of an epoch can be shared out among `size` ranks."""
+        """Whether the samples of each step of an epoch can be divided among `size` ranks."""
         return self.weighted or not any(taken % size for taken in self._step_sizes)
 
     @property
     def _step_sizes(self) -> tuple[int, int]:
-        """What the steps of an epoch take: all but the last, and that one; 0 if it takes as much."""
+        """(samples of each step of an epoch, samples of a shorter last step: 0 if there is none)."""
         return min(self.batch_size, self.length), self.length % self.batch_size
 
     def _check_divides(self, taken: int, size: int) -> None:
@@ -130,11 +130,11 @@ class DataPosition:
 
 @lru_cache(maxsize=2)
 def _order(length: int, seed: int, shuffle: bool) -> torch.Tensor:
-    """The order of an epoch. It is cached, so callers don't write to it."""
+    """The order of an epoch. The tensor is cached: don't write to it."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(length)
 
 
-# The numbers that a rank tells its peers at each step.
+# What a rank tells its peers at each step.
 _DONE, _HAS_DATA, _FAILED = 0, 1, 2
 
 
@@ -145,15 +145,15 @@ def uneven(
     divisor: Literal["data", "all"] = "data",
     stop: Literal["last", "first"] = "last",
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Every rank's batches, on all ranks for as long as any rank has one.
+    """Iterate over this rank's batches, on all ranks for as long as any rank has a batch.
 
-    Every rank iterates over its own iterable and takes the same number of turns, that of the longest iterable. A rank
-    that has run out gets placeholders. Each turn costs one all_gather of an integer, and waits for the slowest rank.
+    Ranks iterate over their own iterables for the same number of turns: that of the longest iterable. A rank without
+    further batches gets placeholders. Each turn costs one all_gather of an integer, and waits for the slowest rank.
 
     Args:
-        iterable: this rank's batches, trees of any structure; ranks may differ. It may be empty.
+        iterable: this rank's batches, trees of any structure, which may differ between ranks. It may be empty.
         axis: as in :func:`ltx.psum`, at the time of this call.
-        divisor: what `weight` makes of the loss ``l_r`` of a batch, with a of n ranks having data at that step:
+        divisor: how `weight` scales the loss ``l_r`` of a batch, if a of the n ranks have data at that step:
 
             ================================================  =================  ================
             what the data-parallel step returns               ``"data"``         ``"all"``
@@ -163,38 +163,37 @@ def uneven(
             ``ltx.Weighted(weight * loss, 1.0)``              ``sum l_r / a``    ``sum l_r / n``
             ================================================  =================  ================
 
-            The sums go over the ranks with data; they are values (with ``outputs="mean"``, where the step isn't
-            Weighted) and gradients alike. "all" is how Horovod's ``join`` and torch's ``Join`` divide; there the
-            last batches count less. For the mean over samples return
-            ``ltx.Weighted(sum of losses * (weight > 0), len(batch) * (weight > 0))`` with either.
-        stop: "last" goes on until the last rank has run out. "first" stops all ranks as soon as one has run out: there
-            are no placeholders and all weights are 1. The other ranks have taken one more batch from their iterables
-            by then, which is dropped.
+            Sums are over ranks with data. The table holds for gradients, and for values (with ``outputs="mean"``, if
+            the step isn't Weighted). Horovod's ``join`` and torch's ``Join`` divide as "all" does, so that the last
+            batches count less. To get the mean over samples with either divisor, return
+            ``ltx.Weighted(sum of losses * (weight > 0), len(batch) * (weight > 0))``.
+        stop: "last" goes on until the last rank has no more batches. "first" stops all ranks as soon as one has none:
+            there are no placeholders, and all weights are 1. By then the other ranks have taken one more batch from
+            their iterables, which is dropped.
 
     Yields:
-        ``(batch, weight)``. `weight` is a 0-dim float32 tensor on the CPU: for a batch n / a or 1, by `divisor`; for a
-        placeholder 0. A placeholder has the structure, shapes, dtypes and devices of this rank's last batch, or of the
-        first batch of another rank if it never had one, with zeros for values; leaves that aren't tensors are those of
-        that batch. In a world of one all weights are 1.
+        ``(batch, weight)``. `weight` is a 0-dim float32 tensor on the CPU: n / a or 1 for a batch, by `divisor`; 0 for
+        a placeholder. A placeholder has the structure, shapes, dtypes and devices of this rank's last batch (of another
+        rank's first batch if this rank had none). Its tensors are zeros; leaves that aren't tensors are those of that
+        batch. In a world of one all weights are 1.
 
-        A loss on zeros may be NaN, and so is 0 * NaN, which reaches every rank. Where that can be, either don't call
-        the loss (``ltx.Weighted(loss, 1) if weight > 0 else ltx.Weighted(torch.zeros(()), 0)``, if the step has no
-        collectives of its own), or give it harmless inputs: ``x = torch.where(weight > 0, x, 1.0)``.
-        ``torch.where(weight > 0, loss, 0.0)`` saves the value, but not the gradient of a loss that has none there;
-        :func:`ltx.weighted_mean` does the same for metrics. A placeholder's samples count in what the step itself
-        communicates, such as the statistics of ``ltx.nn.sync_batch_norm``: leave them out there, with
-        ``x = x[: len(x) * int(weight > 0)]``.
+        A loss on zeros may be NaN, and 0 * NaN is NaN, which reaches every rank. If your loss is like that, either
+        don't call it for placeholders (``ltx.Weighted(loss, 1) if weight > 0 else ltx.Weighted(torch.zeros(()), 0)``,
+        if the step itself issues no collectives), or give it harmless inputs: ``x = torch.where(weight > 0, x, 1.0)``.
+        ``torch.where(weight > 0, loss, 0.0)``, as in :func:`ltx.weighted_mean` for metrics, makes the value finite, but
+        not the gradient. A placeholder's samples also count in what the step itself communicates, such as the
+        statistics of ``ltx.nn.sync_batch_norm``: leave them out there, with ``x = x[: len(x) * int(weight > 0)]``.
 
     Gradient:
         Batches and weights are constants.
 
     Raises:
-        DataError: on every rank, when the iterable of one raised something; that rank's error is the cause there. In a
-            world of one its error comes through as it is.
-        TypeError: on every rank, if a rank has no batch at all and the leaves of the batch that it takes the structure
-            from can't be pickled.
+        DataError: raised on every rank when the iterable of one rank raised an error, which is its cause on that rank.
+            In a world of one the error itself is raised.
+        TypeError: raised on every rank if a rank has no batch at all, and the batch of which it gets placeholders has
+            leaves that can't be pickled.
         AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
-        InputError: `divisor` or `stop` is something else.
+        InputError: `divisor` or `stop` has another value.
 
     Example:
         >>> import torch, ltx
@@ -203,7 +202,7 @@ def uneven(
         tensor([1., 2.]) tensor(1.)
         tensor([3.]) tensor(1.)
 
-    A loop that may leave early must do so on every rank at the same step.
+    If a loop ends early, it must end on every rank at the same step.
 
     Source: Horovod's ``hvd.join``; torch.distributed.algorithms.Join, whose ``divide_by_initial_world_size`` is
     `divisor` and whose ``throw_on_early_termination`` is ``stop="first"``, without the exception.
@@ -237,7 +236,7 @@ def _weight(value: float) -> torch.Tensor:
 
 def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iterator[tuple[Any, torch.Tensor]]:
     batches: Iterator[Any] | None = None
-    last: Tree = None  # how the last batch looked
+    last: Tree = None  # the structure, shapes and dtypes of the last batch
     state, error, first = _HAS_DATA, None, True
     while True:
         batch = None
@@ -250,7 +249,7 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iter
                 last = tree.map(_Blank.of, batch)
             except StopIteration:
                 state = _DONE
-            except Exception as raised:  # any error is told, as the others wait for this rank
+            except Exception as raised:  # tell any error, since the others wait for this rank
                 state, error = _FAILED, raised
         states = [states for (states,) in told("uneven", [state], axis)]
         if _FAILED in states:
@@ -267,12 +266,12 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iter
             yield batch, _weight(share)
         else:
             yield tree.map(lambda x: x.zeros() if isinstance(x, _Blank) else x, last), _weight(0.0)
-        del batch  # the batch isn't kept while the next one is made
+        del batch  # free the batch before the next one is made
 
 
 @dataclass(frozen=True)
 class _Blank:
-    """What is left of a tensor in a batch that has gone by."""
+    """The properties of a tensor of an earlier batch, which is no longer kept."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -288,7 +287,7 @@ class _Blank:
         return _Blank(leaf.shape, leaf.dtype, leaf.device, leaf.layout)
 
     def anywhere(self) -> _Blank:
-        """The same on the device of this kind that another process uses."""
+        """The same, on another process' device of the same type."""
         return _Blank(self.shape, self.dtype, torch.device(self.device.type), self.layout)
 
     def zeros(self) -> torch.Tensor:
@@ -310,26 +309,26 @@ def _text(error: BaseException | None) -> str:
 
 @arguments.checked("pad")
 def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
-    """This rank's share of items that every rank holds: texts, paths, samples of any kind, in any number.
+    """This rank's share of items that every rank has: any number of texts, paths or samples of any kind.
 
-    The shares lie one behind the other, so that ``sum(ltx.all_gather_object(share), [])`` is the whole list again.
-    :func:`ltx.shard` is for batches of tensors, in equal parts.
+    The shares are consecutive, so ``sum(ltx.all_gather_object(share), [])`` is the whole list again. For batches of
+    tensors, in equal parts, use :func:`ltx.shard`.
 
     Args:
-        items: a list, tuple or tensor, or a dict of such, all of one length.
+        items: a list, tuple or tensor, or a dict of these, all of one length.
         axis: as in :func:`ltx.psum`.
-        pad: all shares have one length; the last item fills up those that would be shorter. So ranks can communicate
-            in each turn of a loop over their shares. Cut what comes of the padding: ``whole[: len(items)]``.
+        pad: make all shares of equal length by repeating the last item. Then ranks can communicate in each turn of a
+            loop over their shares. Drop the results for the padding: ``whole[: len(items)]``.
 
     Returns:
-        What each rank sees: its share, a container like `items`. Without `pad` lengths differ by one at most.
+        What each rank sees: its share, of the type of `items`. Without `pad` lengths differ by one at most.
 
     Raises:
-        InputError: (a ValueError) `items` is something else, or lengths in a dict differ.
+        InputError: (a ValueError) `items` has another type, or lengths in a dict differ.
         UnsupportedError: a tensor is sparse or nested.
         AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
 
-    Source: accelerate's ``split_between_processes``, whose padding is each share's own last item.
+    Source: accelerate's ``split_between_processes``, which pads each share with its own last item.
 
     Example:
         >>> import ltx
@@ -364,19 +363,19 @@ def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
 
 @contextmanager
 def rank_zero_first(axis: Any = None) -> Iterator[None]:
-    """``with rank_zero_first():`` rank 0 runs the block, and then the others do: it downloads, they read.
+    """``with rank_zero_first():`` rank 0 runs the block first, to download a file, say; then the others run it.
 
     Args:
-        axis: as in :func:`ltx.psum`, at the time of this call. With that of a node's ranks
-            (:func:`ltx.axis_from_group`) the first rank of each node goes first, for what lies on a disk of its own.
+        axis: as in :func:`ltx.psum`, at the time of this call. With the axis of a node's ranks
+            (:func:`ltx.axis_from_group`) the first rank of each node runs first, for files on each node's own disk.
 
-    The others wait for at most the world's `timeout`, see :func:`ltx.init`. Nothing may communicate in the block.
+    The others wait for at most the world's `timeout`, see :func:`ltx.init`. The block mustn't communicate.
 
     Raises:
-        DataError: on the other ranks, when the block has raised something on rank 0, where that comes through as it is.
+        DataError: on the other ranks, when the block has raised an error on rank 0, which itself raises that error.
         AxisError: the axis is one of ``ltx.vmap``, or isn't in scope.
 
-    Source: Lightning Fabric's ``rank_zero_first`` and accelerate's ``main_process_first``; in these the others go on
+    Source: Lightning Fabric's ``rank_zero_first`` and accelerate's ``main_process_first``, in which the others go on
     after an error.
 
     Example:

@@ -1,8 +1,8 @@
-"""The messages of a training step, as values, found from shapes alone before anything runs.
+"""The messages of a training step, found from shapes alone before anything runs.
 
-A strategy's own methods are driven on the meta device, and what they ask for is written down. So what is counted is
-what a step will issue, and not a formula beside it: :func:`ltx.profile.explain` shows it for one step,
-:func:`ltx.profile.plan` takes the time of it.
+A strategy's own methods run on the meta device, and the collectives that they ask for are recorded. So the result is
+what a step will really issue, and not a separate formula. :func:`ltx.profile.explain` shows it for one step,
+:func:`ltx.profile.plan` computes times from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from ltx import hooks
 from ltx.core import comm
 from ltx.core.base import tree
-from ltx.core.base.readable import format_bytes as format_bytes  # what strategies may import
+from ltx.core.base.readable import format_bytes as format_bytes  # re-exported for strategies
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.comm_hook import reduce_at_once, states_of
 from ltx.core.gradients.pending import Exchange
@@ -39,25 +39,25 @@ class Collective:
     """One collective that a bucket will issue."""
 
     operation: str  # as in :class:`ltx.hooks.CollectiveRequest`
-    buffer: str  # dtype and shape of what goes in, as "float16[99]"
+    buffer: str  # dtype and shape of the input, as "float16[99]"
     nbytes: int  # bytes that this rank sends for it, as :func:`ltx.profile.record` will count them
-    ranks: int  # how many take part
+    ranks: int  # the number of ranks that take part
     between: tuple[int, int] = field(compare=False)  # the first and the last of these ranks
 
 
 @dataclass(frozen=True)
 class BucketExplanation:
-    """The messages of one bucket, of gradients or of a strategy's exchange."""
+    """The messages of one bucket: of gradients, or of the tensors of a strategy's exchange."""
 
-    index: int  # its place in the order of launches, or in its exchange
-    paths: tuple[str, ...]  # of its parameters, in the order in which they lie in it
-    elements: int  # of its gradients, or of the tensors that are exchanged, as are `dtype` and `nbytes`
+    index: int  # the bucket's place in the order of launches, or in its exchange
+    paths: tuple[str, ...]  # the paths of its parameters, in the bucket's order
+    elements: int  # the number of elements of its gradients or tensors; `dtype` and `nbytes` are theirs too
     dtype: torch.dtype
     nbytes: int
-    hook: hooks.CommHook  # the hook in force
+    hook: hooks.CommHook  # the hook at this step
     collectives: tuple[Collective, ...]  # in the order in which they are issued
     exchange: int | None = None  # the exchange's number among those of the step; None for gradients
-    background: bool = False  # the exchange is under way while the rank computes
+    background: bool = False  # whether the exchange goes on while the rank computes
 
     @property
     def label(self) -> str:
@@ -68,7 +68,7 @@ class BucketExplanation:
 
 @dataclass(frozen=True)
 class Started:
-    """Gradients are sent, or an `exchange` starts. `summary`: the small sum ahead, unless in the background."""
+    """Gradients are sent, or an `exchange` starts. `summary`: the small sum before them; None in the background."""
 
     rows: tuple[BucketExplanation, ...] = ()
     summary: Collective | None = None
@@ -77,14 +77,14 @@ class Started:
 
 @dataclass(frozen=True)
 class Waited:
-    """A step waits for an exchange, its own or one of an earlier step."""
+    """A step waits for an exchange that this step or an earlier one has started."""
 
     exchange: Exchange
 
 
 @dataclass(frozen=True)
 class Issues:
-    """What a training step issues, and waits for, in order: `begun` is ahead of the forward pass, `updated` last."""
+    """What a step issues and waits for, in order: `begun` before the forward pass, `updated` after the gradients."""
 
     begun: tuple[Started | Waited, ...] = ()
     gradients: Started = Started()
@@ -92,7 +92,7 @@ class Issues:
 
     @property
     def exchanges(self) -> tuple[BucketExplanation, ...]:
-        """All rows of all exchanges that start in this step."""
+        """The rows of all exchanges that start in this step."""
         events = (*self.begun, *self.updated)
         return tuple(row for event in events if isinstance(event, Started) for row in event.rows)
 
@@ -103,14 +103,14 @@ class Issues:
 
 
 def collective(operation: str, buffer: torch.Tensor, ranks: Any) -> Collective:
-    """The collective of a buffer, of which the shape is read, among `ranks`: :class:`ShapeRanks`."""
+    """The collective `operation` of `buffer`, whose shape is read, among `ranks`, a :class:`ShapeRanks`."""
     part, size = ranks.members, ranks.size
     between = (part[0], part[-1]) if part else (0, size - 1)
     return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, size), size, between)
 
 
 def summary(ranks: Any) -> Collective:
-    """The small sum that goes ahead of gradients, and of exchanges in the foreground."""
+    """The small sum that is sent before gradients, and before exchanges in the foreground."""
     return collective("psum", meta((comm.SUMMARY_BYTES // 8,), torch.float64), ranks)
 
 
@@ -118,13 +118,13 @@ def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-# --- found on shapes alone --------------------------------------------------------------------------------------------
+# --- run on shapes alone ----------------------------------------------------------------------------------------------
 
 
 class Counted(Exchange):
-    """An exchange on shapes, or a step's gradients: `found` holds the requests of each bucket.
+    """An exchange on shapes, or a step's gradients; `found` has the requests of each bucket.
 
-    Of buckets with equal shapes, the reduction of one is run for all.
+    The reduction runs once for all buckets of equal shapes.
     """
 
     def __init__(self, steps: Steps, what: str, plan: Plan, *args: Any):
@@ -157,7 +157,7 @@ class Counted(Exchange):
     def rows(
         self, paths: Sequence[str], exchange: int | None = None, background: bool = False
     ) -> tuple[BucketExplanation, ...]:
-        """Of each bucket, whose leaves lie at `paths`."""
+        """An explanation of each bucket; `paths` are those of all leaves."""
         rows = []
         for bucket, found in zip(self._plan.buckets, self.found, strict=True):
             of = tuple(paths[member] for member in bucket.members), bucket.numel, bucket.dtype
@@ -167,10 +167,10 @@ class Counted(Exchange):
 
 
 class Steps:
-    """A strategy's training steps on shapes alone, one after the other from step `first` on, seen from one `rank`.
+    """A strategy's training steps on shapes alone, from step `first` on, as `rank` sees them.
 
-    Without an `optimizer`, one that does nothing to gradients takes its place. `reduce_dtype`, `post_update_hook`: the
-    train step's. `before_update`: what it asks of the other ranks itself, by exchanges, ahead of the optimizer.
+    Without an `optimizer`, one that leaves gradients unchanged is used. `reduce_dtype` and `post_update_hook` are the
+    train step's. `before_update` runs the train step's own exchanges before the optimizer.
     """
 
     def __init__(
@@ -188,16 +188,16 @@ class Steps:
         self.strategy = strategy
         self.axis = Axis(DEFAULT_NAME, size, ShapeRanks(rank, size, self._answer, self._exchange))
         self.events: list[Started | Waited] = []
-        self._exchanges = 0  # that have started in this step
+        self._exchanges = 0  # the number of exchanges that have started in this step
         self._asked: Callable[[str, torch.Tensor, ShapeRanks], torch.Tensor] | None = None
         given, self._spec = tree.flatten(params)
         self._leaves, self._paths = [meta(leaf.shape, leaf.dtype) for leaf in given], tree.leaf_paths(params)
-        self._wanted = differentiable(self._leaves)  # as if all were differentiated
+        self._wanted = differentiable(self._leaves)  # all are counted as if they were differentiated
         self._given, self._order = [given[i] for i in self._wanted], arrival_order(params, self._wanted)
         self._optimizer = identity() if optimizer is None else optimizer
         self._reduce_dtype, self._post_update_hook = reduce_dtype, post_update_hook
         self._before_update, self._step = before_update, first
-        self._carried: Updated | None = None  # what one step hands to the next
+        self._carried: Updated | None = None  # the values that one step gives to the next
         self._sent: dict[hooks.CommHook, Started] = {}
 
     def plan(self, hook: hooks.CommHook, states: Sequence[LeafState] = (), step: int = 0) -> Plan:
@@ -219,7 +219,7 @@ class Steps:
             }
 
     def gradients(self, hook: hooks.CommHook, step: int, entries: States | None = None) -> Started:
-        """What a step with `hook` issues for its gradients; `entries`: the communication state, if not the first."""
+        """What a step with `hook` issues for its gradients. `entries`: the communication state; None for the first."""
         hook, entries = hook.at(step), self.first_states if entries is None else entries
         if hook not in self._sent:
             states = [states_of(hook, entries.get(self._paths[i], {})) for i in self._wanted]
@@ -229,7 +229,7 @@ class Steps:
         return self._sent[hook]
 
     def next(self) -> Issues:
-        """Drive one step."""
+        """Run one step on shapes. Returns what it issues."""
         carried, strategy, info = self._carried or self._first(), self.strategy, StepInfo(self._step, self.axis)
         self._exchanges = 0
         with self._in_step():
@@ -251,19 +251,20 @@ class Steps:
         return Issues(begun, gradients, updated)
 
     def _first(self) -> Updated:
-        """The values that the step before the first one hands on."""
+        """The values that the first step starts from."""
         self.strategy.check_axis(self.axis)
         self.strategy.check_optimizer(self._optimizer)
         params = tree.unflatten(self._spec, self._leaves)
         with on_shapes_alone(self.strategy, "the first state of the optimizer"):
             opt_state = self.strategy.init_optimizer(self._optimizer, params, self.axis)
-            for _ in range(self._step if self._optimizer.offers.leafwise else 0):  # such ones count their updates
+            # a leafwise optimizer counts its updates
+            for _ in range(self._step if self._optimizer.offers.leafwise else 0):
                 opt_state = advanced(opt_state)
         return Updated(params, opt_state, self.first_states)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """A context around the strategy's part of a step: its collectives find the axis whose messages are counted."""
+        """A context for the strategy's part of a step: its collectives find the axis that counts messages."""
         undo = open_alone(self.axis)
         try:
             with on_shapes_alone(self.strategy, f"step {self._step}"):
@@ -273,12 +274,12 @@ class Steps:
 
     @contextmanager
     def asking(self, hook: hooks.CommHook, what: str) -> Iterator[list[Collective]]:
-        """The requests of `hook` in it are recorded under `what`."""
+        """A context that records the requests of `hook`. `what`: the name of its bucket, for errors."""
         found: list[Collective] = []
 
         def answer(operation: str, buffer: torch.Tensor, ranks: ShapeRanks) -> torch.Tensor:
-            """Shape and dtype of what the collective gives."""
-            if not buffer.numel():  # the schedules send nothing then
+            """A meta tensor with the shape and dtype of the collective's result."""
+            if not buffer.numel():  # empty buffers aren't sent
                 return buffer
             if len(found) == hook.phases_on(self.axis.size):
                 raise StrategyError(
@@ -321,7 +322,7 @@ class Steps:
 
 @contextmanager
 def on_shapes_alone(whose: hooks.CommHook | Strategy, what: str) -> Iterator[None]:
-    """Say what is wrong with a hook or a strategy that can't do without values."""
+    """A context that turns errors of a hook or a strategy that reads values into UnsupportedError."""
     try:
         yield
     except LtxError:

@@ -1,4 +1,4 @@
-"""Layers whose forward pass communicates: batch norm with the statistics of all ranks' batches, function and module.
+"""Batch norm with the statistics of all ranks' batches, as a function and as a module.
 
 Rank r has n_r values of a channel, of mean μ_r and squared deviations S_r = sum (x - μ_r)². Of all N = sum n_r values
 
@@ -43,34 +43,34 @@ def sync_batch_norm(
 ) -> Normed:
     """``torch.nn.functional.batch_norm`` over the batches of all ranks, as a pure function.
 
-    Each value counts once: ranks' batches may differ in size, and some may be empty. The forward pass takes one
-    all_gather of 2 C + 1 numbers, the backward pass one psum_scatter.
+    Every value has the same weight: batches may differ in size between ranks, and some may be empty. The forward pass
+    issues one all_gather of 2 C + 1 numbers, the backward pass one psum_scatter.
 
     Args:
         x: this rank's batch, of shape ``(N, C, *)``; N and ``*`` may differ between ranks.
-        running_mean, running_var: of shape ``(C,)``, or both None. They aren't written to.
-        weight, bias: of shape ``(C,)``, or None for 1 and 0.
-        training: False normalises by the running statistics and communicates nothing.
+        running_mean, running_var: tensors of shape ``(C,)``, or both None. They don't change.
+        weight, bias: tensors of shape ``(C,)``, or None for 1 and 0.
+        training: False normalises with the running statistics, and doesn't communicate.
         momentum: how much of the running statistics is replaced, a number or a 0-dim tensor. For a cumulative average
             give 1 / (number of steps so far, this one included), as ``nn.BatchNorm2d(momentum=None)`` does.
         eps: added to the variance.
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        ``(y, running_mean, running_var)``: this rank's y, of x's shape and dtype, and new running statistics, the same
-        on every rank if they were. The running variance is the unbiased one, as in torch. Statistics are float32 at
-        least.
+        ``(y, running_mean, running_var)``: this rank's y, of x's shape and dtype, and new running statistics, which are
+        the same on every rank if the old ones were. The running variance is the unbiased one, as in torch. Statistics
+        are computed in float32 at least.
 
     Gradient:
-        That of the formula for the sum of all ranks' losses, to any order: x gets what one process with the whole batch
-        would give it; weight and bias get the part of this rank's y, which data_parallel reduces. No gradient flows
-        into the running statistics. Every rank must differentiate y, one with an empty batch too.
+        That of the formula for the sum of all ranks' losses, to any order: x gets the gradient that one process with
+        the whole batch would give it; weight and bias get the part from this rank's y, which data_parallel reduces. No
+        gradient flows into the running statistics. Every rank must differentiate y, also a rank with an empty batch.
 
     Raises:
         InputError: x has less than two dimensions; other arguments' shapes don't fit; all ranks together have less than
-            two values a channel (on a GPU and in compiled graphs the running statistics stay as they are instead).
+            two values per channel (on a GPU and in compiled graphs the running statistics then just stay the same).
         UnsupportedError: momentum=None.
-        RankMismatchError: ranks' channels differ in number.
+        RankMismatchError: the number of channels differs between ranks.
 
     Example:
         >>> import torch, ltx
@@ -104,18 +104,18 @@ def sync_batch_norm(
 
 
 def _kernels_take(x: torch.Tensor, *terms: torch.Tensor | None) -> bool:
-    """Whether torch's own kernels take these dtypes together."""
+    """Whether torch's kernels accept these dtypes together."""
     dtypes = {t.dtype for t in terms if t is not None}
     return len(dtypes) < 2 and dtypes <= {x.dtype, wide(x.dtype)}
 
 
 def _alone(axis: Any) -> bool:
-    """In a world of one, and outside of transforms, under which torch's kernels can't move running statistics."""
+    """Whether the axis has one rank, and no transform is active, in which torch's kernels can't update statistics."""
     return not recording() and not torch._C._are_functorch_transforms_active() and ltx.axis_size(axis) == 1
 
 
 def _normalised(eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
-    """`x` by `terms`: mean, variance, weight and bias of its channels."""
+    """Normalise `x`; `terms` are the mean, variance, weight and bias of its channels."""
     plain = x.numel() > 0 and torch.autograd.forward_ad._current_level < 0
     if plain and prefers_few_calls(x) and _kernels_take(x, *terms):
         y: torch.Tensor = _Normalised.apply(eps, x, *terms)  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ def _normalised(eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> tor
 
 
 class _Normalised(torch.autograd.Function):
-    """:func:`_normalised_by_formula` by torch's kernels, which take statistics for constants."""
+    """:func:`_normalised_by_formula` by torch's kernels, whose backward passes give statistics no gradient."""
 
     @staticmethod
     def forward(ctx: Any, eps: float, x: torch.Tensor, *terms: torch.Tensor | None) -> torch.Tensor:
@@ -136,13 +136,13 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # a second derivative will be taken
-            # Of views, since the statistics depend on x themselves: what comes by them comes by their own gradients.
+            # Views, since the statistics depend on x: this takes only the gradients that don't come through them.
             given: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
             inputs = [t for t in given if t is not None and t.requires_grad]
             y = _normalised_by_formula(ctx.eps, *given)
             grads = iter(torch.autograd.grad(y, inputs, dy, create_graph=True, allow_unused=True))
             return (None, *(next(grads) if t is not None and t.requires_grad else None for t in given))
-        # With xh = (x - M) / sqrt(V + eps): sums over all but the channels of dy xh, and of dy.
+        # With xh = (x - M) / sqrt(V + eps), `of_weight` is each channel's sum of dy xh, and `of_bias` that of dy.
         x, mean, var, weight, bias = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight
         dx, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
@@ -170,14 +170,14 @@ def _normalised_by_formula(eps: float, x: torch.Tensor, *terms: torch.Tensor | N
 
 
 def _statistics(x: torch.Tensor, axis: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(N, M, V) of all ranks: one number, and one for each channel."""
+    """(N, M, V) over all ranks: one count, and a mean and a variance for each channel."""
     dims = [0, *range(2, x.ndim)]
     n, c = _values(x), x.shape[1]
     if n > 0:
         var, mean = torch.var_mean(x, dims, correction=0)
         squares = var * n
     else:
-        # Zeros that depend on x: each rank's backward pass has to come by the collective.
+        # These zeros depend on x, so that this rank's backward pass calls the collective too.
         mean = squares = x.sum(dims)
     gathered = ltx.all_gather(torch.cat([x.new_full((1,), n), mean, squares]), axis)
     counts, means, squares = gathered[:, :1], gathered[:, 1 : c + 1], gathered[:, c + 1 :]
@@ -185,14 +185,14 @@ def _statistics(x: torch.Tensor, axis: Any) -> tuple[torch.Tensor, torch.Tensor,
     if x.device.type == "cpu" and not recording():
         _check_count(int(unwrapped(count).min()))
     divisor = count.clamp(min=1)
-    # Near a mean that is large against the deviations, M itself would be rounded three times.
+    # If the mean is much larger than the deviations, rounding M itself would lose them: M is computed as a difference.
     near = ((counts * means).sum(0) / divisor).detach()
     mean = near + (counts * (means - near)).sum(0) / divisor
     return count, mean, (squares + counts * (means - mean).square()).sum(0) / divisor
 
 
 def _values(x: torch.Tensor) -> int:
-    """How many a channel has."""
+    """The number of values of each channel."""
     return x.shape[0] * math.prod(x.shape[2:])
 
 
@@ -256,10 +256,10 @@ def _check(
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """``nn.BatchNorm1d``, ``2d`` or ``3d`` by :func:`sync_batch_norm`; made by :func:`convert_sync_batch_norm`.
+    """``nn.BatchNorm1d``, ``2d`` or ``3d`` with :func:`sync_batch_norm`; made by :func:`convert_sync_batch_norm`.
 
-    Parameters, buffers and what they do are those of torch's modules: in training the buffers are updated in place. So
-    call it with ``ltx.functional_call(module, (params, buffers), x, return_buffers=True)``, which gives the next ones.
+    Parameters, buffers and their meaning are those of torch's modules: training updates the buffers in place. To get
+    the new buffers instead, call ``ltx.functional_call(module, (params, buffers), x, return_buffers=True)``.
 
     Attributes:
         axis: as in :func:`ltx.psum`, looked up at each call.
@@ -283,13 +283,13 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         arguments.whole("SyncBatchNorm: num_features", num_features, 1, most=2**48 - 1)
         arguments.number("SyncBatchNorm: eps", eps, 0, more=True)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
-        if not bias:  # torch's classes take this from 2.12 on
+        if not bias:  # torch's classes have the argument `bias` from 2.12 on
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` of shape ``(N, C, *)``, normalised."""
+        """Normalise `x`, of shape ``(N, C, *)``."""
         if not self.training:
-            by_batch = self.running_mean is None  # as torch's modules without track_running_stats do
+            by_batch = self.running_mean is None  # torch's modules do so without track_running_stats
             return nn.functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, by_batch, 0.0, self.eps
             )
@@ -299,7 +299,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         elif self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:
-                # Of the statistics' precision: an integer tensor alone would give 1 / n in torch's default dtype.
+                # In the statistics' dtype: an integer tensor would give 1 / n in torch's default dtype.
                 momentum = 1 / self.num_batches_tracked.to(wide(self.running_mean.dtype))
         y, mean, var = sync_batch_norm(
             x,
@@ -317,16 +317,16 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return y
 
     def extra_repr(self) -> str:
-        """As torch's, and the axis."""
+        """As in torch's modules, with the axis added."""
         what: str = super().extra_repr()  # type: ignore[no-untyped-call]
         return what if self.axis is None else f"{what}, axis={self.axis!r}"
 
 
 class SyncBatchNormAct(SyncBatchNorm):
-    """timm's ``BatchNormAct2d`` by :func:`sync_batch_norm`: the norm, then `drop`, then `act`."""
+    """timm's ``BatchNormAct2d`` with :func:`sync_batch_norm`: the norm, then `drop`, then `act`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` of shape ``(N, C, H, W)``, normalised, dropped and activated."""
+        """Normalise `x`, of shape ``(N, C, H, W)``, then apply `drop` and `act`."""
         drop, act = self.get_submodule("drop"), self.get_submodule("act")
         y: torch.Tensor = act(drop(super().forward(x)))
         return y
@@ -343,15 +343,15 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
             :class:`SyncBatchNorm`, with their parameters, buffers, names, hooks and state dict, and timm's
             ``BatchNormAct2d`` becomes :class:`SyncBatchNormAct`.
         axis: as in :func:`ltx.psum`, for all norms in the module; best a name or None, which can be pickled with the
-            module. With None a :class:`SyncBatchNorm` keeps its own, so parts can be converted first, with other axes.
+            module. With None a :class:`SyncBatchNorm` keeps its axis, so you can first convert parts with other axes.
 
     Returns:
-        The copy, with parameters and buffers of its own.
+        The copy, with copied parameters and buffers.
 
     Raises:
-        UnsupportedError: a batch norm of another class (lazy, or with a forward of its own, or parametrized), or whose
-            ``forward`` attribute was set, or without `axis` one over a process group that isn't the world's, with its
-            path.
+        UnsupportedError: a batch norm is of another class (lazy, or with its own forward, or parametrized), or its
+            ``forward`` attribute was set, or, without `axis`, it is over a process group that isn't the world's. The
+            message has its path.
         TreeError: `module` isn't a module.
 
     Example:
@@ -386,7 +386,7 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
                 "name of the axis of its ranks, or convert that part alone with it first."
             )
     norms = [vars(part) for part in module.modules() if _made_into(part) is not None]
-    # Process groups, and axes over them, can't be copied: the copy has the same.
+    # Process groups, and axes over them, can't be copied: the copy shares them.
     same = [norm[name] for norm in norms for name in ("axis", "process_group") if norm.get(name) is not None]
     copied = copy.deepcopy(module, {id(value): value for value in same})
     for part in copied.modules():
@@ -394,29 +394,30 @@ def convert_sync_batch_norm(module: nn.Module, axis: Any = None) -> nn.Module:
         if into is not None:
             kept = part.axis if isinstance(part, SyncBatchNorm) else None
             if _is_class_forward(part):
-                del part.forward  # this attribute is the old class' forward
-            # In place: a list, a dict or a hook that holds the norm has the converted one too.
+                del part.forward  # the attribute holds the forward of the old class
+            # The class changes in place, so that a list, dict or hook that holds the norm has the converted norm too.
             part.__class__ = into
             vars(part)["axis"] = kept if axis is None else axis
-            vars(part).pop("process_group", None)  # it has no use here, and can't be pickled
+            vars(part).pop("process_group", None)  # nothing uses it any more, and it can't be pickled
     return copied
 
 
 def _is_class_forward(part: nn.Module) -> bool:
-    """Whether the attribute forward is set to what the class has, as accelerate's removal of a hook leaves it."""
+    """Whether `forward` is an attribute, but the class' method: accelerate leaves it so after removing a hook."""
     forward = vars(part).get("forward")
     return getattr(forward, "__self__", None) is part and getattr(forward, "__func__", None) is type(part).forward
 
 
 def _made_into(part: nn.Module) -> type[SyncBatchNorm] | None:
-    """The class that a batch norm is converted to; None for what isn't one, or isn't known."""
+    """The class that a batch norm is converted to; None if `part` isn't a batch norm, or of an unknown class."""
     if type(part) in _CONVERTED:
         return SyncBatchNorm
     if isinstance(part, SyncBatchNormAct):
         return type(part)
-    if "parametrizations" in part._modules:  # its class has the properties that give its weights
+    # its class computes the weights in properties, which a converted class would lack
+    if "parametrizations" in part._modules:
         return None
-    # By its name, as timm isn't needed here; a subclass with a forward of its own may do something else.
+    # Found by name, so that timm isn't imported; a subclass with its own forward may compute something else.
     owner = next((cls for cls in type(part).__mro__ if "forward" in vars(cls)), None)
     if not isinstance(part, nn.BatchNorm2d) or owner is None or owner.__name__ != "BatchNormAct2d":
         return None

@@ -1,4 +1,4 @@
-"""``%%ltx``: a cell that runs on the workers of a pool which the notebook keeps."""
+"""``%%ltx`` runs a cell of a notebook on the workers of a pool, which the notebook keeps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from ltx.runtime.show import Display
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """What ``%load_ext ltx`` does. ``%reload_ext ltx`` comes here too, and the workers are those that there are."""
-    if not isinstance(ipython.magics_manager.registry.get(LtxMagics.__name__), LtxMagics):  # it keeps the pool
+    """IPython calls this for ``%load_ext ltx`` and ``%reload_ext ltx``; a reload keeps the workers."""
+    # a registered magic keeps its pool
+    if not isinstance(ipython.magics_manager.registry.get(LtxMagics.__name__), LtxMagics):
         ipython.register_magics(LtxMagics)
 
 
@@ -67,8 +68,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-class CellSyntaxError(LtxError, ValueError):  # IPython has its own ways with a SyntaxError
-    """A cell for the workers that isn't Python."""
+class CellSyntaxError(LtxError, ValueError):  # not a SyntaxError, which IPython treats specially
+    """A cell for the workers isn't valid Python."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
@@ -76,7 +77,7 @@ class CellSyntaxError(LtxError, ValueError):  # IPython has its own ways with a 
 
 @magics_class
 class LtxMagics(Magics):
-    """The magic, and the pool that it keeps."""
+    """The magic ``%%ltx``, and its pool of workers."""
 
     shell: Any
 
@@ -88,11 +89,11 @@ class LtxMagics(Magics):
     def ltx(self, line: str, cell: str | None = None) -> None:
         """``%%ltx [-n N] [--restart] [--rank k] [--out name] [--in names] [--timeout s]``: run the cell on the workers.
 
-        Workers keep what cells define. What they print and ``ltx.show`` appears here with their rank, and so does the
-        value of the last expression; once, if it looks the same on all ranks. The first cell starts the workers: `N`
-        of them, by default one for each processor, 2 to 4.
+        Workers keep what cells define. What they print or show (``ltx.show``) appears in the notebook with their rank,
+        and so does the value of the last expression, only once if it looks the same on all ranks. The first cell
+        starts the workers: `N` of them, by default one for each processor, but at least 2 and at most 4.
 
-        ``%ltx`` alone says how the workers are; ``%ltx stop`` ends them.
+        ``%ltx`` alone prints the state of the workers; ``%ltx stop`` ends them.
         """
         if cell is None:
             self._line(line.strip())
@@ -102,7 +103,7 @@ class LtxMagics(Magics):
         if asked.help:
             print(parser.format_help(), end="")
             return
-        # All that can be wrong is found before workers end or start.
+        # All mistakes are found before workers end or start.
         size = asked.n or (len(self.pool) if self.pool is not None else min(4, max(2, cores())))
         if asked.rank is not None and not 0 <= asked.rank < size:
             raise UsageError(f"%%ltx --rank {asked.rank}: there are the ranks 0 to {size - 1}.")
@@ -115,9 +116,9 @@ class LtxMagics(Magics):
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
             raise UsageError(f"%%ltx --in: the notebook has no {', '.join(map(repr, missing))}.")
-        # Not execution_count, which is one ahead while a cell runs.
+        # Not from execution_count, which is one ahead while a cell runs.
         name = f"Cell In[{len(self.shell.history_manager.input_hist_parsed) - 1}]"
-        # Line 1, on the screen, is the magic itself, and IPython drops blank lines after it.
+        # The magic is the cell's line 1, and IPython drops blank lines after it: both are added for the line numbers.
         blank = len(cell) - len(cell.lstrip("\n"))
         source = "\n" * (1 + blank) + self.shell.transform_cell(cell)
         _check(source, name)
@@ -167,7 +168,7 @@ class LtxMagics(Magics):
         return self.pool
 
     def _hint(self, error: CallFailedError) -> None:
-        """A name that the notebook has and the workers haven't is what goes wrong first."""
+        """Add a hint if the error is about a name that only the notebook has: everybody's first mistake."""
         found = re.fullmatch(r"name '(\w+)' is not defined", str(error.__cause__))
         name = found[1] if found and isinstance(error.__cause__, NameError) else None
         if name in self.shell.user_ns:
@@ -178,7 +179,7 @@ class LtxMagics(Magics):
 
 
 def _check(source: str, name: str) -> None:
-    """Find mistakes in the syntax before anything is sent."""
+    """Raise CellSyntaxError for a syntax error, before anything is sent."""
     try:
         compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
@@ -186,7 +187,7 @@ def _check(source: str, name: str) -> None:
 
 
 def _show(values: dict[int, Display | None], size: int) -> None:
-    """Show what each rank's value looks like; once, if it's the same on all."""
+    """Show the display of each rank's value; only once if all look the same."""
     shown: dict[int | None, Display] = {rank: value for rank, value in values.items() if value is not None}
     if len(shown) == size and len({str(value) for value in shown.values()}) == 1:
         shown = {None: next(iter(shown.values()))}

@@ -1,11 +1,11 @@
-"""A small GPT over characters, an ordinary :class:`torch.nn.Module`, and the text that it learns.
+"""The demo's model, a small GPT over characters, and the text that it learns.
 
-Nothing in the model knows of ranks. It is called with :func:`ltx.functional_call`, so that its parameters are an
-argument of the training step.
+The model is an ordinary :class:`torch.nn.Module` that knows nothing of ranks. It is called with
+:func:`ltx.functional_call`, so that its parameters are an argument of the training step.
 
-The text is what every CPython carries in :mod:`pydoc_data.topics`: no download is needed, and it is real English about
-Python. The end of it is held out for validation. The topics repeat one another (``compound`` holds all of ``while``),
-so paragraphs of the tail that also occur before it are dropped: what is left there was never trained on.
+The text is :mod:`pydoc_data.topics`, which is part of every CPython: real English about Python, without a download. Its
+end is held out for validation. Topics repeat one another (``compound`` contains all of ``while``), so paragraphs of the
+end that also occur before it are dropped: the model never trains on what is left.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, time) to logits (batch, time, vocabulary)."""
+    """Maps tokens (batch, time) to logits (batch, time, vocabulary)."""
 
     def __init__(self, vocabulary: int, context: int = 64, width: int = 128, layers: int = 4, heads: int = 4) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def read_topics() -> str:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Cut ``text`` into a training part and its last tenth at most, without what the former has.
+    """Cut ``text`` into a training part and a held-out part: its last tenth, without paragraphs of the training part.
 
     >>> split("a text to train on" + 9 * "\\n\\nmore of it" + "\\n\\na text to train on\\n\\nnew")[1]
     'new'
@@ -101,9 +101,9 @@ def split(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text cut and encoded: ``train`` and ``validation`` are int64 tokens, the indices of their ``characters``."""
+    """An encoded text: ``train`` and ``validation`` are int64 tokens, indices into ``characters``."""
 
-    characters: str  # of the text, in code point order
+    characters: str  # all characters of the text, in code point order
     train: Tensor
     validation: Tensor
 
@@ -119,10 +119,10 @@ class Corpus:
         return "".join(self.characters[token] for token in tokens.tolist())
 
     def batch(self, step: int, batch_size: int, context: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Step ``step``'s global batch: random windows of the training text and the same moved on by one character.
+        """The global batch of step ``step``: random windows of the training text, and the same one character later.
 
-        A function of its arguments alone, so every rank draws the same one and takes its own part (``ltx.shard``): two
-        int64 tensors of shape (batch_size, context).
+        Two int64 tensors of shape (batch_size, context). They depend only on the arguments, so every rank draws the
+        same batch, and takes its own part (``ltx.shard``).
         """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         starts = torch.randint(len(self.train) - context, (batch_size,), generator=generator)
@@ -130,7 +130,7 @@ class Corpus:
         return windows[:, :-1], windows[:, 1:]
 
     def validation_windows(self, context: int) -> tuple[Tensor, Tensor]:
-        """All whole windows of the held-out text, side by side: two int64 tensors of shape (windows, context)."""
+        """The held-out text cut into windows, and the same one character later: int64, of shape (windows, context)."""
         count = (len(self.validation) - 1) // context
         inputs = self.validation[: count * context].view(count, context)
         targets = self.validation[1 : count * context + 1].view(count, context)

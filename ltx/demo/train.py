@@ -1,9 +1,9 @@
-"""The training run: each configuration trains the same GPT on the same text, then they are compared.
+"""The demo's training: each configuration trains the same GPT on the same text, and a table compares them.
 
-It tells its progress, and at the end a table, a figure of the losses, and every number as JSON lines.
+The program prints its progress and the table, draws a figure of the losses, and writes every number as JSON lines.
 
-Started by ``ltx demo``, by ``ltx run -n 2 -m ltx.demo.train``, or by plain ``torchrun --nproc-per-node 2 -m
-ltx.demo.train``; without any launcher it is a world of one.
+Start it by ``ltx demo``, by ``ltx run -n 2 -m ltx.demo.train``, or by plain ``torchrun --nproc-per-node 2 -m
+ltx.demo.train``; without a launcher it trains on one rank.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Params = dict[str, Tensor]
 
 CONTEXT = 64
 PEAK_LR = 4e-3
-VALIDATIONS = 8  # while training; each on an eighth of the held-out text
+VALIDATIONS = 8  # the number of validations during training, each on an eighth of the held-out text
 
 
 @dataclass
 class Report:
-    """What rank 0 tells: lines on `stream`, and numbers in a file of one JSON object a line. Other ranks have neither.
+    """Writes rank 0's output: lines to `stream`, numbers to `metrics`, one JSON object a line. Other ranks write none.
 
-    A terminal gets one line of progress that is rewritten, ten times a second at most; anything else a line every
-    `interval_s`. The last of a run is always shown.
+    A terminal gets one line of progress that is overwritten, at most ten times a second; any other stream gets a line
+    every `interval_s`. The last line of a run is always shown.
     """
 
     stream: TextIO | None = None
@@ -55,7 +55,7 @@ class Report:
             print(text, end=end, file=self.stream, flush=True)
 
     def show(self, line: str, last: bool) -> None:
-        """Show how far a run is, if it is time for that."""
+        """Show a line on a run's progress, unless the last one was shown just before."""
         now = time.monotonic()
         if self.stream is None or (now < self._next_s and not last):
             return
@@ -73,7 +73,7 @@ class Report:
 
 
 def told(tokens_per_s: float, nbytes: float, hidden: float | None) -> tuple[str, str, str]:
-    """Characters a second of all ranks, bytes that this one sends, and the part of that which it computed meanwhile.
+    """Texts for the speed of all ranks, the bytes that this rank sends, and the fraction hidden behind computing.
 
     >>> told(25_312.4, 3_303_424.0, 0.914)
     ('25,312', '3.30 MB', '91%')
@@ -83,7 +83,7 @@ def told(tokens_per_s: float, nbytes: float, hidden: float | None) -> tuple[str,
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of one run over the characters trained on; nats a character."""
+    """The losses of one run, in nats per character, and the numbers of characters trained on until then."""
 
     tokens: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
@@ -93,15 +93,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to."""
+    """The results of one run."""
 
     strategy: str  # the configuration's name
-    steps: int  # of the optimizer
-    validation_loss: float  # the loss on the whole held-out text, in nats a character
-    tokens_per_s: float  # of all ranks together
-    bytes_per_step: float  # that a rank sends, on average
-    hidden: float | None  # the part of the communication that went on while the rank computed; None without any
-    seconds: float  # for the training, without validation
+    steps: int  # the number of optimizer steps
+    validation_loss: float  # the loss on the whole held-out text, in nats per character
+    tokens_per_s: float  # characters per second, of all ranks together
+    bytes_per_step: float  # bytes that a rank sends in an average step
+    hidden: float | None  # the fraction of the communication during which the rank computed; None without communication
+    seconds: float  # the time of training, without validation
 
 
 def format_table(results: Sequence[Result]) -> str:
@@ -115,7 +115,7 @@ def format_table(results: Sequence[Result]) -> str:
 
 
 def draw(curves: Mapping[str, Curve], unigram: float, path: Path) -> bool:
-    """Draw the losses into a PNG file; False, and no file, where matplotlib isn't installed."""
+    """Draw the losses into a PNG file; returns False without a file if matplotlib isn't installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -132,7 +132,7 @@ def plot(axes: Any, curves: Mapping[str, Curve], unigram: float) -> None:
         color = f"C{index}"
         smoothed = list(accumulate(curve.loss, lambda mean, loss: 0.9 * mean + 0.1 * loss))
         axes.plot(curve.tokens, smoothed, color=color, alpha=0.35, linewidth=1)
-        style = ("o-", "o--")[index % 2]  # curves that lie on one another both show
+        style = ("o-", "o--")[index % 2]  # different styles, so that curves that cover each other both show
         axes.plot(curve.validation_tokens, curve.validation_loss, style, color=color, markersize=3, label=name)
     axes.axhline(unigram, color="grey", linestyle=":", linewidth=1)
     said = axes.text(0.99, unigram, "frequencies of characters alone", ha="right", va="bottom", color="grey")
@@ -145,11 +145,11 @@ def plot(axes: Any, curves: Mapping[str, Curve], unigram: float) -> None:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to train; all of them see the same number of characters."""
+    """One way to train; all configurations train on the same number of characters."""
 
-    name: str  # what the table calls it
-    comm_hook: str  # how gradients travel, a `comm_hook` of ltx.DDPStrategy
-    micro_batches: int = 1  # how many batches go into one step, and so into one synchronisation
+    name: str  # its name in the table
+    comm_hook: str  # the `comm_hook` of ltx.DDPStrategy
+    micro_batches: int = 1  # the number of batches in a step, which synchronises once
 
 
 CONFIGURATIONS = {
@@ -165,7 +165,7 @@ class Options:
 
     steps: int = 500
     batch_size: int = 8
-    strategy: str | None = None  # this configuration alone
+    strategy: str | None = None  # the name of the only configuration to train; None for all
     out: Path = Path("ltx-demo")
     seed: int = 0
 
@@ -211,26 +211,26 @@ def positive(text: str) -> int:
 
 
 def schedule(steps: int) -> Callable[[int], float]:
-    """A learning rate that warms up for a twentieth of the steps, then falls to a twentieth along a cosine."""
+    """A learning rate that rises for 1/20 of the steps, then falls along a cosine to 1/20 of its peak."""
     return ltx.optim.warmup_cosine(PEAK_LR, max(1, steps // 20), max(1, steps), end=PEAK_LR / 20)
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What all configurations have in common: the model's shape, the text, the options."""
+    """What all configurations have in common: the initial model, the text, the options."""
 
     model: GPT
     corpus: Corpus
     options: Options
 
     def loss(self, params: Params, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a character: pure, and without a word about ranks."""
+        """Mean cross-entropy in nats per character. A pure function that knows nothing of ranks."""
         logits = ltx.functional_call(self.model, params, (inputs,))
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def validate(self, params: Params, every: int = 1) -> float:
-        """The loss on each ``every``-th window of the held-out text, dealt out to the ranks."""
+        """The loss on each ``every``-th window of the held-out text; each rank computes a part."""
         rank, size = int(ltx.axis_index()), ltx.axis_size()
         inputs, targets = (windows[::every][rank::size] for windows in self.corpus.validation_windows(CONTEXT))
         total = torch.zeros(())
@@ -241,7 +241,7 @@ class Lesson:
 
     def train(self, configuration: Configuration, report: Report) -> tuple[Result, Curve, Params]:
         name, micro_batches = configuration.name, configuration.micro_batches
-        steps = math.ceil(self.options.steps / micro_batches)  # which see as many characters
+        steps = math.ceil(self.options.steps / micro_batches)  # each step takes `micro_batches` batches
         batch_size = self.options.batch_size * micro_batches * ltx.axis_size()
         loss_fn = ltx.accumulate(self.loss, steps=micro_batches) if micro_batches > 1 else self.loss
         step = ltx.data_parallel(loss_fn, ltx.DDPStrategy(comm_hook=configuration.comm_hook))
@@ -262,7 +262,7 @@ class Lesson:
             tokens = done * batch_size * CONTEXT
             curve.tokens.append(tokens)
             curve.loss.append(loss)
-            assert measured.grad_norm is not None  # there is one because the gradients are clipped
+            assert measured.grad_norm is not None  # the optimizer clips gradients, so it measures their norm
             said = {"step": done, "tokens": tokens, "loss": loss, "grad_norm": float(measured.grad_norm)}
             said |= {"seconds": round(seconds, 4), "bytes": trace.bytes, "hidden": trace.hidden}
             report.write("step", strategy=name, **said)
@@ -295,7 +295,7 @@ class Lesson:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
-    # A small model on as many processes as were asked for: on the CPU, whatever accelerators there are.
+    # The model is small and the number of processes any: all use the CPU, even if there are accelerators.
     with ltx.init(backend="gloo") as world:
         if not world.is_global_zero:
             return run(options, Report())

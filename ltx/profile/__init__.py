@@ -1,11 +1,11 @@
-"""What a step sends and what it takes: before it runs, on paper, and as it runs.
+"""Find out what a step sends and how long it takes, before it runs or while it runs.
 
 ==================================  ==============================================================================
 :func:`explain`                     what a step will send, bucket by bucket, before anything runs
-:func:`plan`                        what a step will take on a network that you describe
-:func:`compare`                     what it takes here, with several strategies in turns
-:func:`record`                      every collective of a piece of program, with times and bytes
-:func:`timeline`                    the same as a picture, or as a file for a trace viewer
+:func:`plan`                        how long a step will take on a network that you describe
+:func:`compare`                     how long steps take here, with several strategies in turns
+:func:`record`                      every collective of a block of code, with times and bytes
+:func:`timeline`                    a recording as a picture, or as a file for a trace viewer
 :func:`measure_network`             bandwidth and latency between the ranks
 ==================================  ==============================================================================
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ltx.profile.cost import Comparison, Cost, compare, plan
     from ltx.profile.explanation import Explanation, explain
 
-# Imported when first asked for: programs that only train use none of them.
+# These modules are imported at first use: programs that only train don't need them.
 _LATER = {
     **dict.fromkeys(("Comparison", "Cost", "compare", "plan"), "ltx.profile.cost"),
     **dict.fromkeys(("Explanation", "explain"), "ltx.profile.explanation"),

@@ -1,8 +1,8 @@
-"""What a step costs: on paper, on a network that there may not be (plan), and here, on these ranks (compare).
+"""What a step costs: plan computes it for a network that is only described, compare measures it on these ranks.
 
-In a plan, what is sent is what the strategy asks for on shapes (:mod:`ltx.estimate`); when is found by going
-through a step. Of processors nothing is known but what the caller has measured. A collective takes as many latencies as
-messages follow one another in it, and its bytes at the link's bandwidth (Thakur, Rabenseifner and Gropp, "Optimization
+For a plan, :mod:`ltx.estimate` gives the messages that the strategy asks for on shapes, and a simulation of a step
+finds their times. Of the processors only the caller's measured `compute_s` is known. A collective takes the latency of
+each message in its longest chain, plus its bytes at the link's bandwidth (Thakur, Rabenseifner and Gropp, "Optimization
 of collective communication operations in MPICH", 2005, section 4).
 """
 
@@ -33,12 +33,12 @@ from ltx.strategies import Strategy
 from ltx.strategies.ddp import choice_for
 from ltx.typing import Tree
 
-FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1  #: parts of a step's own time
+FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1  #: the parts of `compute_s`
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is sent of one kind in a mean step: "gradients", "exchanges", "in the background" or "summaries"."""
+    """What an average step sends of one `kind`: "gradients", "exchanges", "in the background" or "summaries"."""
 
     kind: str
     nbytes: float
@@ -48,12 +48,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Cost(Shown):
-    """What a mean training step costs; ``print`` shows it as a table.
+    """What an average training step costs; ``print`` shows it as a table.
 
     Attributes:
-        strategy, world, steps: what was planned, and over which steps the mean was taken.
-        time_s, compute_s: seconds a step, and of the step's own work, as they were given.
-        traffic: by kind.
+        strategy, world, steps: what was planned: the strategy, the number of ranks, the steps of the average.
+        time_s, compute_s: the seconds of a step, and the seconds of computing that were given.
+        traffic: what is sent, one entry for each kind.
     """
 
     strategy: Strategy
@@ -65,22 +65,22 @@ class Cost(Shown):
 
     @property
     def bytes_per_rank(self) -> float:
-        """Bytes that a rank sends a step, without step summaries: the mean of :attr:`Explanation.bytes`."""
+        """Bytes that a rank sends per step, without step summaries: the mean of :attr:`Explanation.bytes`."""
         return sum(t.nbytes for t in self.traffic if t.kind != "summaries")
 
     @property
     def collectives(self) -> float:
-        """Collectives a step, without step summaries."""
+        """The number of collectives per step, without step summaries."""
         return sum(t.collectives for t in self.traffic if t.kind != "summaries")
 
     @property
     def link_s(self) -> float:
-        """Seconds a step during which a rank's link is busy."""
+        """Seconds per step during which a rank's link is busy."""
         return sum(t.link_s for t in self.traffic)
 
     @property
     def waiting_s(self) -> float:
-        """Seconds a step that a rank waits."""
+        """Seconds per step that a rank waits."""
         return max(0.0, self.time_s - self.compute_s)
 
     def _parts(self) -> list[str | Table]:
@@ -96,27 +96,27 @@ class Cost(Shown):
 
 @dataclass
 class _Transfer:
-    """A bucket under way."""
+    """A bucket that is being sent."""
 
     kind: str
     left: list[Collective]
     issued: int = 0
-    done: float = 0.0  # when the collective that was issued last is complete
+    done: float = 0.0  # when the collective that was issued last completes
 
 
 @dataclass
 class _Clock:
-    """The clock of one rank and its link: each does one thing after the other."""
+    """The clock of one rank and of its link. The rank computes, and the link sends, one thing after the other."""
 
-    networks: list[tuple[int, comm.Network]]  # by how many neighbours they connect, the smallest first
+    networks: list[tuple[int, comm.Network]]  # (number of neighbours that it connects, network), the smallest first
     compute_s: float
     now: float = 0.0
     link_free: float = 0.0
     pending: dict[Exchange, list[_Transfer]] = field(default_factory=dict)
-    traffic: dict[str, list[float]] = field(default_factory=dict)  # by kind: bytes, collectives, seconds on the link
+    traffic: dict[str, list[float]] = field(default_factory=dict)  # kind: [bytes, collectives, seconds on the link]
 
     def step(self, issues: Issues) -> None:
-        """Go through one step, in which all gradients are waited for."""
+        """Simulate one step, which waits for all gradients before the optimizer."""
         for event in issues.begun:
             self._event(event)
         self.now += FORWARD * self.compute_s
@@ -136,10 +136,10 @@ class _Clock:
             kind = "exchanges" if event.summary is not None else "in the background"
             self.pending[event.exchange] = self._start(event, kind)
 
-    # In the order in which ltx.core.gradients.pending does it.
+    # The order of events is that of ltx.core.gradients.pending.
 
     def _start(self, started: Started, kind: str, making_s: float = 0.0) -> list[_Transfer]:
-        """Launch its buckets, which get ready evenly by their bytes while they are made."""
+        """Launch the buckets. `making_s`: the time in which the rank computes them, in proportion to their bytes."""
         if started.summary is not None:
             self._carry(started.summary, "summaries")
         whole, under_way = sum(row.nbytes for row in started.rows), list[_Transfer]()
@@ -167,7 +167,7 @@ class _Clock:
         self.now = max([self.now, *(each.done for each in under_way)])
 
     def _carry(self, collective: Collective, kind: str) -> float:
-        """When a collective that is issued now is done."""
+        """Send a collective that is issued now. Returns the time at which it is done."""
         first, last = collective.between
         network = next(net for size, net in self.networks if first // size == last // size)
         messages = OPERATIONS[collective.operation].messages(collective.ranks)
@@ -191,33 +191,34 @@ def plan(
     optimizer: Optimizer | None = None,
     steps: range | None = None,
 ) -> Cost:
-    """What a mean training step with `strategy` costs on a network, for any number of ranks, before anything runs.
+    """What an average training step with `strategy` costs on a network, for any number of ranks, before anything runs.
 
-    What :func:`ltx.profile.explain` counts is sent, over as many steps as the strategy's schedule takes to repeat
-    itself. Collectives cost what they do as rings. Gradients get ready evenly by their bytes during the backward pass,
-    0.6 of `compute_s`, behind a forward pass of 0.3 and ahead of an optimizer's 0.1; the link takes them one after the
-    other, and what goes on in the background too. Left out: what processors do for a message, that ranks aren't
-    equally fast, that messages share links. :func:`ltx.profile.compare` measures instead.
+    The messages are those that :func:`ltx.profile.explain` counts, over one period of the strategy's schedule.
+    Collectives cost what they cost as rings. During the backward pass, 0.6 of `compute_s`, gradients get ready in
+    proportion to their bytes; the forward pass before it takes 0.3, and the optimizer after it 0.1. The link sends one
+    collective after the other, also those in the background. The plan doesn't know of the work of processors for a
+    message, of ranks that are slower than others, nor of messages that share links. :func:`ltx.profile.compare`
+    measures instead.
 
     Args:
         strategy: how ranks communicate.
-        params: the parameters, of which shapes and dtypes are read; they may be on the meta device.
+        params: the parameters, whose shapes and dtypes are read; they may be on the meta device.
         world: the number of ranks.
-        bandwidth: of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.
-        latency: of a message, in seconds.
-        compute_s: seconds that one rank alone takes for a step, and for what its hook computes; measure them.
-        inside: the networks of neighbouring ranks, by how many they connect, such as the eight of each node:
-            ``{8: ltx.profile.Network(bandwidth=2e12, latency=5e-6)}``. What ranks send within such a group goes by it;
-            a sum over all ranks is as slow as its slowest link.
-        optimizer: for strategies that insist on one; else one that does nothing stands for any.
-        steps: over which to take the mean; if None, one cycle of the strategy's schedule behind its warm-up.
+        bandwidth: the bandwidth of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.
+        latency: the latency of a message, in seconds.
+        compute_s: seconds that one rank alone takes to compute a step, with its hook; measure them.
+        inside: faster networks between neighbouring ranks, by the number of ranks that they connect, such as the eight
+            of each node: ``{8: ltx.profile.Network(bandwidth=2e12, latency=5e-6)}``. Messages within such a group use
+            its network; a sum over all ranks is as slow as its slowest link.
+        optimizer: for strategies that need a certain optimizer; else a stand-in that does nothing is used.
+        steps: the steps to average over; if None, one period of the strategy's schedule after its warm-up.
 
     Returns:
         A :class:`Cost`: `time_s`, `bytes_per_rank`, `collectives`; ``print`` shows it as a table.
 
     Raises:
-        InputError: a number that can't be.
-        StrategyError: the strategy doesn't work on so many ranks, or not without the `optimizer` that it names.
+        InputError: a number is out of its range.
+        StrategyError: the strategy doesn't work on so many ranks, or needs an `optimizer`, which the error names.
         UnsupportedError: the strategy or its hook can't be run on shapes alone.
 
     Example:
@@ -275,7 +276,7 @@ def _cycle_of(strategy: Strategy) -> range:
 
 
 class Compared(NamedTuple):
-    """A candidate: seconds a step of the slowest rank, and bytes that this rank sends a step."""
+    """A candidate: the slowest rank's seconds per step, and the bytes that this rank sends per step."""
 
     name: str
     step_s: float
@@ -291,16 +292,16 @@ class Comparison(Shown, tuple[Compared, ...]):
 
 
 def compare(candidates: dict[str, TrainStep], state: TrainState, *batch: Any, steps: int = 20) -> Comparison:
-    """Time train steps in turns, on all ranks, as Horovod's autotuner tries settings.
+    """Time train steps in turns, on all ranks, as Horovod's autotuner does with settings.
 
-    A turn is as long as the longest schedule takes to repeat itself; the first isn't counted. Steps begin behind a
-    strategy's warm-up: a hook that is exact at first compresses. What becomes of the loss, a few steps don't show.
+    A turn is as long as the longest period of a schedule; the first turn isn't counted. Steps begin after a strategy's
+    warm-up, so that a hook that is exact at first does compress. So few steps don't show the effect on the loss.
 
     Args:
         candidates: train steps by name.
-        state: of one of them; the others begin with its parameters and buffers, and it stays as it is.
-        batch: this rank's, for all steps.
-        steps: how many of each are timed at least.
+        state: the state of one candidate, which doesn't change. The others begin with its parameters and buffers.
+        batch: this rank's batch, for all steps.
+        steps: the least number of steps that each candidate is timed for.
 
     Returns:
         The candidates, fastest first, the same on every rank; ``print`` shows them as a table.
@@ -334,12 +335,12 @@ def compare(candidates: dict[str, TrainStep], state: TrainState, *batch: Any, st
 
 
 def _turn(train: TrainStep, state: TrainState, batch: tuple[Any, ...], length: int) -> tuple[TrainState, float]:
-    """The state after `length` steps, and the slowest rank's seconds."""
+    """Run `length` steps. Returns the state after them, and the slowest rank's seconds."""
     collectives.barrier(axis=train.step.axis)
     began = time.perf_counter()
     for _ in range(length):
         state, metrics = train(state, *batch)
     state = train.finish(state)
-    metrics.loss.item()  # an accelerator has done all of it then
+    metrics.loss.item()  # waits until an accelerator has done all of it
     taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=metrics.loss.device)
     return state, float(collectives.pmax(taken, train.step.axis))

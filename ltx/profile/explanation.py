@@ -38,16 +38,16 @@ class Explanation(Shown):
     """What each synchronised step will send; ``print`` shows it as a table.
 
     Attributes:
-        strategy: the step's.
-        hook: the hook in force; None where gradients stay local.
+        strategy: the step's strategy.
+        hook: the hook at this step; None if gradients stay local.
         world, rank: the number of ranks, and the one that is explained.
         sync_step: the number of synchronised steps before this one.
-        buckets: of gradients, in the order of launches; none where nothing is sent.
-        exchanges: what is sent besides gradients, in the order in which it starts: by the strategy, and, where ranks
-            don't share gradients, by the guard and by clipping. None for a step that isn't a training step.
-        summaries: the small sums ahead of the gradients and of each exchange in the foreground.
-        plain_bytes: what this rank would send to all-reduce the same gradients as they are, in the same buckets.
-        notes: what a reader should know besides.
+        buckets: the buckets of gradients, in the order of launches; empty if no gradients are sent.
+        exchanges: what is sent besides gradients, in the order in which it starts: by the strategy and, if ranks don't
+            share gradients, by the guard and by clipping. None for a step that isn't a training step.
+        summaries: the small sums that are sent before the gradients and before each exchange in the foreground.
+        plain_bytes: the bytes with which this rank would all-reduce the same gradients uncompressed, in these buckets.
+        notes: sentences on what the table doesn't show.
     """
 
     strategy: Strategy
@@ -63,17 +63,17 @@ class Explanation(Shown):
 
     @property
     def rows(self) -> tuple[BucketExplanation, ...]:
-        """All that is sent but the step summaries: buckets of gradients, then of exchanges."""
+        """All that is sent except step summaries: the buckets of gradients, then those of exchanges."""
         return (*self.buckets, *(self.exchanges or ()))
 
     @property
     def bytes(self) -> int:
-        """Bytes that this rank sends in a step, without the step summaries'."""
+        """Bytes that this rank sends in a step, without step summaries."""
         return sum(c.nbytes for row in self.rows for c in row.collectives)
 
     @property
     def collectives(self) -> int:
-        """The number of collectives a step, without the step summaries."""
+        """The number of collectives per step, without step summaries."""
         return sum(len(row.collectives) for row in self.rows)
 
     @property
@@ -83,7 +83,7 @@ class Explanation(Shown):
 
     @property
     def compression(self) -> float:
-        """`plain_bytes` by `bytes`: how many times less is sent. 1 where there is nothing to send."""
+        """`plain_bytes` divided by `bytes`; 1 if there is nothing to send."""
         if self.bytes == 0:
             return 1.0 if self.plain_bytes == 0 else math.inf
         return self.plain_bytes / self.bytes
@@ -91,9 +91,9 @@ class Explanation(Shown):
     def matches(self, trace: Trace, steps: int = 1) -> bool:
         """Whether `steps` recorded steps issued exactly this: operations, bytes and order.
 
-        `trace` is what :func:`ltx.profile.record` saw of whole steps on this rank, of no other step, and not of a
-        compiled one, which records nothing. Whatever else it saw doesn't count; exchanges count for training steps
-        alone.
+        `trace` is what :func:`ltx.profile.record` recorded of whole steps on this rank, and of no other steps. A
+        compiled step records nothing. Other collectives in the trace are ignored, and exchanges are compared only for
+        training steps.
         """
         kinds = ("bucket",) if self.exchanges is None else ("bucket", "exchange", "background")
         recorded: dict[str, list[tuple[str, int]]] = {}
@@ -155,7 +155,7 @@ def _table(buckets: Sequence[tuple[str, BucketExplanation]], kind: str, what: st
 
 
 def _short(paths: Sequence[str], limit: int = 40) -> str:
-    """The paths of a bucket in a cell: all of them if they fit, else the first and the last."""
+    """The paths of a bucket for a table's cell: all of them if they fit, else the first and the last."""
     whole = ", ".join(paths)
     if len(whole) <= limit or len(paths) == 1:
         return whole
@@ -168,37 +168,35 @@ def explain(
     """What a data-parallel step will send at each synchronised step, before anything runs.
 
     Nothing is computed and nothing is sent: the step isn't called, and only shapes and dtypes are read. So it works in
-    a world of one, for any number of ranks, and for parameters on the meta device that no memory would hold.
+    a world of one for any number of ranks, and for parameters on the meta device that are larger than the memory.
 
     Args:
-        step: what :func:`ltx.data_parallel` or :func:`ltx.train_step` returned, accumulated or not. Of the first, what
-            its gradients send outside of a train step is shown; a strategy such as ZeRO sends something else in
-            training, and a note says so.
-        params, batch: the arguments that the step will be called with, of which only the parameters (the step's
-            `argnums`) are looked at; so the batch may be left out behind them. Parameters may come as
-            :class:`ltx.Synced`, and for a train step as its :class:`ltx.TrainState`.
-        world: the number of ranks; that of the step's axis if None. Given, it is rank 0 that is explained, else this
-            rank.
-        sync_step: the number of synchronised steps before the one in question, which decides for hooks and strategies
-            that change with the step. If None, what the state that came with the parameters has counted; else 0.
+        step: what :func:`ltx.data_parallel` or :func:`ltx.train_step` returned, accumulated or not. For a data-parallel
+            step, what its gradients send outside of a train step is shown; if the strategy, such as ZeRO, sends
+            something else in training, a note says so.
+        params, batch: the arguments of the step. Only the parameters (the step's `argnums`) are read, so the batch may
+            be left out if it comes after them. Parameters may be an :class:`ltx.Synced`, and for a train step its
+            :class:`ltx.TrainState`.
+        world: the number of ranks, of which rank 0 is explained; if None, this rank of the step's axis is.
+        sync_step: the number of synchronised steps before this one, for hooks and strategies that change with the
+            step. If None, the count of the state that came with the parameters; else 0.
 
     Returns:
-        An :class:`Explanation`: a row a bucket and totals, to read (``print``), to compute with, and to compare with
-        what :func:`ltx.profile.record` saw (:meth:`Explanation.matches`). Bytes are those of the ring, as in the
-        ledger.
+        An :class:`Explanation`: a row per bucket and totals, to read (``print``), to compute with, and to compare with
+        a recording of :func:`ltx.profile.record` (:meth:`Explanation.matches`). Bytes are those of the ring algorithm,
+        as in recordings.
 
-        Every floating or complex leaf of the parameters is counted, as if all were differentiated, but for those that a
-        train step freezes; of another step, leave frozen ones out. For a train step, what is exchanged besides
-        gradients is counted too, in the state that the step before has left it in. What isn't counted: collectives of
-        the step itself, and comparisons between ranks when a step is new to them. Ranks whose dicts list parameters
-        in different orders take rank 0's for their buckets.
+        Every floating or complex leaf of the parameters is counted as if it were differentiated, except leaves that a
+        train step freezes; for a data-parallel step, leave frozen leaves out. For a train step, exchanges besides
+        gradients are counted too, with the state that the step before has left. Not counted are collectives of the
+        step function itself, and comparisons between ranks when a step is new to them. If ranks' dicts list parameters
+        in different orders, buckets have rank 0's order.
 
     Raises:
         StepError: `step` isn't data parallel.
-        InputError: `world` or `sync_step` isn't a number that can be.
+        InputError: `world` or `sync_step` is out of its range.
         TreeError: the parameters aren't a tree of tensors.
-        StrategyError: the hook asks for what no schedule would issue; or a train step's strategy can't work on so many
-            ranks.
+        StrategyError: the hook asks for a collective that isn't allowed; or the strategy can't work on so many ranks.
         UnsupportedError: the hook or the strategy reads values or the clock, or isn't pure, so that it can't be run on
             shapes alone; or the strategy communicates other than by exchanges.
 
@@ -246,7 +244,7 @@ def explain(
     )
     issues = Issues()
     if size > 1 and isinstance(step, TrainStep):
-        # From the step before, for what it leaves under way.
+        # The step before is driven too, for the exchanges that it leaves under way.
         at_number, first = replace(step, step=inner), max(0, number - 1)
         optimizer, post_update_hook = _stand_in(strategy, step.optimizer), at_number.post_update_hook(number)
         hooked = inner.reduce_dtype, at_number.post_update_hook, partial(_ask_if_finite, at_number)
@@ -265,10 +263,10 @@ def explain(
 
 
 def _stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
-    """What does to shapes as `optimizer` does and reads no values, unless the strategy insists on another.
+    """An optimizer that reads no values, for shapes alone; `optimizer` itself if the strategy accepts no other.
 
-    That is :func:`ltx.optim.identity`, but for what clips by a norm: where ranks have parts of the gradients, that
-    takes an exchange.
+    It is :func:`ltx.optim.identity`, chained to the clippings by norm of `optimizer`: where ranks have parts of the
+    gradients, these communicate.
     """
     clips = [member for member in members_of(optimizer) if isinstance(member, ClipByGlobalNorm)]
     made = chain(*clips, identity())
@@ -280,7 +278,7 @@ def _stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
 
 
 def _ask_if_finite(train: TrainStep, info: StepInfo) -> None:
-    """What the guard sends where ranks don't share gradients."""
+    """Send what the guard sends if ranks don't share gradients."""
     if must_sync_finite(train, info):
         on_any(train, meta((), torch.bool), info)
 
@@ -288,12 +286,12 @@ def _ask_if_finite(train: TrainStep, info: StepInfo) -> None:
 def _as_it_runs(
     step: DataParallel, params: Tree, state: SyncState | None, ranks: int, hook_step: int
 ) -> tuple[DataParallel, list[str]]:
-    """`step` as it runs, by what is known of the network, and what was measured and chosen, and why, in sentences."""
+    """`step` with the sizes and the hook that "auto" chooses for the network, and sentences on the choice."""
     strategy, notes = step.strategy, list[str]()
     if not (strategy.auto_sizes or strategy.auto_hook) or step.blocked or ranks == 1:
         return step, notes
     axis_comm: comm.AxisComm | None = comm.resolve(step.axis).comm
-    network = strategy.network or (None if axis_comm is None else axis_comm.network)  # nothing is measured for it
+    network = strategy.network or (None if axis_comm is None else axis_comm.network)  # nothing is measured here
     if network is None:
         notes.append(
             "the network isn't known yet, so these are the sizes and the hook without one; step.init(params) measures "
@@ -322,7 +320,7 @@ def _as_it_runs(
 
 
 def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int, number: int, trains: bool) -> list[str]:
-    """What to know of this step, and what another sends, where a reader may take this one for it."""
+    """Sentences on what a reader may not expect: of this step, and of later steps or training if they differ."""
     if step.blocked:
         return ["the step's gradients are blocked (block_backward_sync)"]
     strategy, notes = step.strategy, list[str]()

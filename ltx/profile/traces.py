@@ -1,7 +1,7 @@
-"""Recording a piece of program: every collective with its times and bytes, and when steps computed; a picture of it.
+"""Recordings of a block of code: every collective with times and bytes, the times of computing, and a picture.
 
-Each rank has a track of computing and one for each of its channels. Times are those of the ranks' clocks: the same on
-one machine, as good as their synchronisation on several.
+Each rank has a track for computing and one for each of its channels. Times are those of the ranks' clocks: the same
+clock on one machine; on several, as good as their synchronisation.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class Trace(Recording):
 
     Attributes:
         events: what was issued, in its order.
-        spans: stretches of computing, in the order in which they began: of a train step its parts; of a data-parallel
-            step that is called by itself "forward", and "backward" where ``torch.func.grad`` runs it.
-        device_waited_s: seconds that an accelerator's stream stood still for collectives.
+        events: the collectives that were issued, in their order.
+        spans: the times of computing, in the order in which they began: the parts of a train step; for a data-parallel
+            step that is called by itself "forward", and "backward" if ``torch.func.grad`` runs it.
+        device_waited_s: seconds that an accelerator's stream waited for collectives.
         rank: this process' rank.
-        epoch_s: what added to the times above gives the time of day, ``time.time()``.
-        profile: events of torch's profiler, in the form of Chrome's trace files but with ``ts`` in µs of the time of
-            day; with ``record(profiler=True)``.
+        epoch_s: the time of day, ``time.time()``, at which the times above were 0.
+        profile: with ``record(profiler=True)``, the events of torch's profiler, in the form of Chrome's trace files, in
+            which ``ts`` is the time of day in µs.
     """
 
     rank: int = 0
@@ -54,7 +55,7 @@ class Trace(Recording):
     def __repr__(self) -> str:
         return f"<Trace of rank {self.rank}: {many(len(self.events), 'collective')}, {format_bytes(self.bytes)} sent>"
 
-    def _repr_png_(self) -> bytes | None:  # in a notebook
+    def _repr_png_(self) -> bytes | None:  # a notebook calls it
         return timeline([self])._repr_png_() if self.events or self.spans else None
 
     @property
@@ -64,7 +65,7 @@ class Trace(Recording):
 
     @property
     def buckets(self) -> list[Event]:
-        """The events of gradient buckets: what :func:`ltx.profile.explain` counts."""
+        """The events of gradient buckets, which :func:`ltx.profile.explain` counts."""
         return [event for event in self.events if event.bucket is not None]
 
     @property
@@ -79,14 +80,14 @@ class Trace(Recording):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank, or its accelerator, stood still for collectives."""
+        """Seconds that this rank, or its accelerator, waited for collectives."""
         return sum(event.waited_s for event in self.events) + self.device_waited_s
 
     @property
     def hidden(self) -> float:
-        """The part of the communication, 0 to 1, that went on while this rank computed; 1 if there was none.
+        """The fraction of the communication, 0 to 1, during which this rank computed; 1 if there was no communication.
 
-        NaN if nothing was measured, as of an accelerator while ``record()`` goes on.
+        NaN if no times were measured, as on an accelerator until ``record()`` ends.
         """
         if self.events and all(event.completed_s is None for event in self.events):
             return float("nan")
@@ -102,18 +103,18 @@ class Trace(Recording):
         timeline([self]).save(path)
 
 
-# Profiled events of devices are kept apart from those of threads.
+# An offset, so that the tracks of a profiler's devices and threads have different ids.
 _DEVICE_LANES = 1 << 32
 
 
 @checked("profiler")
 @contextmanager
 def record(*, profiler: bool = False) -> Iterator[Trace]:
-    """Record every collective that this process issues, and when its steps computed.
+    """Record every collective that this process issues, and the times in which its steps compute.
 
-    What each rank sees: its own issues. Recordings nest; each sees everything. :meth:`Trace.plot` draws one and
-    :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does so for several ranks
-    together.
+    What each rank sees: its own collectives. Recordings can be nested; each records everything. :meth:`Trace.plot`
+    draws a trace and :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does both
+    for several ranks together.
 
     Args:
         profiler: also run torch's profiler, which slows steps down; its events go into the saved file, on the same
@@ -156,17 +157,17 @@ def _profiled(trace: Trace) -> Iterator[None]:
         threads_name = event["ph"] == "M" and event["name"] == "thread_name"
         if not (event["ph"] == "X" or threads_name) or not isinstance(event.get("pid"), int):
             continue
-        if event["pid"] != os.getpid():  # a device and its stream
+        if event["pid"] != os.getpid():  # the event is of a device, and tid is its stream
             event["tid"] = _DEVICE_LANES * (1 + event["pid"]) + int(event["tid"])
         if threads_name:
-            event.pop("ts", None)  # a name has no time, and torch's time isn't that of the day
+            event.pop("ts", None)  # a thread's name has no time; torch gives it one that isn't the time of day
         else:
             event["ts"] += base_us
         trace.profile.append(event)
 
 
 def _epoch_s() -> float:
-    """The time of day when time.perf_counter() was 0. The reading, of several, that was interrupted least."""
+    """The time of day when time.perf_counter() was 0, by the least interrupted of several readings."""
     readings = []
     for _ in range(5):
         before, now, after = time.perf_counter(), time.time(), time.perf_counter()
@@ -180,7 +181,7 @@ def _rank() -> int:
 
 @dataclass(frozen=True)
 class _Bar:
-    """Something that took time, on the clock of the day; `end_s` is None while it goes on."""
+    """A bar of the picture, with times of day; `end_s` is None if it hasn't ended."""
 
     track: str
     kind: str
@@ -192,7 +193,7 @@ class _Bar:
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """What :func:`timeline` returns; a notebook shows it drawn."""
+    """What :func:`timeline` returns; a notebook shows it as a picture."""
 
     traces: tuple[Trace, ...]
 
@@ -218,10 +219,10 @@ class Timeline:
         return min((bar.start_s for trace in self.traces for bar in _bars(trace)), default=0.0)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw it with matplotlib, in milliseconds since its beginning.
+        """Draw the recordings with matplotlib, in milliseconds since the first event.
 
-        A track of computing and one for each channel, by rank. The title tells how much of the communication is hidden
-        behind computing (:attr:`Trace.hidden`), from the worst to the best rank.
+        Each rank has a track for computing and one for each channel. The title tells how much of the communication is
+        hidden behind computing (:attr:`Trace.hidden`), on the worst and on the best rank.
 
         Args:
             ax: axes to draw into; a new figure if None.
@@ -237,7 +238,7 @@ class Timeline:
             bars = _bars(trace)
             for track in _tracks(trace):
                 names.append(f"rank {trace.rank}  {track}" if len(self.traces) > 1 else track)
-                open_until: list[float] = []  # the ends of the bars around the next one
+                open_until: list[float] = []  # the ends of the bars that contain the next bar
                 for bar in sorted((bar for bar in bars if bar.track == track), key=_order):
                     if bar.end_s is None:
                         continue
@@ -267,10 +268,10 @@ class Timeline:
         return f"{' to '.join(shown)} of the communication hidden"
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON for https://ui.perfetto.dev and chrome://tracing.
+        """Write the recordings as JSON for https://ui.perfetto.dev and chrome://tracing.
 
-        A process is a rank, and a thread of it a track. Issues that are under way together on one channel get tracks of
-        their own, as events within a track have to nest. Times are in µs since the beginning.
+        A rank is a process, and its tracks are threads. Collectives that overlap on one channel get extra tracks, since
+        events within a track have to nest. Times are in µs since the first event.
         """
         zero_us = self.start_s * 1e6
         events: list[dict[str, Any]] = []
@@ -296,11 +297,11 @@ def timeline(traces: Iterable[Trace]) -> Timeline:
     """The recordings of several ranks on one time axis: ``.plot()`` draws them, ``.save(path)`` writes a file.
 
     Args:
-        traces: what :func:`ltx.profile.record` gave on each rank, such as the ranks' results of a run on an
-            ``ltx.Pool``.
+        traces: the results of :func:`ltx.profile.record` on the ranks, such as those that a run on an ``ltx.Pool``
+            returned.
 
     Raises:
-        InputError: there is none, or it is something else.
+        InputError: there is no trace, or something isn't one.
 
     Example:
         >>> import ltx
@@ -332,17 +333,17 @@ def _bars(trace: Trace) -> list[_Bar]:
 
 
 def _order(bar: _Bar) -> tuple[float, float]:
-    """By beginning; of those that begin together the longest first, which the others are in."""
+    """The order of bars: by start; of bars with the same start the longest first, since it contains the others."""
     return bar.start_s, -(float("inf") if bar.end_s is None else bar.end_s)
 
 
 def _tracks(trace: Trace) -> list[str]:
-    """Computing, and the channels in the order of their first use."""
+    """The names of the tracks: computing, then the channels in the order of their first use."""
     return list(dict.fromkeys([_COMPUTE, *(event.channel for event in trace.events)]))
 
 
 def _apart(trace: Trace) -> list[tuple[_Bar, str]]:
-    """Every bar with its track's name, where those of a channel that overlap are in tracks of their own."""
+    """Every bar with the name of its track. Overlapping bars of a channel are in different tracks."""
     placed = []
     bars = sorted(_bars(trace), key=_order)
     for track in _tracks(trace):

@@ -68,8 +68,7 @@ class Cleared:
 
 
 class Area:
-    """The displays of one rank in the running cell; each rank has its own area, so that a rank clears only its own
-    displays.
+    """The displays of one rank in the running cell; each rank has its own area, and clears only that.
 
     After a rank has cleared its displays, its new displays are put in the places of the old.
     """

@@ -270,8 +270,7 @@ def collect(
     limit_s: float | None,
     grace_s: float | None = None,
 ) -> dict[int, Any]:
-    """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or a text that says how a process
-    ended.
+    """Send call `number` to `ranks` and gather the answers: a Result, a Failure, or how a process ended, in words.
 
     The first failure, the time limit and an interrupt end the waiting: ranks that are still busy are asked to give up,
     and get some time to say where they were. A rank that doesn't give up has no answer, or an At, which says where it
