@@ -15,7 +15,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,15 @@ from ltx.core.comm.channel import Channel
 from ltx.core.comm.debug import BUCKETS, caller, under_way
 from ltx.core.comm.diagnosis import OPENED, Status
 from ltx.core.comm.negotiation import Negotiation
-from ltx.core.comm.recovery import Recovery, Unread
+from ltx.core.comm.recovery import Recovery
 from ltx.core.comm.shared_memory import SharedMemoryTransport, open_transport
 from ltx.core.comm.signature import Agreement, Seen, Signature
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore
 from ltx.core.comm.watcher import PATIENCE_S, hold_watcher, release_watcher
 from ltx.core.ranks.backings import Part, Ranks
+
+if TYPE_CHECKING:
+    from ltx.core.comm.step_summary import IssuedSummary
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class AxisComm(Ranks):
         self._transport: SharedMemoryTransport | None = None  # of the user's channel
         self._opened = False
         self.recovery = Recovery(self)
-        self.negotiation: Negotiation = Negotiation(self)
+        self.negotiation = Negotiation(self)
         self.watcher.axes[self.label] = self
         self._meet()
         if isinstance(group, NewGroup):
@@ -89,7 +92,7 @@ class AxisComm(Ranks):
         self.network: Any = None  # the ltx.core.comm.Network, once it has been measured
         self.buffer_pool = BufferPool()  # of the gradients' buckets
         self._parts: dict[tuple[int, ...], AxisComm] = {}
-        self.unread: Unread | None = None  # the step summary of the last pass, if the host hasn't read it
+        self.unread: IssuedSummary | None = None  # the step summary of the last pass, if the host hasn't read it
         self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
         #: Collectives that have begun and weren't waited for yet (see ltx.core.collectives.futures), oldest first.
         self.futures: list[Any] = []

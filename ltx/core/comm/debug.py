@@ -11,10 +11,10 @@ import contextlib
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from traceback import walk_stack
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,63 +22,13 @@ import torch.distributed as dist
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchError
 from ltx.core.comm.signature import Agreement, Post, Signature, list_calls, mismatch
-from ltx.core.comm.store_exchange import StoreExchange
-from ltx.core.comm.watcher import Watcher
 from ltx.core.ranks.axis import axes_in_scope
+
+if TYPE_CHECKING:
+    from ltx.core.comm.axis_comm import AxisComm
 
 #: The names and addresses of bucket channels begin so.
 BUCKETS = "buckets "
-
-
-class ComparedChannel(Protocol):
-    """:class:`ltx.core.comm.channel.Channel`, as far as its collectives are compared."""
-
-    address: str
-    issued: int
-    compared: int
-    begun: int
-    threads: set[int]
-    recent: deque[tuple[int, Agreement]]
-    failed: LtxError | None
-
-    def check_in_step(self, label: str) -> None: ...
-
-
-class Communicator(Protocol):
-    """:class:`ltx.core.comm.axis_comm.AxisComm`, as far as its ranks compare calls."""
-
-    name: str
-    rank: int
-    size: int
-    label: str
-    global_ranks: list[int]
-    closed: bool
-    under_way: str
-    watcher: Watcher
-    store_exchange: StoreExchange
-    recovery: Any
-    negotiation: Any
-
-    @property
-    def user(self) -> ComparedChannel: ...
-
-    @property
-    def background(self) -> ComparedChannel: ...
-
-    @property
-    def channels(self) -> Sequence[ComparedChannel]: ...
-
-    def lost(self) -> list[int]: ...
-
-    def come(self, place: str, key: str, number: int, what: str, to: str) -> None: ...
-
-    def hear(self, place: str, key: str, number: int, what: str, to: str) -> list[Any]: ...
-
-    def fail_channels(self, error: LtxError) -> None: ...
-
-    def renew(self) -> None: ...
-
-    def check_not_forked(self) -> None: ...
 
 
 _SAID = "{0.__class__.__name__}: {0}".format
@@ -101,13 +51,13 @@ class Checks:
 
     def __init__(self, same_lines: bool, around: Checks | None):
         self.same_lines = same_lines
-        self._axes: dict[Communicator, None] = {} if around is None else around._axes
-        self._covered: deque[tuple[Communicator, Any]] = deque()
+        self._axes: dict[AxisComm, None] = {} if around is None else around._axes
+        self._covered: deque[tuple[AxisComm, Any]] = deque()
         self._told: BaseException | None = None
 
     def negotiate(
         self,
-        axis_comm: Communicator,
+        axis_comm: AxisComm,
         key: Any,
         describe: Callable[[], Signature],
         offer: Callable[[], Any],
@@ -126,11 +76,11 @@ class Checks:
             return known
         return Agreement(signature, signature.fingerprint, agreed)
 
-    def cover(self, axis_comm: Communicator, keys: Iterable[Any]) -> None:
+    def cover(self, axis_comm: AxisComm, keys: Iterable[Any]) -> None:
         """Note that the next issues, under `keys`, are part of the call that was just compared."""
         self._covered = deque((axis_comm, key) for key in keys)
 
-    def exchange(self, axis_comm: Communicator, signature: Signature, value: Any = None) -> list[Post]:
+    def exchange(self, axis_comm: AxisComm, signature: Signature, value: Any = None) -> list[Post]:
         """Every rank's post for this call, with equal signatures and each rank's `value`."""
         if axis_comm not in self._axes:
             self._axes[axis_comm] = None
@@ -151,7 +101,7 @@ class Checks:
             axis_comm.store_exchange.forget(before, [axis_comm.rank])
         return posts
 
-    def _exchange(self, axis_comm: Communicator, place: str, before: str, post: Post) -> list[Post]:
+    def _exchange(self, axis_comm: AxisComm, place: str, before: str, post: Post) -> list[Post]:
         try:
             posts: list[Post] = axis_comm.negotiation.exchange(place, post)
             return posts
@@ -162,7 +112,7 @@ class Checks:
                 text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
             raise CollectiveTimeoutError(text) from None
 
-    def _check_lines(self, axis_comm: Communicator, posts: list[Post]) -> None:
+    def _check_lines(self, axis_comm: AxisComm, posts: list[Post]) -> None:
         lines = {rank: os.path.basename(post.caller) for rank, post in enumerate(posts)}
         operation = posts[0].signature.operation
         if not self.same_lines or len(set(lines.values())) == 1 or operation.split()[0] in _FROM_ANY_LINE:
@@ -186,7 +136,7 @@ class Checks:
             with suppress(LtxError, dist.DistError):  # the error under way is the one to show
                 axis_comm.negotiation.announce(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
 
-    def open(self) -> list[Communicator]:
+    def open(self) -> list[AxisComm]:
         """The axes on which calls were compared and that are still open."""
         return [axis_comm for axis_comm in self._axes if not axis_comm.closed]
 

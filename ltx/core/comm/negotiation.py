@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ltx.core.base.errors import (
     DeadlockDetectedError,
@@ -24,12 +24,15 @@ from ltx.core.base.errors import (
     ReplicaDivergedError,
     StoreGoneError,
 )
-from ltx.core.comm.debug import BUCKETS, CHECKS, Communicator, ComparedChannel, called, caller, under_way
+from ltx.core.comm.debug import BUCKETS, CHECKS, called, caller, under_way
 from ltx.core.comm.diagnosis import AGAIN, LEFT, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
-from ltx.core.comm.recovery import Recovery
 from ltx.core.comm.signature import Post, Signature, explain_posts
 from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.core.comm.watcher import PATIENCE_S
+
+if TYPE_CHECKING:
+    from ltx.core.comm.axis_comm import AxisComm
+    from ltx.core.comm.channel import Channel
 
 # More calls than one session of debug_checks has; calls are numbered through all sessions.
 _CALLS = 1 << 32
@@ -48,10 +51,10 @@ def _in_wait_for(what: str) -> Iterator[None]:
 class Negotiation:
     """The negotiation of one axis."""
 
-    def __init__(self, axis_comm: Communicator):
+    def __init__(self, axis_comm: AxisComm):
         self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
         self._store, self._watcher = axis_comm.store_exchange, axis_comm.watcher
-        self._recovery: Recovery = axis_comm.recovery
+        self._recovery = axis_comm.recovery
         self.deadlocks = axis_comm.watcher.deadlocks
         self._answered: set[str] = set()
         self._at = ""  # the place at which this rank has waited long enough to tell its peers
@@ -86,7 +89,7 @@ class Negotiation:
         self._refuse(dict(enumerate(posts)))
         return posts
 
-    def compare(self, channel: ComparedChannel, signature: Signature, offer: Any) -> Any:
+    def compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         """Compare the `signature` of the next collective on `channel`. Gives rank 0's `offer`."""
         if channel is self._comm.user:  # whose peers may have given up without comparing
             channel.check_in_step(signature.operation)
@@ -220,7 +223,7 @@ class Negotiation:
             counts[f"{channel.address}/compared"] = (channel.compared, threads)
         return {f"{self._comm.label}/{key}": count for key, count in counts.items()}
 
-    def check_deadlock(self, channel: ComparedChannel, number: int, what: str) -> None:
+    def check_deadlock(self, channel: Channel, number: int, what: str) -> None:
         """Raise if a peer waits in vain before issue `number` of `channel`; called now and then in a wait for it."""
         of = "" if channel is self._comm.user else self._comm.under_way
         self._check_deadlock(channel.address, number, what, of)
@@ -287,7 +290,7 @@ class Negotiation:
         """The ranks that have ended in good order."""
         return [rank for rank, record in self.records(now).items() if record.on(self._comm.label).ended]
 
-    def stragglers(self, channel: ComparedChannel, number: int) -> str:
+    def stragglers(self, channel: Channel, number: int) -> str:
         """A text that says which ranks haven't come to issue `number` of `channel`."""
         said = {rank: record.on(self._comm.label).issued for rank, record in self.records(now=True).items()}
         late = {rank: issued.get(channel.address, number) for rank, issued in said.items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ltx.core.base import private
 from ltx.core.base.errors import (
@@ -25,8 +25,10 @@ from ltx.core.base.errors import (
     WeightError,
     said_of,
 )
-from ltx.core.comm.debug import Communicator
 from ltx.core.comm.diagnosis import AGAIN, LEFT, Left, parted
+
+if TYPE_CHECKING:
+    from ltx.core.comm.axis_comm import AxisComm
 
 #: Errors of a step that all ranks raise alike, about values they share: no rank waits for the rest of the step.
 ALIKE = NotFiniteError, WeightError
@@ -74,13 +76,6 @@ def nested_run() -> Iterator[None]:
         _enclosing.pop()
 
 
-class Unread(Protocol):
-    """A result on the device that the host has to check sooner or later."""
-
-    def wait(self) -> object:
-        """Check the result; raise its error."""
-
-
 class BackwardPass:
     """One backward pass, until all its collectives are complete (:meth:`done`)."""
 
@@ -100,7 +95,7 @@ class BackwardPass:
 class Recovery:
     """The backward passes on one axis."""
 
-    def __init__(self, axis_comm: Communicator):
+    def __init__(self, axis_comm: AxisComm):
         self._comm, self._rank, self._axis_name = axis_comm, axis_comm.rank, axis_comm.name
         self._exchange = axis_comm.store_exchange
         self._under_way: list[BackwardPass] = []
