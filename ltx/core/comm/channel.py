@@ -92,7 +92,11 @@ class Work:
             return self._work.completed or bool(self._channel.transport.failures())
         if self._work is None or self._ordered or self._work.is_completed():
             return True
-        return self._channel.is_in_vain(self._begun_s, self._number)
+        # Whether a wait would raise.
+        waited_s, issue = time.perf_counter() - self._begun_s, (self._channel.address, self._number)
+        return waited_s >= PATIENCE_S and (
+            waited_s > self._channel.timeout_s or self._channel.negotiation.diagnosed(True, issue) is not None
+        )
 
     def wait(self) -> torch.Tensor:
         """Wait for the result and return it. On a stream-ordered backend the current stream waits, not the host."""
@@ -269,13 +273,6 @@ class Channel:
         if waited_s > PATIENCE_S:
             self.negotiation.check_deadlock(self, number, label)
 
-    def is_in_vain(self, began: float, number: int) -> bool:
-        """Whether a wait for issue `number`, issued at `began`, would raise; for callers that don't wait."""
-        waited_s = time.perf_counter() - began
-        if waited_s < PATIENCE_S:
-            return False
-        return waited_s > self.timeout_s or self.negotiation.diagnosed(True, (self.address, number)) is not None
-
     def explain(
         self, error: RuntimeError, number: int, label: str, failed: str = "failed while waiting for its peers"
     ) -> None:
@@ -366,9 +363,6 @@ class Channel:
             poll_until(lambda: all(work.done for work in works), deadline - time.monotonic())
         except LtxError:
             return  # a peer is gone, or has issued something else: the peer won't join
-
-    def uses_transport(self, buffer: torch.Tensor) -> bool:
-        return self.transport is not None and buffer.device.type == "cpu"
 
     def orders_streams(self, device: torch.device) -> bool:
         return self.stream_group is not None and self._backends.orders_streams(device)

@@ -26,7 +26,7 @@ from ltx.core.base.errors import (
 )
 from ltx.core.comm.debug import BUCKETS, CHECKS, called, caller, under_way
 from ltx.core.comm.diagnosis import AGAIN, LEFT, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
-from ltx.core.comm.signature import Post, Signature, explain_posts
+from ltx.core.comm.signature import Post, Signature, explain_mismatch, list_calls
 from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.core.comm.watcher import PATIENCE_S
 
@@ -380,7 +380,11 @@ class Negotiation:
         stop.
         """
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
-        if error := explain_posts(self._name, posts):
+        signatures = {rank: post.signature for rank, post in posts.items()}
+        if len({*signatures.values()}) > 1:
+            error = explain_mismatch(self._name, signatures)
+            if any(post.caller for post in posts.values()):
+                error = RankMismatchError(f"{error} The calls: {list_calls(posts)}.")
             for channel in self._comm.channels:  # ranks may have compared different signatures
                 channel.compared = max(post.compared.get(channel.address, channel.compared) for post in posts.values())
             user = self._comm.user

@@ -148,10 +148,6 @@ def _psum_scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arg
     return _reduce_scatter(out.view(-1), given.view(-1), group=group, async_op=True), out, restored
 
 
-def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    return dist.broadcast(buffer, group_src=arguments[0], group=group, async_op=True), buffer, as_it_is
-
-
 def _all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) -> Started:
     given = [part.contiguous() for part in _messages(group, buffer.reshape(group.size(), -1))]
     taken = [torch.empty_like(part) for part in given]
@@ -263,14 +259,6 @@ def _routed_in_graph(
     return arrived[first : first + sum(received)].reshape(shape)
 
 
-def _row_for_each(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    return n, *shape
-
-
-def _own_row(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    return tuple(shape[1:])
-
-
 @dataclass(frozen=True)
 class Operation:
     """One kind of collective among n ranks, on a contiguous buffer."""
@@ -340,7 +328,7 @@ _ROWS = (
         lambda x, n, group, _: _functional.all_gather_into_tensor(x, n, group),
         chunks.all_gather,
         bytes_sent=lambda nbytes, n: nbytes * (n - 1),
-        result_shape=_row_for_each,
+        result_shape=lambda shape, n: (n, *shape),
         moves=True,
     ),
     Operation(
@@ -348,11 +336,11 @@ _ROWS = (
         _psum_scatter,
         lambda x, n, group, _: _functional.reduce_scatter_tensor(x, "sum", n, group),
         chunks.psum_scatter,
-        result_shape=_own_row,
+        result_shape=lambda shape, n: tuple(shape[1:]),
     ),
     Operation(
         "broadcast",
-        _broadcast,
+        lambda group, x, root: (dist.broadcast(x, group_src=root[0], group=group, async_op=True), x, as_it_is),
         lambda x, n, group, arguments: _functional.broadcast(x, arguments[0], group),
         chunks.broadcast,
         in_place=True,
@@ -364,7 +352,7 @@ _ROWS = (
         lambda x, n, group, to: _routed_in_graph([x.flatten()] * n, group, to, _gathered_splits, (n * x.numel(),)),
         chunks.gather,
         bytes_sent=lambda nbytes, n: nbytes,
-        result_shape=_row_for_each,
+        result_shape=lambda shape, n: (n, *shape),
         moves=True,
     ),
     Operation(
@@ -372,7 +360,7 @@ _ROWS = (
         _scatter,
         lambda x, n, group, to: _routed_in_graph([*x.reshape(n, -1)], group, to, _scattered_splits, (x.numel() // n,)),
         chunks.scatter,
-        result_shape=_own_row,
+        result_shape=lambda shape, n: tuple(shape[1:]),
         moves=True,
     ),
     Operation("all_to_all", _all_to_all, _all_to_all_in_graph, chunks.all_to_all, moves=True),

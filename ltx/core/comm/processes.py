@@ -46,7 +46,7 @@ class ProcessRanks(AxisComm):
         key = key_of(rule.name, x, static)
         self.negotiate_issue(self.user, key, lambda: Signature.of_tensors(rule.name, [x], static))
         buffer = rule.before(x, self.size, static)
-        if rule.coded is not None and not self.user.uses_transport(buffer):
+        if rule.coded is not None and (self.user.transport is None or buffer.device.type != "cpu"):
             buffer = rule.coded(buffer)
         shared = buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         if shared and (label or OPERATIONS[operation].in_place):

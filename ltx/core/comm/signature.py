@@ -106,17 +106,6 @@ class Post:
         return Post(Signature.from_json(signature), value, caller, issued, tuple(next_check), compared)
 
 
-def explain_posts(axis_name: str, by_rank: Mapping[int, Post]) -> RankMismatchError | None:
-    """The error that every rank raises for these posts; None if they agree."""
-    signatures = {rank: post.signature for rank, post in by_rank.items()}
-    if len(set(signatures.values())) == 1:
-        return None
-    error = explain_mismatch(axis_name, signatures)
-    if any(post.caller for post in by_rank.values()):
-        return RankMismatchError(f"{error} The calls: {list_calls(by_rank)}.")
-    return error
-
-
 #: Operations that take tensors of different lengths.
 _UNEVEN = {
     "all_gather": 'ltx.all_gather(x, tiled=True, splits="infer")',
