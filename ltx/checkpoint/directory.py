@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx.core.base.arguments import shown
-from ltx.errors import CheckpointError, InputError
+from ltx.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "ltx checkpoint, version 1"
@@ -40,18 +40,7 @@ _HIDDEN = re.compile(r"\.(step_\d{8,}|old)\.(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]
 _REPLACED = re.compile(r"\.replaced_(step_\d{8,})\..+")
 
 
-def check_name(path: str | os.PathLike[str]) -> None:
-    """Raise unless `path` is a valid name of a directory."""
-    try:
-        usable = b"\0" not in os.fsencode(path)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise InputError(f"checkpoint: {shown(os.fspath(path))} isn't a valid name of a directory.")
-
-
 def step_path(path: Path, step: int) -> Path:
-    """The directory of the checkpoint of `step`."""
     return path / f"step_{step:08d}"
 
 
@@ -139,7 +128,15 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         raise
     _to_disk(final.parent)
     put_back(final.parent)  # the old one's end
-    sweep(final.parent)
+    # Now the unfinished files of processes that have ended.
+    for unused in final.parent.glob(f"{EXCHANGE}*"):
+        with suppress(OSError):  # another has removed it
+            if time.time() - unused.stat().st_mtime > _EXCHANGE_S:
+                unused.unlink()
+    for name in os.listdir(final.parent):
+        made_by = _HIDDEN.fullmatch(name)
+        if made_by and made_by["host"] == socket.gethostname() and not _is_alive(int(made_by["pid"])):
+            discard(final.parent / name)
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:
@@ -158,18 +155,6 @@ def _remove(directory: Path) -> None:
     with suppress(OSError):  # another has removed it
         os.rename(directory, going)
     discard(going)
-
-
-def sweep(path: Path) -> None:
-    """Remove the unfinished files of processes that have ended."""
-    for file in path.glob(f"{EXCHANGE}*"):
-        with suppress(OSError):  # another has removed it
-            if time.time() - file.stat().st_mtime > _EXCHANGE_S:
-                file.unlink()
-    for name in os.listdir(path):
-        made_by = _HIDDEN.fullmatch(name)
-        if made_by and made_by["host"] == socket.gethostname() and not _is_alive(int(made_by["pid"])):
-            discard(path / name)
 
 
 def discard(directory: Path) -> None:
@@ -205,16 +190,6 @@ def _is_of(run: str, directory: Path) -> bool:
         return run_of(directory) == run
     except OSError:
         return False
-
-
-def check_replaceable(directory: Path, run: str | None) -> None:
-    """Raise if the checkpoint `directory` exists and belongs to another run than `run`."""
-    saved_by = run_of(directory)
-    if saved_by is not None and saved_by != run:
-        raise CheckpointError(
-            f"{directory} was saved by another run. Give another directory, go on from what is there "
-            "(ltx.checkpoint.load), or remove it"
-        )
 
 
 def verify(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -255,18 +230,7 @@ def _is_alive(pid: int) -> bool:
 
 # The run to which this process' checkpoints in a directory belong: it is kept for the whole process, as files are.
 # Checkpoints from before runs had names belong to the run "".
-_runs: dict[Path, str] = {}
-
-
-def run_in(base: Path) -> str | None:
-    """The run that this process continues in the directory `base`; None if it has neither saved nor loaded there."""
-    return _runs.get(base)
-
-
-def continue_run(base: Path, run: str | None) -> None:
-    """Note that this process' checkpoints in `base` belong to `run` from now on."""
-    if run is not None:
-        _runs[base] = run
+runs: dict[Path, str] = {}
 
 
 _LOCK = ".in-use"

@@ -130,7 +130,7 @@ def load(
                 read, problems = _attempt(together, where, reading)
                 if read is not None and not problems:
                     restored, drawn = read
-                    directory.continue_run(base, str(opened.manifest.get("run", "")))
+                    directory.runs[base] = str(opened.manifest.get("run", ""))
                     if drawn is not None:
                         set_random_states(drawn)
                     elif rng and rng != "same ranks" and opened.manifest["rng"] and together.rank == 0:

@@ -19,10 +19,10 @@ from ltx.checkpoint import directory, storage
 from ltx.checkpoint.storage import Piece, check_plain, check_state, digest, encode, leaves_of, owned
 from ltx.checkpoint.together import Together
 from ltx.core import comm
-from ltx.core.base.arguments import checked, seconds, whole
+from ltx.core.base.arguments import checked, seconds, shown, whole
 from ltx.core.comm import HostCopy
 from ltx.core.training.train_state import TrainState, random_states, updates_of
-from ltx.errors import CheckpointError
+from ltx.errors import CheckpointError, InputError
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,12 @@ def begin_saving(
         """The pieces that this rank saves, and their description for the other ranks."""
         if keep is not None:
             whole("checkpoint: keep", keep, 1, besides="None (all) or ")
-        directory.check_name(path)
+        try:
+            usable = b"\0" not in os.fsencode(path)
+        except ValueError:
+            usable = False
+        if not usable:
+            raise InputError(f"checkpoint: {shown(os.fspath(path))} isn't a valid name of a directory.")
         if together.comm is not None:  # a state that the device couldn't complete isn't worth keeping
             comm.read_last_summary(together.comm)
         own, common, position = _contents(state, together.rank, data, rng)
@@ -135,11 +140,16 @@ def begin_saving(
             base.mkdir(parents=True, exist_ok=True)
             final = directory.step_path(base, state.step)
             directory.put_back(base)
-            directory.check_replaceable(final, directory.run_in(base))
+            saved_by = directory.run_of(final)
+            if saved_by not in (None, directory.runs.get(base)):
+                raise CheckpointError(
+                    f"{final} was saved by another run. Give another directory, go on from what is there "
+                    "(ltx.checkpoint.load), or remove it"
+                )
             temporary.append(directory.hidden(base, final.name))
             temporary[0].mkdir()
         return (own, common, position), {
-            "run": directory.run_in(base),
+            "run": directory.runs.get(base),
             "to": [str(base), state.step],
             "common": digest(common, data=False),
             "data": digest(position),
@@ -158,7 +168,7 @@ def begin_saving(
                 raise comm.mismatch("of the checkpoint", what, values, fix)
         # The run's name comes from the first rank that knows it: a newcomer doesn't.
         run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
-        directory.continue_run(base, run)
+        directory.runs[base] = run
         same_data = len({said["data"] for said in by_rank}) == 1
         if same_data:
             common += position

@@ -267,14 +267,10 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(directory: Path) -> dcp.Metadata:
     """The checkpoint's metadata; raises CheckpointError if the file isn't DCP's metadata."""
     try:
-        written = (directory / METADATA).read_bytes()
-    except MISSING as error:
-        raise CheckpointError(f"{directory / METADATA} can't be read: {error}") from error
-    try:
-        metadata = _Unpickler(io.BytesIO(written)).load()
-    except MemoryError:
-        raise
+        metadata = _Unpickler(io.BytesIO((directory / METADATA).read_bytes())).load()
     except Exception as error:  # an unpickler may raise any error on bytes that are no pickle
+        if isinstance(error, (OSError, MemoryError)) and not isinstance(error, MISSING):
+            raise
         raise CheckpointError(f"{directory / METADATA} can't be read: {error}") from error
     if not isinstance(metadata, dcp.Metadata):
         raise CheckpointError(f"{directory / METADATA} holds a {type(metadata).__name__}, not DCP's metadata.")

@@ -197,22 +197,17 @@ class Together:
                     self.tell(troubles)
             patience_s = _HEARD_S
         finally:
-            self._wait_until_heard(patience_s)
+            if self._exchange is not None and self.rank == 0:  # which may end next, and the store with it
+                with suppress(LtxError):
+                    self._collect(_HEARD, range(1, self.size), patience_s)
+                    for at in (_PARTS, _OUTCOME, _HEARD):
+                        self._exchange.forget(f"{self._places}/{at}")
             self.let_go()
         refuse(troubles, failure, failed, after)
 
     def tell(self, troubles: Sequence[Trouble]) -> None:
         """On rank 0: tell the others the errors, by rank."""
         self._announce(_OUTCOME, [troubles, None])
-
-    def _wait_until_heard(self, patience_s: float) -> None:
-        """On rank 0, which may end next, and the store with it."""
-        if self._exchange is None or self.rank > 0:
-            return
-        with suppress(LtxError):
-            self._collect(_HEARD, range(1, self.size), patience_s)
-            for at in (_PARTS, _OUTCOME, _HEARD):
-                self._exchange.forget(f"{self._places}/{at}")
 
     def _announce(self, at: int, value: Any) -> None:
         if self._exchange is not None:

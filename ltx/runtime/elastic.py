@@ -37,7 +37,7 @@ from ltx.errors import (
     UnsupportedError,
     WorldError,
 )
-from ltx.runtime.membership import Membership, begin_run
+from ltx.runtime.membership import Membership, begin_run, part_of_run
 
 #: ``data(indices)`` gives a rank's batch.
 Batch = Callable[[Any], Any]
@@ -285,8 +285,8 @@ class ElasticRun:
         if self.snapshots is not None and rank > 0:
             self.hold = Hold(self._base, first=False)
         if store is not None:
-            members = range(size)
-            self.membership = Membership.of_member(store, token, rank, members, process.worlds, self._heartbeat_s)
+            mine = part_of_run(store, token), token, rank
+            self.membership = Membership(*mine, range(size), process.worlds, self._heartbeat_s)
             collectives.barrier("the beginning of elastic", self.axis)  # after this, all ranks send heartbeats
 
     def _entrance(self) -> Signature:
@@ -371,7 +371,10 @@ class ElasticRun:
         axis_comm = comm.resolve(self.axis).comm if settings_of_world() else None
         lost = list if axis_comm is None else axis_comm.gone
         abandon(loss)
-        _let_go_of_frames(loss)
+        failed: BaseException | None = loss
+        while failed is not None:  # its frames hold what was under way, and with it connections of the world that ends
+            traceback.clear_frames(failed.__traceback__)
+            failed = failed.__cause__ or failed.__context__
         place = membership.regroup(self.has_state, self.place, lost, self.meeting_timeout_s, self._room)
         if place is None:
             raise PeerLostError(
@@ -398,12 +401,13 @@ class ElasticRun:
             callback(new_world)
         mine = _Told(self.position, begun=True)
         if self.has_state:
-            run = None if self.hold is None else directory.run_in(self._base)
+            run = None if self.hold is None else directory.runs.get(self._base)
             mine = _Told(self.position, self.begun, self.state.step, self.saved, fingerprint(self.state), run)
         told = list(collectives.all_gather_object(mine, self.axis))
         if self.snapshots is not None and self.hold is None:
             self.hold = Hold(self._base, first=False)
-            directory.continue_run(self._base, next((rank.run for rank in told if rank.run is not None), None))
+            if (known := next((rank.run for rank in told if rank.run is not None), None)) is not None:
+                directory.runs[self._base] = known
         return told
 
     def _taken_over(self, told: list[_Told]) -> bool:
@@ -449,10 +453,3 @@ def ones_own(state: TrainState) -> list[str]:
     layout = state.layout
     parts = {"params": state.trained, "opt_state": state.opt_state, "sync_state": state.sync_state.leaves}
     return [name for name, part in parts.items() if getattr(layout, name) != "replicated" and tree.flatten(part)[0]]
-
-
-def _let_go_of_frames(loss: BaseException | None) -> None:
-    """Clear the frames of `loss`: their local variables keep the old world's connections alive."""
-    while loss is not None:
-        traceback.clear_frames(loss.__traceback__)
-        loss = loss.__cause__ or loss.__context__

@@ -109,7 +109,6 @@ class Regroup:
         self._store, self._at = store, f"regroup/{count}"
 
     def come(self, member: Member) -> None:
-        """Say that the process of `member` is here."""
         self._store.append(f"{self._at}/log", f"{json.dumps(member)}\n")
 
     def decline(self, number: int) -> None:
@@ -189,7 +188,7 @@ def begin_run(store: Store, size: int, worlds: int, entrance: Signature, refusal
     Returns the run's token: random text that distinguishes it from every other run.
     """
     root, token = _root(store), os.urandom(8).hex()
-    run = _of_run(root, token)
+    run = part_of_run(root, token)
     run.set("regroup", str(worlds))
     run.set("members", json.dumps(list(range(size))))
     root.set(_NOW, json.dumps([size, entrance.to_json(), refusal, token, proof(f"run {token}")]))
@@ -211,17 +210,9 @@ class Membership(Watched):
         self._last: dict[int, tuple[bytes, float]] = {}
         self._asking = list[int]()  # the newcomers that ask to join, without those in `known`
         self._watcher = Watcher(store, number, heartbeat_s)
-        self._watcher.hold()
         self._watcher.on_beat = self._look
         self._watcher.axes[self.label] = self
         self._asked = TimeoutStore(store, self._watcher.store_caller)
-
-    @staticmethod
-    def of_member(
-        store: Store, token: str, rank: int, members: Sequence[int], worlds: int, heartbeat_s: float
-    ) -> Membership:
-        """The membership of a process that is in the run from the beginning; `store` is the first world's."""
-        return Membership(_of_run(_root(store), token), token, rank, members, worlds, heartbeat_s)
 
     def close(self, over: bool) -> None:
         """This process leaves the run; `over`: the run has ended for all."""
@@ -346,7 +337,7 @@ class Membership(Watched):
                     "is the MASTER_ADDR:MASTER_PORT of the ranks that run ltx.elastic there."
                 )
             size, theirs, refusal, token, proven = json.loads(root.get(_NOW))
-            store = _of_run(root, token)
+            store = part_of_run(root, token)
             if store.check(["over"]):
                 raise _over(where)
             if not hmac.compare_digest(proven, proof(f"run {token}")):
@@ -440,5 +431,6 @@ def _root(store: Store) -> Store:
     return store
 
 
-def _of_run(root: Store, token: str) -> Store:
-    return PrefixStore(f"ltx/elastic/{token}", root)
+def part_of_run(store: Store, token: str) -> Store:
+    """The part of a store that run `token` has for itself."""
+    return PrefixStore(f"ltx/elastic/{token}", _root(store))

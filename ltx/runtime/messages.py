@@ -285,7 +285,6 @@ def search_path() -> list[str]:
 
 
 def name_of(fn: Any) -> str:
-    """The name of a function in messages."""
     return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or fn)
 
 
@@ -314,7 +313,8 @@ class _Pickler(Pickler):
             entry = linecache.cache.get(name)
             # without a modification time it isn't a file
             if entry is not None and len(entry) == 4 and entry[1] is None:
-                self.sources[name] = (_cell_of(name), entry[2])
+                cell = getattr(getattr(ipython(), "compile", None), "_filename_map", {}).get(name)  # of a notebook
+                self.sources[name] = (name if cell is None else f"<cell In[{cell}]>", entry[2])
         return super().reducer_override(obj)
 
     def unregister(self) -> None:
@@ -365,12 +365,6 @@ def _new_globals(number: int, said: dict[str, Any]) -> dict[str, Any]:
     vars(module).update({key: value for key, value in said.items() if key != "__name__"})
     sys.modules[module.__name__] = module
     return vars(module)
-
-
-def _cell_of(name: str) -> str:
-    """The label by which a notebook shows the cell whose code is named `name`."""
-    count = getattr(getattr(ipython(), "compile", None), "_filename_map", {}).get(name)
-    return name if count is None else f"<cell In[{count}]>"
 
 
 def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import IPython
@@ -142,14 +142,10 @@ class RankShell(InteractiveShell):
     def raise_what_was_raised(self) -> None:
         error, self.raised = self.raised, None
         if error is not None:
-            raise error.with_traceback(_behind_ipython(error.__traceback__))
-
-
-def _behind_ipython(trace: TracebackType | None) -> TracebackType | None:
-    inner = trace
-    while inner is not None and _IPYTHON in Path(inner.tb_frame.f_code.co_filename).parents:
-        inner = inner.tb_next
-    return inner or trace
+            inner = error.__traceback__
+            while inner is not None and _IPYTHON in Path(inner.tb_frame.f_code.co_filename).parents:
+                inner = inner.tb_next
+            raise error.with_traceback(inner or error.__traceback__)
 
 
 class _Bars(ModuleType):

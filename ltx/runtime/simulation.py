@@ -122,8 +122,14 @@ def simulate(
                 set_random_states(states)
                 reopen()
                 close_for_others()
-            if inputs.size > 1:
-                _refuse_written(shared)
+            for name, x, state in shared if inputs.size > 1 else ():
+                if _state_of(x) != state:
+                    raise UnsupportedError(
+                        f"ltx.simulate: f wrote to {name}, or to its .grad. f refers to it from outside, so all ranks "
+                        "share it, where each process would have its own. Pass it to f (each rank gets a copy), make "
+                        "it in f, or, for a module, use ltx.functional_call(module, params, inputs). What ranks find, "
+                        "f returns."
+                    )
             return PerRank(results)
 
     return on_ranks
@@ -283,13 +289,3 @@ def _written_from(f: Any) -> list[_Shared]:
         elif isinstance(value, torch.Tensor):
             found.append((f"a tensor of shape {list(value.shape)}", value))
     return [(name, x, _state_of(x)) for name, x in found]
-
-
-def _refuse_written(shared: list[_Shared]) -> None:
-    for name, x, state in shared:
-        if _state_of(x) != state:
-            raise UnsupportedError(
-                f"ltx.simulate: f wrote to {name}, or to its .grad. f refers to it from outside, so all ranks share "
-                "it, where each process would have its own. Pass it to f (each rank gets a copy), make it in f, or, "
-                "for a module, use ltx.functional_call(module, params, inputs). What ranks find, f returns."
-            )

@@ -338,7 +338,6 @@ class AxisComm(Ranks):
             group.abort()
 
     def status(self) -> Status:
-        """This rank's status on the axis, for its peers."""
         channels = self.channels if self._opened else []
         return self.negotiation.status({channel.address: channel.begun for channel in channels})
 
@@ -426,7 +425,6 @@ class AxisComm(Ranks):
         return sorted({*dead, held} - {self.rank})
 
     def _refuse_gone(self) -> None:
-        """Raise if a peer that should connect is gone."""
         if gone := self.gone():
             who = ", ".join(map(str, gone))
             raise PeerLostError(

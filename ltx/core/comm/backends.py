@@ -45,7 +45,6 @@ class Backends:
     device_type: str | None = None  # the type of device whose tensors the stream-ordered backend takes
 
     def orders_streams(self, device: torch.device) -> bool:
-        """Whether collectives of tensors on `device` are ordered by streams."""
         return device.type == self.device_type
 
 
@@ -175,7 +174,6 @@ def is_of_network(error: RuntimeError) -> bool:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether `error` says that this process ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -335,7 +333,6 @@ _IN_TURN = "ltx_gloo_in_turn"
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether the group's collectives are gloo's."""
     return group.name() == "gloo" or dist.get_backend(group) == _IN_TURN
 
 

@@ -71,7 +71,6 @@ class Work:
 
     @staticmethod
     def arrived(channel: Channel, value: torch.Tensor) -> Work:
-        """A work whose result is complete already."""
         return Work(channel, None, value, "", None)
 
     def give_up(self) -> None:

@@ -70,7 +70,15 @@ class Checks:
         self._covered.clear()
         signature = describe()
         posts = self.exchange(axis_comm, signature, offer() if known is None else known.offer)
-        self._check_lines(axis_comm, posts)
+        lines = {rank: os.path.basename(post.caller) for rank, post in enumerate(posts)}
+        operation = posts[0].signature.operation
+        if self.same_lines and len(set(lines.values())) > 1 and operation.split()[0] not in _FROM_ANY_LINE:
+            fix = (
+                "call the same collectives in the same order; if these calls belong together, "
+                "ltx.debug_checks(same_lines=False)"
+            )
+            differ = mismatch(axis_comm.name, f"the line that calls {operation}", lines, fix)
+            raise RankMismatchError(f"{differ} The calls: {list_calls(dict(enumerate(posts)))}.")
         agreed = posts[0].value
         if known is not None and known.offer == agreed:
             return known
@@ -111,20 +119,6 @@ class Checks:
                 last = axis_comm.negotiation.peek(before, rank)
                 text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
             raise CollectiveTimeoutError(text) from None
-
-    def _check_lines(self, axis_comm: AxisComm, posts: list[Post]) -> None:
-        lines = {rank: os.path.basename(post.caller) for rank, post in enumerate(posts)}
-        operation = posts[0].signature.operation
-        if not self.same_lines or len(set(lines.values())) == 1 or operation.split()[0] in _FROM_ANY_LINE:
-            return
-        differ = mismatch(
-            axis_comm.name,
-            f"the line that calls {operation}",
-            lines,
-            "call the same collectives in the same order; if these calls belong together, "
-            "ltx.debug_checks(same_lines=False)",
-        )
-        raise RankMismatchError(f"{differ} The calls: {list_calls(dict(enumerate(posts)))}.")
 
     def abort(self, error: BaseException) -> None:
         """Let the peers know that this rank won't come to their next call, without waiting for them."""

@@ -141,28 +141,24 @@ class Record:
         return Status(abandoned=why, ended=why is None)
 
     def text(self) -> str:
-        """Itself, for the store."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def of(text: str | bytes) -> Record:
-        """Inverse of :meth:`text`."""
         fields: dict[str, Any] = json.loads(text)
         told = fields["told"]
         found = told["found"] and ([(*node,) for node in told["found"][0]], told["found"][1])
         counts = {key: (number, threads) for key, (number, threads) in told["counts"].items()}
+        for status in fields["axes"].values():
+            status["left"] = status["left"] and Left(**status["left"])
+            status["abandoned"] = status["abandoned"] and (*status["abandoned"],)
         return Record(
             fields["beat"],
             fields["seen"],
             {int(rank): beat for rank, beat in fields["silent"].items()},
-            {label: _status(status) for label, status in fields["axes"].items()},
+            {label: Status(**status) for label, status in fields["axes"].items()},
             Told([ThreadWait(**wait) for wait in told["waits"]], counts, found),
         )
-
-
-def _status(fields: dict[str, Any]) -> Status:
-    left, abandoned = fields["left"], fields["abandoned"]
-    return Status(**fields | {"left": left and Left(**left), "abandoned": abandoned and (*abandoned,)})
 
 
 def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:

@@ -49,8 +49,6 @@ def _in_wait_for(what: str) -> Iterator[None]:
 
 
 class Negotiation:
-    """The negotiation of one axis."""
-
     def __init__(self, axis_comm: AxisComm):
         self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
         self._store, self._watcher = axis_comm.store_exchange, axis_comm.watcher
@@ -137,7 +135,6 @@ class Negotiation:
         self._wait_at("")
 
     def peek(self, place: str, rank: int) -> Post | None:
-        """The post of `rank` at `place`, if it is there."""
         fields = self._store.peek(place, rank)
         return None if fields is None else Post.of(fields)
 
@@ -287,7 +284,6 @@ class Negotiation:
         return describe_lost(lost, self.ended_peers(now=True))
 
     def ended_peers(self, now: bool = False) -> list[int]:
-        """The ranks that have ended in good order."""
         return [rank for rank, record in self.records(now).items() if record.on(self._comm.label).ended]
 
     def stragglers(self, channel: Channel, number: int) -> str:

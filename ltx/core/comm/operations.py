@@ -74,7 +74,6 @@ Started = tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
 def as_it_is(completed: torch.Tensor) -> torch.Tensor:
-    """The completed buffer is the result."""
     return completed
 
 

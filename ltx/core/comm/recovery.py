@@ -88,13 +88,10 @@ class BackwardPass:
             private.at_end_of_pass(self.done)
 
     def done(self) -> None:
-        """The pass is over."""
         self.is_done = True
 
 
 class Recovery:
-    """The backward passes on one axis."""
-
     def __init__(self, axis_comm: AxisComm):
         self._comm, self._rank, self._axis_name = axis_comm, axis_comm.rank, axis_comm.name
         self._exchange = axis_comm.store_exchange
@@ -189,7 +186,6 @@ class Recovery:
         return "a backward pass" if self.step is None else f"step {self.step} of the training"
 
     def abort(self, error: BaseException) -> None:
-        """Abort the current pass, or training step, because of `error`."""
         self.leave(said_of(error), isinstance(error, PeerLostError))
 
     def begin(self) -> None:

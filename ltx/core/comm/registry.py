@@ -122,24 +122,20 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
     if ranks == [0] and not dist.is_initialized():  # a world of one
         return GroupAxis("ranks [0]" if name is None else name, 1)
     if ranks is not None:
-        opened = open_axis(name, _new_group(ranks), make=partial(GroupAxis, owns_group=True))
+        if not dist.is_initialized():
+            raise AxisError("axis_from_group: ranks are those of a world that is up. Call ltx.init() first.")
+        size, mine = dist.get_world_size(), dist.get_rank()
+        if not ranks or not all(is_whole(rank) and 0 <= rank < size for rank in ranks) or len(set(ranks)) != len(ranks):
+            raise AxisError(f"axis_from_group: expected different ranks from 0 to {size - 1}, got {brief(ranks)}.")
+        if mine not in ranks:
+            raise AxisError(f"axis_from_group: rank {mine} isn't among ranks {ranks}. Only these may call it.")
+        made = NewGroup(ranks, dist.get_backend_config())  # which these ranks alone make
+        opened = open_axis(name, made, make=partial(GroupAxis, owns_group=True))
     elif isinstance(group, dist.ProcessGroup):
         opened = open_axis(group.group_name if name is None else name, group, make=GroupAxis)
     else:  # torch gives a number to those who aren't in a new group
         raise AxisError(f"axis {name or group!r}: {outsider()}")
     return opened if isinstance(opened, GroupAxis) else GroupAxis(opened.name, opened.size, opened.ranks)
-
-
-def _new_group(ranks: list[Any]) -> NewGroup:
-    """A process group of some ranks of the world, which these ranks alone make."""
-    if not dist.is_initialized():
-        raise AxisError("axis_from_group: ranks are those of a world that is up. Call ltx.init() first.")
-    size, mine = dist.get_world_size(), dist.get_rank()
-    if not ranks or not all(is_whole(rank) and 0 <= rank < size for rank in ranks) or len(set(ranks)) != len(ranks):
-        raise AxisError(f"axis_from_group: expected different ranks from 0 to {size - 1}, got {brief(ranks)}.")
-    if mine not in ranks:
-        raise AxisError(f"axis_from_group: rank {mine} isn't among ranks {ranks}. Only these may call it.")
-    return NewGroup(ranks, dist.get_backend_config())
 
 
 def outsider() -> str:

@@ -30,7 +30,6 @@ class Signature:
 
     @staticmethod
     def of(operation: str, paths: list[str], tensors: list[torch.Tensor], static: str = "") -> Signature:
-        """The signature of `operation` on `tensors`."""
         return Signature(operation, tuple((p, describe(t)) for p, t in zip(paths, tensors, strict=True)), static)
 
     @staticmethod
@@ -60,7 +59,6 @@ class Signature:
 
     @staticmethod
     def from_json(text: str) -> Signature:
-        """Inverse of :meth:`to_json`."""
         operation, leaves, static = json.loads(text)
         return Signature(operation, tuple((path, what) for path, what in leaves), static)
 
@@ -101,7 +99,6 @@ class Post:
 
     @staticmethod
     def of(fields: list[Any]) -> Post:
-        """Inverse of :meth:`fields`."""
         signature, value, caller, issued, next_check, compared = fields
         return Post(Signature.from_json(signature), value, caller, issued, tuple(next_check), compared)
 

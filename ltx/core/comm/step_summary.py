@@ -226,7 +226,6 @@ def begin_pass(
 def send_summary(
     channel: Channel, total: torch.Tensor | float, weight: torch.Tensor | float, said: Said, device: torch.device
 ) -> Work:
-    """Issue this rank's part."""
     digest = said.digest
     a, b, c = float(digest & _MASK), float(digest >> _LIMB_BITS & _MASK), float(digest >> 2 * _LIMB_BITS & _MASK)
     # Writing an element takes longer than reading one; where waits block the host it may read.

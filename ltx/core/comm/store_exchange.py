@@ -48,7 +48,6 @@ class StoreCaller:
             self._thread.join(ENDING_S)
 
     def refuse(self, why: str) -> None:
-        """Refuse all calls from now on."""
         self._gone = why
 
     def ask(self, question: Callable[[], T]) -> T:
@@ -70,7 +69,6 @@ class StoreCaller:
             raise self._told_gone(str(error)) from error
 
     def unanswered(self) -> PeerLostError:
-        """The error for a store that hasn't answered in time."""
         return PeerLostError(
             f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.limit_s:g} s. The "
             f"process that holds it ({self.held_by}) has been stopped, or its machine or the link to it is down."

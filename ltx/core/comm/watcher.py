@@ -64,7 +64,7 @@ class Watcher:
 
     def __init__(self, store: Store, rank: int, heartbeat_s: float, answer_s: float = 0.0):
         self._rank = rank
-        self._users = 0
+        self.users = 1  # who has made it
         #: A peer without a beat for this long counts as lost; so does a silent store, unless `answer_s` is longer.
         self.heartbeat_s = heartbeat_s
         self.store = store
@@ -226,14 +226,10 @@ class Watcher:
             for label in [past for past in self._past if past != INIT][:-_PAST]:
                 del self._past[label]
 
-    def hold(self) -> None:
-        """Count one more user."""
-        self._users += 1
-
     def release(self) -> bool:
         """Count one user less; returns whether it was the last one, and the watcher has ended."""
-        self._users -= 1
-        if self._users:
+        self.users -= 1
+        if self.users:
             return False
         self._ended = self._news = True
         self._woken.set()
@@ -436,7 +432,6 @@ class Deadlocks:
             self._watcher.look_again()
 
     def done(self) -> None:
-        """Note that this thread waits no longer."""
         if self._waits:
             self._waits.pop(threading.get_ident(), None)
 
@@ -487,14 +482,14 @@ def hold_watcher(store: Store, rank: int, heartbeat_s: float) -> Watcher:
     """The one watcher of this process in the world of `store`. Call :func:`release_watcher` when done."""
     if id(store) not in _watchers:
         watch_by(Watcher(store.clone(), rank, heartbeat_s), store)  # type: ignore[attr-defined]
+        return _watchers[id(store)][1]
     _, watcher = _watchers[id(store)]
     watcher.shorten(heartbeat_s)
-    watcher.hold()
+    watcher.users += 1
     return watcher
 
 
 def release_watcher(watcher: Watcher) -> None:
-    """The counterpart of :func:`hold_watcher`."""
     if watcher.release():
         for key in [key for key, (_, known) in _watchers.items() if known is watcher]:
             del _watchers[key]

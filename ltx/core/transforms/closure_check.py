@@ -143,7 +143,12 @@ def _looking(fn: Any, in_place: Callable[[], set[int]]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         # On simulated ranks torch can't write values that differ among ranks into a tensor that ranks share.
-        norms = [path for module in modules for path in _running_statistics(module)]
+        norms = [
+            f"{f'{path}.running_mean' if path else 'running_mean'!r} of {type(module).__name__}"
+            for module in modules
+            for path, part in module.named_modules()
+            if isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.running_mean is not None
+        ]
         if norms and any(text in str(error) for text in _IN_PLACE):
             raise StepError(own_buffer_text(norms[0])) from error
         raise
@@ -181,7 +186,6 @@ def own_written(buffers: Sequence[Buffer], where: str, in_place: Callable[[], se
 
 
 def own_buffer_text(which: str) -> str:
-    """The text of the error for a step that writes to a buffer of a module."""
     return (
         f"{which}: the module wrote to this buffer of its own. It isn't part of any state, and each rank would have "
         "its own values. Pass buffers in and return them: train.init(params, dict(module.named_buffers())), and in the "
@@ -355,12 +359,6 @@ def _names(code: Any) -> Sequence[str]:
 
 
 _IN_PLACE = ("which will be updated in place, were not batched", "that would mutate a captured Tensor")
-
-
-def _running_statistics(module: nn.Module) -> Iterator[str]:
-    for path, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.running_mean is not None:
-            yield f"{f'{path}.running_mean' if path else 'running_mean'!r} of {type(module).__name__}"
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,6 @@ def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signatur
 
 
 def tensors_by_path(value: Tree) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in `value`, each with its path."""
     found = zip(tree.leaf_paths(value), tree.flatten(value)[0], strict=True)
     return [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
 

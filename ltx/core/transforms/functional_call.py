@@ -383,8 +383,6 @@ def _run_again(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Frame(_CheckpointFrame):
-    """A checkpointed call."""
-
     def __init__(self, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any):
         super().__init__(_run_again(recompute_fn), *args, **kwargs)
 

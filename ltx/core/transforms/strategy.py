@@ -34,16 +34,6 @@ def _has_state(strategy: Strategy) -> bool:
     return counts or bool(strategy.init(torch.zeros(1)))
 
 
-def _constant_after(strategy: Strategy) -> int | None:
-    hook = strategy.hook(0)
-    return 0 if hook is None else hook.constant_after
-
-
-def _shares(strategy: Strategy, step: int) -> bool:
-    hook = strategy.hook_in_training(step)
-    return hook is not None and hook.alike
-
-
 def _has_own(strategy: Strategy, *methods: str) -> bool:
     return any(getattr(type(strategy), method) is not getattr(Strategy, method) for method in methods)
 
@@ -79,11 +69,15 @@ class StrategyOffers:
     stateful: bool = follows(_has_state)
     needs_whole: bool = False
     takes_complex: bool = True
-    constant_after: int | None = follows(_constant_after)
+    constant_after: int | None = follows(
+        lambda strategy: getattr(strategy.hook(0), "constant_after", 0)
+    )  # 0 without a hook
     cycle: tuple[int, int] = follows(lambda strategy: (strategy.constant_after or 0, 1))
     hook_in_graph: OfStep[CommHook | None] = follows(lambda strategy: partial(constant_hook, strategy))
     hook_in_training: OfStep[CommHook | None] = follows(lambda strategy: strategy.hook)
-    shares_gradients: OfStep[bool] = follows(lambda strategy: partial(_shares, strategy))
+    shares_gradients: OfStep[bool] = follows(
+        lambda strategy: lambda n: getattr(strategy.hook_in_training(n), "alike", False)
+    )
     communicates_after_update: OfStep[bool] = follows(lambda strategy: lambda n: _has_own(strategy, "after_update"))
     communicates_besides: bool = follows(lambda strategy: _has_own(strategy, "begin", "update", "after_update"))
     updates_in_buckets: bool = follows(lambda strategy: not _has_own(strategy, "update"))

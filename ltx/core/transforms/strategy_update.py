@@ -108,7 +108,6 @@ class Old:
     may_overwrite: bool = False
 
     def of(self, bucket: Bucket) -> Old:
-        """The part of a bucket."""
         members = bucket.members
         return replace(self, params=[self.params[m] for m in members], states=[self.states[m] for m in members])
 

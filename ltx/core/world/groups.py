@@ -222,7 +222,6 @@ class Meeting(Watched):
     def __init__(self, store: Store, world: World, timeout_s: float, heartbeat_s: float):
         self.world, self._made = world, False
         self.watcher = Watcher(store, world.rank, heartbeat_s, _ANSWER_S)
-        self.watcher.hold()
         self.watcher.axes[self.label] = self
         self._store = TimeoutStore(store, self.watcher.store_caller)
         self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, self._lost)

@@ -204,7 +204,13 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
             if dist.is_initialized()
             else placement_from_env(os.environ)
         )
-        _refuse_worker(placement)
+        mine = world_of_parent()
+        if mine is not None and (mine.rank, mine.size) == (placement.rank, placement.size):
+            raise WorldError(
+                f"rank {mine.rank}: this process ({os.getpid()}) is a worker of rank {mine.rank} of {mine.size}, whose "
+                "own process has the place in the world. ltx.world() tells rank and size here; to compute alone, "
+                "write `with ltx.init(rank=0, size=1):`."
+            )
         if dist.is_initialized():
             world = adopted_world(placement, asked.get("backend"))
         else:
@@ -241,17 +247,6 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
             "placement": placement,
         }
         return Session(world, settings, undo.pop_all())
-
-
-def _refuse_worker(placement: Placement) -> None:
-    """Raise if this process is a worker that a rank has started, and would take the rank's place."""
-    mine = world_of_parent()
-    if mine is not None and (mine.rank, mine.size) == (placement.rank, placement.size):
-        raise WorldError(
-            f"rank {mine.rank}: this process ({os.getpid()}) is a worker of rank {mine.rank} of {mine.size}, whose own "
-            "process has the place in the world. ltx.world() tells rank and size here; to compute alone, "
-            "write `with ltx.init(rank=0, size=1):`."
-        )
 
 
 def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:

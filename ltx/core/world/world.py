@@ -88,8 +88,24 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        session = process.session
+        if session is None or all(known is not self for known in (session.world, *session.before)):
+            return
+        session.holds -= 1
+        if session.holds:  # another call holds the world
+            return
         try:
-            _release(self, error)
+            if error is not None:
+                note_failure(error)
+                abandon(error)
+            elif session.settings["placement"].joins is not None:
+                warnings.warn(
+                    "LTX_JOIN is set, and ltx.elastic, which would have this process taken into the run there, wasn't "
+                    "called: what was done here was done alone. Train with ltx.elastic, or unset LTX_JOIN.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            shutdown()
         except Exception:
             if error is None:  # else what ended the block is the news, and peers lost along the way are not
                 raise
@@ -137,7 +153,6 @@ os.register_at_fork(after_in_child=_leave_stores_to_parent)
 
 
 def settings_of_world() -> dict[str, Any]:
-    """The settings of the current world; empty if there is none."""
     return dict(process.session.settings) if process.session is not None else {}
 
 
@@ -213,27 +228,6 @@ def forget() -> None:
     """In a fork: the world that is up is the parent's."""
     process.session = process.replaced = None
     os.environ.pop(RANK_VARIABLE, None)
-
-
-def _release(left: World, error: BaseException | None) -> None:
-    """End a ``with`` block on `left`, by `error` or without: take the world down unless another call holds it."""
-    session = process.session
-    if session is None or all(known is not left for known in (session.world, *session.before)):
-        return
-    session.holds -= 1
-    if session.holds:
-        return
-    if error is not None:
-        note_failure(error)
-        abandon(error)
-    elif session.settings["placement"].joins is not None:
-        warnings.warn(
-            "LTX_JOIN is set, and ltx.elastic, which would have this process taken into the run there, wasn't "
-            "called: what was done here was done alone. Train with ltx.elastic, or unset LTX_JOIN.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    shutdown()
 
 
 def cores() -> int:
