@@ -83,6 +83,7 @@ Modules. The names listed here are stable.
 from ltx.core import comm
 from ltx.core.base import arguments, needs, noise, tree
 from ltx.core.base.arguments import brief
+from ltx.core.base.private import unwrapped
 from ltx.core.base.traced import recording
 from ltx.core.collectives.adasum import Halving
 from ltx.core.collectives.calls import collective
@@ -111,7 +112,6 @@ from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.optim.quantized_adam import QAdamOptimizer
 from ltx.core.ranks.axis import Axis, inner, outer
 from ltx.core.ranks.backings import Rule
-from ltx.core.ranks.batched import unwrapped
 from ltx.core.transforms.strategy import Strategy, StrategyOffers, negotiate
 from ltx.core.transforms.strategy_update import (
     Old,

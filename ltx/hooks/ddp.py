@@ -288,8 +288,14 @@ class ToTorch:
             if self._pass is None or bucket.index() == 0:
                 self._pass = self._begin(state)
             future = self._launch(self._pass, bucket)
-            if bucket.is_last():
-                self._finish_pass(self._pass)
+            if bucket.is_last():  # all buckets are launched: wait for them, then take over the next states together
+                now = self._pass
+                for names, (_, states) in zip(now.names, now.pending.wait_each(), strict=True):
+                    for name, state in zip(names, states, strict=True):
+                        self._states[name] = {**self._states[name], **{k: t.detach() for k, t in state.items()}}
+                self.step += 1
+                now.pending.finish()
+                self._pass = None
             return future
         except BaseException as error:
             # Tell the peers, which may wait for the rest of this pass.
@@ -347,15 +353,6 @@ class ToTorch:
         inputs = BucketInput(flat, mine, now.axis.size, now.axis_comm.rank, states, self.step, last, now.axis)
         now.pending.reduce(hook, inputs, lambda reduced: future.set_result(reduced[0].to(buffer.dtype)))
         return future
-
-    def _finish_pass(self, now: _Pass) -> None:
-        """After the last bucket: wait for all of them, then take over all new states together."""
-        for names, (_, states) in zip(now.names, now.pending.wait_each(), strict=True):
-            for name, state in zip(names, states, strict=True):
-                self._states[name] = {**self._states[name], **{k: t.detach() for k, t in state.items()}}
-        self.step += 1
-        now.pending.finish()
-        self._pass = None
 
     # --- state -------------------------------------------------------------------------------------------------------
 

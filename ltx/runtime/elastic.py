@@ -372,7 +372,7 @@ class ElasticRun:
         lost = list if axis_comm is None else axis_comm.gone
         abandon(loss)
         failed: BaseException | None = loss
-        while failed is not None:  # its frames hold what was under way, and with it connections of the world that ends
+        while failed is not None:  # the frames' local variables keep the old world's connections alive
             traceback.clear_frames(failed.__traceback__)
             failed = failed.__cause__ or failed.__context__
         place = membership.regroup(self.has_state, self.place, lost, self.meeting_timeout_s, self._room)

@@ -107,37 +107,27 @@ class HorovodStrategy(Strategy):
         resolve_hook(self, "compression", "none")
         arguments.check_fields(self, StrategyError, "op", "scale_lr")
         arguments.check_whole(self, 1, "backward_passes_per_step")
-        if self.gradient_predivide_factor is not None:
-            self._check_factor(self.gradient_predivide_factor)
-        if self.groups is not None:
-            self._check_groups(self.groups)
-        if self.op == "adasum":
-            self._check_adasum()
-
-    def _wrong(self, field: str, allowed: str) -> StrategyError:
-        return StrategyError(f"HorovodStrategy.{field} must be {allowed}, got {brief(getattr(self, field))}.")
-
-    def _check_factor(self, factor: float) -> None:
-        what = "HorovodStrategy.gradient_predivide_factor"
-        factor = arguments.number(what, factor, 0, StrategyError, more=True, besides="None or ")
-        object.__setattr__(self, "gradient_predivide_factor", factor)
-        if self.op != "average":
-            raise self._wrong("gradient_predivide_factor", f'None with op="{self.op}", which has nothing to divide')
-
-    def _check_groups(self, groups: int | Sequence[Sequence[str]]) -> None:
-        if arguments.is_whole(groups) and groups > 0:
+        if (factor := self.gradient_predivide_factor) is not None:
+            what = "HorovodStrategy.gradient_predivide_factor"
+            factor = arguments.number(what, factor, 0, StrategyError, more=True, besides="None or ")
+            object.__setattr__(self, "gradient_predivide_factor", factor)
+            if self.op != "average":
+                raise self._wrong("gradient_predivide_factor", f'None with op="{self.op}", which has nothing to divide')
+        if arguments.is_whole(groups := self.groups) and groups > 0:
             object.__setattr__(self, "groups", int(groups))
         elif _is_list(groups) and all(_is_list(group) and all(isinstance(p, str) for p in group) for group in groups):
             object.__setattr__(self, "groups", tuple(tuple(group) for group in groups))  # hashable
-        else:
+        elif groups is not None:
             raise self._wrong("groups", "a positive number of groups, or a list of lists of parameters' paths")
+        if self.op == "adasum":
+            hook = resolved(self.compression)
+            if not isinstance(hook, (hooks.AllReduce, hooks.FP16, hooks.BF16)) or hook.stateful:
+                raise self._wrong("compression", 'one of "none", "fp16", "bf16" with op="adasum"')
+            if self.scale_lr:
+                raise self._wrong("scale_lr", 'False with op="adasum", which keeps one rank\'s learning rate')
 
-    def _check_adasum(self) -> None:
-        hook = resolved(self.compression)
-        if not isinstance(hook, (hooks.AllReduce, hooks.FP16, hooks.BF16)) or hook.stateful:
-            raise self._wrong("compression", 'one of "none", "fp16", "bf16" with op="adasum"')
-        if self.scale_lr:
-            raise self._wrong("scale_lr", 'False with op="adasum", which keeps one rank\'s learning rate')
+    def _wrong(self, field: str, allowed: str) -> StrategyError:
+        return StrategyError(f"HorovodStrategy.{field} must be {allowed}, got {brief(getattr(self, field))}.")
 
     @property
     def _short(self) -> torch.dtype | None:

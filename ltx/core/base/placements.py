@@ -40,13 +40,7 @@ def meshes_are_used() -> bool:
 def on_mesh(leaves: Iterable[Any]) -> list[int]:
     """The indices of the leaves that are DTensors, or that torch.func has wrapped around DTensors."""
     cls = _dtensor_class()
-    return [] if cls is None else [i for i, x in enumerate(leaves) if isinstance(_unwrapped(x), cls)]
-
-
-def _unwrapped(x: Any) -> Any:
-    while isinstance(x, torch.Tensor) and private.is_wrapped(x):
-        x = private.unwrapped_once(x)
-    return x
+    return [] if cls is None else [i for i, x in enumerate(leaves) if isinstance(private.unwrapped(x), cls)]
 
 
 @at_trace_time

@@ -7,7 +7,7 @@ listed here, since torch documents it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import _autograd, _functorch
@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import Store as Store
 from torch._guards import TracingContext as TracingContext
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd import Variable, forward_ad
+
+T = TypeVar("T")
 
 # --- transforms of torch.func, and torch.vmap ---
 
@@ -31,10 +33,18 @@ interpreter_stack, TransformType = _functorch.get_interpreter_stack, _functorch.
 is_wrapped: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[torch.Tensor], bool] = _functorch.is_batchedtensor
 level_of, batch_dim_of = _functorch.maybe_get_level, _functorch.maybe_get_bdim
-unwrapped_once: Callable[[torch.Tensor], torch.Tensor] = _functorch.get_unwrapped
+unwrapped_once: Callable[[T], T] = _functorch.get_unwrapped
 add_batch_dim = _functorch._add_batch_dim
 #: The tensor inside a wrapper whose transform has ended; any other tensor unchanged.
 unwrapped_if_dead: Callable[[torch.Tensor], torch.Tensor] = _functorch.unwrap_if_dead
+
+
+def unwrapped(x: T) -> T:
+    """`x` without the wrappers of torch.func's levels, if it is a tensor."""
+    while isinstance(x, torch.Tensor) and is_wrapped(x):
+        x = unwrapped_once(x)
+    return x
+
 
 # --- autograd ---
 

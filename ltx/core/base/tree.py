@@ -61,7 +61,10 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
         # `opened` registers a new container class, so flatten again; this happens once for each class.
         return flatten(tree) if any(opened(cls) for cls in set(builtins.map(type, leaves))) else (leaves, spec)
     except RecursionError:
-        raise _endless(tree) from None
+        raise TreeError(
+            f"a tree of type {type(tree).__name__} holds itself, or is nested too deeply to be walked. Pass dicts, "
+            "lists and tuples of tensors."
+        ) from None
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree, **options: Any) -> Tree:
@@ -97,13 +100,6 @@ def masked(tree: Tree, others: Tree, there: bool = True) -> Tree:
     ({'a': None, 'b': 2}, {'a': 1, 'b': None})
     """
     return map(lambda x, other: x if (other is not None) is there else None, tree, others, none_is_leaf=True)
-
-
-def _endless(tree: Tree) -> TreeError:
-    return TreeError(
-        f"a tree of type {type(tree).__name__} holds itself, or is nested too deeply to be walked. Pass dicts, lists "
-        "and tuples of tensors."
-    )
 
 
 def leaf_paths(tree: Tree, with_none: bool = False, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

@@ -19,6 +19,7 @@ from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import CollectiveError, InputError, TreeError, WeightError, no_mean
+from ltx.core.base.private import unwrapped
 from ltx.core.collectives.calls import check_dense, check_sums, collective, grouped, refuse_leaves, tensors_of
 from ltx.core.collectives.futures import in_step, one_message
 from ltx.core.collectives.gather import all_gather
@@ -26,7 +27,6 @@ from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import NARROW, axis_size, countable, pmean, psum
 from ltx.core.collectives.ranks import axis_index
 from ltx.core.comm.operations import SUMMED
-from ltx.core.ranks.batched import unwrapped
 from ltx.typing import Tree
 
 

@@ -22,11 +22,11 @@ import torch
 
 from ltx.core.base import private, traced
 from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError, no_mean
+from ltx.core.base.private import unwrapped
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
 from ltx.core.comm.channel import Channel, Work
 from ltx.core.comm.signature import Agreement, Signature, mismatch
-from ltx.core.ranks.batched import unwrapped
 
 _LIMB_BITS = 20
 _LIMBS = 3

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, check_fields, number, whole
 from ltx.core.base.errors import OptimError
+from ltx.core.base.private import unwrapped
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import LossState, TorchState, at_nodes
-from ltx.core.ranks.batched import unwrapped
 from ltx.typing import Tree
 
 

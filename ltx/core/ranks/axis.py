@@ -239,22 +239,16 @@ def joined(names: tuple[Any, ...]) -> Axis:
     if kinds == {VmapRanks}:
         dims = tuple((axis.ranks.level, axis.size) for axis in real)
         return Axis(title, size, VmapRanks(max(level for level, _ in dims), None, dims, real[0].ranks.device))
-    if len(kinds) == 1:
-        return _of_groups(said, title, real)
-    raise AxisError(
-        f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). psum, pmean, pmax, pmin and "
-        "axis_size take these, without axis_index_groups; reduce over one after the other elsewhere."
-    )
-
-
-def _of_groups(said: str, title: str, axes: list[Axis]) -> Axis:
-    if not _whole_world or any(axis not in _world_axes for axis in axes):
+    if len(kinds) > 1:
+        raise AxisError(
+            f"{said} mixes axes of different kinds ({', '.join(f'{a.name!r}' for a in real)}). psum, pmean, pmax, pmin "
+            "and axis_size take these, without axis_index_groups; reduce over one after the other elsewhere."
+        )
+    if not _whole_world or any(axis not in _world_axes for axis in real):
         raise AxisError(f"{said}: only axes that ltx.init(mesh=...) has made can be joined.")
     whole = _whole_world[0]
-    part = mesh_part(tuple(axis.size for axis in _world_axes), tuple(_world_axes.index(axis) for axis in axes))
-    if part.groups == (tuple(range(whole.size)),):
-        return whole
-    return in_groups(whole, part, title)
+    part = mesh_part(tuple(axis.size for axis in _world_axes), tuple(_world_axes.index(axis) for axis in real))
+    return whole if part.groups == (tuple(range(whole.size)),) else in_groups(whole, part, title)
 
 
 # Dynamo doesn't trace into these: the level is functorch's own, which exists at trace time and is the same at run time.

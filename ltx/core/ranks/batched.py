@@ -65,7 +65,7 @@ class VmapRanks(Ranks):
         by_level = self.unstacked(xs)
         for _ in range(self.taken):  # those levels' ranks don't matter to what is left
             by_level = by_level[..., 0]
-        by_level = unwrapped(by_level)  # factories wrap tensors for the innermost level, which may not be ours
+        by_level = private.unwrapped(by_level)  # factories wrap tensors for the innermost level, which may not be ours
         for level in self.levels:
             if level <= self.level:
                 by_level = private.add_batch_dim(by_level, 0, level)
@@ -208,10 +208,3 @@ class ShapeRanks(Ranks):
             answers = [self.answer(rule.operation, buffer, rule.arguments(static), self) for buffer in found]
             found = [rule.after(y, x, self.rank, self.size, static) for x, y in zip(xs, answers, strict=True)]
         return tuple(fresh(y, x) for x, y in zip(xs, found, strict=True))
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without the wrappers of torch.func's levels."""
-    while private.is_wrapped(tensor):
-        tensor = private.unwrapped_once(tensor)
-    return tensor

@@ -12,8 +12,9 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.containers import of_array
 from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
+from ltx.core.base.private import unwrapped
 from ltx.core.ranks.axis import DEFAULT_NAME, close_simulated, open_simulated
-from ltx.core.ranks.batched import below_wrappers, unwrapped
+from ltx.core.ranks.batched import below_wrappers
 from ltx.typing import Tree
 
 

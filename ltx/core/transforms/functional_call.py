@@ -33,9 +33,9 @@ from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _Checkp
 from ltx.core.base import private, traced
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
+from ltx.core.base.private import unwrapped
 from ltx.core.gradients.planning import in_step
 from ltx.core.ranks.axis import axes_in_scope
-from ltx.core.ranks.batched import unwrapped
 from ltx.core.transforms.closure_check import Members, own_written, refuse_max_norm, same_values, version_of
 
 

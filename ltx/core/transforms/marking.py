@@ -19,6 +19,7 @@ from ltx.core.base.arguments import checked
 from ltx.core.base.errors import SyncStateError, UnsupportedError
 from ltx.core.base.needs import require
 from ltx.core.base.placements import Placements, local, summed
+from ltx.core.base.private import unwrapped
 from ltx.core.collectives.calls import check_dense, check_recorded, check_sums
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
@@ -38,7 +39,6 @@ from ltx.core.gradients.planning import (
 from ltx.core.gradients.schedule import ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
-from ltx.core.ranks.batched import unwrapped
 from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values
 from ltx.core.transforms.run import CallOptions, Marked, StepSettings, check_placements
 from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype

@@ -17,10 +17,10 @@ import torch
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import shown
 from ltx.core.base.errors import SyncStateError
+from ltx.core.base.private import unwrapped
 from ltx.core.gradients.comm_hook import CommHook, states_of
 from ltx.core.gradients.planning import Plan, tracked
 from ltx.core.gradients.reduction import LeafState
-from ltx.core.ranks.batched import unwrapped
 from ltx.typing import Tree
 
 

@@ -103,7 +103,7 @@ def test_killed_after_the_renames(host: str, tmp_path: Path) -> None:
 def test_another_runs_is_put_back_before_it_could_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "old")
     killed(tmp_path, sets_aside, HOSTS[0])
-    monkeypatch.setattr(directory, "_runs", {})
+    monkeypatch.setattr(directory, "runs", {})
     with pytest.raises(CheckpointError, match="step_00000000 was saved by another run"):
         save(tmp_path, "of another run")
     assert loaded(tmp_path) == "old"

@@ -28,7 +28,7 @@ def of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the checkpoints of steps 1, 2 and 5, of a process that has ended."""
     for step in (1, 2, 5):
         ltx.checkpoint.save(tmp_path, state_of(step))
-    monkeypatch.setattr(directory, "_runs", {})
+    monkeypatch.setattr(directory, "runs", {})
     return tmp_path
 
 
