@@ -33,7 +33,7 @@ interpreter_stack, TransformType = _functorch.get_interpreter_stack, _functorch.
 is_wrapped: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[torch.Tensor], bool] = _functorch.is_batchedtensor
 level_of, batch_dim_of = _functorch.maybe_get_level, _functorch.maybe_get_bdim
-unwrapped_once: Callable[[T], T] = _functorch.get_unwrapped
+unwrapped_once: Callable[[Any], Any] = _functorch.get_unwrapped
 add_batch_dim = _functorch._add_batch_dim
 #: The tensor inside a wrapper whose transform has ended; any other tensor unchanged.
 unwrapped_if_dead: Callable[[torch.Tensor], torch.Tensor] = _functorch.unwrap_if_dead

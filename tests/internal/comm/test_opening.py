@@ -116,7 +116,7 @@ def heartbeat_users() -> int:
     """How many axes hold this process' heartbeat."""
     heartbeat = hold_watcher(c10d._get_default_store(), dist.get_rank(), 1000.0)
     heartbeat.release()
-    return heartbeat._users
+    return heartbeat.users
 
 
 def interrupted() -> None:
