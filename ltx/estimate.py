@@ -210,7 +210,6 @@ class Steps:
 
     @cached_property
     def first_states(self) -> States:
-        """The communication state before the first step."""
         with on_shapes_alone(self.strategy.hook(0) or self.strategy, "the first state"):
             return {
                 path: state

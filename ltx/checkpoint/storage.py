@@ -75,7 +75,6 @@ def owned(rank: int, pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def check_state(what: str, state: Any) -> None:
-    """Raise unless `state` is a train step's state that can be read."""
     if not isinstance(state, TrainState):
         raise StepError(
             f"{what}: the state is the ltx.TrainState of a train step, such as train.init(params), got "
@@ -227,7 +226,6 @@ def write(directory: Path, rank: int, pieces: Sequence[Piece]) -> Written:
 
 
 def write_metadata(directory: Path, by_rank: Sequence[Written]) -> None:
-    """Write the metadata by which DCP finds all pieces of the ranks."""
     found: dict[str, dcp.TensorStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, dtype, size, offsets, sizes, *where in (entry for written in by_rank for entry in written):

@@ -70,7 +70,6 @@ CONSEQUENCES = ("PeerLostError", "StoreGoneError", "DeadlockDetectedError", "Col
 
 
 def exit_text(code: int) -> str:
-    """How a process ended, in words."""
     if code >= 0:
         return f"exited with status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)

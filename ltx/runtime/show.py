@@ -158,13 +158,11 @@ def show(*values: Any, rank: int | None = None) -> None:
 
 
 def ipython() -> Any:
-    """IPython's shell in this process, if there is one."""
     module = sys.modules.get("IPython")
     return None if module is None else module.get_ipython()
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
     return getattr(ipython(), "kernel", None) is not None
 
 

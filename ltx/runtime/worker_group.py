@@ -146,7 +146,6 @@ class WorkerGroup:
         self._end()
 
     def kill(self) -> None:
-        """End the workers at once, whatever they are doing."""
         if self.is_ours:
             self._end.detach()
             _end(os.getpid(), self._processes, self._connections, self._output, 0.0)

@@ -113,7 +113,9 @@ class AsyncAveraging(NodeStrategy):
         super().__post_init__()
         arguments.check_whole(self, 0, "warmup_steps")
         arguments.check_number(self, 0, "sync_interval_ms")
-        if self.schedule is not None and not _is_schedule(self.schedule):
+        pair = self.schedule
+        whole = isinstance(pair, tuple) and len(pair) == 2 and all(type(x) is int for x in pair)
+        if pair is not None and not (whole and 1 <= pair[1] <= pair[0]):
             raise StrategyError(
                 "AsyncAveraging.schedule must be None or a pair (period, delay) of whole numbers with 1 <= delay <= "
                 f"period, got {brief(self.schedule)}."
@@ -259,10 +261,3 @@ def _moved(params: Tree, deltas: Sequence[torch.Tensor] | None) -> Tree:
         return params
     leaves, spec = tree.flatten(params)
     return tree.unflatten(spec, [x + delta for x, delta in zip(leaves, deltas, strict=True)])
-
-
-def _is_schedule(value: object) -> bool:
-    if not (isinstance(value, tuple) and len(value) == 2 and all(type(x) is int for x in value)):
-        return False
-    period, delay = value
-    return bool(1 <= delay <= period)

@@ -23,6 +23,7 @@ class Need(NamedTuple):
 
 
 def _never(part: str) -> bool:
+    """`part` can never offer what the row needs."""
     return False
 
 

@@ -21,7 +21,6 @@ from ltx.typing import Tree
 
 @traced.at_trace_time
 def prepare_trace(axis: Any) -> str:
-    """The key of an axis in a graph."""
     if isinstance(traced.kept(axis), Axis):  # a key already
         key: str = axis
         return key
@@ -229,14 +228,12 @@ def negotiate_tree(
 
 
 def traced_axis(key: str) -> Axis:
-    """The axis that :func:`prepare_trace` has named."""
     axis: Axis = traced.kept(key)
     return axis
 
 
 @traced.at_trace_time
 def traced_size(key: str) -> int:
-    """The size of an axis named by :func:`prepare_trace`."""
     return traced_axis(key).size
 
 

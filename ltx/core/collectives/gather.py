@@ -41,7 +41,6 @@ def split(x: torch.Tensor, n: int, static: Static) -> torch.Tensor:
 
 
 def _one_more_dim(static: Static) -> Static:
-    """`static` = (dim, tiled) for a tensor with one more dimension in front."""
     dim, tiled = static
     return (dim + 1, tiled)
 

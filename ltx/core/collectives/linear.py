@@ -245,7 +245,6 @@ def only_at(value: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, bool]
 
 
 def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compiled: bool = False) -> list[torch.Tensor]:
-    """Apply the collective `name` to each of `xs` on `axis`."""
     if not xs:
         return []
     if not compiled and not _differentiated(xs):

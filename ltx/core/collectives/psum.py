@@ -170,7 +170,6 @@ def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | tor
 
 
 def _times(x: Any, factor: float | torch.Tensor) -> Any:
-    """A tensor times a factor, in its own dtype."""
     return x if _is_one(factor) else (x * factor).to(x.dtype)
 
 

@@ -145,7 +145,6 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
         return mine(x.unflatten(at, (size, length)).movedim(at, 0))
 
     def chosen(*parts: Any) -> Any:
-        """This rank's part, where ranks are simulated."""
         if all(isinstance(x, torch.Tensor) and x.shape == parts[0].shape for x in parts):
             return mine(torch.stack(parts))
         if any(isinstance(x, torch.Tensor) for x in parts) or any(x != parts[0] for x in parts):

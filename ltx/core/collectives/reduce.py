@@ -162,7 +162,6 @@ def pargmin(value: Tree, axis: Any = None) -> Tree:
 
 
 def _first(extremum: Callable[[Tree, Any], Tree], value: Tree, axis: Any) -> Tree:
-    """The first rank that has the `extremum`."""
     value = tensors_of(value, axis)
     best = extremum(tree.map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value), axis)
     index, size = axis_index(axis), axis_size(axis)

@@ -68,7 +68,6 @@ def default_backend(device: torch.device) -> str:
 
 
 def accelerator() -> str | None:
-    """The type of this process' accelerator, if it has one."""
     return getattr(torch.accelerator.current_accelerator(check_available=True), "type", None)
 
 

@@ -114,7 +114,6 @@ class Watched(Protocol):
         ...
 
     def status(self) -> Status:
-        """This rank's status on the axis."""
         return Status()
 
     def look_after_device(self) -> None:

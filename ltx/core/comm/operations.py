@@ -58,7 +58,6 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def from_bytes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of :func:`as_bytes`."""
     return view_as(x, dtype).squeeze(-1)
 
 

@@ -145,7 +145,6 @@ def outsider() -> str:
 
 
 def close_axis(axis: Axis) -> None:
-    """Close what :func:`open_axis` opened."""
     if axis.comm is not None:
         _opened.pop((axis.comm.group, axis.name), None)
         axis.comm.close()

@@ -183,7 +183,6 @@ class SharedMemoryTransport:
 
     @property
     def emptied(self) -> int:
-        """How many chunks this rank has emptied."""
         counters = self._counters
         return counters[self.rank][EMPTIED] if counters else self._emptied_at_close
 

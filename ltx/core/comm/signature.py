@@ -34,7 +34,6 @@ class Signature:
 
     @staticmethod
     def of_tensors(operation: str, tensors: Sequence[torch.Tensor], static: tuple[int, ...]) -> Signature:
-        """The signature of a collective of tensors without paths."""
         text = f"arguments {static}" if static else ""
         return Signature.of(operation, ["<tensor>"] * len(tensors), list(tensors), text)
 
@@ -111,12 +110,10 @@ _UNEVEN = {
 
 
 def list_calls(by_rank: Mapping[int, Post]) -> str:
-    """A text that says what each rank calls, and on which line."""
     return list_values({rank: post.call for rank, post in by_rank.items()})
 
 
 def explain_mismatch(axis_name: str, by_rank: dict[int, Signature]) -> RankMismatchError:
-    """The error that every rank raises when the signatures in `by_rank` differ."""
     operations = {rank: s.operation for rank, s in by_rank.items()}
     if len(set(operations.values())) > 1:
         return mismatch(axis_name, "the operation", operations, "call the same collectives in the same order")

@@ -126,7 +126,6 @@ class TimeoutStore:
         self._caller = caller
 
     def close(self) -> None:
-        """Drop the store: no more calls are made."""
         del self.store
 
     def set(self, key: str, value: str) -> None:
@@ -208,7 +207,6 @@ class StoreExchange:
         return StoreExchange(store, self.rank, self.size, self.timeout_s, self._lost)
 
     def close(self) -> None:
-        """Close the file: nothing more is exchanged."""
         del self._store
 
     def new_place(self) -> str:

@@ -164,9 +164,10 @@ def chain(*transforms: Optimizer) -> Optimizer:
     members: list[Optimizer] = []
     for position, transform in enumerate(transforms):
         if not isinstance(transform, Optimizer):
-            raise OptimError(
-                f"chain expected optimizers, but argument {position} is {brief(transform)}.{_hint(transform)}"
-            )
+            cls = transform if isinstance(transform, type) else type(transform)
+            wrap = f" Wrap the class: from_torch({cls.__name__}, ...)."
+            hint = wrap if issubclass(cls, torch.optim.Optimizer) else ""
+            raise OptimError(f"chain expected optimizers, but argument {position} is {brief(transform)}.{hint}")
         members += transform.members if isinstance(transform, Chain) else (transform,)
     members = [member for member in members if not isinstance(member, Identity)]
     for member in members[:-1]:
@@ -186,11 +187,6 @@ def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 def with_members(optimizer: Optimizer, members: Sequence[Optimizer]) -> Optimizer:
     """`optimizer` with other members, as many as :func:`members_of` returns."""
     return replace(optimizer, members=tuple(members)) if isinstance(optimizer, Chain) else members[0]
-
-
-def _hint(transform: Any) -> str:
-    cls = transform if isinstance(transform, type) else type(transform)
-    return f" Wrap the class: from_torch({cls.__name__}, ...)." if issubclass(cls, torch.optim.Optimizer) else ""
 
 
 @dataclass(frozen=True)

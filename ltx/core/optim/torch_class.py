@@ -89,7 +89,6 @@ class ClassOptimizer(Optimizer):
 
     @property
     def _given(self) -> tuple[Any, ...]:
-        """The constructor's arguments."""
         return self.cls, self.lr, self.kwargs
 
     def __eq__(self, other: object) -> bool:

@@ -77,7 +77,6 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
 
 
 def _name_of(fn: Any, tensor: torch.Tensor) -> str:
-    """The name of `tensor` in a module that `fn` refers to."""
     for module in modules_of(fn):
         for what, held in (("a parameter", module.named_parameters()), ("a buffer", module.named_buffers())):
             for path in (path for path, x in held if x is tensor):

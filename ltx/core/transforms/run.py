@@ -178,7 +178,6 @@ class Marked(NamedTuple):
 
 
 def _floating(leaves: list[Any]) -> list[int]:
-    """The places of floating and complex tensors."""
     tensors = ((i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
     return [i for i, x in tensors if x.is_floating_point() or x.is_complex()]
 

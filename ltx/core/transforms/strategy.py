@@ -237,7 +237,6 @@ def steps_ahead(strategy: Strategy) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)  # each step with DTensors asks this, and a cycle may be long
 def hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
-    """The hooks at the steps of :func:`steps_ahead`."""
     return tuple(dict.fromkeys(map(strategy.hook, steps_ahead(strategy))))
 
 

@@ -84,7 +84,6 @@ def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> 
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
-    """The first launcher of :data:`LAUNCHERS` that knows `environ`."""
     return next((launcher for launcher in LAUNCHERS if launcher.started_this(environ)), None)
 
 
