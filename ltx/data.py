@@ -253,13 +253,21 @@ def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iter
                 state, error = _FAILED, raised
         states = [states for (states,) in told("uneven", [state], axis)]
         if _FAILED in states:
-            _raise_everywhere(states, error, axis)
+            failed = [rank for rank, each in enumerate(states) if each == _FAILED]
+            text = ltx.broadcast_object(_text(error), failed[0], axis)
+            others = f" Those of ranks {failed[1:]} failed at the same step." if failed[1:] else ""
+            raise DataError(
+                f"uneven: the iterable of rank {failed[0]} on axis {axis.name!r} raised {text}.{others} All ranks stop "
+                "here."
+            ) from error
         if _HAS_DATA not in states or (stop == "first" and _DONE in states):
             return
         if first and _DONE in states:
             like = ltx.broadcast_object(last, states.index(_HAS_DATA), axis)
-            if state == _DONE:
-                last = tree.map(lambda x: x.anywhere() if isinstance(x, _Blank) else x, like)
+            if state == _DONE:  # of the devices of that kind this process has its own
+                last = tree.map(
+                    lambda x: replace(x, device=torch.device(x.device.type)) if isinstance(x, _Blank) else x, like
+                )
         first = False
         share = len(states) / states.count(_HAS_DATA) if divisor == "data" else 1.0
         if state == _HAS_DATA:
@@ -286,21 +294,8 @@ class _Blank:
             raise UnsupportedError("uneven: nested tensors have no placeholder. Pad them, or pass a list of tensors.")
         return _Blank(leaf.shape, leaf.dtype, leaf.device, leaf.layout)
 
-    def anywhere(self) -> _Blank:
-        """The same, on another process' device of the same type."""
-        return _Blank(self.shape, self.dtype, torch.device(self.device.type), self.layout)
-
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device, layout=self.layout)
-
-
-def _raise_everywhere(states: list[int], error: Exception | None, axis: Axis) -> None:
-    failed = [rank for rank, state in enumerate(states) if state == _FAILED]
-    text = ltx.broadcast_object(_text(error), failed[0], axis)
-    others = f" Those of ranks {failed[1:]} failed at the same step." if failed[1:] else ""
-    raise DataError(
-        f"uneven: the iterable of rank {failed[0]} on axis {axis.name!r} raised {text}.{others} All ranks stop here."
-    ) from error
 
 
 def _text(error: BaseException | None) -> str:

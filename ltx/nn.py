@@ -317,7 +317,6 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return y
 
     def extra_repr(self) -> str:
-        """As in torch's modules, with the axis added."""
         what: str = super().extra_repr()  # type: ignore[no-untyped-call]
         return what if self.axis is None else f"{what}, axis={self.axis!r}"
 

@@ -147,19 +147,14 @@ def _table(buckets: Sequence[tuple[str, BucketExplanation]], kind: str, what: st
     rows: list[tuple[str, ...]] = []
     for label, bucket in buckets:
         tensors = f"{format_bytes(bucket.nbytes)} {str(bucket.dtype).removeprefix('torch.')}"
-        first = (label, _short(bucket.paths), f"{bucket.elements:,}", tensors)
+        paths = ", ".join(bucket.paths)
+        if len(paths) > 40 and len(bucket.paths) > 1:
+            paths = f"{bucket.paths[0]} .. {bucket.paths[-1]} ({len(bucket.paths)})"
+        first = (label, paths, f"{bucket.elements:,}", tensors)
         issued = [(c.operation, c.buffer, format_bytes(c.nbytes)) for c in bucket.collectives]
         for place, cells in enumerate(issued or [("nothing", "", format_bytes(0))]):
             rows.append((*(first if place == 0 else ("",) * len(first)), *cells))
     return Table(header, rows, (kind == "bucket", False, True, True, False, False, True))
-
-
-def _short(paths: Sequence[str], limit: int = 40) -> str:
-    """The paths of a bucket for a table's cell: all of them if they fit, else the first and the last."""
-    whole = ", ".join(paths)
-    if len(whole) <= limit or len(paths) == 1:
-        return whole
-    return f"{paths[0]} .. {paths[-1]} ({len(paths)})"
 
 
 def explain(

@@ -231,7 +231,14 @@ class Timeline:
             UnsupportedError: matplotlib isn't installed.
         """
         if ax is None:
-            ax = _new_axes(self._size())
+            try:
+                from matplotlib import pyplot
+            except ImportError as error:
+                raise UnsupportedError(
+                    "a timeline is drawn with matplotlib, which isn't installed: pip install matplotlib. Its "
+                    "save(path) writes a file for https://ui.perfetto.dev without it."
+                ) from error
+            ax = pyplot.subplots(figsize=self._size(), layout="constrained")[1]
         zero, row, names = self.start_s, 0, []
         colors: dict[str, str] = {}
         for trace in self.traces:
@@ -357,15 +364,3 @@ def _apart(trace: Trace) -> list[tuple[_Bar, str]]:
 
 def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": value}}
-
-
-def _new_axes(size: tuple[float, float]) -> Axes:
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise UnsupportedError(
-            "a timeline is drawn with matplotlib, which isn't installed: pip install matplotlib. Its save(path) writes "
-            "a file for https://ui.perfetto.dev without it."
-        ) from error
-    _, axes = pyplot.subplots(figsize=size, layout="constrained")
-    return axes
