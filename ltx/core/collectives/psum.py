@@ -45,6 +45,7 @@ add_rule(
     name="psum",
     operation="psum",
     stacked=lambda xs, n, static: (xs.sum(0, dtype=xs.dtype), False),
+    transpose=lambda shape, static: ("psum", ()),
 )
 
 add_rule(
@@ -52,6 +53,7 @@ add_rule(
     operation=None,
     before=lambda x, n, static: x,
     stacked=lambda xs, n, static: (xs, True),
+    transpose=lambda shape, static: ("psum", ()),
 )
 
 add_rule(
