@@ -24,24 +24,24 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1848, 11),
-    "all": Size(41421, 164),
-    "checkpoint": Size(1648, 7),
+    ".": Size(1841, 11),
+    "all": Size(41143, 164),
+    "checkpoint": Size(1611, 7),
     "core": Size(1, 1),
     "core/base": Size(2199, 11),
-    "core/collectives": Size(3137, 11),
-    "core/comm": Size(6309, 22),
+    "core/collectives": Size(3129, 11),
+    "core/comm": Size(6185, 22),
     "core/gradients": Size(2335, 8),
-    "core/optim": Size(3017, 11),
-    "core/ranks": Size(1182, 5),
+    "core/optim": Size(3012, 11),
+    "core/ranks": Size(1170, 5),
     "core/training": Size(3471, 13),
-    "core/transforms": Size(3291, 12),
-    "core/world": Size(1620, 7),
+    "core/transforms": Size(3276, 12),
+    "core/world": Size(1607, 7),
     "demo": Size(480, 3),
-    "hooks": Size(2641, 13),
-    "profile": Size(1118, 4),
-    "runtime": Size(4304, 14),
-    "strategies": Size(2820, 11),
+    "hooks": Size(2638, 13),
+    "profile": Size(1108, 4),
+    "runtime": Size(4275, 14),
+    "strategies": Size(2805, 11),
 }
 
 
