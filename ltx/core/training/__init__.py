@@ -1,4 +1,4 @@
-"""Whole training steps: gradients, optimizer, and what a strategy does with parameters, as one function of a state."""
+"""Whole training steps: gradients, the optimizer and the strategy's work on parameters, as one function of a state."""
 
 from ltx.core.training.accumulate import accumulate
 from ltx.core.training.parameters import to_module

@@ -1,12 +1,12 @@
-"""accumulate: the mean over micro-batches, with one synchronisation and the memory of one micro-batch's graph.
+"""accumulate: the mean over micro-batches, with one synchronisation and one micro-batch's graph in memory.
 
     f(p, [b_1 ... b_k]) = (f(p, b_1) + ... + f(p, b_k)) / k          grad f = (grad f_1 + ... + grad f_k) / k
 
 Sums are taken in float32 at least: in bfloat16, adding up a thousand equal gradients gives 256 times one gradient.
 
 The first k - 1 micro-batches are one autograd Function that computes its gradients G in its forward pass and keeps only
-them; the last one is plain graph, so that the reduction overlaps with its backward pass. Since G is an output of the
-Function, with a derivative of its own (computed again when asked for), second derivatives are exact.
+them; the last one is an ordinary graph, so that the reduction overlaps with its backward pass. G is an output of the
+Function with its own derivative (which recomputes the micro-batches), so second derivatives are exact.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ltx.typing import Step, Tree
 
 
 class _Part(NamedTuple):
-    """The sum over some micro-batches. `rest` has the step's other outputs, one entry for each micro-batch."""
+    """The sum over some micro-batches. `rest` has the other outputs of each micro-batch."""
 
     total: torch.Tensor
     weight: torch.Tensor | None
@@ -75,7 +75,8 @@ class Accumulated:
                 raise StepError(f"accumulate: carry={self.carry}, and the step was called with {len(args)} arguments.")
             whole.add(self.carry % len(args))
         batch = {f"argument {n}": arg for n, arg in enumerate(args) if n not in whole} | kwargs
-        parts, length = batches.opened(batch, "accumulate") if batch else (batch, None)  # Dynamo can't flatten that
+        # Dynamo can't flatten an empty dict
+        parts, length = batches.opened(batch, "accumulate") if batch else (batch, None)
         given = tuple(arg if n in whole else parts[f"argument {n}"] for n, arg in enumerate(args))
         named = tuple(parts[name] for name in kwargs)
         split: list[bool] = []
@@ -87,9 +88,9 @@ class Accumulated:
 
 
 class _Call:
-    """One call of an accumulated step. The batch's leaves are split into chunks; other leaves are whole.
+    """One call of an accumulated step. The batch's leaves are split into chunks, other leaves aren't.
 
-    Called with tensors in the places of its leaves, it gives the sums over all micro-batches but the last.
+    Calling it with tensors in place of its leaves returns the sums over all micro-batches except the last.
     """
 
     def __init__(self, step: Accumulated, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -102,7 +103,7 @@ class _Call:
         self._positions: list[int] = []  # the places of tensors among the leaves
         self.wanted: tuple[int, ...] = ()  # the places, among the tensors, of those that are differentiated
         self.drawn: dict[str, Any] = {}  # the states of the random number generators before the forward pass
-        self._dtype = torch.float32  # of the losses
+        self._dtype = torch.float32  # the dtype of the losses
 
     def run(self, leaves: Sequence[Any], which: range, carry: Any = None) -> _Part:
         """The sum over the micro-batches `which`, as plain graph. `leaves` stand in for the arguments' leaves.
@@ -163,7 +164,7 @@ class _Call:
         return _Part(first.to(wide(first.dtype)), None, [rest], carry)
 
     def finish(self, part: _Part) -> Any:
-        """The output of the whole call: a mean (or Weighted sums), then the step's other outputs, stacked."""
+        """The output of the whole call: the mean (or Weighted sums), then the step's other outputs, stacked."""
         if part.weight is None:
             first: Any = (part.total / self.step.steps).to(self._dtype)
         else:
@@ -173,8 +174,8 @@ class _Call:
         return (first, *carried, *rest) if carried or rest else first
 
     def first_micro_batches(self, inputs: list[int]) -> _Part:
-        """All but the last micro-batch, holding one graph at a time."""
-        # All tensors are arguments of the Function, since a Function unwraps its arguments and nothing else.
+        """The sums over all micro-batches except the last, with one graph in memory at a time."""
+        # All tensors are arguments of the Function, since it unwraps only its arguments from torch.func's levels.
         self._positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.wanted = tuple(self._positions.index(i) for i in inputs)
         self.drawn = torch_states()
@@ -206,7 +207,8 @@ class _Call:
             parts.append(self.run(leaves, range(k, k + 1), carry))
             return parts[-1].total
 
-        at = [tensors[i].to(self.leaves[self._positions[i]].dtype) for i in self.wanted]  # `tensors` may be in float32
+        # `tensors` may be widened to float32
+        at = [tensors[i].to(self.leaves[self._positions[i]].dtype) for i in self.wanted]
         if private.in_transform():
             found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
             return list(found), parts[-1]._replace(total=value)
@@ -227,10 +229,10 @@ class _Call:
 
 
 class MicroBatches(Function):
-    """``MicroBatches.apply(call, *tensors)``: the result of `call` for the tensors, with its derivatives.
+    """``MicroBatches.apply(call, *tensors)``: ``call(tensors)``, with its derivatives.
 
-    The cotangent of each wanted tensor is ct(total) * G, for G the gradients that the forward pass has made. G's own
-    derivative is the Hessian, taken through the steps again, only when somebody asks for it.
+    The cotangent of each wanted tensor is ct(total) * G, where G are the gradients that the forward pass has computed.
+    The derivative of G is the Hessian, which runs the steps again; it is only computed when somebody asks for it.
     """
 
     @staticmethod
@@ -267,13 +269,13 @@ class MicroBatches(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: torch.Tensor) -> tuple[Any, Any]:
-        # The differentiable path: levels below this one see plain operations.
+        # Through `call` itself: the levels of torch.func below this one have to see its plain operations.
         outs = torch.vmap(lambda *mine: call(mine), in_dims=in_dims[1:], randomness=info.randomness)(*tensors)
         return outs, (0,) * len(outs)
 
 
 def _widened(leaf: Any) -> Any:
-    """`leaf`, or a copy of it if it is differentiated and narrower than float32."""
+    """`leaf`, widened to float32 if it is differentiated and narrower."""
     floats = isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     return leaf.to(wide(leaf.dtype)) if floats and (traced.recording() or tracked(leaf)) else leaf
 
@@ -301,35 +303,34 @@ def accumulate(step: Step, steps: int, *, carry: int | None = None) -> Accumulat
 
 @checked("step", "carry")
 def accumulate(step: Step, steps: int, *, carry: int | None = None) -> DataParallel | Accumulated:
-    """The same step over a batch `steps` times as large, with the memory of one micro-batch's graph.
+    """The same step over a batch `steps` times as large, with the graph of one micro-batch in memory at a time.
 
-    For batches that don't fit into memory: the batch is cut into pieces, which run one after the other. Their gradients
-    are added up, and ranks share the sum once.
+    For batches that don't fit into memory: the batch is cut into micro-batches, which run one after the other. Their
+    gradients are summed, and ranks communicate once.
 
     Args:
-        step: what :func:`ltx.data_parallel` returned (then all micro-batches take part in one synchronisation), or a
-            plain step to be wrapped later; both ways are the same. It returns a 0-dim loss or :class:`ltx.Weighted`,
-            alone or first in a tuple. From ``ltx.data_parallel(f, returns="grads")``, whose f returns
-            ``(grads, loss)``, comes a step that returns the loss, with these gradients' mean (DP-SGD in micro-batches).
-        steps: the number of micro-batches, at least 1. The batch is all other arguments, given by position or by
-            keyword. Its tensors have one length and are split along dim 0 into that many chunks, equal ones unless the
-            step is Weighted; 0-dim tensors and other leaves go to every micro-batch as they are. Lists of records are
-            split among micro-batches, as by :func:`ltx.shard`. :mod:`ltx.tree` lists known containers.
-        carry: the position of an argument that is threaded through the micro-batches (batch norm's buffers): the second
-            output of each micro-batch becomes this argument of the next one, as a constant. The last one's is returned.
-
+        step: a step from :func:`ltx.data_parallel` (all micro-batches then share one synchronisation), or a plain step
+            that is wrapped later; the result is the same. It returns a 0-dim loss or :class:`ltx.Weighted`, alone or
+            first in a tuple. A step of ``ltx.data_parallel(f, returns="grads")``, whose f returns ``(grads, loss)``,
+            becomes a step that returns the loss, and has the mean of these gradients (DP-SGD in micro-batches).
+        steps: the number of micro-batches, at least 1. All arguments after the parameters are the batch, given by
+            position or by keyword. Its tensors must have one length, and are split along dim 0 into that many chunks,
+            of equal size unless the step is Weighted. 0-dim tensors and other leaves go to every micro-batch unchanged.
+            Lists of records are split as by :func:`ltx.shard`. :mod:`ltx.tree` lists known containers.
+        carry: the position of an argument that micro-batches pass on, such as batch norm's buffers: the second output
+            of each micro-batch becomes this argument of the next one, as a constant. The last one is returned.
     Returns:
         A step with the same arguments: the mean over the micro-batches (or the Weighted sums), then the other outputs,
         each stacked along a new dimension 0 of size `steps`.
 
     Gradient:
         That of the mean over micro-batches, to any order, with sums in float32 at least. The carried argument has no
-        gradient. Second derivatives compute the micro-batches again. In forward mode (jvp, hessian), inside a compiled
-        graph and under vmap within an outer grad all graphs are held.
+        gradient. Second derivatives compute the micro-batches again. All graphs are in memory together in forward mode
+        (jvp, hessian), inside a compiled graph, and under vmap within an outer grad.
 
     Raises:
-        StepError: the batch doesn't split evenly, or the step returns no loss.
-        TreeError: as :func:`ltx.shard`: tensors of unequal lengths, records or fields, what can't be split.
+        StepError: the batch can't be split evenly, or the step returns no loss.
+        TreeError: as for :func:`ltx.shard`: lengths of tensors, records or fields differ, or something can't be split.
         UnsupportedError: the step closes over a value that a surrounding transform differentiates.
 
     Example:

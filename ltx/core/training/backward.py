@@ -38,7 +38,7 @@ class Forward(NamedTuple):
     weight: torch.Tensor | None  # a Weighted's sum of weights; None for a plain loss
     buffers: Tree  # the next buffers, which the step returned; None if there are none
     aux: Any  # the other outputs of the step
-    mean: torch.Tensor | None  # the mean loss, if that is asked for and has to be taken
+    mean: torch.Tensor | None  # the mean loss, if it is asked for and has to be communicated
 
     @property
     def schedule(self) -> ProcessSchedule | None:
@@ -47,15 +47,16 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The second half of an eager step."""
+    """The second half of an eager step: the backward pass."""
 
     optimizer: Optimizer
     state: TrainState
     forward: Forward
-    inputs: list[torch.Tensor]  # the loss is differentiated with respect to these: the leaves, or one source for all
+    # the tensors to differentiate the loss with respect to: the leaves, or a single source of them all
+    inputs: list[torch.Tensor]
     donate: bool  # parameters and optimizer state are updated in place
     loss_scale: float | torch.Tensor  # the factor of the loss; a tensor where the host doesn't wait for it
-    #: Returns sums of complete gradients, where the guard wants them.
+    #: If the guard wants them: returns sums of gradients, which are finite if the gradients are.
     probes: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None
     #: At a training's first step, the paths of parameters that the loss doesn't depend on on this rank, by their places
     #: among the leaves. Parameters whose gradients other ranks have are taken out later.
@@ -64,8 +65,8 @@ class Backward(NamedTuple):
     def objective(self, total: torch.Tensor) -> torch.Tensor | None:
         """The tensor that is differentiated: `total` times the loss scale; None if it depends on no input.
 
-        The pass is ``torch.autograd.backward`` and not ``grad``: accumulating gives each gradient, while it is in the
-        cache, its parameter's memory layout, which optimizers' kernels want.
+        The pass uses ``torch.autograd.backward`` and not ``grad``, because accumulation gives each gradient its
+        parameter's memory layout while the gradient is in the cache. Optimizers' kernels need that layout.
         """
         if not is_one(self.loss_scale):
             with torch.enable_grad():
@@ -73,7 +74,7 @@ class Backward(NamedTuple):
         return total if self.inputs and total.requires_grad else None
 
     def run_alone(self, total: torch.Tensor, divisor: torch.Tensor | None) -> BackwardResult:
-        """The step without communication: all gradients are ready after the backward pass. `divisor`: a Weighted's."""
+        """Run a backward pass that doesn't communicate. `divisor`: a Weighted's sum of weights, else None."""
         if (objective := self.objective(total)) is not None:
             with comm.span("backward"):
                 torch.autograd.backward(objective, inputs=self.inputs)
@@ -87,12 +88,12 @@ class Backward(NamedTuple):
     def divided(self, grads: list[torch.Tensor], divisor: torch.Tensor | None) -> list[torch.Tensor]:
         """Gradients of this rank alone: divided by a Weighted's `divisor`, and without the loss scale."""
         if divisor is not None:
-            # In float32 at least: float16 has no 100,000, and bfloat16 no 1,025.
+            # In float32 at least: float16 can't represent 100,000, and bfloat16 can't represent 1,025.
             grads = [(g.to(torch.promote_types(g.dtype, divisor.dtype)) / divisor).to(g.dtype) for g in grads]
         return grads if is_one(self.loss_scale) else [g * (1 / self.loss_scale) for g in grads]
 
     def look(self, members: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """Take parameters out of :attr:`unused` that have gradients: `grads`, of these places among the leaves."""
+        """Remove the parameters at the places `members` from :attr:`unused` if their `grads` aren't zero."""
         for member, grad in zip(members, grads, strict=True):
             if member in self.unused and bool(grad.any()):
                 del self.unused[member]
@@ -110,7 +111,7 @@ class Backward(NamedTuple):
             )
 
     def invalidated_by(self, error: BaseException, updated: int | None = None, plan: Plan | None = None) -> None:
-        """Mark the state as invalid if `error` came when `updated` buckets (None: all) had been updated in place."""
+        """Mark the state as invalid if `updated` buckets (None: all) had been updated in place before `error`."""
         if self.donate and updated != 0:
             which = "all" if plan is None else f"{updated} of {len(plan.buckets)}"
             self.state.invalidate(
@@ -121,14 +122,14 @@ class Backward(NamedTuple):
 
 
 def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | None) -> list[int]:
-    """The places of the leaves that `total` doesn't depend on, by its graph; `plan`: that of its markers.
+    """The places of the leaves that aren't in the graph of `total`. `plan`: the plan of the graph's markers.
 
-    With micro-batches the last one decides: the graph node of the others has all parameters as inputs.
+    With micro-batches only the last is looked at: the single graph node of the others has all parameters as inputs.
     """
     places = {id(leaf): place for place, leaf in enumerate(leaves)}
     queue: list[Any] = [total.grad_fn]
     missing, seen = set(places.values()) - {places.get(id(total))}, set[Any]()
-    for node in queue:  # which grows meanwhile
+    for node in queue:  # the loop appends to the queue
         ends = node is None or isinstance(node, (MicroBatches._backward_cls, Marker._backward_cls))
         for following, output in () if ends else node.next_functions:
             if plan is not None and isinstance(following, Marker._backward_cls):
@@ -142,7 +143,7 @@ def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | 
 
 
 def is_one(scale: float | torch.Tensor) -> bool:
-    """Whether the host knows that the factor is 1."""
+    """Whether `scale` is 1, as far as the host knows without waiting for a device."""
     return not isinstance(scale, torch.Tensor) and scale == 1
 
 
@@ -151,8 +152,8 @@ def mean_at_once(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(mean loss, divisor of the gradients), without a step summary; the divisor of an unweighted step is None.
 
-    `local`: ranks that don't share gradients don't wait for each other to share losses. `reduced`: gradients are means
-    over the ranks of `axis`.
+    `local`: ranks don't share gradients, so they don't wait for each other to share losses either. `reduced`: gradients
+    are means over the ranks of `axis`.
     """
     total, alone = total.detach(), local or axis.size == 1
     if weight is None:
@@ -162,7 +163,7 @@ def mean_at_once(
         total, weight = collectives.psum((total, weight), axis)
     empty = weight == 0
     if bool(axis.ranks.read(empty, "the sum of the weights")):
-        if local and axis.size > 1:  # no data on this rank, and so no gradient; its peers continue
+        if local and axis.size > 1:  # this rank has no data and no gradient; its peers continue
             return torch.full_like(total, float("nan")), torch.ones_like(weight)
         raise no_mean(state="The state is as before the step. ")
     return total / weight, weight / axis.size if reduced and not alone else weight
@@ -173,30 +174,32 @@ class BackwardResult(NamedTuple):
 
     grads: list[torch.Tensor] | None  # reduced gradients; None if the optimizer has run bucket by bucket
     states: dict[str, LeafState]  # the next communication state, by path
-    params: Tree = None  # made by an optimizer that has run bucket by bucket
-    opt_state: Tree = None  # made by it too
+    params: Tree = None  # the new parameters, if the optimizer has run bucket by bucket
+    opt_state: Tree = None  # the new optimizer state, if the optimizer has run bucket by bucket
     sums: list[torch.Tensor | float] | None = None  # the sums of the gradients, if the guard wants them
-    skip: torch.Tensor | None = None  # on the device: nothing may be updated; None if that isn't in question
+    # a bool on the device: if true, nothing may be updated; None if there is no such condition
+    skip: torch.Tensor | None = None
 
 
 class Scale(NamedTuple):
     """The factor by which reduced gradients are multiplied."""
 
-    factor: float | torch.Tensor  # a tensor where the host doesn't wait for it
-    skip: torch.Tensor | None = None  # on the device: nothing may be updated; None if that isn't in question
+    factor: float | torch.Tensor  # a tensor if the host doesn't wait for its value
+    # a bool on the device: if true, nothing may be updated; None if there is no such condition
+    skip: torch.Tensor | None = None
 
     def apply(self, grads: Sequence[torch.Tensor]) -> None:
-        """Multiply in place."""
+        """Multiply `grads` in place by the factor."""
         if not is_one(self.factor):
             torch._foreach_mul_(list(grads), self.factor)
 
     def conditional(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Optimizer:
-        """`optimizer`, wrapped so that it does nothing where nothing may be updated."""
+        """`optimizer`, wrapped so that it does nothing if `skip` is true."""
         return optimizer if self.skip is None else unless(optimizer, self.skip, params)
 
 
 def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale:
-    """The factor of reduced gradients. With weights this waits for the step summary, if the host reads it."""
+    """The factor of reduced gradients. If `weighted`, it waits for the step summary, unless that stays on a device."""
     if not weighted:
         return Scale(1.0 / work.loss_scale)
     summary = schedule.pending.summary
@@ -204,26 +207,27 @@ def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale
     if not summary.stays_on_device:
         return Scale(_weighted_scale(schedule, float(summary.wait().weight)) / work.loss_scale)
     weight = summary.enqueued().weight
-    empty = weight == 0  # the host raises when it reads the summary; until then nothing may change
+    empty = weight == 0  # the host raises later, when it reads the summary; until then nothing may change
     return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty)
 
 
 def _weighted_scale(schedule: ProcessSchedule, weight: float) -> float:
     alone = schedule.among is not schedule.comm
-    if weight == 0 and alone:  # no data on this rank and the ranks that it shares gradients with; other ranks continue
+    # neither this rank nor the ranks that share its gradients have data; other ranks continue
+    if weight == 0 and alone:
         return 1.0
     if weight == 0:
-        schedule.pending.flush()  # every rank raises: keep the channels in step
+        schedule.pending.flush()  # every rank raises here, so all have to use their channels equally
         schedule.finish()
         raise no_mean(state="The state is as before the step. ")
     return schedule.among.size / weight
 
 
 class Completion:
-    """An object that gets each bucket of a pass when it is complete."""
+    """The base of classes that process each bucket of a backward pass when it is complete."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule):
-        self.updated = 0  # how many buckets the optimizer has updated
+        self.updated = 0  # the number of buckets that the optimizer has updated
         #: The mean loss, if ranks don't share gradients and so have no step summary of it.
         self.mean: torch.Tensor | None = None
         self._work, self._schedule, self._plan = work, schedule, schedule.plan
@@ -251,7 +255,7 @@ class Completion:
 
 
 class CollectGradients(Completion):
-    """Collects gradients (``overlap="backward"``), for an optimizer that needs all at once. The state isn't touched."""
+    """Collects gradients (``overlap="backward"``) for an optimizer that needs all at once. The state doesn't change."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         super().__init__(work, schedule)
@@ -262,7 +266,7 @@ class CollectGradients(Completion):
     def complete(self, bucket: Bucket, reduced: Reduced) -> None:
         grads = unpack(reduced[0].view(-1), bucket)
         self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
-        # A multiple (of at most 1) of finite numbers is finite.
+        # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
         known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
         total = self._schedule.total(bucket) if self._probes is not None and known else None
         if self._scales:
@@ -270,7 +274,7 @@ class CollectGradients(Completion):
         if total is not None:
             self._sums.append(total)
         elif self._probes is not None:
-            self._sums += self._probes(grads)  # while they are in the cache
+            self._sums += self._probes(grads)  # now, while the gradients are in the cache
         self._grads.update(zip(bucket.members, grads, strict=True))
 
     def result(self) -> BackwardResult:
@@ -281,7 +285,7 @@ class CollectGradients(Completion):
 
 
 class UpdateBuckets(Completion):
-    """Runs the optimizer on each bucket (``overlap="update"``): with `donate` in the state's memory, else in copies."""
+    """Runs the optimizer on each bucket (``overlap="update"``): in the state's memory with `donate`, else in copies."""
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         super().__init__(work, schedule)
@@ -307,10 +311,10 @@ class UpdateBuckets(Completion):
 
 
 class UpdateThenSend(Completion):
-    """Updates and sends a bucket as soon as its gradients are there (:mod:`ltx.core.transforms.strategy_update`).
+    """Updates a bucket and sends it as soon as its gradients are ready (:mod:`ltx.core.transforms.strategy_update`).
 
-    The backward pass may still need the old parameters, so parameters keep their values until the pass is over; the
-    optimizer's state doesn't. `total`, `weight`: as in :class:`Forward`.
+    The backward pass may still need the old parameters, so parameters change only when the pass is over; the
+    optimizer's state changes at once. `total`, `weight`: as in :class:`Forward`.
     """
 
     def __init__(
@@ -321,8 +325,8 @@ class UpdateThenSend(Completion):
         total: torch.Tensor,
         weight: torch.Tensor | None,
     ):
-        # The total isn't kept: its graph holds the schedule, which holds this object during the pass, and the garbage
-        # collector can't follow such a cycle through a graph.
+        # Don't keep `total`: its graph holds the schedule, which holds this object during the pass, and the garbage
+        # collector can't free a cycle that goes through a graph.
         super().__init__(work, schedule)
         self._hook, self._axis = hook, self._plan.axis
         state, optimizer = work.state, work.optimizer
@@ -342,17 +346,17 @@ class UpdateThenSend(Completion):
             self.mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
 
     def program(self, bucket: Bucket, grads: Sequence[torch.Tensor], states: Sequence[LeafState]) -> Program:
-        """The program of a bucket. The optimizer runs inside it, on shared gradients; or now, on the rank's own."""
+        """The program of a bucket. The optimizer runs inside it on shared gradients, or before it on the rank's own."""
         if self._hook.shares_gradients:
             return self._schedule.program(bucket, grads, states, partial(self._update_shared, bucket))
         refuse_sparse(grads)
         with comm.span("update"):
-            # The kernels want them so; others may have the same tensor for a gradient.
+            # Kernels need contiguous gradients. Not in place: two parameters may have the same gradient tensor.
             given = self._updated(bucket, self._work.divided([g.contiguous() for g in grads], self._divisor))
         return self._schedule.program(bucket, given, self._hook.begun(self._old.of(bucket)))
 
     def _update_shared(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's new parameters, made of shared gradients; nothing else holds these."""
+        """This rank's new parameters, from shared gradients, which may be overwritten."""
         with comm.span("update"):
             self._scale.apply(grads)
             return self._updated(bucket, list(grads))

@@ -1,8 +1,8 @@
 """How a training step treats gradients that aren't finite: the guard, the loss scale, and the next state.
 
-Every hook delivers NaN and infinity as such to every rank, so ranks that share gradients all see them without asking.
-Only when an error is raised do ranks find out who caused them: each computes its gradients again, and they compare them
-in the store.
+Every hook delivers NaN and infinity unchanged to every rank, so ranks that share gradients all see them without asking.
+Only when an error is raised do ranks find out which rank caused it: each computes its own gradients again, and they
+compare descriptions of them through the store.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _SHOWN = 4
 
 
 def probes(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sums over all elements: one isn't finite if an element isn't, and hardly ever otherwise. One pass over memory."""
+    """Sums over all elements, in one pass over memory. A sum isn't finite if an element isn't, and rarely otherwise."""
     return [g.sum(dtype=torch.float32) if g.dtype.itemsize < 4 else g.sum() for g in _runs(grads)]
 
 
 def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`grads`, where neighbours in a bucket are joined into one tensor, because each call has a cost."""
-    runs: list[tuple[torch.Tensor, int, tuple[Any, ...]]] = []  # first tensor, elements, where the next one would be
+    """`grads`, with neighbours in memory joined into one tensor, because each call has a cost."""
+    runs: list[tuple[torch.Tensor, int, tuple[Any, ...]]] = []  # (first tensor, elements, memory position after them)
     for g in grads:
         storage, start, count = g.untyped_storage().data_ptr(), g.storage_offset(), g.numel()
         following = (g.dtype, storage, start + count) if g.is_contiguous() else ()
@@ -56,12 +56,12 @@ def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
-    """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: their :func:`probes`, if known."""
+    """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: :func:`probes` of `grads`, if known."""
     sums = probes(grads) if sums is None else sums
     numbers = [x for x in sums if isinstance(x, float) or x.device.type == "cpu"]
     tensors = [x.isfinite() for x in sums if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
     suspicious = not all(cmath.isfinite(x) for x in numbers) or (tensors and not bool(torch.stack(tensors).all()))
-    # Sums of finite numbers may overflow too.
+    # The sum of finite numbers may overflow, so look at the elements.
     return any_not_finite(grads) if suspicious else torch.tensor(False, device=grads[0].device if grads else None)
 
 
@@ -91,7 +91,7 @@ def not_finite_error(
     states: dict[str, Any],
     factor: Any,
 ) -> NotFiniteError:
-    """The error of a step whose `reduced` gradients aren't finite; the same on every rank. All ranks call this.
+    """The error of a step whose `reduced` gradients aren't finite, the same on every rank. All ranks call this.
 
     `states`: the states of random number generators before the step; `factor`: the loss scale.
     """
@@ -120,7 +120,7 @@ def not_finite_error(
 
 
 def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: StepInfo, factor: Any) -> list[Any]:
-    """This rank's gradients, before anything is reduced; zeros for parameters that this rank doesn't use."""
+    """This rank's gradients, before the reduction; zeros for parameters that this rank doesn't use."""
     local = replace(train.step, blocked=True)
 
     def loss(params: Tree) -> torch.Tensor:
@@ -134,14 +134,14 @@ def _own_gradients(train: TrainSettings, state: TrainState, batch: Batch, info: 
     if private.in_transform():
         grads: list[Any] = torch.func.grad(lambda leaves: loss(tree.unflatten(spec, leaves)))(leaves)
         return grads
-    with torch.enable_grad():  # as the step itself does, whatever torch.func may think of the user's function
+    with torch.enable_grad():  # the step enables gradients too, whatever torch.func has set
         leaves = [x.detach().requires_grad_() for x in leaves]
         total = loss(tree.unflatten(spec, leaves))
     return gradients(total, leaves)
 
 
 def _described(paths: Sequence[str], grads: Sequence[torch.Tensor]) -> list[str]:
-    """Texts on the leaves that aren't finite, with the number of bad elements."""
+    """A text for each gradient that isn't finite, with the number of its bad elements."""
     found = []
     for path, grad in zip(paths, grads, strict=True):
         values = plain_values(grad)
@@ -174,7 +174,7 @@ def may_raise(train: TrainSettings) -> bool:
 def host_asks(train: TrainSettings, step: int) -> bool:
     """Whether the host waits at this step for a device to say if gradients are finite.
 
-    For a limit of n skipped steps it does so at every n-th step, and if the limit is exceeded then, it raises.
+    With a limit of n skipped steps it does so at every n-th step. If the limit is exceeded then, it raises.
     """
     return train.guard == "raise" or (train.max_skipped is not None and step % train.max_skipped == 0)
 
@@ -224,15 +224,15 @@ def all_finite(
 
 
 def on_any(train: TrainSettings, bad: torch.Tensor, info: StepInfo) -> torch.Tensor:
-    """Whether `bad` is true on any rank, which all ranks ask together: a 0-dim bool tensor."""
+    """Whether `bad` is true on any rank: a 0-dim bool tensor. All ranks call this."""
     shared = train.step.strategy.exchange(EXACT, [bad.float().reshape(1)], ["whether gradients are finite"], info)
     return shared.wait()[0][0].reshape(()) > 0
 
 
 def should_raise(train: TrainSettings, state: TrainState) -> bool:
-    """Whether gradients that aren't finite raise: with dynamic loss scaling, only once the scale isn't the cause.
+    """Whether gradients that aren't finite raise. With dynamic loss scaling, only at a scale of 1 or its least value.
 
-    They also raise once as many steps in a row were skipped as the limit allows.
+    They also raise when as many steps in a row were skipped as the limit allows.
     """
     dynamic = scaling(train)
     return over_limit(train, state) or (
@@ -251,7 +251,7 @@ def over_limit(train: TrainSettings, state: TrainState) -> bool:
 def kept_if_skipped(
     train: TrainSettings, finite: bool | torch.Tensor | None, state: TrainState, states: Tree, buffers: Tree
 ) -> tuple[Tree, Tree]:
-    """The next communication state, before the strategy's part, and buffers; the old ones of a skipped step."""
+    """The communication state before the strategy's part, and buffers; the old ones if the step is skipped."""
     states = chosen(finite, states, state.sync_state.leaves)
     if train.guard == "skip" and buffers is not None:
         buffers = chosen(finite, buffers, state.buffers)
@@ -278,7 +278,8 @@ def next_state(
             metrics = replace(metrics, loss_scale=loss_scale.scale)
             loss_scale = dynamic.after(loss_scale, finite)
         elif train.max_skipped is not None:
-            before = LossScale() if isinstance(loss_scale, tuple) else loss_scale  # a state of a step without limit
+            # the state comes from a step without a limit
+            before = LossScale() if isinstance(loss_scale, tuple) else loss_scale
             loss_scale = LossScale(good_steps=before.run_after(finite))
     layout = train.step.strategy.layout
     following = TrainState(

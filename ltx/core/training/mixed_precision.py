@@ -33,14 +33,15 @@ _REDUCE = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale:
-    """A loss scale that shrinks where gradients overflow, and grows while they don't: GradScaler's rule.
+    """A loss scale that shrinks when gradients overflow, and grows while they don't, as in torch.amp.GradScaler.
 
     Args:
         init: the first scale.
-        growth: it is multiplied by this after `growth_interval` steps in a row with finite gradients.
-        backoff: it is multiplied by this after a step with infinite or NaN gradients.
+        growth: the scale is multiplied by this after `growth_interval` steps in a row with finite gradients.
+        backoff: the scale is multiplied by this after a step with infinite or NaN gradients.
         growth_interval: see `growth`.
-        least: the scale doesn't shrink below this. ``train_step(guard="raise")`` raises once it is at `least`, or 1.
+        least: the scale doesn't shrink below this. ``train_step(guard="raise")`` raises when the scale is down to
+            `least`, or to 1.
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
@@ -65,7 +66,7 @@ class DynamicLossScale:
         return LossScale(torch.tensor(float(self.init)))
 
     def after(self, state: LossScale, finite: torch.Tensor | bool) -> LossScale:
-        """The state after a step whose gradients were `finite` on all ranks, or weren't."""
+        """The state after a step. `finite`: whether its gradients were finite on all ranks."""
         finite = torch.as_tensor(finite, device=state.scale.device)
         run, grown = state.run_after(finite, self.growth_interval), state.scale * self.growth
         after_good = torch.where((run == 0) & grown.isfinite(), grown, state.scale)
@@ -79,21 +80,21 @@ class Precision(Readable):
 
     Args:
         compute: inside the step, floating parameters and floating tensors of the batch are cast to this dtype.
-        reduce: torch.float16 or torch.bfloat16: gradients travel between ranks in it (:func:`ltx.hooks.cast`). None: in
-            the parameters' own dtype, as the strategy sends them. output: floating outputs in the dtype `compute` are
-            cast to this dtype; outputs in another dtype stay as they are. None: no output is cast.
+        reduce: the dtype in which ranks send gradients, torch.float16 or torch.bfloat16 (:func:`ltx.hooks.cast`). None:
+            the parameters' own dtype, or as the strategy says.
+        output: floating outputs whose dtype is `compute` are cast to this dtype; None casts no output.
         loss_scale: in :func:`ltx.train_step` the loss is multiplied by it before the backward pass, and gradients are
-            divided by it before the optimizer. None is 1, and a number is a fixed scale. A
-            :class:`ltx.DynamicLossScale` skips the update, on all ranks alike, where any gradient of any rank isn't
-            finite. A fixed scale skips nothing.
+            divided by it before the optimizer. None is 1, and a number is a fixed scale. With a
+            :class:`ltx.DynamicLossScale` all ranks skip the update if any gradient of any rank isn't finite. A fixed
+            scale skips no update.
         keep_params: paths of parameters that aren't cast, as patterns of :mod:`fnmatch` (``("*norm*", "*.bn?.*")``) or
-            a function from a path to a bool. Keep weights and biases of norms in float32 where the rest is in half
-            precision: torch's batch norm takes half-precision inputs with float32 parameters and statistics.
-        keep: positions of arguments whose tensors aren't cast. ``keep=(1,)`` for the buffers of a train step, such as
+            a function from a path to a bool. If `compute` is a half precision, keep the weights and biases of norms in
+            float32: torch's batch norm takes half-precision inputs with float32 parameters and statistics.
+        keep: positions of arguments whose tensors aren't cast: ``keep=(1,)`` for the buffers of a train step, such as
             running means, which would lose precision.
 
     Raises:
-        StrategyError: (a ValueError) a field's value isn't allowed; in a step, a pattern fits no parameter.
+        StrategyError: (a ValueError) a field's value isn't allowed; in a step, a pattern matches no parameter.
 
     Example:
         >>> import torch, ltx
@@ -140,18 +141,18 @@ class Precision(Readable):
 
     @property
     def dynamic(self) -> DynamicLossScale | None:
-        """The rule of a scale that changes."""
+        """The dynamic loss scale; None for a fixed one."""
         return self.loss_scale if isinstance(self.loss_scale, DynamicLossScale) else None
 
     @property
     def fixed_scale(self) -> float | None:
-        """A scale that doesn't."""
+        """The fixed loss scale; None for a dynamic one, or for 1."""
         return None if isinstance(self.loss_scale, DynamicLossScale) else self.loss_scale
 
 
 @traced.at_trace_time
 def _fitting(patterns: tuple[str, ...], paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the `paths` that aren't cast; raises for a pattern that fits none."""
+    """The paths that match a pattern, and so aren't cast. Raises for a pattern that matches none."""
     return tuple(sorted(tree.wanted(patterns, paths, StrategyError, "Precision.keep_params: ")))
 
 
@@ -200,29 +201,29 @@ class Casted:
 def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     """The same step, computed in ``precision.compute``; parameters and their gradients keep their own dtype.
 
-    Inside the step floating parameters and floating tensors of the batch are in ``precision.compute``; the optimizer
-    updates the master weights, the parameters that came in, and gradients have their dtype: the gradient of each
-    micro-batch is cast before it is added up, and ranks sum gradients in that dtype unless ``precision.reduce`` is set.
-    Complex and integer tensors pass as they are, and so do parameters whose paths ``precision.keep_params`` names.
-    ``torch.autocast`` may be used inside the step.
+    Inside the step, floating parameters and floating tensors of the batch are in ``precision.compute``. The optimizer
+    updates the master weights, which are the parameters that were passed in, and gradients have their dtype: the
+    gradient of each micro-batch is cast before it is added up, and ranks sum gradients in that dtype unless
+    ``precision.reduce`` is set. Complex and integer tensors aren't cast, nor parameters whose paths match
+    ``precision.keep_params``. ``torch.autocast`` may be used inside the step.
 
     Args:
-        step: what :func:`ltx.data_parallel` returned, of any strategy; accumulated before or afterwards.
+        step: a step from :func:`ltx.data_parallel`, with any strategy; accumulate it before or after this.
         precision: an :class:`ltx.Precision`.
 
     Returns:
-        A step with the same arguments, which composes as the one given does: with torch.func, torch.compile,
-        :func:`ltx.accumulate` and :func:`ltx.train_step`. The train step does the loss scaling; a program that takes
-        gradients of the step itself has to scale the loss itself.
+        A step with the same arguments, which composes in the same way: with torch.func, torch.compile,
+        :func:`ltx.accumulate` and :func:`ltx.train_step`. Only the train step applies the loss scale; a program that
+        takes the step's gradients itself has to scale the loss itself.
 
     With a loss scale, hooks and strategies see gradients multiplied by it. Numbers that overflow in a reduction arrive
     as inf or NaN on every rank. A hook's residual (error feedback) is in units of the scaled gradient, even after the
-    scale has changed. :func:`ltx.train_step` refuses a scale where gradients are added to tensors that aren't
-    multiplied by it: QAdam's momenta, Horovod's sums over several passes.
+    scale has changed. :func:`ltx.train_step` refuses a scale if the strategy adds gradients to tensors that aren't
+    scaled: QAdam's momenta, Horovod's sums over several passes.
 
     Raises:
         StepError: `step` isn't data parallel, is of mixed precision already, or returns gradients.
-        StrategyError: the strategy's hook has no sums that could travel in ``precision.reduce``.
+        StrategyError: the strategy's hook has no sums that could be taken in ``precision.reduce``.
 
     Source: Micikevicius et al., "Mixed precision training", ICLR 2018.
 
@@ -247,7 +248,7 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
             'mixed_precision: a step with returns="grads" takes its gradients inside the cast, where they have the '
             "dtype of the computation. Wrap the loss instead."
         )
-    # Inside an accumulation, so that gradients of micro-batches add up in the parameters' dtype.
+    # The cast is inside an accumulation, so that gradients of micro-batches are summed in the parameters' dtype.
     if isinstance(step.fn, Accumulated):
         fn: Step = replace(step.fn, fn=Casted(step.fn.fn, precision, step.argnums))
     else:
@@ -255,5 +256,5 @@ def mixed_precision(step: DataParallel, precision: Precision) -> DataParallel:
     casted = replace(step, fn=fn, precision=precision)
     for at in steps_ahead(step.strategy):
         for training in (False, True):
-            casted.hook(at, training)  # this raises for a hook that can't be cast
+            casted.hook(at, training)  # raises for a hook that can't be cast
     return casted

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 class Outputs(NamedTuple):
     """The parts of a step's output."""
 
-    loss: torch.Tensor | Weighted  # part of the graph
+    loss: torch.Tensor | Weighted  # attached to the graph
     buffers: Tree  # the next buffers, or None if there are none
     aux: Any  # the other outputs; None without `has_aux`
 
@@ -44,11 +44,11 @@ def arguments_of(params: Tree, buffers: Tree, batch: Batch) -> tuple[Any, ...]:
 
 
 def check_call(fn: Step, buffers: Tree, batch: Batch) -> None:
-    """Raise if the user's step can't be called with these arguments, but could be with buffers, or without them."""
-    step = getattr(fn, "fn", fn)  # that of given gradients
+    """Raise if the user's step can't be called with these arguments, but could be with, or without, buffers."""
+    step = getattr(fn, "fn", fn)  # the user's function inside GivenGradients
     try:
         signature = inspect.signature(step)
-    except (TypeError, ValueError):  # a built-in without a signature
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
 
     def fits(*before: Any) -> bool:
@@ -82,8 +82,8 @@ def loss_in(output: Any) -> Any:
 def outputs_of(run: Run, buffers: Tree, has_aux: bool, detached: bool = True) -> Outputs:
     """The parts of the output of `run`, a step that got `buffers`.
 
-    A mapping or dataclass with an entry `loss` counts as that loss, and with `has_aux` as aux too. Buffers and aux are
-    means over ranks with ``data_parallel(outputs="mean")``; with `detached` they have no derivative.
+    A mapping or dataclass with an entry `loss` stands for that loss, and with `has_aux` for aux too. With
+    ``data_parallel(outputs="mean")`` buffers and aux are means over ranks; with `detached` they have no derivative.
     """
     output = run.output
     wanted = 1 + (buffers is not None) + has_aux
@@ -133,7 +133,7 @@ def unshared(values: Tree, others: Tree) -> Tree:
 class ZeroWithGradients(torch.autograd.Function):
     """``apply(n, *params, *grads)`` is 0, and its gradients are `grads`. (Sums of products took twice as long.)
 
-    In float64, so that the loss's cotangent arrives as it is, whatever the dtypes of parameters.
+    The zero is a float64, so that the cotangent of the loss isn't rounded, whatever the dtypes of parameters.
     """
 
     generate_vmap_rule = True
@@ -155,9 +155,9 @@ class ZeroWithGradients(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class GivenGradients:
-    """``(params, *batch) -> loss, *rest`` of a step that returns ``(grads, loss, *rest)``.
+    """Turns a step that returns ``(grads, loss, *rest)`` into ``(params, *batch) -> loss, *rest``.
 
-    A zero with the given gradients is added to the loss. So a train step treats losses and gradients alike.
+    It adds a zero to the loss whose gradients are `grads`, so that a train step treats both kinds of steps alike.
     """
 
     fn: Step
@@ -172,7 +172,7 @@ class GivenGradients:
                 f"torch.func.grad_and_value do, and buffers and aux after them; got {brief(returned)}."
             )
         grads, loss, *rest = returned
-        if not traced.recording():  # a module's own parameters would stay as they are
+        if not traced.recording():  # gradients of a module's own parameters would be lost
             refuse_captured(self.fn, loss, (apart, args, named), private.nodes_made() - before)
         loss = self._plus(loss, self._zero(params, grads))
         return (loss, *rest) if rest else loss
@@ -189,7 +189,7 @@ class GivenGradients:
         return loss.detach() + zero.to(loss.dtype)
 
     def _zero(self, params: Tree, grads: Tree) -> Tensor:
-        """A zero with these gradients, if there are any."""
+        """A zero whose gradients are `grads`. Raises if there are none."""
         leaves, spec = tree.flatten(params)
         try:
             given = spec.flatten_up_to(grads)

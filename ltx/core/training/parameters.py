@@ -1,4 +1,4 @@
-"""The parameters of a train step: choose the trained ones, take them from a tree or a module, give them back."""
+"""The parameters of a train step: choose the trained ones, take over a module's parameters, give them back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ltx.core.transforms.closure_check import same_values
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.typing import Tree
 
-#: Which leaves are trained: patterns of paths (as in :mod:`fnmatch`), or a function of a path.
+#: Selects the trained leaves: patterns of paths (as in :mod:`fnmatch`), or a function of a path.
 Trainable = str | Sequence[str] | Callable[[str], bool] | None
 
-# A module's parameters are broadcast this many bytes at a time, since two copies exist meanwhile.
+# A module's parameters are broadcast in pieces of this many bytes, since a piece needs a second copy.
 _PIECE_BYTES = 64 << 20
 
 
@@ -36,10 +36,10 @@ def check_trainable(trainable: Any) -> None:
 
 
 def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
-    """(trained, frozen) parameters: each with None in the places of the other; None for `frozen` if there are none.
+    """(trained, frozen) parameters: two trees, each with None in the other's places; `frozen` may be None.
 
-    A leaf is frozen if it doesn't require gradients while others do, if it is a module's parameter that doesn't, or if
-    `trainable` leaves it out. Where no leaf requires gradients and none is a module's parameter, all are trained.
+    A leaf is frozen if `trainable` leaves it out. Also if it doesn't require gradients, unless no leaf requires them and
+    none is a module's parameter.
     """
     leaves, spec = tree.flatten(params)
     paths = tree.leaf_paths(params)
@@ -64,7 +64,7 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
 
 
 def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequence[bool]) -> None:
-    """Refuse leaves that can't be trained, and two names for one tensor, as training would make the two differ."""
+    """Refuse leaves that can't be trained, and two names of one tensor, which training would make different."""
     known: dict[Any, str] = {}
     for x, path, is_frozen in zip(leaves, paths, frozen, strict=True):
         if not is_frozen and not (x.is_floating_point() or x.is_complex()):
@@ -91,7 +91,7 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
 
 
 def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tuple[Tree, Tree]:
-    """(trained, frozen) parameters of `module`, in its own memory, with rank 0's values on every rank.
+    """(trained, frozen) parameters of `module`, in the module's memory, with rank 0's values on every rank.
 
     The module's trained parameters can't be used any more: their use raises.
     """
@@ -131,22 +131,21 @@ _Slot = tuple[dict[str, Any], str]
 
 
 def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Module:
-    """`module` with the parameters and buffers of a train state, as copies: for evaluation, ``generate``, saving.
+    """`module` with the parameters and buffers of a train state, as copies, for evaluation or saving.
 
     Args:
         module: the module whose ``named_parameters()`` the state was made of, or one like it. It is changed and
             returned.
         state: a :class:`ltx.TrainState`, or a dict of tensors by name. Tensors of the module whose names `state` lacks
-            stay as they are. Tied parameters have one name in a state and stay tied; a dict may have all of their
-            names, as ``module.state_dict()`` does.
+            don't change. Tied parameters have one name in a state and stay tied; a dict may have all of their names,
+            as ``module.state_dict()`` does.
 
     Raises:
-        TreeError: a name or a shape of the state isn't the module's; or two names of one parameter have values that
-            differ.
+        TreeError: the module has no tensor of this name or shape; or two names of one parameter have different values.
         DonatedStateError: the state was donated.
 
-    Each rank sees its own state, so it calls this alone. Not differentiable: the copies are new leaves. Make objects
-    that hold the module's parameters, such as torch's optimizers or DDP, after this call.
+    A rank calls this alone, since each rank has its own state. Not differentiable: the copies are new leaves. Make
+    objects that hold the module's parameters, such as torch's optimizers or DDP, after this call.
 
     Example:
         >>> import torch, ltx
@@ -183,7 +182,7 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
                 f"to_module: {name!r} has shape {list(value.shape)} in the state, and {list(table[key].shape)} in the "
                 f"{type(module).__name__}. Give the module that the state was made of."
             )
-    together: dict[int, dict[str, _Slot]] = {}  # by tensor, which is tied where it has several names
+    together: dict[int, dict[str, _Slot]] = {}  # {id of a tensor: its names}; a tied tensor has several
     for name, (table, key) in slots.items():
         together.setdefault(id(table[key]), {})[name] = table, key
     with torch.inference_mode(False):  # tensors copied in inference mode could never be trained again

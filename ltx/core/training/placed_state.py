@@ -1,8 +1,8 @@
-"""Train states of DTensors: a train step works on this rank's parts of them, and gives states of DTensors back.
+"""Train states of DTensors: a train step works on this rank's parts of them, and returns states of DTensors.
 
-Parameters, optimizer state and what a strategy keeps are plain tensors in between: the parts that the ranks of the data
-axis have in common. Two things need more than a part, and ask the ranks of the other dimensions of the mesh: the norm
-of clipping, and whether gradients are finite.
+Inside the step, parameters, optimizer state and the strategy's state are plain tensors: this rank's parts, which are
+the same on all ranks of the data axis. Two things need more than a part, and ask the ranks along the mesh's other
+dimensions: the norm for clipping, and whether gradients are finite.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PARTS = ("params", "buffers", "opt_state", "frozen")
 
 @dataclass(frozen=True)
 class PlacedState:
-    """The placements on meshes of the parts of a train state."""
+    """The placements on meshes of a train state's parts: how each DTensor is divided among ranks."""
 
     given: Placements  # the parameters as the step gets them, trained and frozen ones together
     trained: Placements  # the parameters that are trained
@@ -48,7 +48,7 @@ class PlacedState:
 
     @staticmethod
     def of(state: Any) -> PlacedState | None:
-        """The placed state that belongs to `state`; None where the parameters are plain tensors."""
+        """The placements of `state`; None if its parameters are plain tensors."""
         if not (meshes_are_used() and isinstance(state, TrainState)):
             return None
         state.check_owned()
@@ -60,7 +60,7 @@ class PlacedState:
         return PlacedState(given, parts[0], parts)
 
     def local(self, state: TrainState) -> TrainState:
-        """`state` with this rank's parts in the places of DTensors, in the same memory; donated when `state` is."""
+        """`state` with this rank's parts in place of DTensors, in the same memory; it is donated when `state` is."""
         with torch.no_grad():
             return _with_parts(state, [tree.map(local, state.held(name)) for name in _PARTS])
 
@@ -71,7 +71,7 @@ class PlacedState:
             return _with_parts(state, [_placed(part, how) for part, how in pairs])
 
     def train(self, train: Train) -> Train:
-        """`train` for :meth:`local` states."""
+        """`train` in a form that works on :meth:`local` states."""
         axis, strategy = comm.resolve(train.step.axis), train.step.strategy
         if self.given.first_split is not None and axis.size > 1:
             require("parts, strategy", strategy)
@@ -80,7 +80,7 @@ class PlacedState:
 
 
 def _with_parts(state: TrainState, parts: Sequence[Tree]) -> TrainState:
-    """`state` with other :data:`_PARTS`; donated when `state` is."""
+    """`state` with other :data:`_PARTS`; it is donated when `state` is."""
     held = {name: state.held(name) for name in ("sync_state", "loss_scale")}
     return replace(state, **dict(zip(_PARTS, parts, strict=True)), **held).unseen()
 
@@ -93,7 +93,7 @@ def _placed(part: Tree, placements: Placements) -> Tree:
 def on_parts(
     method: Callable[Concatenate[Train, TrainState, Arguments], Result],
 ) -> Callable[Concatenate[Train, TrainState, Arguments], Result]:
-    """Let a train step's method take DTensors too; it maps a state to a state, or to a tuple that begins with one."""
+    """Let a method of a train step take states of DTensors too. It returns a state, or a tuple that begins with one."""
 
     @wraps(method)
     def of_state(train: Train, state: TrainState, *args: Arguments.args, **named: Arguments.kwargs) -> Any:
@@ -104,7 +104,7 @@ def on_parts(
         try:
             result: Any = method(how.train(train), parts, *args, **named)
         except BaseException:
-            if parts.step != state.step:  # an interrupt has kept the next state from the caller
+            if parts.step != state.step:  # an interrupt came after the commit, so the caller didn't get the next state
                 state.become(how.placed(parts))
             raise
         following = result[0] if isinstance(result, tuple) else result
@@ -117,7 +117,7 @@ def on_parts(
 
 
 def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
-    """``train.init(params, buffers)`` where parameters are DTensors; None where no parameter is."""
+    """``train.init(params, buffers)`` if some parameters are DTensors; else None."""
     if isinstance(params, torch.nn.Module):
         if on_mesh(params.parameters()):
             raise UnsupportedError(
@@ -173,7 +173,7 @@ def _parameter_part(x: Tensor) -> Tensor:
 
 
 def _parameter_of(path: str, params: Any) -> str | None:
-    """The path of the parameter to which the optimizer's leaf at `path` belongs: the longest path that fits.
+    """The path of the parameter to which the optimizer's leaf at `path` belongs: the longest path that matches.
 
     >>> _parameter_of("per_param.layer.weight.exp_avg", {"weight": 0, "layer.weight": 0})
     'layer.weight'
@@ -188,7 +188,7 @@ def _parameter_of(path: str, params: Any) -> str | None:
 
 @dataclass(frozen=True)
 class NormOfParts:
-    """The norm of gradients with these placements, computed from this rank's parts; each number counts once."""
+    """The norm of gradients with these placements, from all ranks' parts; each number counts once."""
 
     takes_parts: ClassVar[bool] = True
 
@@ -217,7 +217,7 @@ def on_any_rank(bad: Tensor, placements: Placements) -> Tensor:
 
 
 def _on_parts(optimizer: Optimizer, placements: Placements) -> Optimizer:
-    """`optimizer` for parameters of which ranks hold parts."""
+    """`optimizer`, for parameters whose parts are on several ranks."""
     if optimizer.offers.elementwise or placements.first_split is None:
         return optimizer
     if isinstance(optimizer, ClipByGlobalNorm) and optimizer.takes_parts:

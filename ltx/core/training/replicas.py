@@ -1,7 +1,7 @@
-"""check_replicas asks whether ranks have the same values where they should; sync_params makes them the same.
+"""check_replicas compares the values that should be the same on all ranks; sync_params makes them the same.
 
-Ranks silently drift apart where memory or links flip bits, kernels differ between machines, or a program changes
-parameters on one rank. Gradients are averaged all the same, so nothing shows it.
+Ranks silently drift apart if memory or links flip bits, if kernels differ between machines, or if a program changes
+parameters on one rank. Since gradients are still averaged, nothing shows the drift.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _REPAIR = (
 def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
     """Raise unless ranks have the same bits in all values that should be the same on every rank. Every rank calls it.
 
-    Digests of all leaves are compared through the store: a few milliseconds, and nothing is sent that training waits
-    for. ``train_step(..., check_every=k)`` does so before every k-th step.
+    Ranks compare digests of all leaves through the store. That takes a few milliseconds, and training doesn't wait for
+    its messages. ``train_step(..., check_every=k)`` does so before every k-th step.
 
     Args:
-        state: a training state: the parts that its strategy keeps the same on all ranks (``state.layout``) are
-            compared, and with parameters the counts of steps and of optimizer updates. Or any tree of tensors.
+        state: a training state: the parts that its strategy keeps equal on all ranks (``state.layout``) are compared,
+            and if parameters are equal, so are the counts of steps and of optimizer updates. Or any tree of tensors.
         axis: as in :func:`ltx.psum`.
 
     Raises:
@@ -56,20 +56,20 @@ def check_replicas(state: TrainState | Tree, axis: Any = None) -> None:
 
 @checked("src")
 def sync_params(state: State, src: int | None = None, axis: Any = None) -> State:
-    """`state` with the same values on every rank where they should be the same: it repairs a drift.
+    """Repair a drift: `state` with the same values on every rank in all parts that should be the same.
 
     Args:
         state: as for :func:`check_replicas`; the same structure, shapes and dtypes on every rank.
-        src: the rank whose values are taken. None: the values that most ranks have in all leaves.
+        src: the rank whose values all ranks get. If None, all get the values that most ranks have in all leaves.
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        What each rank sees: `src`'s values, in tensors of its own; `state` itself where nothing differs and `src` is
-        None. Tensors that a strategy keeps for each rank alone stay as they are. No gradient flows back.
+        What each rank sees: `src`'s values, in its own tensors; `state` itself if nothing differs and `src` is None.
+        Tensors that a strategy keeps for each rank alone don't change. No gradient flows back.
 
     Raises:
-        ReplicaDivergedError: on every rank: `src` is None, and more than half of the ranks don't agree.
-        RankMismatchError: ranks come with different structures, shapes or dtypes.
+        ReplicaDivergedError: on every rank: `src` is None, and no more than half of the ranks agree.
+        RankMismatchError: structures, shapes or dtypes differ between ranks.
         AxisError: `src` isn't on the axis.
 
     Example:
@@ -119,8 +119,8 @@ def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
 def _counts(state: Tree) -> list[tuple[str, torch.Tensor]]:
     """The counts of a training state that should be the same on every rank.
 
-    None where ranks have parameters of their own, and may have taken their own numbers of steps; and on simulated
-    ranks, which share the structure that has them.
+    Empty if parameters differ between ranks, since ranks may have taken different numbers of steps; and on simulated
+    ranks, which share the structure that holds the counts.
     """
     if not isinstance(state, TrainState) or state.layout.params != "replicated":
         return []

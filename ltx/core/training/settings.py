@@ -1,4 +1,4 @@
-"""The arguments of a train step, the checks that they fit together, and the errors if they don't."""
+"""The arguments of a train step, and the checks that they fit together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_pieces(step: Any, optimizer: Any) -> None:
 def check_devices(axis: Axis, value: Tree, what: str) -> None:
     """Raise unless all tensors of `value` are on this rank's accelerator, if it computes on one.
 
-    Collectives of tensors elsewhere would use another backend, which goes through the host.
+    Collectives of tensors on another device would use another backend, which goes through the host.
     """
     here = axis.ranks.device if axis.ranks.overlaps else None
     if here is None or here.type == "cpu":
@@ -68,13 +68,13 @@ def check_every(steps: Any, strategy: Strategy) -> None:
 
 
 def check_weighted(strategy: Strategy, step: int) -> None:
-    """Raise unless the training step that follows `step` steps may return :class:`ltx.Weighted`."""
+    """Raise unless training step `step`, counted from 0, may return :class:`ltx.Weighted`."""
     require("weighted, strategy", strategy, "", step)
     require("weighted, hook", strategy.hook(step))
 
 
 def check_loss_scale(step: DataParallel) -> None:
-    """Raise if gradients multiplied by a loss scale would be added to tensors that aren't."""
+    """Raise if a hook adds gradients, which have the loss scale as a factor, to tensors that don't have it."""
     scale = None if step.precision is None else step.precision.loss_scale
     if scale is None or scale == 1:
         return
@@ -83,7 +83,7 @@ def check_loss_scale(step: DataParallel) -> None:
 
 
 def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
-    """Raise unless a step of these arguments can apply its buckets as `overlap` says."""
+    """Raise unless a step with these arguments can run the optimizer as `overlap` says."""
     if overlap == "backward":
         return
     require("overlap, strategy", step.strategy)
@@ -123,7 +123,7 @@ def check_layout(strategy: Strategy, step: int) -> None:
 
 @traced.at_trace_time
 def refuse_in_graph(strategy: Strategy, checks_finite: bool, may_raise: bool) -> None:
-    """Run by Dynamo at trace time, where the axis isn't known. `checks_finite`: the step checks its gradients."""
+    """Refuse what a compiled step can't do. Dynamo runs this while it traces, before it knows the axis."""
     if may_raise:
         require("guard, graph", "a compiled graph")
     if checks_finite:
@@ -132,7 +132,7 @@ def refuse_in_graph(strategy: Strategy, checks_finite: bool, may_raise: bool) ->
 
 
 def check_kept(buffers: Tree, step: DataParallel) -> None:
-    """Refuse buffers that steps would round, or cut as if they were a part of the batch."""
+    """Refuse buffers that steps would round, or would split as if they were part of the batch."""
     tree.check_tensors(buffers, "buffers")
     precision: Precision | None = step.precision
     if isinstance(step.fn, Accumulated) and step.fn.carry is None:
@@ -164,9 +164,9 @@ class TrainSettings(Readable):
     check_every: int | None = None
     trainable: Trainable = None
     max_skipped: int | None = None
-    #: If true, the host waits until all messages have arrived on all ranks before it writes to the previous state. If
-    #: not, the host runs ahead of an accelerator, and learns of a lost peer only when the previous state's memory holds
-    #: the next one. :func:`ltx.elastic` sets it, because it goes on from the previous state.
+    #: Whether the host waits, before it overwrites the previous state, until all messages have arrived on all ranks.
+    #: Else the host runs ahead of an accelerator, and may learn of a lost peer only when the previous state's memory
+    #: holds the next one. :func:`ltx.elastic` sets it, because it goes on from the previous state.
     confirms: bool = False
 
     def __post_init__(self) -> None:

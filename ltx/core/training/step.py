@@ -1,4 +1,4 @@
-"""One training step, eager on real ranks or alone (:class:`Step`), or without side effects (:func:`step_purely`)."""
+"""One training step, eager (:class:`Step`), or without side effects (:func:`step_purely`)."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
 
 @contextmanager
 def uninterrupted(wanted: bool) -> Iterator[None]:
-    """Delay signals to the end of the block, if `wanted`: their handlers may raise, as for Ctrl-C and alarms.
+    """Delay signals to the end of the block, if `wanted`: their handlers may raise, as those of Ctrl-C and alarms.
 
-    This acts in the main thread alone, which handles signals.
+    It has an effect only in the main thread, which handles signals.
     """
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
@@ -85,7 +85,7 @@ def uninterrupted(wanted: bool) -> Iterator[None]:
                 _signals.signal(number, handler)
                 if number in came:
                     handler(number, came[number])
-            except BaseException as error:  # the other handlers come back all the same
+            except BaseException as error:  # restore the other handlers too
                 raised = error
         if raised is not None:
             raise raised
@@ -103,12 +103,12 @@ class Step:
     train: TrainSettings
     state: TrainState
     batch: Batch
-    seen: tuple[str, ...]  # the parts of `state` whose tensors the user may hold
+    seen: tuple[str, ...]  # the parts of `state` whose tensors the user may hold references to
     info: StepInfo
-    hook: CommHook | None  # the reduction of gradients; None where they stay local
+    hook: CommHook | None  # reduces gradients; None if they stay local
     pending: Any  # the result of the strategy's `begin`
     late: bool  # ranks communicate after the optimizer
-    post_update_hook: PostUpdateHook | None  # runs on each bucket after the optimizer, if it can
+    post_update_hook: PostUpdateHook | None  # communicates each bucket after the optimizer, if that is possible
     commit: Callable[[], None]  # called when the step commits
 
     def __post_init__(self) -> None:
@@ -125,13 +125,13 @@ class Step:
             mean, divisor = mean_at_once(forward.total, forward.weight, among, local, forward.run.schedule is not None)
             done = work.run_alone(forward.total, divisor)
         else:
-            with torch.no_grad():  # views that autograd records would be costly
+            with torch.no_grad():  # recording views in autograd would be costly
                 done, mean = self._backward(forward, forward.schedule, work)
         return self._apply(forward, work, done, mean if forward.mean is None else forward.mean, drawn)
 
     @property
     def _versions(self) -> list[int]:
-        """How often each tensor that the optimizer writes into has been written to."""
+        """The version counters of the tensors that the optimizer writes to."""
         counts_first = isinstance(self.train.optimizer, TorchOptimizer)  # it counts on parameters, before any write
         states = [] if counts_first else tree.flatten(self.state.held("opt_state"))[0]
         return [*map(attrgetter("_version"), (*self._params, *states))]
@@ -144,7 +144,7 @@ class Step:
         held = self.state.held("buffers")
         leaves = self._params
         if train.donate and not self.late and sync.leaves:
-            # The optimizer writes into the parameters; the last step may have returned one tensor as both.
+            # The optimizer writes to the parameters, and one tensor may be a parameter and communication state too.
             sync = replace(sync, leaves=unshared(sync.leaves, self.state.held("params")))
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
         hook = self.post_update_hook
@@ -184,7 +184,8 @@ class Step:
         if self.state.step == 0:
             schedule = forward.run.schedule
             missing = unreached(forward.total, leaves, None if schedule is None else schedule.plan)
-            if missing and (len(missing) < len(leaves) or self.info.axis.size == 1):  # a rank without data doesn't know
+            # a rank without data reaches no leaf
+            if missing and (len(missing) < len(leaves) or self.info.axis.size == 1):
                 paths = tree.leaf_paths(self.state.trained)
                 unused = {member: paths[member] for member in missing}
         return Backward(train.optimizer, self.state, forward, inputs, self._in_place, factor, look, unused)
@@ -192,12 +193,12 @@ class Step:
     def _backward(
         self, forward: Forward, schedule: ProcessSchedule, work: Backward
     ) -> tuple[BackwardResult, torch.Tensor]:
-        """Run the backward pass, which launches the buckets' programs: (the buckets' results, the mean loss)."""
+        """Run the backward pass, which launches the buckets' programs. Returns (buckets' results, mean loss)."""
         total, weight, name = forward.total, forward.weight, f"step {self.state.step}"
         try:
             comm.read_last_summary(schedule.among)
-        except LtxError as error:  # the host runs ahead of the device
-            if not isinstance(error, WeightError):  # after which that step has changed nothing
+        except LtxError as error:  # the host has run ahead of the device, and an earlier step failed there
+            if not isinstance(error, WeightError):  # after a WeightError that step has changed nothing
                 self.state.invalidate(
                     f"this TrainState (step {self.state.step}) is invalid: the device couldn't complete what it is "
                     f"made of ({type(error).__name__}: {error}). Load a checkpoint."
@@ -242,7 +243,7 @@ class Step:
                 work.look(range(len(done.grads)), done.grads)
             if self._checks:
                 finite = all_finite(train, done.grads, info, done.sums)
-            if isinstance(finite, torch.Tensor) and host_asks(train, state.step):  # the host has to know
+            if isinstance(finite, torch.Tensor) and host_asks(train, state.step):  # the host waits for the device
                 finite = bool(info.axis.ranks.read(finite, "the guard"))
             if done.skip is not None and finite is not False:
                 finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
@@ -250,8 +251,8 @@ class Step:
                 raise not_finite_error(train, state, self.batch, info, done.grads, drawn, loss_scale_of(train, state))
             states, buffers = kept_if_skipped(train, finite, state, states, buffers)
 
-        # If a signal comes while tensors are updated in place, the step is finished first. If its handler raises, the
-        # caller doesn't get the result, so the state itself becomes the next one.
+        # A signal that comes while tensors are updated in place is handled after the step. If its handler raises, the
+        # caller doesn't get the result, so the state object itself becomes the next state.
         finished = None
         before: list[int] = []
 
@@ -309,7 +310,7 @@ class Step:
             return Updated(params, done.opt_state, after, self.pending)
         with comm.span("update"):
             grads, later = tree.unflatten(self._spec, done.grads), self.late and train.donate
-            done.grads.clear()  # so that the optimizer's are all that is left of them
+            done.grads.clear()  # leave the only references to the optimizer, which can free them
             opt_state = state.held("opt_state")
             opt_state = with_loss(opt_state, mean) if state.sees_loss else opt_state
             of_state = state.held("params"), grads, opt_state
@@ -321,7 +322,7 @@ class Step:
 
 
 def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> None:
-    """Raise if somebody differentiates the next state and its derivative would be incomplete."""
+    """Raise if the step is differentiated and the derivative would be incomplete."""
     parts = state.trained, state.frozen, state.buffers, batch.args, batch.named
     if not any_derivative([x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor)]):
         return
@@ -341,21 +342,21 @@ def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> 
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
-    """A leaf with the value and tangent of `x`; gradients are taken with respect to it."""
+    """A new leaf with the value and tangent of `x`, to take gradients with respect to it."""
     tangent = forward_ad.unpack_dual(x).tangent if private.has_tangents() else None
     leaf = x.detach().requires_grad_()
     return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
 
 
 def _mean_in_graph(key: str, loss: torch.Tensor, step: int, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss, and the clock one step later; ranks compare the step's number, which travels with the loss."""
+    """(mean loss, clock one step later). The sum includes the step's number, which ranks compare."""
     number = comm.number_in_graph(step, clock).to(loss.device)
     sums = collectives.psum(torch.stack([loss.double(), number, number * number]), key)
     return (sums[0] / traced_size(key)).to(loss.dtype), comm.count_in_graph(key, step, clock, sums[1], sums[2])
 
 
 def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """The same step, pure: under transforms of torch.func (simulated ranks among them) and in compiled graphs."""
+    """A step without side effects, for transforms of torch.func (also simulated ranks) and for compiled graphs."""
     if traced.recording():
         refuse_meshes(tuple([type(x).__name__ for x in tree.flatten(state.trained)[0]]))
     else:
@@ -392,11 +393,11 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         return value if loss_scale is None else value * loss_scale, tensors
 
     pending = strategy.begin(state.trained, sync.leaves, info, None)
-    # torch.func treats None, which stands in the place of frozen parameters, as a leaf.
+    # torch.func treats None as a leaf, and None stands in the places of frozen parameters.
     flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
     if traced.recording() or private.in_transform():
         flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
-    else:  # below torch.func a step may differentiate its batch by plain autograd
+    else:  # under plain autograd, a user of the step may differentiate with respect to its batch
         with torch.enable_grad():
             inputs = [x.view_as(x) if x.requires_grad else _leaf(x) for x in flat]
             total, (loss, *tensors) = mean(inputs)
@@ -429,7 +430,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
             f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to complete "
             "within a step there."
         )
-    if traced.recording():  # a changing number in the structure would make every step compile anew
+    if traced.recording():  # a step number in the structure would make every step compile anew
         next_sync = SyncState(updated.states, sync.uses, clock, sync.step, sync.choice)
     else:
         next_sync = sync.advanced(updated.states)

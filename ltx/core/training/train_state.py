@@ -1,8 +1,8 @@
 """TrainState: everything that training changes, as one value; the metrics beside it, and random numbers.
 
-A step with ``donate=True`` writes into the tensors of its state. Their objects become :class:`DonatedTensor`, whose use
-raises, as in JAX, and the next state gets new objects on the same memory. Only tensors that the user may hold are
-treated so: tensors of parts that were read from the state or put into it.
+A step with ``donate=True`` writes to the tensors of its state. Their Python objects become :class:`DonatedTensor`,
+whose use raises, as in JAX, and the next state gets new objects for the same memory. Only objects that the user may
+hold are replaced so: those of parts that were read from the state or put into it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ltx.typing import Tree
 _PARTS = ("params", "buffers", "opt_state", "sync_state", "loss_scale")
 _HELD = tuple(f"_{name}" for name in _PARTS)
 
-# The parts that steps write into.
+# The parts that steps write to.
 _WRITTEN = ("params", "opt_state", "sync_state")
 
 
 @dataclass(frozen=True, eq=False)
 class LossScale:
-    """What earlier steps found about gradients that aren't finite; the same on every rank.
+    """The loss scale, and the count of steps with or without finite gradients; the same on every rank.
 
     Attributes:
         scale: 0-dim float32: the factor of the next loss; () without dynamic loss scaling.
@@ -49,7 +49,7 @@ class LossScale:
     good_steps: torch.Tensor = field(default_factory=lambda: torch.tensor(0, dtype=torch.int32))
 
     def run_after(self, finite: torch.Tensor | bool, interval: int = 1) -> torch.Tensor:
-        """The next `good_steps`, which begins anew at `interval`."""
+        """The next value of `good_steps`, which restarts from 0 when it reaches `interval`."""
         good = self.good_steps.clamp(min=0) + 1
         good = good * (good < interval)
         return torch.where(torch.as_tensor(finite, device=good.device), good, self.good_steps.clamp(max=0) - 1)
@@ -63,8 +63,8 @@ tree.register_node(
 )
 
 
-# Which step a state was donated to, or why it is invalid: one cell, which copies of the state share. A list, because a
-# compiled graph can't make objects.
+# The step to which a state was donated, or why it is invalid: one cell, which copies of the state share. It is a list
+# since compiled graphs can't make objects of a class.
 _Lease = list[int | str | None]
 
 
@@ -82,15 +82,15 @@ class TrainState(Readable):
     ``{name: x.clone() for name, x in state.params.items()}``.
 
     Attributes:
-        params: tree of tensors: `trained` and `frozen` ones together, as the step gets them.
-        buffers: tree of tensors that steps pass on without differentiating them, or None.
-        opt_state: the optimizer's.
+        params: tree of tensors: the trained and the frozen parameters together, as the step gets them.
+        buffers: tree of tensors that each step replaces without differentiating them, or None.
+        opt_state: the optimizer's state.
         sync_state: the communication state, an :class:`ltx.SyncState`.
         step: the number of steps done, a Python int.
-        layout: how each part relates across ranks.
+        layout: for each part, whether it is the same on all ranks.
         loss_scale: the :class:`LossScale` of dynamic loss scaling or of a limit on skipped steps; else ().
-        pending: the strategy's work under way between two steps, None for most. It isn't in the tree, nor saved.
-        frozen: the parameters that aren't trained, with None in the places of the others; None if all are trained.
+        pending: communication of the strategy that isn't complete; None for most. It isn't in the tree, nor saved.
+        frozen: the parameters that aren't trained, with None in the places of trained ones; None if all are trained.
     """
 
     params: Tree
@@ -105,7 +105,7 @@ class TrainState(Readable):
     _lease: _Lease = field(default_factory=lambda: [None], repr=False)
 
     def __post_init__(self) -> None:
-        # A user who makes a state may hold its tensors; steps reset this for the states that they make.
+        # Somebody else than a step may hold the tensors of the state that it makes; steps reset this for their states.
         object.__setattr__(self, "_seen", _PARTS)
         if self.frozen is not None:
             given = self.__dict__["_params"]
@@ -121,11 +121,11 @@ class TrainState(Readable):
 
     @cached_property
     def sees_loss(self) -> bool:
-        """Whether the optimizer's state has a place for the loss. Steps hand it on, since it may hold thousands."""
+        """Whether the optimizer's state has a place for the loss. Steps pass it on: the state may be large."""
         return sees_loss(self.held("opt_state"))
 
     def _look_at(self, part: str) -> None:
-        """Note that a part was read, so that the user may hold its tensors."""
+        """Note that a part was read, so the user may now hold its tensors."""
         if traced.recording():
             return
         self.check_owned()
@@ -135,13 +135,13 @@ class TrainState(Readable):
     def __getstate__(self) -> dict[str, Any]:
         for part in _PARTS:
             self._look_at(part)
-        return {**self.__dict__, "pending": None}  # pending work belongs to this process
+        return {**self.__dict__, "pending": None}  # a pickle can't hold pending communication of this process
 
     def check_owned(self) -> None:
         """Raise if this state was donated or is invalid.
 
         Raises:
-            DonatedStateError, InvalidStateError: it is.
+            DonatedStateError: it was donated. InvalidStateError: it is invalid.
         """
         if isinstance(self._lease[0], str):
             raise InvalidStateError(self._lease[0])
@@ -153,7 +153,7 @@ class TrainState(Readable):
             )
 
     def check_finished(self, what: str) -> None:
-        """Raise InputError if the strategy has work under way: it would be lost, or be added to other values."""
+        """Raise InputError if communication is pending: its result would be lost, or be added to other values."""
         if getattr(self.pending, "mean", self.pending) is not None:
             raise InputError(
                 f"{what}: {self.layout.strategy} has an exchange under way between two steps, which a file can't "
@@ -162,17 +162,17 @@ class TrainState(Readable):
 
     @property
     def seen(self) -> tuple[str, ...]:
-        """The parts whose tensors the user may hold."""
+        """The parts whose tensors the user may hold references to."""
         seen: tuple[str, ...] = self.__dict__["_seen"]
         return seen
 
     def unseen(self) -> TrainState:
-        """Mark this state's tensors as held by steps alone, and return the state."""
+        """Note that the user holds none of this state's tensors. Returns the state."""
         self.__dict__["_seen"] = ()
         return self
 
     def held(self, name: str) -> Tree:
-        """A part as it is kept, without counting it as one whose tensors the user may hold."""
+        """A part of the state, read without noting it in :attr:`seen`."""
         return self.frozen if name == "frozen" else self.__dict__[f"_{name}"]
 
     @property
@@ -187,14 +187,14 @@ class TrainState(Readable):
             self.__dict__.pop(name, None)
 
     def begin_writing(self) -> None:
-        """A step is about to write into this state's tensors: the state is invalid until the step has ended."""
+        """Called before a step writes to this state's tensors: the state is invalid until the step has ended."""
         self._lease[0] = (
             f"this TrainState (step {self.step}) is invalid: something failed while its tensors were updated in place. "
             "Load a checkpoint. With donate=False the tensors of a state are never written to."
         )
 
     def undo_begin(self) -> None:
-        """Nothing was written after all."""
+        """Undo :meth:`begin_writing`, because nothing was written."""
         self._lease[0] = None
 
     def invalidate(self, why: str) -> None:
@@ -204,13 +204,13 @@ class TrainState(Readable):
             self.__dict__.pop(f"_{name}", None)
 
     def become(self, following: TrainState) -> None:
-        """Take over `following`, the next state, which an interrupt has kept from the caller."""
+        """Become `following`, the next state, because an interrupt has kept it from the caller."""
         self.__dict__.update(following.__dict__)
 
     def state_dict(self) -> dict[str, Any]:
-        """All tensors by path, and the step: what ``torch.distributed.checkpoint`` saves.
+        """All tensors by path, and the step, for ``torch.distributed.checkpoint``.
 
-        DCP keeps one rank's tensor for each path. So paths of tensors that are each rank's own name the rank, such as
+        DCP saves one rank's tensor for each path. So paths of tensors that differ between ranks name the rank, such as
         ``params.rank_0_of_2.weight`` with local SGD, and the same number of ranks has to load them.
         """
         self.check_owned()
@@ -227,7 +227,7 @@ class TrainState(Readable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.
 
-        Only here does a state change: the protocol of ``torch.distributed.checkpoint`` asks for it.
+        Nothing else changes a state; the protocol of ``torch.distributed.checkpoint`` needs this.
 
         Raises:
             InputError: (a ValueError) leaves or their shapes differ; nothing has changed then.
@@ -236,7 +236,7 @@ class TrainState(Readable):
         if missing := sorted(mine.keys() ^ state_dict.keys()):
             raise InputError(f"the checkpoint and this state differ in their leaves: {missing[:8]}. {fix}")
         for path, tensor in mine.items():
-            if tensor.shape != state_dict[path].shape:  # copying would repeat a dimension of size 1
+            if tensor.shape != state_dict[path].shape:  # copy_ would broadcast dimensions of size 1
                 raise InputError(
                     f"leaf {path!r} is {tree.describe(state_dict[path])} in the checkpoint, and "
                     f"{tree.describe(tensor)} in this state. {fix}"
@@ -249,7 +249,7 @@ class TrainState(Readable):
 
 
 def _of_this_rank(own: list[str], path: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Path and tensor; in the parts `own`, which differ between ranks, with the rank in the path, and local."""
+    """(path, tensor). In the parts `own`, which differ between ranks, the path names the rank; the tensor is local."""
     part = next((part for part in own if f"{path}.".startswith(f"{part}.")), "")
     if not part or not dist.is_initialized() or dist.get_world_size() == 1:
         return path, x
@@ -257,7 +257,7 @@ def _of_this_rank(own: list[str], path: str, x: torch.Tensor) -> tuple[str, torc
 
 
 def _part(name: str) -> property:
-    """A part of a state as an attribute; reading it gives its tensors to the user."""
+    """A property for a part of a state; reading it notes that the user may hold the part's tensors."""
     held = f"_{name}"
 
     def read(state: TrainState) -> Any:
@@ -273,17 +273,17 @@ for _name in _PARTS:
 
 
 def counted(state: TrainState, step: int, updates: int) -> TrainState:
-    """`state` with the counts of `step` steps and `updates` of the optimizer, its tensors as they are.
+    """`state` with other counts: `step` steps, and `updates` of the optimizer.
 
-    The structure counts steps in three places: here, in the optimizer's and in the communication state. The latter's
-    clock, which counts compiled steps, begins anew.
+    The structure counts steps in three places: here, in the optimizer's state and in the communication state. The clock
+    of the latter, which counts compiled steps, restarts from 0.
     """
     sync_state = replace(state.sync_state, step=step, clock=torch.zeros_like(state.sync_state.clock))
     return replace(state, step=step, opt_state=advanced(state.opt_state, lambda _: updates), sync_state=sync_state)
 
 
 def updates_of(state: TrainState) -> int:
-    """How often the optimizer has run: less often than steps, if the strategy accumulates gradients."""
+    """The number of the optimizer's updates: less than steps if the strategy accumulates gradients."""
     counts: list[int] = [node.count for node in all_of(state.opt_state, TorchState)]
     return counts[-1] if counts else state.step
 
@@ -295,7 +295,7 @@ def _children(state: TrainState) -> tuple[str, ...]:
 
 tree.register_node(
     TrainState,
-    # Torch's trees take None for a leaf.
+    # torch's pytrees treat None as a leaf
     lambda s: ((s.trained, *(getattr(s, part) for part in _children(s)[1:])), (s.step, s.layout)),
     lambda c, static: TrainState(
         c[0], c[1], c[2], c[3], static[0], static[1], c[4], frozen=c[5] if len(c) > len(_PARTS) else None
@@ -306,7 +306,7 @@ tree.register_node(
 
 # --- donated tensors -------------------------------------------------------------------------------------------------
 
-# The allowed attributes of a donated tensor: none of them reads a value.
+# A donated tensor allows these attributes, since none of them reads a value.
 _HARMLESS = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_sparse")
@@ -321,7 +321,7 @@ class DonatedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Dynamo looks at all tensors of a module, also at those in whose places functional_call puts others.
+        # While Dynamo traces, it looks at all tensors of a module, also at those that functional_call replaces.
         looked_at = not torch.compiler.is_dynamo_compiling() and private.TracingContext.try_get() is not None
         if func in _HARMLESS or looked_at:
             with private.plain_tensors():
@@ -333,32 +333,32 @@ def _gone(x: Any, *args: Any, **kwargs: Any) -> Any:
     raise DonatedStateError(type(x)._why)
 
 
-# What tensors on a mesh do without torch's functions.
+# These methods of DTensors don't go through torch's functions.
 _OF_PLACED = {"__slots__": (), "__module__": __name__} | dict.fromkeys(
     ("to_local", "full_tensor", "redistribute"), _gone
 )
 
 
 def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
-    """Make each of `tensors` raise DonatedStateError with the text `why` wherever it is used."""
+    """Make every use of these `tensors` raise DonatedStateError with the text `why`."""
     kind = type("DonatedTensor", (DonatedTensor,), {"_why": why, "__module__": __name__})
     for x in tensors:
         part = own_part(x)
         if x.layout is torch.strided and (x.is_floating_point() or x.is_complex()):
-            # functorch's wrappers ignore the class: a read through them finds NaN, which takes no memory.
+            # functorch's wrappers ignore the class: a read through them finds NaN, which needs no memory.
             part.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(part.shape)
-        with suppress(TypeError):  # a subclass of tensors with a layout of its own
+        with suppress(TypeError):  # some tensor subclasses have another memory layout
             x.__class__ = kind if part is x else type("DonatedTensor", (kind, type(x)), _OF_PLACED)
 
 
 def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> TrainState:
-    """`following`, which shares the memory of `state`, with tensor objects of its own; `state` is donated.
+    """Donate `state`. Returns `following`, which uses the same memory, with new tensor objects.
 
-    `seen`: the parts of `state` whose tensors the user may hold.
+    `seen`: the parts of `state` whose tensors the user may hold references to.
     """
     written = [x for name in seen if name in _WRITTEN for x in tree.flatten(state.held(name))[0]]
     leaves = [x for x in written if isinstance(x, torch.Tensor)]
-    held = {id(x): x for x in leaves}  # parameters may be communication state too
+    held = {id(x): x for x in leaves}  # one tensor may be parameter and communication state
     state.donate()
     if held:
         apart = {name: tree.map(lambda x: x.detach() if id(x) in held else x, following.held(name)) for name in _PARTS}
@@ -375,21 +375,20 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
 
 @dataclass(frozen=True, eq=False)
 class Metrics(Readable):
-    """What a step reports.
+    """The measurements of a step.
 
     Attributes:
-        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step), the same on every rank. Where only
-            some ranks share gradients in this step, such as those of a node, it is their mean; where none do, this
-            rank's own; with outputs="mean" always the mean over all.
-        aux: the other outputs of the step; None without `has_aux`. It is this rank's own, unless the step takes the
-            mean itself, ``return loss, {"accuracy": ltx.pmean(accuracy)}``, or ``data_parallel(outputs="mean")`` does.
-        grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping, or of this rank's own gradients
-            where ranks don't share them; None without :func:`ltx.optim.clip_by_global_norm` or
-            :func:`ltx.optim.measure_global_norm` in the optimizer, or in some groups of a partition.
+        loss: 0-dim tensor: the mean over ranks (or samples, for a Weighted step), the same on every rank. If only some
+            ranks share gradients in this step, such as those of a node, it is their mean; if none do, it is this rank's
+            loss. With outputs="mean" it is always the mean over all ranks.
+        aux: the other outputs of the step; None without `has_aux`. It is this rank's, unless the step takes the mean
+            itself, ``return loss, {"accuracy": ltx.pmean(accuracy)}``, or ``data_parallel(outputs="mean")`` does.
+        grad_norm: 0-dim tensor: the norm of the reduced gradients before clipping, or of this rank's gradients if ranks
+            don't share them. None without :func:`ltx.optim.clip_by_global_norm` or
+            :func:`ltx.optim.measure_global_norm` in the optimizer, or if they are only in groups of a partition.
         loss_scale: 0-dim tensor: the factor of this step's loss; None without dynamic loss scaling.
-        skipped: 0-dim bool tensor: whether this step left parameters and optimizer state as they were, because
-            gradients weren't finite; None without dynamic loss scaling or a guard. (`grad_norm` is then an earlier
-            step's.)
+        skipped: 0-dim bool tensor: whether this step left parameters and optimizer state unchanged, because gradients
+            weren't finite. `grad_norm` is then that of an earlier step. None without dynamic loss scaling or a guard.
     """
 
     loss: torch.Tensor
@@ -419,7 +418,7 @@ def torch_states() -> dict[str, Any]:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of the generators of torch, Python and, if loaded, NumPy, in types that a checkpoint can hold."""
+    """The states of the generators of torch, Python and, if loaded, NumPy, as types that a checkpoint can store."""
     states = torch_states() | {"python": random.getstate()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -428,21 +427,21 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Inverse of :func:`torch_states` and :func:`random_states`. Generators that `states` doesn't have go on."""
+    """Inverse of :func:`torch_states` and :func:`random_states`. Generators that `states` lacks don't change."""
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:
-        import numpy  # it needn't be installed
+        import numpy  # imported here, since NumPy needn't be installed
 
         numpy.random.set_state(states["numpy"])
 
 
 @contextmanager
 def drawn_again(states: dict[str, Any]) -> Iterator[None]:
-    """In the block torch's generators go on from `states`, made by :func:`torch_states`; then from where they were."""
+    """Use `states` (of :func:`torch_states`) for torch's generators in the block; restore theirs after it."""
     with torch.random.fork_rng([torch.cuda.current_device()] if "cuda" in states else []):
         set_random_states(states)
         yield

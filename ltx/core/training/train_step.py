@@ -40,21 +40,21 @@ class TrainStep(TrainSettings):
     """
 
     def init(self, params: Tree | torch.nn.Module, buffers: Tree = None) -> TrainState:
-        """The state before the first step, with rank 0's values on every rank.
+        """Make the state before the first step, with rank 0's values on every rank.
 
         Args:
-            params: tree of floating or complex tensors, which are copied. Parameters of a module whose requires_grad is
-                False are frozen: neither differentiated nor sent, without optimizer state, and still given to the step;
-                so are those that the train step's `trainable` leaves out. Or a module: the state takes its parameters
-                over, so that there is no second copy. The module's raise DonatedStateError from then on, and
+            params: a tree of floating or complex tensors, which are copied. Parameters of a module whose requires_grad
+                is False are frozen: they are given to the step, but not differentiated or sent, and have no optimizer
+                state. So are parameters that the train step's `trainable` leaves out. Or a module: the state takes over
+                its parameters without a copy. From then on using the module's parameters raises DonatedStateError;
                 ``ltx.to_module(module, state)`` gives the module the state's values.
-            buffers: tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
+            buffers: a tree of tensors, or None. With buffers the step is ``(params, buffers, *batch) -> (loss,
                 buffers)``, or ``(loss, buffers, aux)`` with `has_aux`; :func:`ltx.functional_call` with
-                ``return_buffers=True`` gives the next ones.
+                ``return_buffers=True`` returns the next ones.
 
         Raises:
             TreeError: a leaf can't be trained; or two leaves are one tensor (tied weights).
-            StepError: nothing is left to be trained.
+            StepError: all parameters are frozen.
         """
         if buffers is not None:
             check_kept(buffers, self.step)
@@ -99,9 +99,10 @@ class TrainStep(TrainSettings):
     def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
         """Give every rank the state of rank `src`, such as one that was restored or made on that rank alone.
 
-        Parameters, buffers, optimizer state, communication state and the count of steps, their structures included; so
-        ranks may come with any state, such as that of :meth:`init`. Parts that are each rank's own (``state.layout``)
-        become `src`'s on every rank; copies of peers' parameters are replaced too. Every rank calls it.
+        It sends parameters, buffers, optimizer state, communication state and the count of steps, with their
+        structures; so ranks may pass any state, such as that of :meth:`init`. Parts that differ between ranks
+        (``state.layout``) become `src`'s on every rank; copies of peers' parameters are replaced too. Every rank calls
+        it.
 
         Source: Horovod's ``broadcast_parameters`` and ``broadcast_optimizer_state``.
         """
@@ -110,7 +111,7 @@ class TrainStep(TrainSettings):
         sync: SyncState = state.sync_state
         parts = (state.trained, state.frozen, state.buffers, state.opt_state, sync.leaves, state.loss_scale)
         leaves, spec = tree.flatten(parts)
-        metas = [torch.empty_like(x, device="meta") for x in leaves]  # dense strides stay as they are
+        metas = [torch.empty_like(x, device="meta") for x in leaves]  # empty_like keeps strides if the tensor is dense
         shapes = [(x.shape, x.stride(), x.dtype, leaf.device.type) for x, leaf in zip(metas, leaves, strict=True)]
         empty = tree.unflatten(spec, metas)
         told = (empty, shapes, state.step, sync.checked_step(), sync.choice, state.layout)
@@ -121,17 +122,17 @@ class TrainStep(TrainSettings):
         params, frozen, buffers, opt_state, entries, loss_scale = tree.map(
             torch.Tensor.detach, collectives.broadcast(parts, src, axis)
         )
-        if name := layout.copies_of:  # copies of peers' parameters, which equal this rank's now
+        if name := layout.copies_of:  # the state has copies of peers' parameters, which now equal this rank's
             entries = {path: {copy: held[name].clone() for copy in held} for path, held in entries.items()}
         sync = replace(SyncState.new(entries, choice), step=sync_step)
         return TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen)
 
     @on_parts
     def finish(self, state: TrainState) -> TrainState:
-        """Complete work that the strategy has under way between two steps, as an asynchronous strategy has.
+        """Complete what the strategy has begun in earlier steps, such as the rounds of an asynchronous strategy.
 
-        Every rank calls it, after its last step or before it looks at the parameters; other strategies give the state
-        back as it is. Training may go on afterwards.
+        Every rank calls it, after its last step or before it looks at the parameters. For other strategies it returns
+        the same state. Training may continue afterwards.
         """
         state.check_owned()
         info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
@@ -145,10 +146,11 @@ class TrainStep(TrainSettings):
 
     @on_parts
     def gather(self, state: TrainState) -> TrainState:
-        """`state` with the whole optimizer state on every rank, where its strategy shards it; every rank calls this.
+        """`state` with the whole optimizer state on every rank, if the strategy shards it. Every rank calls this.
 
-        So it can be saved and used on another number of ranks: load into ``train.gather(train.init(params))`` there. A
-        step takes such a state and goes on with this rank's part. Other strategies give the state back as it is.
+        Such a state can be saved and used on another number of ranks: load it there into
+        ``train.gather(train.init(params))``. A step takes such a state and keeps this rank's part. Other strategies
+        return the same state.
         """
         state.check_owned()
         if state.layout.opt_state != "sharded":
@@ -168,7 +170,8 @@ class TrainStep(TrainSettings):
         if traced.recording() or self._is_differentiated(state, batch):
             return step_purely(self, state, batch)
         state.check_owned()
-        axis, seen = comm.resolve(self.step.axis), state.seen  # this comes before the comparison looks at the state
+        # read `seen` now, since the comparison looks at the state too
+        axis, seen = comm.resolve(self.step.axis), state.seen
         self._compare(state, axis)
         params, sync = state.held("params"), state.held("sync_state")
         strategy, info = self.step.strategy, StepInfo(sync.checked_step(), axis)
@@ -188,7 +191,7 @@ class TrainStep(TrainSettings):
                 return Step(self, state, batch, seen, info, shared, pending, late, hook, commit).run()
         except BaseException as error:
             if pending is not None and pending is not state.pending and axis.comm is not None:
-                axis.comm.recovery.abort(error)  # what this rank has begun won't go on
+                axis.comm.recovery.abort(error)  # the exchange that this rank has begun won't be completed
             if isinstance(error, PeerLostError | CollectiveTimeoutError):
                 error.args = (f"{error} It was in step {state.step} of the training.",)
             if isinstance(error, TypeError):
@@ -196,7 +199,7 @@ class TrainStep(TrainSettings):
             raise
 
     def _begun(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`, detached if it is a parameter of a module, or a leaf of a state whose memory is reused."""
+        """`x`; detached if it is a module's parameter, or a leaf whose memory steps will reuse."""
         return x.detach() if x.is_leaf and (self._may_donate or isinstance(x, torch.nn.Parameter)) else x
 
     @property
@@ -205,14 +208,14 @@ class TrainStep(TrainSettings):
         return self.donate and not is_transforming() and not in_step.get()
 
     def _is_differentiated(self, state: TrainState, batch: Batch) -> bool:
-        """Whether somebody may differentiate the next state; if the step reuses memory, the batch doesn't count."""
+        """Whether somebody may differentiate the next state. If the step reuses memory, the batch doesn't count."""
         parts = (state.held("params"), state.held("buffers"), () if self._may_donate else (batch.args, batch.named))
         return is_transforming() or (torch.is_grad_enabled() and requires_grad(tree.flatten(parts)[0]))
 
     def _compare(self, state: TrainState, axis: Axis) -> None:
-        """Compare the values that should be the same on all ranks, when it is due and at the first step in a world.
+        """Compare the values that should be the same on all ranks: every `check_every` steps, and at a world's first.
 
-        Ranks that come from a checkpoint or from an interrupt may come from different steps.
+        After a checkpoint or an interrupt, ranks may be at different steps.
         """
         compared, layout = axis.ranks.compared, self.step.strategy.layout
         first = (
@@ -226,9 +229,9 @@ class TrainStep(TrainSettings):
                 compared.add(TrainStep, None)
 
     def post_update_hook(self, step: int) -> PostUpdateHook | None:
-        """The hook on each bucket of parameters after the optimizer, in the step that follows `step` steps.
+        """The hook that communicates each bucket of parameters after the optimizer, in step `step`, counted from 0.
 
-        None where ranks do nothing there, or where they wait until the optimizer has run on all parameters.
+        None if ranks don't communicate there, or only after the optimizer has run on all parameters.
         """
         if self.overlap != "update" or not self.step.strategy.communicates_after_update(step):
             return None
@@ -249,48 +252,47 @@ def train_step(
     trainable: Trainable = None,
     max_skipped: int | None = None,
 ) -> TrainStep:
-    """A whole training step: gradients, their reduction, the optimizer, the strategy's work on parameters.
+    """A whole training step: gradients, their reduction, the optimizer, and the strategy's work on parameters.
 
-    It makes a data-parallel step and an optimizer one function, ``state, metrics = train(state, batch)``: the body of a
-    training loop.
+    It makes one function of a data-parallel step and an optimizer, ``state, metrics = train(state, batch)``: the body
+    of a training loop.
 
     Args:
-        step: a data-parallel step that returns a 0-dim loss or :class:`ltx.Weighted`, or a mapping or dataclass that
-            holds it as `loss`; accumulated or not. Or one with ``returns="grads"``, which returns ``(grads, loss)``, as
-            :func:`ltx.grad_and_value` does, and its other outputs after them: DP-SGD, evolution strategies. If the loss
-            is Weighted, the gradients are those of its total.
+        step: a data-parallel step that returns a 0-dim loss, an :class:`ltx.Weighted`, or a mapping or dataclass that
+            has the loss as `loss`; accumulated or not. Or a step with ``returns="grads"``, which returns ``(grads,
+            loss)`` as :func:`ltx.grad_and_value` does, and then its other outputs: DP-SGD, evolution strategies. If the
+            loss is Weighted, the gradients are those of its total.
         optimizer: from :mod:`ltx.optim`.
         donate: update the state's tensors in place, as JAX's buffer donation does; the old state can't be used again.
-            Nothing is donated where a step is differentiated: under transforms, inside of another step, or if its state
+            Steps don't donate when they are differentiated: under transforms, inside another step, or if the state
             requires grad. With ``donate=False`` derivatives pass through steps, also to a batch that requires grad.
-        guard: what happens to a step whose gradients are NaN or infinite on any rank. "off": no check. "skip":
-            parameters, buffers, optimizer state and hooks' states stay as they were, on all ranks. The step is counted,
-            ``metrics.skipped`` is true, and a strategy still averages parameters where it would. "raise": the same
-            NotFiniteError on every rank, which names ranks and leaves; the state may be used again. Ranks that don't
-            share gradients exchange the answer at every step. With :class:`ltx.DynamicLossScale`, which skips such
-            steps anyway, "raise" raises once the scale has come down to 1, or to its least value.
-        overlap: "backward": gradients are reduced while the backward pass goes on, and the optimizer runs when all have
-            complete. The step commits whole: if anything fails before that, the state is as it was. "update": the
-            optimizer runs on each bucket when it is complete, which is faster and not atomic: after a failure in the
-            middle a donated state is invalid, and using it raises InvalidStateError. It needs an optimizer that updates
-            leaf by leaf, and refuses others (clipping). Where ranks communicate after the optimizer (ZeRO, Adasum),
-            both happen bucket by bucket during the backward pass, and a failure invalidates the state too.
-        has_aux: the step returns ``(loss, aux)``; aux comes back in ``metrics.aux``, where it is this rank's own. Take
-            means in the step, ``return loss, {"accuracy": ltx.pmean(accuracy)}``, or by
-            ``data_parallel(outputs="mean")``. A mapping or dataclass with an entry `loss`, as transformers return it,
-            stands for its loss; with `has_aux` it is aux as well.
-        check_every: before every so many steps, the first included, compare what should be the same on all ranks
-            (:func:`ltx.check_replicas`). None: never. Compiled graphs never compare.
-        trainable: which parameters are trained, of those that :meth:`TrainStep.init` wouldn't freeze: a pattern of
-            their paths such as ``"head.*"``, a list of such patterns, or a function of a path. None: all.
+        guard: what happens if gradients are NaN or infinite on any rank. "off": no check. "skip": parameters, buffers,
+            optimizer state and hooks' states don't change, on all ranks. The step is counted, ``metrics.skipped`` is
+            true, and the strategy averages parameters as at any other step. "raise": every rank raises the same
+            NotFiniteError, which names ranks and leaves; the state stays valid. Ranks that don't share gradients ask
+            each other at every step. With :class:`ltx.DynamicLossScale`, which skips such steps anyway, "raise" raises
+            only when the scale is down to 1, or to its least value.
+        overlap: "backward": gradients are reduced during the backward pass, and the optimizer runs when all are there.
+            The step commits as a whole: after an error before that, the state is unchanged. "update": the optimizer
+            runs on each bucket as soon as that is reduced, which is faster but not atomic: after an error in between, a
+            donated state is invalid, and using it raises InvalidStateError. It needs an optimizer that updates leaf by
+            leaf, and refuses others (clipping). If ranks communicate after the optimizer (ZeRO, Adasum), both happen
+            bucket by bucket during the backward pass, and an error invalidates the state too.
+        has_aux: the step returns ``(loss, aux)``; ``metrics.aux`` is this rank's aux. Take means in the step, ``return
+            loss, {"accuracy": ltx.pmean(accuracy)}``, or with ``data_parallel(outputs="mean")``. A mapping or dataclass
+            with an entry `loss`, as transformers return it, stands for its loss; with `has_aux` it is aux as well.
+        check_every: compare the values that should be the same on all ranks (:func:`ltx.check_replicas`) before every
+            `check_every` steps, the first included. None: never. Compiled graphs never compare.
+        trainable: which parameters are trained, except those that :meth:`TrainStep.init` freezes anyway: a pattern of
+            paths such as ``"head.*"``, a list of such patterns, or a function of a path. None: all.
         max_skipped: how many steps in a row may be skipped (by ``guard="skip"``, or :class:`ltx.DynamicLossScale`); one
-            more raises as ``guard="raise"`` does. None: any number. An accelerator is waited for at every so many steps
-            only, so that it raises there.
+            more raises as ``guard="raise"`` does. None: any number. On an accelerator the host only looks every
+            `max_skipped` steps, so the error comes there.
 
     Returns:
-        A :class:`TrainStep`: ``.init(params, buffers=None) -> TrainState`` copies, and broadcasts from rank 0;
-        ``(state, *batch) -> (state, Metrics)``. Every rank calls it with its own batch, by position or by keyword, as
-        the step takes it.
+        A :class:`TrainStep`: ``.init(params, buffers=None) -> TrainState`` copies, and broadcasts from rank 0. Then
+        every rank calls ``(state, *batch) -> (state, Metrics)`` with its own batch, by position or by keyword, as the
+        step takes it.
 
     Raises:
         DonatedStateError: the state was donated to an earlier step.
@@ -300,7 +302,7 @@ def train_step(
         NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``, or for more steps in a
             row than `max_skipped`; before the update.
         InvalidStateError: something failed while a step with overlap="update" was being applied.
-        StepError, StrategyError, OptimError: the pieces don't fit, at once.
+        StepError, StrategyError, OptimError: the arguments don't fit together; raised by this call.
 
     Example:
         >>> import torch, ltx
