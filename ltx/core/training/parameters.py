@@ -38,8 +38,8 @@ def check_trainable(trainable: Any) -> None:
 def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
     """(trained, frozen) parameters: two trees, each with None in the other's places; `frozen` may be None.
 
-    A leaf is frozen if `trainable` leaves it out. Also if it doesn't require gradients, unless no leaf requires them and
-    none is a module's parameter.
+    A leaf is frozen if `trainable` leaves it out, or if it doesn't require gradients. The latter doesn't count if no
+    leaf requires gradients and none is a module's parameter.
     """
     leaves, spec = tree.flatten(params)
     paths = tree.leaf_paths(params)
