@@ -1,4 +1,4 @@
-"""Transformations of functions: what a step is wrapped in."""
+"""Transformations of steps: data parallelism, gradients, functional calls."""
 
 from ltx.core.transforms.data_parallel import DataParallel, block_backward_sync, data_parallel
 from ltx.core.transforms.functional_call import functional_call

@@ -1,7 +1,7 @@
 """Checks for tensors that a step uses without getting them as arguments.
 
-Parameters, whose gradients would silently stay local; buffers of modules, which would stay on one rank; and values that
-a surrounding transform differentiates, which have no derivative where a step runs below that transform.
+Such a parameter's gradient would silently stay local; a module's buffer would change on one rank only; and a value that
+a surrounding transform differentiates would have no derivative, since a step runs below that transform.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ltx.core.base.placements import is_fully_sharded
 from ltx.core.comm.signature import Seen
 from ltx.typing import Tree
 
-# The graphs of steps that were looked at, by the number of nodes that a call made. They have thousands.
+# The functions whose graphs were checked, with the number of nodes that their call made: looking takes long.
 _looked_at = Seen(forgets=True)
 
 
 def captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> torch.Tensor | None:
-    """A leaf that requires gradients, that `outputs` depend on, and that isn't among `given`; None if there is none.
+    """A leaf that requires gradients and isn't in `given`, but on which `outputs` depend; None if there is none.
 
-    Leaves that the step `fn` has made, such as inputs that it differentiates with respect to, don't count: they are no
-    parameters, and the function doesn't refer to them.
+    Leaves that the step `fn` has created, such as inputs for its own derivatives, don't count: they aren't parameters,
+    and the function doesn't refer to them.
     """
     given = [x for x in given if isinstance(x, torch.Tensor)]
     known = {id(x) for x in given}
-    seen: set[Any] = {x.grad_fn for x in given}  # the tensors that they were made of are the caller's business
+    seen: set[Any] = {x.grad_fn for x in given}  # what the given tensors were made of is the caller's business
     queue = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
     while queue:
         node = queue.pop()
@@ -49,7 +49,7 @@ def captured(fn: Any, outputs: Iterable[Any], given: Iterable[Any]) -> torch.Ten
 
 
 def _is_kept(leaf: torch.Tensor, fn: Any) -> bool:
-    """Whether a leaf is a parameter, or is kept where `fn` refers to it, so that it was there before the call."""
+    """Whether a leaf is a parameter, or `fn` refers to it, so that it existed before the call."""
     parts = [part for module in modules_of(fn) for part in module.modules()]
     kept = [x for part in parts for x in (*part._buffers.values(), *vars(part).values())]
     return isinstance(leaf, nn.Parameter) or any(x is leaf for x in (*reached_from(fn), *kept))
@@ -58,9 +58,9 @@ def _is_kept(leaf: torch.Tensor, fn: Any) -> bool:
 def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given: bool = False) -> None:
     """Raise if `outputs` of `fn` depend on parameters that aren't among `given`, the arguments of the call.
 
-    Buffers of modules that require gradients count too, unless derivatives are taken with respect to `given` alone.
-    Each function is checked once, and again when a call makes another number of nodes, `made`. The check is for plain
-    autograd: torch.func differentiates nothing but arguments.
+    Buffers of modules that require gradients count too, unless derivatives are taken only with respect to `given`. Each
+    function is checked once, and again if a call makes another number of nodes, `made`. The check is for plain
+    autograd: torch.func differentiates only arguments.
     """
     if _looked_at.has(fn, made):
         return
@@ -89,11 +89,11 @@ class TracedValueError(Exception):
 
 
 class _Watch(TorchFunctionMode):
-    """Raises :class:`TracedValueError` at the first operation on a tensor of a level that isn't being run."""
+    """Raises :class:`TracedValueError` at the first operation on a tensor of a level above the one that runs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") != "__get__":  # looking at a shape is harmless
+        if getattr(func, "__name__", "") != "__get__":  # reading a shape is harmless
             here = private.maybe_current_level() or 0
             for x in tree.flatten((args, tuple(kwargs.values())))[0]:
                 if is_wrapped(x) and private.level_of(x) > here:
@@ -111,10 +111,10 @@ _watched = Seen(forgets=True)
 
 @contextmanager
 def watch_for_traced_values(fn: Any) -> Iterator[None]:
-    """Watch what `fn` uses, the first time that it runs below a transform.
+    """Raise TracedValueError if `fn` uses a traced value. Only the first run of `fn` is watched.
 
     A function that closes over a traced value was made inside the transform, so it is new. Watching costs microseconds
-    an operation.
+    per operation.
     """
     with nullcontext() if _watched.has(fn) else _Watch():
         yield
@@ -127,7 +127,7 @@ _called = Seen(forgets=True)
 def look_at_modules(fn: Any, in_place: Callable[[], set[int]]) -> AbstractContextManager[None]:
     """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses.
 
-    Or if it uses an embedding that renormalises its rows in place. `in_place`: as in :func:`own_written`.
+    Also raise if it uses an embedding that renormalises its rows in place. `in_place`: as in :func:`own_written`.
     """
     return nullcontext() if _called.has(fn) else _looking(fn, in_place)
 
@@ -141,7 +141,7 @@ def _looking(fn: Any, in_place: Callable[[], set[int]]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # On simulated ranks torch can't write values that differ among ranks into a tensor that ranks share.
+        # torch can't write values that differ between simulated ranks to a tensor that the ranks share.
         norms = [
             f"{f'{path}.running_mean' if path else 'running_mean'!r} of {type(module).__name__}"
             for module in modules
@@ -173,7 +173,7 @@ def refuse_max_norm(module: nn.Module) -> None:
 def own_written(buffers: Sequence[Buffer], where: str, in_place: Callable[[], set[int]]) -> None:
     """Raise if one of `buffers` has changed; errors call their module `where`.
 
-    `in_place`: gives the ids of tensors that outer calls have put into modules; these calls check them.
+    `in_place` returns the ids of tensors that outer calls have put into modules; the outer calls check these.
     """
     written = [buffer for buffer in buffers if buffer.written()]
     if not written:
@@ -205,18 +205,18 @@ class Buffer(NamedTuple):
     persistent: bool
 
     def written(self) -> bool:
-        """Whether the buffer was written to, or, if it is saved with the module, replaced; other buffers are caches."""
+        """Whether the buffer was written to, or replaced. A buffer that isn't saved may be replaced: it is a cache."""
         now = self.kept_in.get(self.name)
         return version_of(now) != self.version if now is self.tensor else self.persistent
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The count of writes to the tensor, where torch counts them."""
+    """The count of writes to the tensor; 0 for an inference tensor, whose writes torch doesn't count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def same_values(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors are equal pair by pair, to the last bit and below all transforms; the host waits once."""
+    """Whether the pairs of tensors are equal, to the last bit and below all transforms."""
 
     def bits(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         return torch.cat([x.reshape(-1).view(torch.uint8) for x in tensors if x.device == device])
@@ -226,7 +226,7 @@ def same_values(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> bool:
 
 
 class Members:
-    """The names of a module's tensors, from one walk through it."""
+    """The places of a module's tensors by name, found in one pass through the module."""
 
     def __init__(self, module: nn.Module):
         if not isinstance(module, nn.Module):
@@ -263,7 +263,7 @@ class Members:
             rest.extend([(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None])
 
     def untied(self, given: dict[str, torch.Tensor], tie_weights: bool) -> dict[str, torch.Tensor]:
-        """`given`, checked, and extended by the other names of tensors that have several names in the module."""
+        """`given`, checked, with entries added for all names of tensors that have several names in the module."""
         filled = dict(given)
         for name, tensor in given.items():
             if not isinstance(tensor, torch.Tensor):
@@ -281,7 +281,7 @@ class Members:
         return filled
 
     def _check_attribute(self, name: str) -> None:
-        """Raise unless the module has `name`, not as a parameter, and a tensor in its place would get a gradient."""
+        """Raise unless `name` is an attribute of the module, a tensor, whose replacement would get a gradient."""
         *steps, last = name.split(".")
         part: Any = self.module
         for step in steps:
@@ -300,7 +300,7 @@ class Members:
 
 
 def modules_of(fn: Any) -> list[nn.Module]:
-    """The modules that `fn` refers to, of several inside each other the outermost."""
+    """The modules that `fn` refers to, without modules that are inside another of them."""
     found = {id(value): value for value in reached_from(fn) if isinstance(value, nn.Module)}
     inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
     return [module for key, module in found.items() if key not in inner]

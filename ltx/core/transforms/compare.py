@@ -1,7 +1,7 @@
-"""Comparing tensors between ranks by their digests, through the store or, in one process, in place.
+"""Compare tensors between ranks by their digests, through the store or within one process.
 
-Parameters are compared at the first call of a step, and under ``ltx.debug_checks()`` at every call. Data moves only
-under debug_checks, and only where digests differ: each rank gets rank 0's leaf, to say by how much its own differs.
+Parameters are compared at the first call of a step, and under ``ltx.debug_checks()`` at every call. Tensors are only
+sent under debug_checks, if digests differ: each rank gets rank 0's leaf, to say by how much its own differs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _START = (
 def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signature: comm.Signature | None) -> None:
     """Raise ReplicaDivergedError on every rank unless `params`, which step `fn` is given, are the same on all.
 
-    Between processes and threads only the first call of `fn` with each `key` compares; all ranks must make it together.
-    If a peer calls something else meanwhile, its error says that this rank is at `signature`. Simulated ranks that
-    share one tensor have nothing to compare; tensors that they don't share are compared at every call.
+    Between processes and threads, only the first call of `fn` with each `key` compares; all ranks must make it
+    together. If a peer calls something else meanwhile, its error says that this rank is at `signature`. Simulated ranks
+    that share a tensor have nothing to compare; tensors that they don't share are compared at every call.
     """
     compared = axis.ranks.compared
     if axis.size == 1 or (compared is not None and compared.has(fn, key)):
         return
-    # No transform around the step may see this.
+    # Below transforms, so that a transform around the step doesn't record the comparison.
     with private.below_transforms(), torch.no_grad():
         check_leaves(axis, tensors_by_path(params), _START, signature)
     if compared is not None:
@@ -82,7 +82,7 @@ def _diverged(
     """The error for `leaves` that differ among ranks, by the ranks' digests; `fix` says what to do."""
     size = len(by_rank)
     first = [digests[0] for digests in by_rank]
-    most, count = Counter(first).most_common(1)[0]  # if several values are as frequent, take rank 0's or the next
+    most, count = Counter(first).most_common(1)[0]  # of equally frequent values, this takes the one of the lowest rank
     odd = [rank for rank in range(size) if first[rank] != most]
     right = first.index(most)
     path, leaf = leaves[0]
@@ -98,17 +98,17 @@ def _diverged(
 
 
 _COLUMNS = 512
-#: Below this many words of 8 bytes a cryptographic digest of everything costs no more.
+#: Below this many words of 8 bytes, a cryptographic hash of all bytes takes no longer.
 _SMALL = 8 * _COLUMNS
 
 
 def values(x: torch.Tensor) -> torch.Tensor:
-    """`x` below all wrappers, its elements one after another in memory; of a DTensor this rank's part."""
+    """`x` without wrappers, and contiguous; for a DTensor, this rank's part."""
     return plain_values(local(x)).resolve_conj().resolve_neg().contiguous()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor that :func:`values` gave."""
+    """The bytes of a tensor that :func:`values` returned."""
     return x.view(-1).view(torch.uint8)
 
 
@@ -117,10 +117,10 @@ def hash_of(digests: Iterable[str]) -> str:
 
 
 def digest(x: torch.Tensor) -> str:
-    """A digest: equal for equal bits, and almost always different for different bits; "" for no elements.
+    """A digest: equal for equal bits, almost always different for different bits; "" for an empty tensor.
 
-    Sums of 64-bit words, modulo 2^64, over rows and over columns: a change that leaves all of these sums as they were
-    changes at least four words, at the corners of a rectangle. (``torch.hash_tensor``, an exclusive or, ignores order.)
+    It hashes sums of 64-bit words, modulo 2^64, over rows and over columns: a change that keeps all of these sums needs
+    at least four words, at the corners of a rectangle. (``torch.hash_tensor``, an exclusive or, ignores order.)
     """
     data = bits(x)
     if not data.numel():
@@ -138,7 +138,7 @@ def digest(x: torch.Tensor) -> str:
 
 
 def bytes_of(x: torch.Tensor) -> bytes:
-    """The words of a tensor that :func:`values` gave, without NumPy."""
+    """The bytes of a tensor that :func:`values` returned, without NumPy."""
     x = x.cpu()
     return ctypes.string_at(x.data_ptr(), x.numel() * x.itemsize)
 
@@ -154,7 +154,7 @@ def check_in_debug(axis: Axis, params: Tree) -> None:
     if not under_way:
         return
     leaves = tensors_by_path(params)
-    # Transforms around the step must not see this.
+    # Below transforms, so that a transform around the step doesn't record the comparison.
     with private.below_transforms(), torch.no_grad():
         paths, tensors = [path for path, _ in leaves], [leaf for _, leaf in leaves]
         signature = comm.Signature.of("the parameters of data_parallel", paths, tensors)
@@ -185,7 +185,7 @@ def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
     wide = torch.complex128 if mine.is_complex() else torch.float64
     a, b = mine.view(-1).to(wide), theirs.view(-1).to(wide)
     distance = torch.where(differ, (a - b).abs(), -1.0)
-    worst = int(distance.argmax())  # NaN, if there is one
+    worst = int(distance.argmax())  # the place of a NaN, if there is one
     at = [int(i) for i in torch.unravel_index(torch.tensor(worst), mine.shape)] if mine.ndim else []
     value, other = (t.view(-1)[worst].item() for t in (mine, theirs))
     by = f"by {float(distance[worst]):.6g} ({value!r} instead of {other!r})"

@@ -1,7 +1,7 @@
 """data_parallel: tie ∘ f ∘ mark, as a transformation of steps.
 
-Li et al., "PyTorch Distributed", VLDB 2020, for the buckets; ``jax.shard_map``'s replicated arguments for the rule: the
-gradient with respect to a replicated argument is reduced over the axis.
+Li et al., "PyTorch Distributed", VLDB 2020, for the buckets; the rule is that of ``jax.shard_map``'s replicated
+arguments: the gradient with respect to a replicated argument is reduced over the axis.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class DataParallel(StepSettings):
         return SyncState.new(states, choice)
 
     def hook_as_chosen(self, state: SyncState | None) -> DataParallel:
-        """This step with the hook that `state` says was chosen, where its strategy leaves that to a choice."""
+        """This step with the hook that `state` says was chosen, if its strategy has ``comm_hook="auto"``."""
         if state is None or not self.strategy.auto_hook or self.blocked:
             return self
         return replace(self, strategy=self.strategy.with_choice(state.choice))
@@ -252,21 +252,23 @@ def data_parallel(
         step_fn: ``(params, *batch) -> output``, pure in its parameters: a tree of tensors in, a scalar loss (or a tree
             of tensors, or :class:`ltx.Weighted`) out. Each rank calls it on its own batch.
         strategy: how gradients are reduced; :class:`ltx.DDPStrategy` if None.
-        argnums: the positional argument(s) that are the parameters, the same on every rank. Others, such as a rank's
-            own experts, have gradients by the collectives' rule: of the sum of all ranks' outputs, n times the mean's.
+        argnums: the positional argument(s) that are the parameters, the same on every rank. Gradients of other
+            arguments, such as a rank's own experts, are those of the sum of all ranks' outputs: n times the mean's.
         axis: as in :func:`ltx.psum`; the one in scope at the time of the call if None.
-        outputs: "local": each rank gets its own value, a train step's ``metrics.aux`` included; take ``ltx.pmean(x)``
-            in the step of what should be a mean. "mean": floating and complex tensors of all that the step returns, aux
-            and buffers included, are averaged over the ranks, and in forward mode so are their tangents.
-        returns: "grads" for a step that itself returns gradients (JAX's habit in ``pmap``): the returned tree, or the
-            first element of a returned tuple, is reduced; the rest is passed on, or averaged with ``outputs="mean"``.
+        outputs: "local": each rank gets its own outputs, also in a train step's ``metrics.aux``; call ``ltx.pmean(x)``
+            in the step for means. "mean": floating and complex tensors that the step returns, also aux and buffers, are
+            averaged over the ranks, and in forward mode so are their tangents.
+        returns: "grads" for a step that itself returns gradients (as with JAX's ``pmap``): the returned tree, or the
+            first element of a returned tuple, is reduced; the rest is returned unchanged, or averaged with
+            ``outputs="mean"``.
 
     Returns:
-        A :class:`DataParallel`: a function with `step_fn`'s signature and value. ``@ltx.data_parallel`` decorates, too.
+        A :class:`DataParallel`: a function with `step_fn`'s signature and result. ``@ltx.data_parallel`` decorates,
+        too.
 
     Gradient:
         With respect to `argnums`: the gradient of the mean over ranks of the output, as the strategy reduces it, with
-        the same bits on every rank. Where ranks don't share gradients, as in local SGD, it is this rank's own. It works
+        the same bits on every rank. If ranks don't share gradients, as in local SGD, it is this rank's own. It works
         through ``loss.backward()``, ``torch.autograd.grad``, torch.func, ``torch.compile`` and inside :func:`ltx.vmap`.
         Gradients with respect to other arguments are this rank's own. Every rank must differentiate its output;
         parameters that the output doesn't use get zeros. ``vmap(grad(step))`` gives, for sample j, the mean over ranks
@@ -274,7 +276,7 @@ def data_parallel(
 
     Raises:
         StepError: the output has the structure and shapes of the parameters and `returns` isn't "grads"; or the step
-            uses a parameter that isn't an argument, or lets a module write to buffers of its own.
+            uses a parameter that isn't an argument, or lets a module write to its own buffers.
         TreeError: the parameters aren't a tree of tensors.
         RankMismatchError: ranks' parameters differ in structure, shapes or dtypes; on all ranks, at the first call.
         ReplicaDivergedError: ranks' parameters differ in their values; on all ranks, at the first differentiated call
@@ -314,18 +316,18 @@ class Blocked(DataParallel):
 
 
 def block_backward_sync(step: DataParallel) -> Blocked:
-    """The same step with this rank's own gradients: nothing is reduced and nothing is sent.
+    """The same step with this rank's own gradients: nothing is reduced or sent.
 
     Args:
-        step: what :func:`ltx.data_parallel` returned.
+        step: a step from :func:`ltx.data_parallel`.
 
     Returns:
-        A new step; `step` itself is as before. It is also a context manager that yields itself, for people used to
-        Lightning's ``block_backward_sync`` and DDP's ``no_sync``; other than there, only what is called through it is
-        affected, whether or not its forward pass lies inside the ``with``, and nothing reduces its gradients later: a
-        backward pass of `step` that would add to a ``.grad`` which one of the new step's wrote raises
-        RankMismatchError, unless it has been reduced since. Take :func:`ltx.accumulate`, or :func:`ltx.sync_gradients`
-        of the sum. A communication state passes through unchanged. A :class:`ltx.Weighted` step gives its local mean.
+        A new step; `step` itself doesn't change. The new step is also a context manager that yields itself, like
+        Lightning's ``block_backward_sync`` and DDP's ``no_sync``. Unlike these, it only affects calls of the new step,
+        inside or outside of the ``with``, and nothing reduces the gradients later: if a backward pass of `step` would
+        add to a ``.grad`` that the new step wrote and that wasn't reduced since, it raises RankMismatchError. Use
+        :func:`ltx.accumulate` instead, or :func:`ltx.sync_gradients` of the sum. The communication state doesn't
+        change. A :class:`ltx.Weighted` step returns its local mean.
 
     Example:
         >>> import torch, ltx

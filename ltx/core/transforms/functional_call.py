@@ -1,18 +1,17 @@
 """functional_call: as torch.func's, but its tensors are also in place while activation checkpointing recomputes.
 
-Tensors are put into the module for the time of the call, as torch does. To call a copy of the module would be simpler,
+The tensors are in the module for the time of the call, as with torch. To call a copy of the module would be simpler,
 but bound methods, patched forwards and lists of layers refer to the original, and would use its old parameters.
 
 ``torch.utils.checkpoint`` runs a function again in the backward pass. By then a functional call has given the module
 its own tensors back, so the function would use these, and gradients would be silently wrong. Torch has no hook for
-this, so three of its classes are replaced by subclasses here. Where a checkpoint begins, they note which tensors
-functional calls of ltx (and in a step, of torch) have put into modules. Elsewhere they do what torch's classes do.
+this, so three of its classes are replaced by subclasses here. When a checkpoint begins, they note which tensors
+functional calls of ltx (and in a step, of torch) have put into modules. Otherwise they do what torch's classes do.
 
-Another way was tried (torch 2.13): to leave the tensors in the module until the backward pass has ended. That is right
-for one call of a module in a step that owns its backward pass. It is wrong for two calls with different tensors (a
-teacher, an inner loop), for buffers that the first pass has written (power iterations, batch norm), and after
-``step(params)`` with a later backward pass, or none: the module would keep the step's parameters, even after
-errors.
+We also tried to leave the tensors in the module until the backward pass has ended (torch 2.13). That works for one call
+of a module in a step that owns its backward pass. It is wrong for two calls with different tensors (a teacher, an inner
+loop), for buffers that the first pass has written (power iterations, batch norm), and after ``step(params)`` with a
+later backward pass, or none: the module would keep the step's parameters, even after errors.
 """
 
 from __future__ import annotations
@@ -48,38 +47,39 @@ def functional_call(
     tie_weights: bool = True,
     return_buffers: bool = False,
 ) -> Any:
-    """Call a module with the given tensors in the places of its parameters and buffers.
+    """Call a module with the given tensors in place of its parameters and buffers.
 
-    A module of torch holds its parameters; a step of ltx is given them, as a dict from names to tensors such as
+    A module of torch has its own parameters; a step of ltx gets them as a dict from names to tensors, such as
     ``dict(model.named_parameters())``. ``ltx.functional_call(model, params, (x,))`` is ``model(x)`` with `params`.
 
-    It does what ``torch.func.functional_call`` does, and is right where that is silently wrong: under activation
-    checkpointing (``torch.utils.checkpoint``, ``gradient_checkpointing_enable()``) the second forward pass, in the
-    backward pass, sees the given tensors as well. The module and the given tensors stay as they are.
+    Unlike ``torch.func.functional_call``, it is also right under activation checkpointing
+    (``torch.utils.checkpoint``, ``gradient_checkpointing_enable()``): the second forward pass, which runs in the
+    backward pass, gets the given tensors too. The module and the given tensors don't change.
 
     Args:
-        module: any module. In place of tensors that aren't given, the module's own are used.
+        module: any module. It uses its own tensors where none are given.
         params_and_buffers: a dict from names, as in ``module.named_parameters()`` and ``named_buffers()``, to tensors,
             or a tuple of such dicts.
-        args: a tuple of the module's positional arguments; anything else than a tuple is the only argument.
-        kwargs: its keyword arguments.
-        tie_weights: a tensor that the module has under several names is replaced under all of them by the one that is
-            given for one. If False, names that aren't given keep the module's own.
+        args: a tuple of the module's positional arguments, or a single argument that isn't a tuple.
+        kwargs: the module's keyword arguments.
+        tie_weights: if a tensor has several names in the module, and one of them is given, all names get the given
+            tensor. If False, names that aren't given keep the module's tensor.
         return_buffers: for a module that updates buffers in its forward pass, such as batch norm in training: it
-            writes to copies of the given ones, and the call gives ``(output, buffers)`` with their values after it.
+            writes to copies of the given buffers, and the call returns ``(output, buffers)`` with the new values.
 
     Returns:
-        What the module returns, or ``(that, buffers)`` with `return_buffers`: a dict with the given buffers' names.
+        The module's output; with `return_buffers` ``(output, buffers)``, a dict with the names of the given buffers.
 
     Gradient:
         With respect to the given tensors, as through the module. Checkpoints with ``use_reentrant=True`` run as if it
-        were False; gradients are the same. Where torch.func makes the graph (simulated ranks, second derivatives,
-        :func:`ltx.grad` in a world of one, compiled steps) torch can't checkpoint: values are the same, and activations
-        are kept.
+        were False, with the same gradients. If torch.func makes the graph (simulated ranks, second derivatives,
+        :func:`ltx.grad` in a world of one, compiled steps), torch can't checkpoint: values are the same, but
+        activations are kept.
 
     Raises:
-        InputError: a name that the module lacks, or has parametrized, or is given twice; tied names that differ.
-        TreeError: `module` isn't a module, or something else than tensors is given.
+        InputError: the module doesn't have a name, or it is parametrized, or is given twice; or tied names get
+            different tensors.
+        TreeError: `module` isn't a module, or something that isn't a tensor is given.
         StepError: the module wrote to a given buffer without `return_buffers`, or to a buffer of its own.
 
     Example:
@@ -98,8 +98,8 @@ def functional_call(
     kwargs = {} if kwargs is None else dict(kwargs)
     if traced.recording():
         _check_traceable(module)
-        # In a graph, checkpoints are operators that get all they need as arguments.
-        # Under torch.func, writes to given buffers that nobody takes raise; they would be lost in copies.
+        # In a graph, checkpoints are operators that get all their tensors as arguments. Under torch.func, writes to
+        # given buffers raise without return_buffers; in copies the writes would be lost silently.
         taken = return_buffers or not private.in_transform()
         names = [name for name, _ in module.named_buffers(remove_duplicate=False) if name in given and taken]
         filled = {**given, **{name: given[name].clone() for name in names}}
@@ -124,7 +124,7 @@ def functional_call(
         output = module(*args, **kwargs)
     own_written(own, type(module).__name__, tensors_in_place)
     if return_buffers:
-        # A copy on which the module itself has called requires_grad_() depends on nothing: no gradient goes on from it.
+        # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
         after = {name: swap.after[name] for name in copies}
         return output, {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
     moved = (
@@ -171,7 +171,7 @@ def _merged(given: Any) -> dict[str, torch.Tensor]:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that can be written to, also with values that differ among simulated ranks."""
+    """A copy of a tensor, to which also simulated ranks can write different values."""
     copied = tensor.clone()
     if private.in_transform():
         for axis in axes_in_scope():
@@ -181,7 +181,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Tensor | None:
-    """The value of `copy`, for a buffer that may be written to without torch counting it."""
+    """The value of `copy`, if it is a buffer to which batch norm may write without torch counting the write."""
     if private.in_transform():
         with private.below_transforms():
             return unwrapped(copy).clone()
@@ -191,7 +191,7 @@ def _value(copy: torch.Tensor, given: torch.Tensor, training: bool) -> torch.Ten
 
 
 def _written(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str | None:
-    """The name of a tensor that has changed; `pairs` are (now, before). The host waits for values once."""
+    """The name of a tensor that has changed, or None. `pairs`: {name: (value now, value before)}."""
     if not pairs or same_values(*zip(*((unwrapped(now), was) for now, was in pairs.values()), strict=True)):
         return None
     return next(name for name, (now, was) in pairs.items() if not same_values([unwrapped(now)], [was]))
@@ -199,14 +199,14 @@ def _written(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str | No
 
 # --- tensors in places ------------------------------------------------------------------------------------------------
 
-#: The calls of ltx.functional_call that are under way in this thread, the outermost first.
+#: The calls of ltx.functional_call that run in this thread, the outermost first.
 _placed: ContextVar[tuple[Swap, ...]] = ContextVar("_placed", default=())
 
 
 class Swap:
-    """Tensors that take the places of a module's own during a call.
+    """Replaces a module's tensors by others during a call.
 
-    `tensors`: by name, tied names included. `before`: given buffers of which copies are put in, as they were given.
+    `tensors`: {name: tensor}, with all tied names. `before`: the given values of buffers whose copies are put in.
     """
 
     def __init__(self, members: Members, tensors: dict[str, torch.Tensor], before: Mapping[str, torch.Tensor]):
@@ -221,7 +221,7 @@ class Swap:
 
     @classmethod
     def of_call(cls, module: nn.Module, given: Mapping[str, torch.Tensor]) -> Swap:
-        """The swap of torch's functional_call, while it is under way: the tensors of `given` that `module` holds."""
+        """A swap that repeats a running functional_call of torch: the tensors of `given` that `module` now holds."""
         members, ids = Members(module), {id(x) for x in given.values()}
         tensors = {path: x for path, (kept_in, key) in members.slots.items() if id(x := kept_in[key]) in ids}
         return cls(members, tensors, {b.path: b.tensor.clone() for b in members.buffers if b.path in tensors})
@@ -236,7 +236,7 @@ class Swap:
                 kept_in[key] = tensor
 
     def _take_out(self) -> dict[str, torch.Tensor]:
-        """Give the module its own tensors back; return the tensors that it held instead, by name."""
+        """Put the module's own tensors back. Returns the tensors that were in their places, by name."""
         held = {}
         for name, tensor in self._own.items():
             kept_in, key = self.members.slots[name]
@@ -246,7 +246,7 @@ class Swap:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the tensors into the module, and its own back afterwards."""
+        """Put the tensors into the module for the block, then put its own tensors back."""
         module, slots = self.members.module, self.members.slots
         token = _placed.set((*_placed.get(), self))
         lost: list[str] = []
@@ -268,9 +268,10 @@ class Swap:
             )
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """A function that puts the tensors in again, for a second pass through a part of this call.
+        """A function that puts the tensors in again, for the recomputation of a part of this call.
 
-        Buffers begin as they are now. The second pass' writes to them are thrown away: the first pass made them too.
+        Buffers begin with the values that they have now. What the recomputation writes to them is dropped, since the
+        first pass has written it already.
         """
         if not self._kept:
             return self.in_place
@@ -302,9 +303,9 @@ def _module_of(name: str) -> str:
 
 
 def set_placed_aside() -> Callable[[], None]:
-    """Give modules their own tensors back for a while, in which another rank of this process runs.
+    """Put modules' own tensors back, for the time in which another rank of this process runs.
 
-    The function that this returns puts in the tensors of the functional calls under way in this thread again.
+    The returned function puts the tensors of this thread's running functional calls in again.
     """
     held = [(swap, swap._take_out()) for swap in reversed(_placed.get())]
 
@@ -316,18 +317,18 @@ def set_placed_aside() -> Callable[[], None]:
 
 
 def tensors_in_place() -> set[int]:
-    """The ids of tensors that functional calls under way, ltx's and torch's, have put into modules."""
+    """The ids of tensors that running functional calls, of ltx and torch, have put into modules."""
     ids = {id(x) for swap in _placed.get() for x in swap.tensors.values()}
     return ids.union(*({id(x) for x in call.tensors.values()} for call in _calls()[0]))
 
 
 def functional_calls_of_torch() -> list[nn.Module]:
-    """The modules of torch.func.functional_call that are under way in this thread."""
+    """The modules of the calls of torch.func.functional_call that run in this thread."""
     return [call.module for call in _calls()[0]]
 
 
 class _Call(NamedTuple):
-    """A torch.func.functional_call under way. `for_ltx`: ltx.functional_call called it."""
+    """A running call of torch.func.functional_call. `for_ltx`: whether ltx.functional_call made it."""
 
     module: nn.Module
     tensors: Mapping[str, torch.Tensor]
@@ -335,14 +336,14 @@ class _Call(NamedTuple):
 
 
 def _calls() -> tuple[list[_Call], bool]:
-    """What runs in this thread: functional calls of torch, and perhaps a data-parallel step.
+    """(the functional calls of torch that run in this thread, whether a data-parallel step runs).
 
-    Found on the stack. Where a part of a compiled function can't be compiled, it runs in branches for graphs.
+    They are found on the stack, since parts of a compiled function that can't be compiled don't set `in_step`.
     """
     found, inside = [], in_step.get()
     frame: Any = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code  # Dynamo makes another of the same name
+        code = frame.f_code  # Dynamo makes a code object of the same name and file, but not the same object
         if code.co_name == _CALL.co_name and code.co_filename == _CALL.co_filename:
             caller = frame.f_back.f_back
             for_ltx = caller is not None and caller.f_globals.get("__name__") == "ltx.core.transforms.functional_call"
@@ -357,9 +358,9 @@ _CALL = stateless._functional_call.__code__
 
 
 def _run_again(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, for a second pass, with the tensors that modules hold now."""
+    """`fn` for a recomputation, in which modules have the tensors that they have now."""
     if private.in_transform():
-        return fn  # there is no second pass
+        return fn  # under torch.func there is no recomputation
     calls, inside = _calls()
     swaps = [swap.again() for swap in _placed.get()]
     swaps += [Swap.of_call(call.module, call.tensors).again() for call in calls if inside or call.for_ltx]
@@ -388,7 +389,7 @@ class _Frame(_CheckpointFrame):
 
 
 class _Hook(_checkpoint_hook):
-    """The hooks that make a checkpointed call drop its activations; torch.func forbids such hooks."""
+    """torch's hooks that drop the activations of a checkpointed call; off under torch.func, which forbids them."""
 
     def __enter__(self) -> None:
         refused = private.why_no_saved_hooks() is not None
@@ -402,11 +403,11 @@ class _Hook(_checkpoint_hook):
 
 
 class _Reentrant(CheckpointFunction):
-    """``use_reentrant=True``.
+    """torch's checkpoint for ``use_reentrant=True``.
 
-    The reentrant kind would differentiate down to the step's parameters by itself, past the reduction, and tensors that
-    it closes over would silently get no gradient. Inside ltx.functional_call and data-parallel steps the other kind
-    runs in its place, with the same gradients.
+    It would differentiate down to the step's parameters by itself, past the reduction, and tensors that it closes over
+    would silently get no gradient. Inside ltx.functional_call and data-parallel steps it is replaced by the other kind,
+    with the same gradients.
     """
 
     @classmethod

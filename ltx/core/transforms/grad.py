@@ -1,8 +1,8 @@
 """grad and grad_and_value: as torch.func's, with the communication state passed through.
 
-functorch takes some 30 us a parameter more for a step that it sees as an autograd Function than for another step. So
-where no transform is around the call, and nothing but the parameters is differentiated, gradients are taken by plain
-autograd up to the marker, and from there as reductions complete.
+functorch takes some 30 us more per parameter for a step that is an autograd Function. So if no transform is around the
+call and only the parameters are differentiated, gradients are taken by plain autograd down to the marker, and then from
+the reductions as they complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ltx.typing import Step, Tree
 
 @checked("step", "argnums", "has_aux")
 def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """``torch.func.grad_and_value`` with a keyword for the communication state of the step.
+    """``torch.func.grad_and_value`` with a keyword argument for the communication state.
 
     Args:
         step: a step, data parallel or not, that returns a 0-dim tensor (or ``(0-dim tensor, aux)``).
@@ -40,12 +40,12 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         has_aux: the step returns ``(loss, aux)``.
 
     Returns:
-        A function with the step's arguments and ``sync_state=None``. Without a state it gives ``(grads, value)``, and
+        A function with the step's arguments and ``sync_state=None``. Without a state it returns ``(grads, value)``,
         with one ``((grads, next state), value)``; `value` is ``(value, aux)`` with `has_aux`.
 
     Raises:
-        StepError: the step returned something else than a 0-dim tensor.
-        SyncStateError: the strategy has state and no state was given, or a state that was used before.
+        StepError: the step didn't return a 0-dim tensor.
+        SyncStateError: the strategy has state, but no state was given, or one that was used before.
 
     Example:
         >>> import torch, ltx
@@ -94,11 +94,12 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
             return _by_torch_func(scalar, numbers, isinstance(argnums, int), has_aux, args, kwargs)
         if not isinstance(argnums, int):
             raise StepError(f"a communication state goes with one argument of parameters, got argnums={argnums}.")
-        sync_state.checked_step()  # raises for one that was used before
+        sync_state.checked_step()  # raises for a state that was used before
         filled = at_places(args, [argnums], [Synced(args[argnums], sync_state)])
         synced, value = _by_torch_func(scalar, numbers, True, has_aux, filled, kwargs)
         state = synced.sync_state
-        if traced.recording():  # the clock has counted; a step in the structure would need a new compilation
+        # the clock has counted the step; a count in the structure would make the next step compile anew
+        if traced.recording():
             return (synced.params, state), value
         return (synced.params, state.clock_read()), value
 
@@ -107,10 +108,10 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
 
 @checked("step", "argnums", "has_aux")
 def grad(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """``torch.func.grad`` with a keyword for the communication state of the step.
+    """``torch.func.grad`` with a keyword argument for the communication state.
 
-    As :func:`grad_and_value` without the value: it gives ``grads``, or ``(grads, next state)`` if it gets a
-    `sync_state`; with `has_aux`, the pair of that and aux.
+    As :func:`grad_and_value`, without the value: it returns ``grads``, or ``(grads, next state)`` if it gets a
+    `sync_state`; with `has_aux` it returns the pair of that and aux.
 
     Example:
         >>> import torch, ltx
@@ -134,7 +135,7 @@ def _by_torch_func(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """``torch.func.grad_and_value``, for which None is an empty node, as it is for JAX, and not a leaf."""
+    """``torch.func.grad_and_value``, which here treats None as an empty node, as JAX does, and not as a leaf."""
     flat = [tree.flatten(args[n]) for n in numbers]
 
     def of_leaves(lists: list[list[torch.Tensor]]) -> Any:
@@ -149,7 +150,7 @@ def _by_torch_func(
 def _is_plain(
     step: Step, argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], sync_state: SyncState | None
 ) -> TypeGuard[DataParallel]:
-    """Whether plain autograd gives torch.func's result: no transform is around, and nothing else is differentiated."""
+    """Whether plain autograd gives torch.func's result: no transform is active, only parameters are differentiated."""
     if not isinstance(step, DataParallel) or not isinstance(step.argnums, int) or step.returns != "value":
         return False
     if argnum % len(args) != step.argnums % len(args) or isinstance(args[argnum], Synced):
@@ -172,7 +173,7 @@ def _by_plain_autograd(
     sync_state: SyncState | None,
     checked_output: Callable[[Any], Any],
 ) -> Any:
-    """The result of :func:`grad_and_value`'s function, where :func:`_is_plain`."""
+    """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`."""
     params = args[argnum]
     filled = at_places(args, [argnum], [params if sync_state is None else Synced(params, sync_state)])
     with comm.span("forward"), torch.enable_grad():
@@ -187,7 +188,7 @@ def _by_plain_autograd(
     try:
         schedule.send_summary()
         loss = output[0] if isinstance(output, tuple) else output
-        # Where nothing ties the loss to the markers, it may reach no parameter.
+        # If no operation connects the loss to the markers, it has no gradient.
         schedule.backward(loss if loss.requires_grad else None, run.inputs)
         with torch.no_grad():
             for bucket, reduced in schedule.wait_buckets():

@@ -1,7 +1,7 @@
 """Mark the parameters of a step, so that the backward pass reduces their gradients; or reduce given gradients now.
 
 An eager call gets a schedule. A compiled graph gets nodes, which make a schedule of functional collectives when they
-run. A step without communication gets no mark.
+run. A step without communication gets no marks.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ def prepare_trace(
 ) -> tuple[str, tuple[str, ...]]:
     """Returns (the key of a step's settings in a graph, the names of a leaf's states).
 
-    The key is "" where gradients stay local.
-
-    `with_state`: the step was given its communication state. `dtype`: as in :func:`in_dtype`. `choice`: the state's.
+    The key is "" if gradients stay local. `with_state`: whether the step was given its communication state. `dtype`: as
+    in :func:`in_dtype`. `choice`: that of the state.
     """
     found = comm.resolve(axis)
     check_recorded(found)
@@ -98,7 +97,7 @@ def _schedule_in_graph(
     plan = make_plan(
         strategy, hook, axis, tensors, lambda: arrival, names, step, lambda: of, operation, None, compare=False
     )
-    # Reductions run below every level of torch.func.
+    # Reductions run below all levels of torch.func.
     return schedule_for(replace(plan, clock=None if clock is None else unwrapped(clock)), compiled=True)
 
 
@@ -112,7 +111,7 @@ def _mark_node(
     clock: torch.Tensor | None,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Mark ``*parameters, *states`` at the step `step` + `clock`: (marked parameters, tokens)."""
+    """Mark ``*parameters, *states`` at step `step` + `clock`. Returns (*marked parameters, *tokens)."""
     count = len(arrival)
     schedule = _schedule_in_graph(key, "data_parallel", tensors[:count], arrival, names, paths, step, clock)
     states = iter(tensors[count:])
@@ -122,7 +121,7 @@ def _mark_node(
 
 @traced.node
 def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tied outputs, from ``*tokens, *kept, *successors, *outputs``."""
+    """The tied outputs; `tensors` are ``*tokens, *kept, *their next values, *outputs``."""
     _, hook, axis = traced.kept(key)
     return tuple(marker.Tie.apply(schedule_for(Plan(axis, hook, (), ()), compiled=True), tokens, kept, *tensors))
 
@@ -131,14 +130,14 @@ def _tie_node(key: str, tokens: int, kept: int, *tensors: torch.Tensor) -> tuple
 def reduce_in_graph(
     key: str, arrival: tuple[int, ...], paths: tuple[str, ...], *grads: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients reduced by a hook without state."""
+    """Reduce gradients by a hook without state."""
     none: list[tuple[()]] = [() for _ in grads]
     schedule = _schedule_in_graph(key, "sync_gradients", grads, arrival, tuple(none), paths)
     return tuple(reduce_gradients(schedule, grads, none)[0])
 
 
 def marks_on_wire(step_fn: StepSettings, hook: CommHook | None, axis: Axis) -> bool:
-    """Whether an eager call on `axis` will have a schedule of process groups, where the strategy gives `hook`."""
+    """Whether an eager call on `axis`, with the strategy's `hook`, will have a schedule of process groups."""
     return axis.ranks.overlaps and hook is not None and not _marks_nothing(step_fn, hook, axis)
 
 
@@ -158,14 +157,14 @@ def mark(
     options: CallOptions,
     given: Sequence[torch.Tensor],
 ) -> Marked:
-    """The marked parameters of an eager call of `step_fn` on `axis` at `step`, for which the strategy gives `hook`.
+    """The marked parameters of an eager call of `step_fn` on `axis` at `step`, with the strategy's `hook`.
 
     `leaves` are the local parts of the `given` tensors.
     """
     hook = options.hook or hook
     own = {} if options.deferred else _with_grads(given, axis)
     if hook is None or _marks_nothing(step_fn, hook, axis):
-        if hook is not None and (wanted := all_tracked(leaves)):  # patterns have to fit here as they do on many ranks
+        if hook is not None and (wanted := all_tracked(leaves)):  # patterns must match here too, as on many ranks
             by_path(
                 step_fn.strategy, hook, lambda: [*map(tree.spec_paths(spec).__getitem__, wanted)], range(len(wanted))
             )
@@ -179,7 +178,7 @@ def mark(
         f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with others. "
         "Nest two ltx.vmap, one for nodes and one for the ranks of a node.",
     )
-    # A deferred caller takes the gradients from the schedule, so the graph needn't lead to the parameters.
+    # A deferred caller takes the gradients from the schedule, so the graph needn't reach the parameters.
     source = torch.zeros((), requires_grad=True) if options.deferred and axis.ranks.overlaps else None
     wanted = all_tracked(leaves) if source is None else differentiable(leaves)
     if not wanted:
@@ -200,7 +199,7 @@ def mark(
         "data_parallel",
         spec,
     )
-    # Ranks that share gradients start from the same parameters; ranks that communicate after the update needn't.
+    # Ranks that share gradients start from equal parameters; ranks that communicate after the update needn't.
     if step_fn.strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
         sharing = hook.within(axis) or axis
         check_in_debug(sharing, params)
@@ -226,12 +225,12 @@ def mark(
 def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
     if sync_state is None or not any(tracked(leaf) for leaf in leaves):
         return Marked(leaves, as_given=True)
-    # If the step is blocked, the state passes through unchanged; else this counts as a step without communication.
+    # A blocked step passes the state through unchanged; any other step without communication is counted in it.
     if step_fn.blocked:
         kept = [(x, x.detach()) for x in tree.flatten(sync_state)[0]]
     else:
         kept = kept_beside(sync_state, set(), ())
-    nothing = ImmediateSchedule(Plan(replace(axis, ranks=Alone()), AllReduce(), (), ()))  # without buckets
+    nothing = ImmediateSchedule(Plan(replace(axis, ranks=Alone()), AllReduce(), (), ()))
     return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
 
 
@@ -240,14 +239,14 @@ _LOCAL = "_ltx_local"
 
 
 def _with_grads(given: Sequence[torch.Tensor], axis: Axis) -> dict[int, torch.Tensor]:
-    """The `given` leaves whose ``.grad`` a backward pass may write, by their places."""
+    """{place: leaf} of the `given` leaves whose ``.grad`` a backward pass may write."""
     active = private.in_transform()
     below = () if active and not axis.ranks.levels else map(unwrapped, given) if active else given
     return {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}
 
 
 def _noted(outs: list[torch.Tensor], leaves: Collection[torch.Tensor]) -> list[torch.Tensor]:
-    """`outs` of a step whose gradients stay local: their backward pass marks the `leaves` whose ``.grad`` it writes."""
+    """`outs`, whose backward pass marks the `leaves` whose ``.grad`` it writes as local gradients."""
 
     def begun(_: torch.Tensor) -> None:
         for x in filter(_accumulates, leaves):
@@ -262,17 +261,17 @@ def _noted(outs: list[torch.Tensor], leaves: Collection[torch.Tensor]) -> list[t
 def _unreduced(
     axis: Axis, given: Sequence[torch.Tensor], leaves: dict[int, torch.Tensor], paths: Callable[[], Sequence[str]]
 ) -> str:
-    """The leaves whose unreduced ``.grad`` this backward pass adds to, with a digest; "" if there are none.
+    """A text on the leaves whose local ``.grad`` this backward pass adds to, with a digest; "" if there are none.
 
-    Ranks compare the digest (simulated ranks do it here): a ``.grad`` that was reduced since is equal on all ranks.
+    Ranks compare the digest (simulated ranks do it here): a ``.grad`` that was reduced meanwhile is equal on all.
     """
     grads = []
     for i, x in leaves.items():
         if hasattr(x, _LOCAL) and _accumulates(x):
             if x.grad is not None and local(x.grad).any():
-                grads.append((f"{paths()[i]}.grad", _wrapped_as(given[i], x.grad + 0)))  # no zero is negative
+                grads.append((f"{paths()[i]}.grad", _wrapped_as(given[i], x.grad + 0)))  # + 0: no zero is negative
             else:
-                delattr(x, _LOCAL)  # they are gone
+                delattr(x, _LOCAL)  # the local gradients were cleared
     if axis.ranks.levels:
         check_leaves(axis, grads, f"Fix: {comm.UNREDUCED}.")
     if axis.ranks.levels or not grads:
@@ -292,17 +291,17 @@ def _wrapped_as(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass under way adds to the ``.grad`` of `leaf`."""
+    """Whether the backward pass that runs now adds to the ``.grad`` of `leaf`."""
     try:
         return private.will_run(torch.autograd.graph.get_gradient_edge(leaf).node)
-    except RuntimeError:  # torch.autograd.grad gives the gradient to its caller
+    except RuntimeError:  # torch.autograd.grad returns the gradient instead
         return False
 
 
 def mark_in_graph(
     step_fn: StepSettings, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
 ) -> Marked:
-    """:func:`mark` inside a compiled graph, at the `step` that it is compiled at."""
+    """As :func:`mark`, inside a compiled graph that is compiled at `step`."""
     key, all_names = prepare_trace(
         step_fn.strategy,
         step_fn.axis,
@@ -337,7 +336,7 @@ def mark_in_graph(
     return Marked(at_places(leaves, wanted, outs[: len(wanted)]), tie)
 
 
-# --- sync_gradients: of a tree of gradients at hand ------------------------------------------------------------------
+# --- sync_gradients ---------------------------------------------------------------------------------------------------
 
 
 @checked("strategy")
@@ -347,10 +346,10 @@ def sync_gradients(
     """Reduce gradients over the ranks of an axis, as the backward pass of a data-parallel step would.
 
     Args:
-        grads: tree of tensors, the same structure, shapes and dtypes on every rank; integers and booleans are
-            passed on. None leaves are part of the structure. Sparse ones (COO, as of ``nn.Embedding(sparse=True)``) are
-            reduced exactly, whatever the hook, by their entries alone, and come back coalesced; each rank may have
-            entries at other places.
+        grads: tree of tensors, of the same structure, shapes and dtypes on every rank; integers and booleans are
+            returned unchanged. None leaves are part of the structure. Sparse leaves (COO, as of
+            ``nn.Embedding(sparse=True)``) are reduced exactly with any hook, by sending only their entries, and are
+            returned coalesced; ranks may have entries at different places.
         strategy: how gradients are reduced; :class:`ltx.DDPStrategy` if None.
         sync_state: the communication state of a stateful strategy.
         axis: as in :func:`ltx.psum`.
@@ -363,8 +362,8 @@ def sync_gradients(
 
     Raises:
         TreeError, AxisError, RankMismatchError: as in :func:`ltx.psum`.
-        SyncStateError: a stateful strategy without its state.
-        UnsupportedError: a sparse leaf with a hook that takes no mean (:class:`ltx.hooks.Adasum`).
+        SyncStateError: the strategy is stateful, and its state wasn't given.
+        UnsupportedError: a leaf is sparse, and the hook isn't a mean (:class:`ltx.hooks.Adasum`).
 
     Example:
         >>> import torch, ltx
@@ -405,7 +404,7 @@ def sync_gradients(
 def _of_local_parts(
     grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any
 ) -> tuple[Tree, SyncState | None]:
-    """:func:`sync_gradients` of a tree with DTensors: it reduces their local parts. Partial sums are added up first."""
+    """Reduce a tree with DTensors, by their local parts. DTensors that are partial sums are added up first."""
     leaves, spec = tree.flatten(tree.map(summed, grads))
     placements = Placements.of(leaves)
     step = 0 if state is None else state.checked_step()
@@ -416,9 +415,9 @@ def _of_local_parts(
 
 
 def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any) -> tuple[Tree, SyncState | None]:
-    """:func:`sync_gradients` of a tree with sparse leaves: it gathers their indices and values, as Horovod does.
+    """Reduce a tree with sparse leaves, by gathering their indices and values, as Horovod does.
 
-    Sparse leaves aren't compressed. They go first, and with them ranks compare their whole trees.
+    Sparse leaves aren't compressed. They are reduced first; in that collective ranks compare their whole trees.
     """
     sparse, dense = split_sparse(grads)
     hook = strategy.hook(0 if state is None else state.checked_step())
@@ -435,7 +434,7 @@ def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis:
 
 
 def _differentiable(grads: Tree) -> Tree:
-    """`grads` with None for integers and booleans, which are passed on."""
+    """`grads` with None in place of integers and booleans."""
     return tree.map(lambda x: x if x.is_floating_point() or x.is_complex() else None, grads)
 
 

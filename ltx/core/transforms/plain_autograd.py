@@ -1,12 +1,12 @@
 """First derivatives by torch.func at the speed of plain autograd.
 
-Under ``torch.func.grad`` every operation of a step passes functorch's interpreter, and the backward pass is recorded as
-if it were to be differentiated again: 1.08 times the time of ``loss.backward()`` and more memory. Where a single level
-of ``grad`` (or ``vjp``, ``jacrev``) is in force, the step runs *below* it instead, on plain autograd, as one autograd
-Function of its parameters; the gradient, the overlap and the bits are those of ``loss.backward()``.
+Under ``torch.func.grad`` every operation of a step goes through functorch's interpreter, and the backward pass is
+recorded as if it were to be differentiated again: that takes 1.08 times the time of ``loss.backward()``, and more
+memory. So if a single level of ``grad`` (or ``vjp``, ``jacrev``) is active, the step runs *below* it, on plain
+autograd, as one autograd Function of its parameters; gradient, overlap and bits are those of ``loss.backward()``.
 
-Other cases take the ordinary way, which composes without limit: several levels, tangents, differentiated arguments
-beside the parameters, or a step that closes over a differentiated value.
+All other cases use torch.func itself, which composes without limit: several levels, tangents, other arguments than the
+parameters that are differentiated, or a step that closes over a differentiated value.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ltx.core.transforms.functional_call import checkpoints_allowed
 
 
 def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of `total` with respect to `leaves`, by plain autograd; zeros where there are none."""
+    """The gradients of `total` with respect to `leaves`, by plain autograd; zeros where `total` doesn't use one."""
     if not total.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
     return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
 
 
 class Call:
-    """One call of a step below the transform, with its plain graph, which is kept for the backward pass."""
+    """One call of a step below the transform. Keeps the plain graph for the backward pass."""
 
     def __init__(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.step = step
@@ -63,7 +63,7 @@ class Call:
         return tree.unflatten(spec, at_places(values, self._differentiable, outputs))
 
     def pull(self, cotangents: Sequence[torch.Tensor], batched: bool) -> tuple[torch.Tensor | None, ...]:
-        """The backward pass, on plain autograd. It may be run again (jacrev in chunks)."""
+        """Run the backward pass, on plain autograd. It may run several times (jacrev in chunks)."""
         wanted = [x for x in self.inputs if x.requires_grad]
 
         def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -118,7 +118,7 @@ class Pull(Function):
         stacked = in_front(info.batch_size, cotangents, in_dims[2:])
         if not batched:
             outs = Pull.apply(call, True, *stacked)
-        else:  # one level of batches is what autograd takes
+        else:  # autograd can batch over one level only
             rows = [Pull.apply(call, True, *(ct[i] for ct in stacked)) for i in range(info.batch_size)]
             outs = tuple(torch.stack(column) for column in zip(*rows, strict=True))
         return outs, (0,) * len(outs)
@@ -132,7 +132,7 @@ def _once_only() -> UnsupportedError:
 
 
 def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether a step of `params` and other arguments can run below the one transform around it."""
+    """Whether a step of `params` and `others` can run below the transform around it."""
     levels = [level.key() for level in private.interpreter_stack() or ()]
     if levels != [private.TransformType.Grad] or private.has_tangents():
         return False
@@ -145,7 +145,7 @@ def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def call_below(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The value of `step`, derived by plain autograd. Raises TracedValueError where that would be incomplete."""
+    """The value of `step`, differentiated by plain autograd. Raises TracedValueError if that would be incomplete."""
     call = Call(step, args, kwargs)
     outputs = Below.apply(call, *(call.leaves[i] for i in call.wrapped))
     if not call.outputs:

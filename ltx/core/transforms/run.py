@@ -1,4 +1,4 @@
-"""One call of a step: its settings, its marked parameters, its tied output, and the value that the caller gets."""
+"""One call of a step: its settings, marked parameters, tied output, and the value that the caller gets."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Weighted(NamedTuple):
         weight: 0-dim tensor or number: the count of samples. It is a constant: no gradient flows through it.
 
     Raises:
-        StrategyError: (from a train step) the strategy averages parameters or updates of ranks that take steps of their
-            own (local SGD, DiLoCo, gossip, asynchronous averaging, Adasum): every rank counts alike there.
+        StrategyError: (from a train step) the strategy averages the parameters or updates of ranks that take their own
+            steps (local SGD, DiLoCo, gossip, asynchronous averaging, Adasum): there every rank has the same weight.
         WeightError: (from the step) the weights of all ranks add up to 0. In a compiled graph the result is NaN.
 
     Example:
@@ -58,9 +58,9 @@ class Weighted(NamedTuple):
     weight: torch.Tensor | float
 
     def checked(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Total and weight as 0-dim tensors of one dtype and device; the weight without gradient.
+        """Total and weight as 0-dim tensors of one dtype and device; the weight has no gradient.
 
-        In float32 at least: half precision holds few counts exactly, float16 none above 65504.
+        Their dtype is float32 at least: half precision can't represent most counts, and float16 none above 65504.
         """
         total = self.total
         if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
@@ -92,7 +92,7 @@ class StepSettings(Readable):
     returns: Literal["value", "grads"] = "value"
     blocked: bool = False
     precision: Any = None
-    #: The placements of all parameters, for a caller that gives the step their local parts. Else the parameters say.
+    #: The placements of all parameters, for a caller that passes their local parts to the step. Else taken from them.
     placements: Placements = field(default=PLAIN, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class StepSettings(Readable):
             raise StrategyError(
                 f"strategy must be an ltx.Strategy such as ltx.DDPStrategy(), got {brief(self.strategy)}."
             )
-        inside = getattr(self.fn, "argnums", self.argnums)  # of ltx.accumulate around a plain step
+        inside = getattr(self.fn, "argnums", self.argnums)  # the argnums of ltx.accumulate around a plain step
         if self.argnums not in (inside, (inside,)):
             raise StepError(
                 f"data_parallel: the step takes argument {brief(inside)} for its parameters, and argnums="
@@ -122,7 +122,7 @@ class StepSettings(Readable):
         object.__setattr__(self, "__wrapped__", self.fn)
 
     def hook(self, step: int, training: bool = False) -> CommHook | None:
-        """The reduction of the gradients of synchronised step `step`; `training`: in a whole training step."""
+        """The hook for the gradients of synchronised step `step`. `training`: whether it is in a train step."""
         if self.blocked:
             return None
         hook = self.strategy.hook_in_training(step) if training else self.strategy.hook(step)
@@ -135,14 +135,15 @@ class StepSettings(Readable):
 
 
 class CallOptions(NamedTuple):
-    """How the marker of one call works. A plain call of a step has the defaults."""
+    """Options of one call of a step. A plain call has the defaults."""
 
-    #: The backward pass doesn't wait for its reductions: the caller does. The caller then differentiates with respect
-    #: to :attr:`Run.inputs`, and parameters needn't require gradients.
+    #: The backward pass doesn't wait for its reductions; the caller waits instead. The caller then differentiates with
+    #: respect to :attr:`Run.inputs`, and parameters needn't require gradients.
     deferred: bool = False
-    step: int | None = None  # the number of steps so far, if the caller counts them; None: the communication state does
-    hook: CommHook | None = None  # the hook of what ranks share in place of gradients; None: the strategy's
-    frozen: Tree = None  # the frozen parameters, which take the places of None among the step's parameters
+    # the number of steps so far, if the caller counts them; if None, the communication state does
+    step: int | None = None
+    hook: CommHook | None = None  # the hook for what ranks share instead of gradients; None for the strategy's hook
+    frozen: Tree = None  # the frozen parameters, which fill the places of None among the step's parameters
 
 
 PLAIN_CALL = CallOptions()
@@ -151,13 +152,13 @@ PLAIN_CALL = CallOptions()
 class Marked(NamedTuple):
     """The parameters that a step gets, and the function that ties its output to their markers."""
 
-    leaves: list[Any]  # the parameters, marked or as they are
+    leaves: list[Any]  # the parameters: marked, or unchanged without communication
     #: Ties floating tensors to the markers; None if there are none.
     tie: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
-    schedule: Schedule | None = None  # that of a coming backward pass on an axis; None in a compiled graph
-    #: The tensors to differentiate with respect to, where the schedule keeps the gradients itself.
+    schedule: Schedule | None = None  # the schedule of the coming backward pass on an axis; None in a compiled graph
+    #: If the schedule keeps the gradients itself, the tensors with respect to which to differentiate; else None.
     inputs: list[torch.Tensor] | None = None
-    as_given: bool = False  # `leaves` are those of the call. (A list's identity can't be asked in a graph.)
+    as_given: bool = False  # whether `leaves` are those of the call; a graph can't ask for a list's identity
 
     def tied(self, output: Any) -> Any:
         """`output` with its floating and complex tensors tied."""
@@ -183,7 +184,7 @@ def _floating(leaves: list[Any]) -> list[int]:
 
 
 def averaged(values: Tree, axis: Any) -> Tree:
-    """`values` with the mean over ranks of floating and complex tensors."""
+    """`values`, with floating and complex tensors replaced by their means over ranks."""
     leaves, spec = tree.flatten(values)
     floating = _floating(leaves)
     means = collectives.pmean([leaves[i] for i in floating], axis) if floating else []
@@ -191,13 +192,13 @@ def averaged(values: Tree, axis: Any) -> Tree:
 
 
 class Run(NamedTuple):
-    """One call of a step, before its value is made."""
+    """One call of a step, before its value is computed."""
 
     output: Any  # what the user's function returned, tied to the markers
-    axis: Any  # the step's
+    axis: Any  # the axis of the step
     schedule: Schedule | None  # as in :class:`Marked`
-    mean: bool  # tensors in the value are means over ranks
-    local: bool  # ranks don't share gradients in this step, so a Weighted's mean is this rank's own too
+    mean: bool  # whether tensors of the value are averaged over ranks
+    local: bool  # whether gradients stay local in this step, so that a Weighted's mean is this rank's too
     within: Axis | None  # the part of the axis whose ranks share gradients, if not all ranks do
     inputs: list[torch.Tensor] | None  # as in :class:`Marked`
 
@@ -211,7 +212,7 @@ class Run(NamedTuple):
         return self.averaged(output)
 
     def averaged(self, values: Tree) -> Tree:
-        """`values`; if outputs are means, with the means over ranks of floating and complex tensors."""
+        """`values`, averaged over ranks if outputs are means."""
         return averaged(values, self.axis) if self.mean else values
 
     def _weighted_mean(self, output: Weighted) -> torch.Tensor:
@@ -232,12 +233,12 @@ class Run(NamedTuple):
 def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None:
     """Raise if `output` looks like the parameters (`leaves` and `spec`).
 
-    Gradients or new parameters made inside the step would silently be this rank's own.
+    Gradients or new parameters that were computed inside the step would silently differ between ranks.
     """
     if isinstance(output, torch.Tensor) and output.ndim == 0:
-        return  # a loss, whatever else it may be
+        return  # this is a loss
     if len(leaves) == 1 and leaves[0].ndim == 0:
-        return  # looks like a loss
+        return  # the parameters themselves look like a loss
     candidates = [output]
     if isinstance(output, tuple) and not hasattr(output, "_fields") and output:
         candidates.append(output[0])
@@ -262,22 +263,22 @@ def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None
 #     data_parallel(f)(params) = (tie ∘ f ∘ placed ∘ mark ∘ local)(params)
 #
 # Between `local` and `placed` all tensors are plain: buckets, hooks, states. The transpose of `placed` gives a gradient
-# the placements of its parameter. A mesh may split parameters over its other dimensions.
+# its parameter's placements. The mesh may split parameters over dimensions other than the data axis.
 
 
 def placed(placements: Placements, parts: Tree) -> Tree:
-    """The tree of parameters that the user's step gets, made of `parts`."""
+    """The parameters that the user's step gets, as DTensors made of `parts`."""
     leaves, spec = tree.flatten(parts)
     given = placements.placed(leaves)
     for x, part in zip(given, leaves, strict=True):
         if x is not part and x.grad_fn is not None:
-            # Made before the step, these nodes would come last in the backward pass, and nothing would overlap.
+            # Nodes that were made before the step would come last in the backward pass, and nothing would overlap.
             raise_priority(x, MARKER_PRIORITY)
     return tree.unflatten(spec, given)
 
 
 def whole_scalars(output: Any) -> Any:
-    """`output` with whole 0-dim tensors: a loss that is a DTensor becomes its value, equal on all ranks of a mesh."""
+    """`output`, with 0-dim DTensors, such as the loss, replaced by their values, which are equal on all ranks."""
     if not meshes_are_used():
         return output
     leaves, spec = tree.flatten(output)
@@ -290,7 +291,7 @@ def check_placements(
 ) -> None:
     """Raise UnsupportedError unless `strategy` can reduce gradients of leaves with these `placements` over `axis`.
 
-    It checks the hooks that `strategy` holds, and the hooks that it uses at `step` and in its cycle. The error begins
+    It checks the hooks in the fields of `strategy`, and those that it uses at `step` and in its cycle. The error begins
     with `what`, and names a leaf by `paths`.
     """
     placements.check(None if axis.comm is None else axis.comm.group, paths, what)

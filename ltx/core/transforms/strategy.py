@@ -1,4 +1,4 @@
-"""The contract of a strategy: when and how ranks communicate, as a value."""
+"""The base class of strategies, which say when and how ranks communicate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ltx.core.transforms.strategy_update import PostUpdateHook, StateLayout, Sta
 from ltx.typing import Tree
 
 T = TypeVar("T")
-#: What a strategy says of the step after so many others.
+#: A property of the step that comes after the given number of steps.
 OfStep = Callable[[int], T]
 
 
@@ -40,26 +40,25 @@ def _has_own(strategy: Strategy, *methods: str) -> bool:
 
 @dataclass(frozen=True)
 class StrategyOffers:
-    """What a strategy says of itself, for steps and plans to read. Methods get the number of synchronised steps
-    so far.
+    """The properties of a strategy that steps and plans read. Functions get the number of synchronised steps so far.
 
     Attributes:
-        layout: how the parts of a train state relate across ranks.
+        layout: for each part of a train state, whether it is the same on all ranks.
         stateful: a step needs communication state, even if only for the count of steps.
-        needs_whole: what ranks do after the update depends on whole parameters, as ``HookOffers.needs_whole`` says.
+        needs_whole: the communication after the update needs whole parameters, as ``HookOffers.needs_whole`` says.
         takes_complex: the strategy trains complex parameters too.
-        constant_after: the number of steps after which ``hook(step)`` is the same at every step; None if it goes on
-            changing. Compiled graphs can hold the hook from that step on.
+        constant_after: the number of steps after which ``hook(step)`` stays the same; None if it keeps changing. From
+            then on, compiled graphs can hold the hook.
         cycle: (first, length): from step `first` on, what a step sends repeats every `length` steps.
             :func:`ltx.profile.plan` takes the mean over that many steps.
         hook_in_graph: ``hook(step)`` for a compiled graph that is traced at step `step` and runs at later steps; raises
             if the hook changes.
-        hook_in_training: ``hook(step)`` in a whole training step, where ``update`` alone sees the gradients.
+        hook_in_training: ``hook(step)`` in a train step, where only ``update`` sees the gradients.
         shares_gradients: whether ``update`` gets the same gradients on every rank.
         communicates_after_update: whether ``update`` communicates after the optimizer. The optimizer then doesn't
-            update in place, so that a step in which a peer fails leaves its state as it was.
+            update in place, so that a step in which a peer fails doesn't change its state.
         communicates_besides: a training step communicates more than gradients.
-        updates_in_buckets: the optimizer may run bucket by bucket (``overlap="update"``): ``update`` is the plain one.
+        updates_in_buckets: the optimizer may run bucket by bucket (``overlap="update"``): ``update`` isn't overridden.
         auto_hook: ``step.init`` chooses the hook for the network, and puts the hook's name into the state. Then the
             class has ``choose(params, ranks, network, dtype)``, which returns a hook's name (mixed precision reduces
             gradients in `dtype`), and ``with_choice(name)``, which returns the strategy with that hook.
@@ -86,20 +85,20 @@ class StrategyOffers:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
-    """What a training step does besides the user's own work.
+    """How ranks communicate in a training step.
 
     A strategy is immutable: it compares, hashes, pickles, prints, and is changed with ``dataclasses.replace``. Its
-    schedules read the static number of steps so far. Its state is explicit: it is part of the communication state that
-    the step gets and returns.
+    schedules depend on the number of steps so far, a Python int. A strategy's state is part of the communication state
+    that the step gets and returns.
 
     Most strategies define :meth:`hook`, which reduces the gradients during the backward pass, and :meth:`after_update`,
-    which changes the parameters after the optimizer. Methods from :meth:`begin` on concern whole training steps
-    (:func:`ltx.train_step`) alone. They communicate through :meth:`exchange`: when a rank fails, messages left over
-    from one exchange don't mix with the next.
+    which changes the parameters after the optimizer. Methods from :meth:`begin` on only concern train steps
+    (:func:`ltx.train_step`). They communicate through :meth:`exchange`: when a rank fails, messages left over from one
+    exchange don't mix with the next.
 
     Attributes:
         offers: an :class:`ltx.extend.StrategyOffers`. A class overrides a default by an attribute, property or method
-            of the field's name, and each can be read so.
+            of the field's name; a strategy has an attribute for each field.
         bucket_bytes, first_bucket_bytes, network, process_group_backend, timeout: as in
             :class:`ltx.extend.BucketSettings`.
     """
@@ -109,12 +108,12 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
         raise NotImplementedError(f"{type(self).__name__} must define hook(step)")
 
     def init(self, param: Any, path: str = "") -> LeafState:
-        """The state of the parameter at `path`: the hook's, and the strategy's own under other names."""
+        """The state of the parameter at `path`: that of the hook, and the strategy's own under other names."""
         hook = self.hook(0)
         return hook.init(param, path) if hook is not None else {}
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise :class:`ltx.errors.StrategyError` unless it trains with `optimizer`; not with another strategy's."""
+        """Raise :class:`ltx.errors.StrategyError` if it can't train with `optimizer`: one for another strategy."""
         require("own strategy, optimizer", optimizer, type(self).__name__)
 
     def check_axis(self, axis: Axis) -> None:
@@ -125,14 +124,14 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
         return optimizer.init(params)
 
     def gather_optimizer(self, optimizer: Optimizer, params: Tree, opt_state: Tree, info: StepInfo) -> Tree:
-        """The whole optimizer state on every rank, made of a sharded one, as :meth:`init_optimizer` makes it alone."""
+        """The whole optimizer state, from a sharded one: as :meth:`init_optimizer` makes it on an axis of one rank."""
         return opt_state
 
     def begin(self, params: Tree, states: States, info: StepInfo, pending: Any) -> Any:
-        """Start work that is pending during the forward and the backward pass.
+        """Start communication that goes on during the forward and the backward pass.
 
-        `pending` is the work that the last step left (None at first); :meth:`update` gets the result. If the step then
-        fails, peers are told of new work; the state keeps the work that the last step left.
+        `pending` is what the last step left (None at first); :meth:`update` gets the result. If the step then fails,
+        peers are told of the new communication; the state keeps what the last step left.
         """
         return pending
 
@@ -147,13 +146,13 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
         return params, states
 
     def finish(self, params: Tree, states: States, info: StepInfo, pending: Any) -> tuple[Tree, States]:
-        """Wait for the work that is `pending` between two steps; all ranks do it together."""
+        """Wait for the communication that is `pending` between two steps. All ranks do it together."""
         return params, states
 
     def post_update_hook(self, optimizer: Optimizer, step: int) -> PostUpdateHook | None:
-        """The hook on parameters after the optimizer, if buckets needn't wait for each other there.
+        """The hook that communicates parameters after the optimizer, if buckets needn't wait for each other there.
 
-        With ``overlap="update"`` the step runs this hook in place of :meth:`update`. None: :meth:`update` does it all.
+        With ``overlap="update"`` the step runs this hook instead of :meth:`update`. None: :meth:`update` is used.
         """
         return None
 
@@ -169,18 +168,18 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
         midway: bool = False,
         like: Tree = None,
     ) -> Exchange:
-        """Start `hook` on tensors that aren't gradients of a backward pass; :meth:`Exchange.wait` gives the results.
+        """Start `hook` on tensors other than a backward pass' gradients; :meth:`Exchange.wait` returns the results.
 
         Args:
             hook: the hook that is run, on buckets of this strategy's sizes.
-            tensors: the same shapes and dtypes on every rank. They are copied before this returns.
-            paths: their names in errors.
+            tensors: the tensors, with the same shapes and dtypes on every rank. They are copied before this returns.
+            paths: the names of the tensors in errors.
             info: as the strategy got it.
             states: the hook's state of each tensor.
-            background: wait for it much later, at the earliest after the backward pass; for a hook with one phase.
-            midway: another exchange of the same step follows it on every rank. If a rank fails between them, peers can
-                repeat the step.
-            like: the tree whose leaves the tensors are: they get the same buckets as its gradients.
+            background: the strategy waits only after the backward pass, or later; for hooks with one phase.
+            midway: another exchange of the same step follows on every rank. If a rank fails between the two, its peers
+                can repeat the step.
+            like: the tree of which the tensors are the leaves: they get the same buckets as its gradients.
         """
         plan = _plan(self, hook, tensors, paths, info, states, background, like)
         if (make := info.axis.ranks.exchanges) is not None:
@@ -199,7 +198,7 @@ def negotiate(
     *,
     background: bool = False,
 ) -> None:
-    """Compare an exchange with the peers now, so that the first exchange needn't wait for them. Sends nothing."""
+    """Compare a later exchange with the peers now, so that the first one needn't wait for them. Sends no tensors."""
     _plan(strategy, hook, tensors, paths, info, states, background)
 
 
@@ -230,7 +229,7 @@ def _plan(
 
 
 def steps_ahead(strategy: Strategy) -> tuple[int, ...]:
-    """The steps whose hooks checks look at before training: the first, and a whole cycle."""
+    """The steps whose hooks are checked before training: the first, and a whole cycle."""
     first, length = strategy.cycle
     return (0, *range(first, first + length))
 
@@ -241,14 +240,14 @@ def hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
 
 
 def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
-    """The hook that a graph compiled at `step` can hold at all later steps too."""
+    """The hook for a graph that is compiled at `step` and runs at all later steps. Raises if the hook changes."""
     require("graph, hook or strategy", strategy, f"a graph that is compiled at step {step}", step)
     hook = strategy.hook(step)
     return None if hook is None else unchanging(hook, step)
 
 
 def network_on(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network | None:
-    """The network between the ranks of `axis`, measured if it isn't known; None where there is no network."""
+    """The network between the ranks of `axis`, measured if it isn't known; None without a network."""
     axis_comm: comm.AxisComm | None = axis.comm
     if strategy.network is not None or axis_comm is None or axis.size == 1:
         return strategy.network
@@ -263,7 +262,7 @@ def network_on(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network | N
 
 
 class HandedIn:
-    """Objects that packages outside of the core give it when ``ltx`` is imported; the core imports none of them."""
+    """Objects that the core needs, but can't import. Packages outside of the core set them when ``ltx`` is imported."""
 
     strategy = Strategy()  # the default strategy, made once: Dynamo can't make it while it traces
     hooks: Any = None  # ltx.hooks
@@ -274,5 +273,5 @@ def default_strategy() -> Strategy:
 
 
 def in_dtype(hook: CommHook | None, dtype: torch.dtype | None) -> CommHook | None:
-    """`hook`, whose sums travel in `dtype`."""
+    """`hook`, whose sums are taken in `dtype`."""
     return hook if hook is None or dtype is None else HandedIn.hooks.cast(hook, dtype)

@@ -1,11 +1,11 @@
 """A strategy's part of a step: its arguments and results, the layout of the state, and hooks after the optimizer:
 
-    x_r = update_r(w_r, g_r)         of every parameter, on each rank
-    w_r = finish(w_r, reduce(x))     by a hook among ranks, bucket by bucket
+    x_r = update_r(w_r, g_r)         for every parameter, on each rank
+    w_r = finish(w_r, reduce(x))     by a hook between ranks, bucket by bucket
 
 Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
 buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket runs its part of both as soon as its
-gradients are ready (:class:`ltx.core.training.backward.UpdateThenSend`), so messages travel during the backward pass.
+gradients are ready (:class:`ltx.core.training.backward.UpdateThenSend`), so messages are sent during the backward pass.
 
 Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
 doesn't run in place on them. Later work, such as adding the differences that have arrived, can't fail: it may write
@@ -50,12 +50,12 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Updated:
-    """The result of :meth:`Strategy.update`: everything that a step changes, and the work that stays pending.
+    """The result of :meth:`Strategy.update`: everything that a step changes, and the communication that stays pending.
 
     Attributes:
-        finish: when everything is complete, writes into the tensors of the old state that the new state takes over (see
-            :attr:`ltx.core.optim.base.Update.may_overwrite`). It can't fail, and nothing comes between it and the
-            step's end, not even an interrupt.
+        finish: writes to the tensors of the old state that the new state takes over (see
+            :attr:`ltx.core.optim.base.Update.may_overwrite`), when everything is complete. It can't fail, and nothing
+            comes between it and the step's end, not even an interrupt.
     """
 
     params: Tree
@@ -71,14 +71,14 @@ LeafLayout = Literal["replicated", "per_rank", "sharded"]
 
 @dataclass(frozen=True)
 class StateLayout:
-    """For each part of a train state: is it the same on every rank, each rank's own, or a shard of one value?
+    """For each part of a train state: is it the same on every rank, different on each, or a shard of one value?
 
     Checkpoints, replica checks and changes of the number of ranks read this.
 
     Attributes:
         strategy: the strategy that has this layout, for errors; "" if unknown. Comparisons leave it out.
-        copies_of: the name of the communication state that a parameter's other states are copies of, taken from peers;
-            "" if there is none.
+        copies_of: the name of a state that is copied from peers: a parameter's other states are copies of it; "" if
+            there is none.
     """
 
     params: LeafLayout = "replicated"
@@ -99,7 +99,7 @@ class Old:
 
     Attributes:
         axis_size: the number of ranks.
-        may_overwrite: whether :meth:`PostUpdateHook.written` may be overwritten once nothing can fail any more.
+        may_overwrite: whether the tensors of :meth:`PostUpdateHook.written` may be overwritten when nothing can fail.
     """
 
     params: Sequence[torch.Tensor]
@@ -117,7 +117,7 @@ class PostUpdateResult:
     """A bucket's next parameters and communication states, each by leaf.
 
     Attributes:
-        finish: a function that does the remaining work in the old tensors' memory, or the new ones'. It can't fail.
+        finish: a function that completes them in place, in the old or the new tensors' memory. It can't fail.
     """
 
     params: Sequence[torch.Tensor]
@@ -134,7 +134,7 @@ class PostUpdateHook(CommHook):
     shares_gradients: ClassVar[bool] = False
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Itself: ``Precision.reduce`` is for gradients."""
+        """This hook unchanged: ``Precision.reduce`` is for gradients."""
         return self
 
     def part(self, param: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -142,7 +142,7 @@ class PostUpdateHook(CommHook):
         return param
 
     def own(self, opt_state: Tree, axis: Axis) -> Tree:
-        """This rank's optimizer state, as the optimizer knows it, out of a train state's."""
+        """This rank's optimizer state in the optimizer's form, from that of a train state."""
         return opt_state
 
     def held(self, opt_state: Tree, axis: Axis) -> Tree:
@@ -154,11 +154,11 @@ class PostUpdateHook(CommHook):
         return old.states
 
     def written(self, old: Old) -> Sequence[torch.Tensor]:
-        """What :meth:`finish_bucket` writes to where it may: the parameters."""
+        """The tensors that :meth:`finish_bucket` writes to if it may overwrite: the parameters."""
         return old.params
 
     def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
-        """The result for a bucket, of its part of `old` and what :meth:`reduce` returned."""
+        """The result for a bucket, from its part of `old` and what :meth:`reduce` returned."""
         raise NotImplementedError(f"{type(self).__name__} must define finish_bucket(bucket, reduced, old)")
 
 
@@ -202,9 +202,9 @@ def take_updated(
     params: list[torch.Tensor],
     states: dict[int, LeafState],
 ) -> Callable[[], None] | None:
-    """Put the next parameters and communication states of a completed bucket into `params` and `states`.
+    """Put the next parameters and communication states of a complete bucket into `params` and `states`.
 
-    The function that comes back does the remaining work.
+    Returns the function that does the remaining work, or None.
     """
     done = hook.finish_bucket(bucket, reduced, old.of(bucket))
     for member, param, state in zip(bucket.members, done.params, done.states, strict=True):
@@ -213,10 +213,10 @@ def take_updated(
 
 
 def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
-    """Whether `tensors` are eager and contiguous, and no two of them, or of `others`, begin at the same address.
+    """Whether `tensors` are eager and contiguous, and none shares its address with another, or with one of `others`.
 
-    A user's optimizer may keep the parameters that it was given in its state. On an accelerator writes are enqueued
-    behind everything that reads the old values: the step's own stream, and a bucket's fence.
+    A user's optimizer may have the parameters in its state too. On an accelerator writes are enqueued after everything
+    that reads the old values: on the step's own stream, and after a bucket's fence.
     """
     mine = [x for x in tensors if x.numel()]
     if not all((is_plain(x) or prefers_few_calls(x)) and x.is_contiguous() for x in mine):
@@ -229,17 +229,17 @@ def may_be_written_to(tensors: Iterable[torch.Tensor], others: Any) -> bool:
 
 
 def check_updated(strategy: Any, got: Any, update: Update, states: States) -> Updated:
-    """`got`, if it is what ``strategy.update`` should have returned of `update` and `states`; else raise."""
+    """`got`, the result of ``strategy.update`` for `update` and `states`. Raises if it isn't as it should be."""
     if not isinstance(got, Updated):
         raise _other(strategy, "update", got, "an ltx.strategies.Updated(params, opt_state, states)")
     same = got.params is update.params and got.states is states
-    if not (same or strategy.updates_in_buckets):  # else it's the plain one, and after_update's result was checked
+    if not (same or strategy.updates_in_buckets):  # a plain `update` has checked the result of after_update already
         check_next(strategy, "update", (got.params, got.states), update.params, states)
     return got
 
 
 def check_next(strategy: Any, method: str, got: Any, params: Tree, states: States) -> tuple[Tree, States]:
-    """`got`, if it is what a strategy's `method` should have returned of `params` and `states`; else raise."""
+    """`got`, the result of a strategy's `method` for `params` and `states`. Raises if it isn't as it should be."""
     if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
         raise _other(strategy, method, got, "(params, states), states a dict by path")
     found, after = got
@@ -263,7 +263,7 @@ def check_next(strategy: Any, method: str, got: Any, params: Tree, states: State
 
 
 def _check_states(strategy: Any, method: str, after: States, params: Tree, states: States) -> None:
-    """Raise if states are missing with which training begins. Others may come and go."""
+    """Raise if states that ``init`` makes are missing. Other states may come and go."""
     lost = [path for path, state in states.items() if state and not state.keys() <= after.get(path, {}).keys()]
     if not lost:
         return

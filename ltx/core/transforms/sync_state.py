@@ -1,7 +1,7 @@
 """Communication state as a value: what a stateful hook carries from one step to the next.
 
-The gradient with respect to the state is its next value, so that every transform of torch.func threads it. Two hidden
-leaves guard this plumbing: `uses`, whose cotangent is 1 a use, tells a state that went into two calls of one loss (or
+The gradient with respect to the state is its next value, so every transform of torch.func passes it on. Two hidden
+leaves guard this: `uses`, whose cotangent is 1 for each use, detects a state that was used in two calls of one loss (or
 whose gradient was accumulated); `clock`, whose cotangent is itself plus 1, counts steps where the structure can't.
 """
 
@@ -31,9 +31,9 @@ class SyncState:
     Attributes:
         leaves: floating tensors by parameter path and name; so the state may be saved, restored and re-bucketed.
         uses: hidden guard, 0-dim; 1 in a state that may be used.
-        clock: hidden count of steps since `step` was set, 0-dim: what changes in a compiled graph.
-        step: synchronised steps so far, a Python int and part of the structure.
-        choice: with ``comm_hook="auto"`` the name of what was chosen, part of the structure too; else "".
+        clock: hidden count of steps since `step` was set, 0-dim: counts the steps of a compiled graph.
+        step: the number of synchronised steps so far, a Python int and part of the structure.
+        choice: with ``comm_hook="auto"`` the name of the chosen hook, part of the structure too; else "".
     """
 
     leaves: dict[str, LeafState]
@@ -44,14 +44,14 @@ class SyncState:
 
     @staticmethod
     def new(leaves: dict[str, LeafState], choice: str = "") -> SyncState:
-        """A state that nobody has used. Its guards stay on the CPU, where every step reads them."""
-        clock = torch.zeros((), dtype=torch.float64)  # which counts to 2^53
+        """A new state. Its guards stay on the CPU, where every step reads them."""
+        clock = torch.zeros((), dtype=torch.float64)  # float64 counts to 2^53
         return SyncState(leaves, torch.ones(()), clock, choice=choice)
 
     def checked_step(self) -> int:
         """The number of synchronised steps so far; raises unless the state was used exactly once."""
         if traced.recording():
-            return operator.index(self.step)  # a constant: Dynamo takes what has been another number for a variable
+            return operator.index(self.step)  # a constant, since Dynamo takes a number that has changed for a variable
         uses, clock = _numbers(self.uses), _numbers(self.clock)
         if {*uses} != {1.0}:
             raise SyncStateError(
@@ -63,12 +63,12 @@ class SyncState:
         return self.step + int(max(clock))
 
     def clock_read(self) -> SyncState:
-        """This state with its steps counted in the structure."""
+        """This state, with the steps of the clock moved to the structure's count."""
         steps = self.step + int(max(_numbers(self.clock)))
         return replace(self, step=steps, clock=torch.zeros_like(self.clock))
 
     def advanced(self, leaves: dict[str, LeafState] | None = None, step: int | None = None) -> SyncState:
-        """The state after one more step, with other `leaves`, if given. `step`: what :meth:`checked_step` has given."""
+        """The state after one more step, with other `leaves`, if given. `step`: :meth:`checked_step`'s, if known."""
         after = (self.checked_step() if step is None else step) + 1
         leaves = self.leaves if leaves is None else leaves
         return SyncState(leaves, self.uses, torch.zeros_like(self.clock), after, self.choice)
@@ -82,7 +82,7 @@ def check_state(state: Any) -> None:
 
 
 def plain_values(x: torch.Tensor) -> torch.Tensor:
-    """`x` without the wrappers of torch.func's levels: what the values are."""
+    """`x`, detached and without the wrappers of torch.func's levels."""
     return unwrapped(x).detach()
 
 
@@ -100,10 +100,10 @@ tree.register_node(
 
 
 class Synced(NamedTuple):
-    """Parameters together with the communication state, which a step takes in place of its parameters.
+    """Parameters together with the communication state, which a step accepts in place of its parameters.
 
-    ``torch.func.grad(step)(ltx.Synced(params, state), batch)`` gives ``Synced(gradients, next state)``. Most code uses
-    :func:`ltx.grad_and_value` or :func:`ltx.train_step`, which do this inside.
+    ``torch.func.grad(step)(ltx.Synced(params, state), batch)`` returns ``Synced(gradients, next state)``. Most code
+    uses :func:`ltx.grad_and_value` or :func:`ltx.train_step`, which do this inside.
 
     Attributes:
         params: the parameters.
@@ -117,7 +117,7 @@ class Synced(NamedTuple):
 def states_of_leaves(
     state: SyncState | None, paths: Callable[[], Sequence[str]], wanted: list[int], hook: CommHook, returned: bool
 ) -> list[LeafState]:
-    """The hook's part of each wanted leaf's state. `returned`: the next one comes otherwise than as a cotangent."""
+    """The hook's part of each wanted leaf's state. `returned`: the next state isn't returned as a cotangent."""
     if not hook.state_names:
         return [{}] * len(wanted)
     assert state is not None
@@ -137,7 +137,7 @@ def states_of_leaves(
 def kept_beside(
     state: SyncState | None, wanted: set[str], names: tuple[str, ...]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The state's tensors that no bucket carries (they carry `names` of `wanted` paths), and their next values."""
+    """(tensor, next value) for the state's tensors that aren't in a bucket; buckets have `names` of `wanted` paths."""
     if state is None:
         return []
     rest = [
@@ -152,7 +152,7 @@ def kept_beside(
 def states_after(
     plan: Plan, states: dict[int, LeafState], before: dict[str, LeafState], params: Tree
 ) -> dict[str, LeafState]:
-    """Communication state by path: that of `states`, by leaf of `plan` and `params`, the rest as it was `before`."""
+    """The next communication state by path: `states` of the plan's leaves, and the rest unchanged from `before`."""
     entries = {path: dict(entry) for path, entry in before.items()}
     if any(plan.state_names):
         paths = tree.leaf_paths(params)
