@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
+from ltx.errors import AxisError, TreeError, UnsupportedError
 from tests.contract.strategies.references.horovod import adasum
 from tests.kinds import Ranks
 
@@ -152,15 +150,6 @@ def test_other_dtypes(leaf: Tensor) -> None:
         ltx.adasum({"a": torch.ones(2), "b": [leaf]})
     with pytest.raises(UnsupportedError, match="sparse"):
         ltx.adasum(torch.ones(2).to_sparse())
-
-
-def test_ranks_that_differ(ranks: Ranks) -> None:
-    def run() -> Any:
-        with pytest.raises(RankMismatchError) as raised:
-            ltx.adasum({"w": torch.ones(2 + int(ltx.axis_index()))})
-        return str(raised.value)
-
-    assert "'w'" in ranks(2).run(run).rank(0)
 
 
 def test_a_world_of_one_gets_copies() -> None:

@@ -33,11 +33,13 @@ def test_nan_on_one_rank_is_nan_on_all(ranks: Ranks, whose: int, dtype: torch.dt
     torch.testing.assert_close(compiled.replicated(), want, rtol=0, atol=0, equal_nan=True)
 
 
-def test_nan_over_sockets(on_new_axis: Callable[..., Any]) -> None:
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_nan_over_sockets(on_new_axis: Callable[..., Any], dtype: torch.dtype) -> None:
     """gloo keeps or drops it by the order in which it meets it."""
-    xs = torch.tensor([[torch.nan, 1.0, torch.inf], [2.0, torch.nan, -torch.inf]])
-    found = on_new_axis(lambda: _both(xs[ltx.axis_index()]), sockets=True).replicated()
-    torch.testing.assert_close(found, (xs.amax(0), xs.amin(0)), rtol=0, atol=0, equal_nan=True)
+    xs = torch.tensor([[torch.nan, 1.0, torch.inf], [2.0, torch.nan, -torch.inf]]).to(dtype)
+    found = on_new_axis(lambda: (*_both(xs[ltx.axis_index()]), *_both(xs[:0])), sockets=True).replicated()
+    torch.testing.assert_close(found, (xs.amax(0), xs.amin(0), xs[:0], xs[:0]), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_backward_graph_waits_for_all_that_it_issues(ranks: Ranks) -> None:

@@ -67,24 +67,6 @@ def test_pairs_of_any_kind(ranks: Ranks) -> None:
     assert ltx.ppermute(xs, numpy.zeros((1, 2), int)).tolist() == xs.tolist()  # alone
 
 
-@pytest.mark.full
-@pytest.mark.covering(1, of=lambda perm: ())
-@pytest.mark.parametrize("perm", [[(0, 1), (1, 0)], [(0, 1)]], ids=["all", "some"])
-def test_ppermute_compiled(ranks: Ranks, perm: list[tuple[int, int]]) -> None:
-    def run(xs: Tensor) -> Tensor:
-        fn = torch.func.grad(lambda x: (ltx.ppermute(x, perm) * (1 + ltx.axis_index()) * x).sum())
-        x = xs[ltx.axis_index()]
-        torch.testing.assert_close(torch.compile(fn, fullgraph=True, backend="aot_eager")(x), fn(x))
-        return fn(x)
-
-    xs = torch.randn(2, 3)
-    real = ranks(2).run(run, xs)
-    a, b = xs
-    want = [2 * b + b, a + 2 * a] if len(perm) == 2 else [2 * b, 2 * a]
-    for rank in range(2):
-        torch.testing.assert_close(real.rank(rank), want[rank])
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

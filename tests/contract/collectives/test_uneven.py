@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -231,18 +230,15 @@ def test_a_tensor_that_does_not_fit_raises_on_all_ranks(on_new_axis: Callable[..
     call, wrong, problem = MISFITS[op]
     right = 3 if op == "all_gather" else 6
 
-    def run() -> tuple[str, float]:
+    def run() -> str:
         if known:
             call(right, (3, 3))
-        began = time.monotonic()
         with pytest.raises(RankMismatchError) as caught:
             call(wrong if ltx.axis_index() else right, (3, 3))
-        return str(caught.value), time.monotonic() - began
+        return str(caught.value)
 
-    (first, first_s), (second, second_s) = on_new_axis(run, timeout_s=30.0)
-    assert first == second
-    assert f"ranks disagree on {op}, its arguments: rank 0: splits [3, 3]; rank 1: {problem}" in first
-    assert max(first_s, second_s) < 10
+    text = on_new_axis(run).replicated()
+    assert f"ranks disagree on {op}, its arguments: rank 0: splits [3, 3]; rank 1: {problem}" in text
 
 
 def test_what_fits_on_no_rank(ranks: Ranks) -> None:

@@ -35,18 +35,6 @@ def _expected(xs: Tensor, ws: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     return mean.expand(n, *mean.shape), gradients
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0)], ids=str)
-def test_every_backing(ranks: Ranks, shape: tuple[int, ...], seed: int) -> None:
-    xs, ws = torch.randn(3, *shape, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
-    want = _expected(xs, ws)
-    torch.testing.assert_close(ltx.vmap(_mean_and_gradients)(xs, ws), want)
-    on_processes = ranks(3).run(lambda: _mean_and_gradients(xs[ltx.axis_index()], ws[ltx.axis_index()]))
-    for rank, got in enumerate(on_processes):
-        torch.testing.assert_close(got, ltx.tree.map(lambda t, rank=rank: t[rank], want))
-    alone = _mean_and_gradients(xs[0], ws[0])
-    torch.testing.assert_close(alone, ltx.tree.map(lambda t: t[0], _expected(xs[:1], ws[:1])))
-
-
 @pytest.mark.parametrize("nothing", [torch.nan, torch.inf, -torch.inf])
 def test_a_weight_of_zero_silences_whatever_there_is(ranks: Ranks, nothing: float, seed: int) -> None:
     xs, ws = torch.randn(3, 4), torch.tensor([2.0, 0.0, 3.0])

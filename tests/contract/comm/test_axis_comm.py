@@ -49,20 +49,6 @@ MISMATCHES: dict[str, tuple[Call, tuple[str, ...]]] = {
     "names of leaves": (lambda r: ltx.psum({"ab"[r]: torch.ones(2)}), ("on psum, leaf 'a'", "rank 1: no such leaf")),
     "number of leaves": (lambda r: ltx.psum([torch.ones(2)] * (2 + r)), ("on psum, leaf '2'", "rank 0: no such leaf")),
     "object": (lambda r: ltx.broadcast_object(1, src=r), ("on broadcast_object", "rank 0: src=0", "rank 1: src=1")),
-    "parameters": (
-        lambda r: torch.func.grad(ltx.data_parallel(lambda p: sum(w.sum() for w in p.values())))(
-            {"w": torch.ones(2), "b": torch.ones(1 + r)}
-        ),
-        ("on data_parallel, leaf 'b'", "rank 0: float32[1]", "rank 1: float32[2]"),
-    ),
-    "hooks": (
-        lambda r: ltx.sync_gradients(torch.ones(2), ltx.DDPStrategy(comm_hook=["fp16", "bf16"][r])),
-        ("on sync_gradients, its arguments", "rank 0: FP16()", "rank 1: BF16()"),
-    ),
-    "bucket sizes": (
-        lambda r: ltx.sync_gradients(torch.ones(2), ltx.DDPStrategy(bucket_bytes=4 + r)),
-        ("on sync_gradients, its arguments", "(4, 1048576)", "(5, 1048576)"),
-    ),
 }
 
 
@@ -76,7 +62,7 @@ def test_new_signatures_that_differ(on_new_axis: OnNewAxis, name: str) -> None:
             call(int(ltx.axis_index()))
         return str(caught.value), ltx.psum(torch.ones(()), axis="data").item()
 
-    text, after = on_new_axis(run, timeout_s=3.0).replicated()
+    text, after = on_new_axis(run).replicated()
     assert text.startswith("axis 'data': ranks disagree on ")
     assert [part for part in expected if part not in text] == []
     assert after == 2.0, "nothing has moved: the axis works as before"
@@ -89,7 +75,7 @@ def test_a_list_that_is_longer_on_one_rank_when_its_leaves_are_known(on_new_axis
             ltx.psum([torch.ones(2)] * (2 + int(ltx.axis_index())))
         return str(caught.value)
 
-    text = on_new_axis(run, timeout_s=3.0).replicated()
+    text = on_new_axis(run).replicated()
     assert "on psum, leaf '2'" in text
     assert "rank 0: no such leaf; rank 1: float32[2]" in text
 
@@ -120,7 +106,7 @@ def test_a_list_on_one_rank_and_a_tuple_on_the_other(on_new_axis: OnNewAxis, cal
         (first,) = call((torch.ones(2),) if rank else [torch.ones(2)])
         return [first.sum().item(), *(ltx.psum(torch.ones(n)).sum().item() for n in (3, 2, 3))]
 
-    assert on_new_axis(run, timeout_s=9.0).replicated()[1:] == [6.0, 4.0, 6.0]
+    assert on_new_axis(run).replicated()[1:] == [6.0, 4.0, 6.0]
 
 
 UNLIKE: dict[str, Callable[[int], object]] = {
@@ -129,6 +115,11 @@ UNLIKE: dict[str, Callable[[int], object]] = {
     "an argument": lambda r: ltx.all_gather(torch.ones(2), dim="a" if r else 0),  # type: ignore[arg-type]
     "a dimension": lambda r: ltx.all_gather(torch.ones(2), dim=5 * r),
     "another shape": lambda r: ltx.psum(torch.ones(2 + r)),
+    "a source": lambda r: ltx.broadcast(torch.ones(2), src="first" if r else 0),  # type: ignore[arg-type]
+    "pairs": lambda r: ltx.ppermute(torch.ones(2), "ab" if r else [(0, 1)]),  # type: ignore[arg-type]
+    "a barrier's name": lambda r: ltx.barrier(3 if r else "three"),  # type: ignore[arg-type]
+    "a meta tensor": lambda r: ltx.psum(torch.ones(2, device="meta" if r else "cpu")),
+    "a sparse tensor": lambda r: ltx.all_gather(torch.eye(2).to_sparse() if r else torch.eye(2)),
     "of reduce": lambda r: ltx.reduce(torch.ones(2), "no such" if r else "sum"),
 }
 
@@ -154,7 +145,7 @@ def test_after_what_one_rank_alone_has_issued(on_new_axis: OnNewAxis, name: str,
             said.append(str(caught.value))
         return said
 
-    for texts in on_new_axis(run, timeout_s=9.0):
+    for texts in on_new_axis(run):
         assert [text for text in texts[1:] if "has been out of step since an earlier failure" not in text] == []
 
 
@@ -165,7 +156,7 @@ def test_what_all_ranks_refuse_leaves_them_in_step(on_new_axis: OnNewAxis) -> No
             ltx.psum(bad)
         return ltx.psum(torch.ones(2)).sum().item()
 
-    assert on_new_axis(run, timeout_s=9.0).replicated() == 4.0
+    assert on_new_axis(run).replicated() == 4.0
 
 
 def test_the_same_new_call_after_a_broadcast_that_one_rank_skipped(on_new_axis: OnNewAxis) -> None:
@@ -302,13 +293,14 @@ def test_a_peer_that_does_not_come(on_new_axis: OnNewAxis, operation: str, known
         assert isinstance(caught.value, TimeoutError)
         return str(caught.value), time.monotonic() - began
 
-    text, took_s = on_new_axis(run, timeout_s=1.5).rank(0)
+    limit_s = 6.0 if known else 1.5  # the call before, in which both compile and open channels, has as long
+    text, took_s = on_new_axis(run, timeout_s=limit_s).rank(0)
     assert text.startswith("rank 0: ")
-    assert "within 1.5 s" in text
+    assert f"within {limit_s:g} s" in text
     assert "on axis 'data'" in text
     assert operation in text or (known and operation == "data_parallel" and ("bucket 0" in text or "summary" in text))
     assert ("ranks [1] didn't come to compare it" in text) != known
-    assert 1.4 < took_s < 20
+    assert limit_s - 0.1 < took_s
 
 
 def test_a_signal_is_seen_while_a_rank_waits(on_new_axis: OnNewAxis) -> None:
@@ -333,7 +325,7 @@ def test_a_signal_is_seen_while_a_rank_waits(on_new_axis: OnNewAxis) -> None:
             signal.signal(signal.SIGALRM, before)
         return time.monotonic() - began
 
-    assert 0.2 <= on_new_axis(run, timeout_s=30.0).rank(0) < 3.0
+    assert 0.2 <= on_new_axis(run).rank(0) < 30
 
 
 def test_orders_of_arrival_that_differ_are_rank_0_s(on_new_axis: OnNewAxis) -> None:
@@ -354,15 +346,15 @@ def test_ranks_that_differ_in_their_other_groups(ranks: Ranks) -> None:
 
     def run() -> float:
         pair, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
-        opened = [inside.open_axis("pair", pair, timedelta(seconds=10))] if dist.get_rank() < 2 else []
-        opened.append(inside.open_axis("everyone", everyone, timedelta(seconds=10)))
+        opened = [inside.open_axis("pair", pair, timedelta(seconds=60))] if dist.get_rank() < 2 else []
+        opened.append(inside.open_axis("everyone", everyone, timedelta(seconds=60)))
         try:
             return float(ltx.psum(torch.tensor(1.0 + dist.get_rank()), opened[-1]))
         finally:
             for axis in opened:
                 inside.close_axis(axis)
 
-    assert ranks(3).run(run, timeout_s=30.0).replicated() == 6.0
+    assert ranks(3).run(run).replicated() == 6.0
 
 
 def test_an_axis_closes_whatever_is_found_on_the_way(ranks: Ranks) -> None:
@@ -371,7 +363,7 @@ def test_an_axis_closes_whatever_is_found_on_the_way(ranks: Ranks) -> None:
     def run() -> Any:
         groups = len(dist.distributed_c10d._world.pg_map)
         group = dist.new_group([0, 1])
-        axis = inside.open_axis("interrupted", group, timedelta(seconds=10))
+        axis = inside.open_axis("interrupted", group, timedelta(seconds=60))
         ltx.psum(torch.ones(1), axis, axis_index_groups=[[0], [1]])
         ltx.psum(torch.ones(1), axis, axis_index_groups=[[1, 0]])
         users = axis.comm.watcher.users

@@ -365,26 +365,3 @@ def test_buckets_that_arrive_in_any_order(name: str, ranks: Ranks, seed: int) ->
     expected = ltx.vmap(on_simulated)(torch.tensor([1.0, 2.0, 3.0]))
     for rank, found in enumerate(ranks(3).run(on_rank)):
         torch.testing.assert_close(found, of_rank(expected, rank), rtol=1e-8, atol=1e-8)
-
-
-def test_second_derivatives_count_a_lossy_hook_as_the_mean() -> None:
-    x, params = torch.randn(2, 3, 6, dtype=torch.float64), parameters()
-    direction = {name: torch.randn_like(p) for name, p in params.items()}
-
-    def product(hook: CommHook) -> Any:
-        def on_rank(x: Tensor) -> Any:
-            step = ltx.data_parallel(loss, strategy_of(hook))
-            state = step.init(params)
-
-            def gradient(p: Grads) -> Grads:
-                return torch.func.grad(step)(ltx.Synced(p, state), x).params
-
-            return torch.func.jvp(gradient, (params,), (direction,))[1]
-
-        return ltx.vmap(on_rank)(x)
-
-    exact = ltx.vmap(
-        lambda x: torch.func.jvp(lambda p: torch.func.grad(ltx.data_parallel(loss))(p, x), (params,), (direction,))[1]
-    )(x)
-    for hook in (hooks.ByteGrad(), hooks.OneBit(), hooks.PowerSGD(1, start_step=0), hooks.TopK(0.1)):
-        torch.testing.assert_close(product(hook), exact, rtol=1e-9, atol=1e-9)

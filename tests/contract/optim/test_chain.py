@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +9,9 @@ import cloudpickle
 import optree
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import SGD, AdamW
 
 import ltx
-from ltx import Pool
 from ltx.errors import OptimError
 from ltx.optim import (
     ClipState,
@@ -183,48 +180,3 @@ def test_leaf_by_leaf_is_as_together(name: str, seed: int) -> None:
         )
         assert same_bits(grads, before)
         assert same_bits((mine, own), (together, state))
-
-
-def loss_fn(params: Any, x: Tensor, y: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(ltx.functional_call(NET, params, (x,)), y)
-
-
-def problem() -> Any:
-    """Rank 0's, on every rank."""
-    first = {key: torch.randn_like(p) for key, p in NET.named_parameters()}
-    return ltx.broadcast((first, torch.randn(16, 4), torch.randint(3, (16,))))
-
-
-def trained(made: Optimizer, strategy: ltx.Strategy, overlap: Any) -> tuple[Any, Any]:
-    """A training's parameters, and those of the optimizer by hand with gradients of the whole batch."""
-    params, x, y = problem()
-    train = ltx.train_step(ltx.data_parallel(loss_fn, strategy), made, overlap=overlap)
-    state, alone = train.init(params), made.init(params)
-    for _ in range(3):
-        state, _ = train(state, *ltx.shard((x, y)))
-        params, alone = made.apply(torch.func.grad(loss_fn)(params, x, y), alone, params)
-    return dict(state.params), params
-
-
-STRATEGIES = {"ddp": ltx.DDPStrategy(bucket_bytes=64), "zero": ltx.ZeroStrategy()}
-WAYS = [(name, "ddp", overlap) for overlap in ("update", "backward") for name in LEAFWISE]
-WAYS += [(name, "zero", overlap) for overlap in ("update", "backward") for name in ("clipped", "masked")]
-
-
-@pytest.mark.full(but=6)
-@pytest.mark.parametrize(("name", "strategy", "overlap"), WAYS)
-def test_real_ranks_and_alone(name: str, strategy: str, overlap: str, ranks: Callable[[int], Pool], seed: int) -> None:
-    ways = LEAFWISE[name], STRATEGIES[strategy], overlap
-    for found, expected in (trained(*ways), *ranks(2).run(trained, *ways)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", LEAFWISE)
-def test_simulated_ranks(name: str, seed: int) -> None:
-    (params, x, y), made = problem(), LEAFWISE[name]
-    train = ltx.train_step(ltx.data_parallel(loss_fn), made)
-    state, _ = ltx.vmap(train, in_dims=(None, 0, 0))(train.init(params), x.view(2, 8, 4), y.view(2, 8))
-    expected, _ = made.apply(torch.func.grad(loss_fn)(params, x, y), made.init(params), params)
-    for rank in range(2):
-        found = {key: p[rank] for key, p in state.params.items()}
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

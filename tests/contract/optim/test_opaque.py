@@ -316,16 +316,6 @@ def test_two_ranks_train_as_one(name: str, ranks: Callable[[int], Any], seed: in
     torch.testing.assert_close(both, {key: x.detach() for key, x in theirs.items()}, rtol=1e-5, atol=1e-7)
 
 
-def test_ranks_in_turns_train_as_one(seed: int) -> None:
-    in_turns, xs, start = ltx.simulate(lambda: trained("lion", seed), ranks=2)().replicated()
-    alone = from_torch(CLASSES["lion"][0](), **CLASSES["lion"][1])
-    params, state = start, alone.init(start)
-    for x in xs:
-        grads = torch.func.grad(lambda p, x=x: (x @ p["w"] + p["b"]).square().mean())(params)
-        params, state = alone.apply(grads, state, params)
-    torch.testing.assert_close(in_turns, params, rtol=1e-5, atol=1e-7)
-
-
 def test_a_checkpoint_goes_on(tmp_path: Any, seed: int) -> None:
     train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).square().mean()), from_torch(Together))
     x = torch.randn(4, 3)

@@ -41,24 +41,6 @@ def problem() -> tuple[Params, Tensor, Tensor]:
     return made
 
 
-def by_torch(params: Params, x: Tensor, y: Tensor, steps: int) -> Params:
-    """What torch's optimizers make of two groups, on the whole batch."""
-    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    groups: dict[str, list[Tensor]] = {"biases": [], "others": []}
-    for name, p in leaves.items():
-        groups[label(name)].append(p)
-    optimizers: list[Any] = [
-        AdamW(groups["others"], lr=1e-2, weight_decay=0.1),
-        SGD(groups["biases"], lr=0.1, momentum=0.9),
-    ]
-    for _ in range(steps):
-        loss_fn(leaves, x, y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: p.detach() for name, p in leaves.items()}
-
-
 @pytest.mark.parametrize("labels", [BIASES, label], ids=["patterns", "function"])
 @pytest.mark.parametrize("donate", [True, False])
 def test_each_group_is_as_alone(donate: bool, labels: Any, seed: int) -> None:
@@ -81,50 +63,6 @@ def test_each_group_is_as_alone(donate: bool, labels: Any, seed: int) -> None:
         assert same_bits(after, {**parts["biases"], **parts["others"]})
         params, state = after, next_state
     assert state["others"].count == 3
-
-
-def trained(strategy: Any, overlap: Any, steps: int = 4, made: Any = grouped) -> tuple[Params, Params]:
-    params, x, y = problem()
-    train = ltx.train_step(ltx.data_parallel(loss_fn, strategy), made, overlap=overlap)
-    state = train.init(params)
-    for _ in range(steps):
-        state, _ = train(state, *ltx.shard((x, y)))
-    return dict(state.params), by_torch(params, x, y, steps)
-
-
-STRATEGIES = {
-    "ddp": ltx.DDPStrategy(),
-    "ddp, small buckets": ltx.DDPStrategy(bucket_bytes=64),
-    "zero": ltx.ZeroStrategy(),
-    "horovod": ltx.HorovodStrategy(),
-}
-
-
-@pytest.mark.full(but=4)
-@pytest.mark.parametrize(
-    ("name", "overlap"),
-    [(n, o) for n in STRATEGIES for o in ("backward", "update")],
-)
-def test_real_ranks(name: str, overlap: str, ranks: Ranks, seed: int) -> None:
-    found, expected = ranks(2).run(trained, STRATEGIES[name], overlap)[1]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_simulated_ranks_and_compiled(seed: int) -> None:
-    params, x, y = problem()
-    train = ltx.train_step(ltx.data_parallel(loss_fn), grouped)
-    expected = by_torch(params, x, y, 1)
-    simulated, _ = ltx.vmap(train, in_dims=(None, 0, 0))(train.init(params), x.view(2, 8, 4), y.view(2, 8))
-    torch.testing.assert_close({k: p[1] for k, p in simulated.params.items()}, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow_compile
-@pytest.mark.full
-def test_compiled(seed: int) -> None:
-    params, x, y = problem()
-    train = ltx.train_step(ltx.data_parallel(loss_fn), grouped)
-    compiled, _ = torch.compile(train, backend="aot_eager")(train.init(params), x, y)
-    torch.testing.assert_close(dict(compiled.params), by_torch(params, x, y, 1), rtol=1e-4, atol=1e-6)
 
 
 def test_matrices_by_muon_and_the_rest_by_adamw(seed: int) -> None:
@@ -154,24 +92,6 @@ def test_clipping_before_takes_the_norm_of_all_and_inside_that_of_the_group() ->
     for made, expected in ((before, (-0.6, -0.8)), (inside, (-1.0, -4.0))):
         after, _ = made.apply(grads, made.init(params), params)
         torch.testing.assert_close(torch.cat([after["a"], after["b"]]), torch.tensor(expected), rtol=1e-5, atol=0)
-
-
-NESTED = {
-    "averages inside": partition({"biases": ltx.optim.ema(sgd, 0.5), "others": adamw}, BIASES),
-    "averages around": ltx.optim.ema(grouped, 0.5),
-    "partitions inside": partition(
-        {"biases": partition({"all": sgd}, {"*": "all"}), "others": partition({"all": adamw}, {"*": "all"})}, BIASES
-    ),
-}
-
-
-@pytest.mark.full(but=3)
-@pytest.mark.parametrize(
-    ("name", "overlap"), [(n, o) for o in ("update", "backward") for n in NESTED], ids=lambda value: value
-)
-def test_optimizers_within_one_another(name: str, overlap: str, ranks: Ranks, seed: int) -> None:
-    found, expected = ranks(2).run(trained, STRATEGIES["ddp"], overlap, 4, NESTED[name])[1]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_each_schedule_counts_its_own_steps_and_goes_on_from_a_checkpoint(tmp_path: Path, seed: int) -> None:
@@ -339,27 +259,8 @@ def test_a_name_with_brackets_is_that_name() -> None:
     assert set(made.init(params)) == {"0", "1"}
 
 
-def trained_by_lion(made: Any) -> tuple[Params, Params]:
-    params, x, y = problem()
-    train = ltx.train_step(ltx.data_parallel(loss_fn), made)
-    state, leaves = train.init(params), {name: p.clone().requires_grad_() for name, p in params.items()}
-    each: list[Any] = [
-        Lion([p for name, p in leaves.items() if label(name) == "others"]),
-        AdamW([p for name, p in leaves.items() if label(name) == "biases"], lr=1e-2, weight_decay=0.1),
-    ]
-    for _ in range(3):
-        state, _ = train(state, *ltx.shard((x, y)))
-        loss_fn(leaves, x, y).backward()
-        for optimizer in each:
-            optimizer.step()
-            optimizer.zero_grad()
-    return dict(state.params), {name: p.detach() for name, p in leaves.items()}
-
-
-def test_a_class_of_another_author_for_a_group(ranks: Ranks, seed: int) -> None:
+def test_a_class_of_another_author_for_a_group() -> None:
     made = partition({"others": from_torch(Lion), "biases": adamw}, BIASES)
     assert not made.leafwise
-    for found, expected in (trained_by_lion(made), *ranks(2).run(trained_by_lion, made)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(StrategyError, match="needs an update of each parameter by itself"):
         ltx.train_step(ltx.data_parallel(loss_fn), made, overlap="update")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch.optim import SGD
 from torch.optim import lr_scheduler as torchs
 
-import ltx
 from ltx.errors import LtxError, OptimError
 from ltx.optim import from_scheduler, from_torch, linear, warmup_cosine
 
@@ -73,32 +71,6 @@ def test_in_an_optimizer() -> None:
     for _ in range(3):
         params, state = made.apply({"w": torch.ones(1)}, state, params)
     assert params["w"].item() == -1.75
-
-
-SCHEDULES: dict[str, Callable[[int], float]] = {
-    "linear": linear(0.5, 0.1, 3),
-    "warmup_cosine": warmup_cosine(0.5, 2, 4),
-    "from_scheduler": from_scheduler(partial(torchs.StepLR, step_size=2), 0.3),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_ranks_and_one_process_take_the_same_rates(name: str, ranks: Callable[[int], ltx.Pool], seed: int) -> None:
-    schedule, xs = SCHEDULES[name], torch.randn(4, 2, 3, dtype=torch.float64)  # step, rank, numbers
-    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).square().mean()), from_torch(SGD, lr=schedule))
-
-    def trained(xs: torch.Tensor) -> torch.Tensor:
-        state = train.init(torch.ones(3, dtype=torch.float64))
-        for x in xs:
-            state, _ = train(state, x)
-        return state.params
-
-    w = torch.ones(3, dtype=torch.float64)
-    for step, x in enumerate(xs):
-        w = w - schedule(step) * 2 / 3 * w * x.square().mean(0)
-    real = ranks(2).run(lambda: trained(xs[:, ltx.axis_index()]))
-    for found in (trained(xs), *real, *ltx.vmap(trained, in_dims=1)(xs)):
-        torch.testing.assert_close(found, w)
 
 
 def test_are_values() -> None:

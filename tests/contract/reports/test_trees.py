@@ -43,6 +43,7 @@ DIFFERENT: dict[str, tuple[Callable[[Any], Any], Callable[[Rank], Any], str]] = 
         lambda r: {"e": torch.eye(3).to_sparse(1 + r), "other": torch.ones(9)},
         "'e'",
     ),
+    "adasum": (ltx.adasum, lambda r: {"w": torch.ones(2 + r)}, "'w'"),
     "reduce": (ltx.reduce, lambda r: {f"loss_{r}": torch.tensor(1.0), "name": "a"}, "'loss_0'"),
     "reduce, product": (lambda x: ltx.reduce(x, "product"), lambda r: {f"loss_{r}": torch.ones(7)}, "'loss_0'"),
     "all_gather, splits": (

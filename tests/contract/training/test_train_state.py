@@ -222,13 +222,6 @@ def test_no_donation_under_transforms() -> None:
     assert state.params["w"].tolist() == [1.0, 1.0]
 
 
-def test_the_derivative_of_a_training_step() -> None:
-    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).square().sum()), sgd(lr=0.5))
-    state = train.init({"w": torch.ones(2)})
-    grad = torch.func.grad(lambda x: train(state, x)[0].params["w"].sum())(torch.tensor([1.0, 3.0]))
-    assert grad.tolist() == [-2.0, -6.0]  # w - lr 2 w x^2
-
-
 def test_metrics_are_a_tree() -> None:
     _, metrics = TRAIN(trained(0), X)
     assert optree.tree_leaves(metrics) == [metrics.loss]

@@ -285,27 +285,6 @@ def test_without_clipping_there_is_no_norm() -> None:
     assert train(train.init({"w": torch.ones(2)}), torch.ones(2))[1].grad_norm is None
 
 
-@pytest.mark.parametrize("overlap", ["backward", "update"])
-def test_schedules(overlap: Any, ranks: Ranks, seed: int) -> None:
-    def rate(step: int) -> float:
-        return LR / (1 + step)
-
-    losses, _ = (
-        ranks(2)
-        .run(on_a_rank, lambda m: ltx.train_step(mean_step(m), adamw(rate), overlap=overlap), seed, EQUAL, 8)
-        .replicated()
-    )
-    module, batches = problem(seed, EQUAL, 8)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
-    for t, batch in enumerate(whole(batches)):
-        optimizer.param_groups[0]["lr"] = rate(t)
-        loss = module(*batch)
-        torch.testing.assert_close(losses[t], loss.detach(), rtol=1e-5, atol=0)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
 def after_three_steps(seed: int, strategy: ltx.Strategy, overlap: Any, start: Callable[[Any], Any]) -> Any:
     """What comes of three steps, of which the optimizer begins with the state that `start` makes of its first one."""
     module, batches = problem(seed, EQUAL, 3)

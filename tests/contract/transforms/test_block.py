@@ -14,7 +14,6 @@ from ltx.errors import StepError
 from tests.kinds import Ranks
 from tests.twins.cases import (
     CASES,
-    FUNC_WAYS,
     WAYS,
     Params,
     assert_close,
@@ -66,22 +65,6 @@ def test_other_models(name: str, ranks: Ranks, seed: int) -> None:
     for _, reduced, plain, issues in ranks(2).run(on_a_rank, name, "torch.func.grad", None, seed):
         assert_same_bits(reduced, plain)
         assert issues == 0
-
-
-@pytest.mark.parametrize("way", FUNC_WAYS)
-def test_simulated(way: str, seed: int) -> None:
-    module, batches = CASES["mlp"].build(seed, 3)
-    params, stacked = params_of(module), [torch.stack(parts) for parts in zip(*batches, strict=True)]
-    step = ltx.data_parallel(plain_step(module))
-
-    def both(*batch: Tensor) -> tuple[Params, Params]:
-        local = FUNC_WAYS[way](ltx.block_backward_sync(step), params, *batch)
-        return local, ltx.sync_gradients(local)[0]
-
-    local, reduced = ltx.vmap(both)(*stacked)
-    for rank, batch in enumerate(batches):
-        assert_close({k: g[rank] for k, g in local.items()}, gradient(module, module(*batch)))
-        assert_close({k: g[rank] for k, g in reduced.items()}, gradient(module, CASES["mlp"].loss(module, batches)))
 
 
 def test_is_a_context_manager_that_yields_itself_and_leaves_the_step_as_it_was() -> None:

@@ -74,7 +74,7 @@ def test_no_memory_for_a_collective_on_one_rank(on_new_axis: OnNewAxis) -> None:
                 told.append(f"{type(error).__name__}: {error}")
         return told
 
-    first, second = on_new_axis(run, timeout_s=4.0, sockets=True)
+    first, second = on_new_axis(run, sockets=True)
     assert first[0] == "OutOfMemoryError: no memory"
     assert "out of step since an earlier failure" in first[1]
     assert "couldn't be issued for want of memory" in first[1]
@@ -89,23 +89,6 @@ def test_shared_memory_and_sockets(on_new_axis: OnNewAxis, dtype: torch.dtype, l
         length = min(length, 200_001)
     short, long = (on_new_axis(lambda: _results(dtype, length, seed), sockets=sockets) for sockets in (False, True))
     assert list(short) == list(long)
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("sockets", [False, True])
-@pytest.mark.parametrize("whose", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_nan_survives_extrema(on_new_axis: OnNewAxis, sockets: bool, whose: int, dtype: torch.dtype) -> None:
-    xs = torch.randn(2, 7).to(dtype)
-    xs[whose, 2], xs[1 - whose, 4], xs[0, 5] = torch.nan, torch.inf, -torch.inf
-
-    def run() -> Any:
-        x = xs[ltx.axis_index()]
-        return ltx.pmax(x), ltx.pmin(x), ltx.pmax(torch.zeros(0)), ltx.pmin(x[2])
-
-    nothing = torch.zeros(0)
-    want = (xs.amax(0), xs.amin(0), nothing, xs[:, 2].amin())
-    torch.testing.assert_close(on_new_axis(run, sockets=sockets).replicated(), want, rtol=0, atol=0, equal_nan=True)
 
 
 def _in_turn() -> tuple[bool, list[int], list[float]]:

@@ -1,0 +1,119 @@
+"""Optimizers made of others on ranks: what they make by hand of the whole batch's gradients. A further one is a row."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+import ltx
+from ltx.errors import OptimError
+from ltx.optim import averaged, chain, clip_by_global_norm, ema, from_scheduler, from_torch, linear, partition
+from tests.contract.optim.test_chain import LEAFWISE
+from tests.contract.optim.test_opaque import Lion
+from tests.contract.optim.test_partition import BIASES, grouped, loss_fn, problem
+from tests.kinds import Params, Ranks
+
+STEPS = 4
+adamw, sgd = from_torch(AdamW, lr=1e-2), from_torch(SGD, lr=0.1, momentum=0.9)
+STRATEGIES = {
+    "ddp": ltx.DDPStrategy(),
+    "small buckets": ltx.DDPStrategy(bucket_bytes=64),
+    "zero": ltx.ZeroStrategy(),
+    "horovod": ltx.HorovodStrategy(),
+}
+
+#: Those that have no form under vmap, as their authors' classes haven't.
+OPAQUE = {
+    "another author's": from_torch(Lion),
+    "another author's beside AdamW": partition({"others": from_torch(Lion), "biases": adamw}, BIASES),
+}
+#: Those that need all gradients at once.
+TOGETHER = {"averaged, clipped by the norm": ema(chain(clip_by_global_norm(1.0), adamw), 0.8), **OPAQUE}
+OPTIMIZERS: dict[str, ltx.optim.Optimizer] = {
+    **LEAFWISE,
+    "groups": grouped,
+    "averages of groups": partition({"biases": ema(sgd, 0.5), "others": adamw}, BIASES),
+    "an average of groups": ema(grouped, 0.5),
+    "groups of groups": partition(
+        {"biases": partition({"all": sgd}, {"*": "all"}), "others": partition({"all": adamw}, {"*": "all"})}, BIASES
+    ),
+    "an average": ema(adamw, 0.8),
+    "linear": from_torch(SGD, lr=linear(0.5, 0.1, 3)),
+    "warm-up, cosine": from_torch(SGD, lr=ltx.optim.warmup_cosine(0.5, 2, 4)),
+    "torch's scheduler": from_torch(AdamW, lr=from_scheduler(partial(StepLR, step_size=2), 0.1)),
+    **TOGETHER,
+}
+WAYS = [(name, "ddp", "backward") for name in OPTIMIZERS]
+WAYS += [(name, "small buckets", "update") for name in OPTIMIZERS if name not in TOGETHER]
+WAYS += [(name, "zero", how) for how in ("update", "backward") for name in ("clipped", "masked", "groups")]
+WAYS += [("groups", "horovod", how) for how in ("update", "backward")]
+
+
+def seen(params: Any, state: Any) -> tuple[Params, Any]:
+    """Parameters, and averages of them where the optimizer keeps some for all."""
+    try:
+        return dict(params), dict(averaged(state))
+    except OptimError:
+        return dict(params), None
+
+
+def by_hand(name: str, params: Params, x: Tensor, y: Tensor) -> Any:
+    state = OPTIMIZERS[name].init(params)
+    for _ in range(STEPS):
+        params, state = OPTIMIZERS[name].apply(torch.func.grad(loss_fn)(params, x, y), state, params)
+    return seen(params, state)
+
+
+def trained(name: str, strategy: str, overlap: Any, params: Params, *batch: Tensor) -> Any:
+    train = ltx.train_step(ltx.data_parallel(loss_fn, STRATEGIES[strategy]), OPTIMIZERS[name], overlap=overlap)
+    state = train.init(params)
+    for _ in range(STEPS):
+        state, _ = train(state, *batch)
+    return seen(state.params, state.opt_state)
+
+
+def both(name: str, strategy: str, overlap: Any) -> tuple[Any, Any]:
+    params, x, y = problem()
+    return trained(name, strategy, overlap, params, *ltx.shard((x, y))), by_hand(name, params, x, y)
+
+
+def check(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.full(but=12)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("name", "strategy", "overlap"), WAYS)
+def test_processes_and_alone(name: str, strategy: str, overlap: str, ranks: Ranks, seed: int) -> None:
+    for found, expected in (both(name, strategy, overlap), *ranks(2).run(both, name, strategy, overlap)):
+        check(found, expected)
+
+
+@pytest.mark.parametrize("name", ["groups", "an average", *OPAQUE])
+def test_ranks_in_turns(name: str, seed: int) -> None:
+    for found, expected in ltx.simulate(lambda: both(name, "ddp", "backward"), ranks=2)():
+        check(found, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in OPAQUE])
+def test_simulated_ranks(name: str, seed: int) -> None:
+    params, x, y = problem()
+    found = ltx.vmap(partial(trained, name, "ddp", "backward", params))(x.view(2, 8, 4), y.view(2, 8))
+    for rank in range(2):
+        check(ltx.tree.map(lambda leaf, rank=rank: leaf[rank], found), by_hand(name, params, x, y))
+
+
+@pytest.mark.slow_compile
+@pytest.mark.full
+def test_compiled(seed: int) -> None:
+    params, x, y = problem()
+    train = ltx.train_step(ltx.data_parallel(loss_fn), grouped)
+    compiled, _ = torch.compile(train, backend="aot_eager")(train.init(params), x, y)
+    expected, _ = grouped.apply(torch.func.grad(loss_fn)(params, x, y), grouped.init(params), params)
+    check(dict(compiled.params), expected)
