@@ -143,7 +143,7 @@ def tidied(pools: dict[int, Pool]) -> Iterator[None]:
 
 
 def _look_for_leftovers() -> None:
-    useless = [axis.label for axis in comm.open_axes() if any(channel.failed for channel in axis.comm.channels)]
+    useless = [axis.name for axis in comm.open_axes() if any(channel.failed for channel in axis.comm.channels)]
     if useless:  # by an error that a test has kept from leaving its call
         raise RuntimeError(f"{useless} are out of step")
     if _threads() > MANY_THREADS:
@@ -206,7 +206,7 @@ def on_new_axis() -> Iterator[Callable[..., PerRank[Any]]]:
                 set_world_axes(world_axes)
 
     with Pool(2, timeout_s=RUN_TIMEOUT_S) as pool:
-        yield lambda fn, timeout_s=10.0, sockets=False: pool.run(run, fn, timeout_s, sockets)
+        yield lambda fn, timeout_s=60.0, sockets=False: pool.run(run, fn, timeout_s, sockets)
         with pytest.raises(WorkerError):  # to end in order would be to wait for all that was left waiting
             pool.run(os._exit, 0)
 

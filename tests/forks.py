@@ -26,6 +26,9 @@ from tests.streams import backend
 
 T = TypeVar("T")
 
+#: ``heartbeat_s`` where a rank falls silent, which tests wait for. A loaded machine can keep ranks from beating for 2.
+SILENT_S = 5.0
+
 #: What a rank does, given how it tells something on the way; what it returns, it tells at its end.
 Body = Callable[[Callable[[Any], None]], object]
 
@@ -38,8 +41,7 @@ class Ranks:
         body: what each of them does in the world.
         held_by: where they meet is held by a process of its own, as a launcher does, or with ``"rank 0"`` by rank 0.
         sockets: they do without shared memory.
-        timeout_s, heartbeat_s: as in :func:`ltx.init`. Shorter than 10 s for a rank that falls silent: a loaded machine
-            can keep one that hasn't from its beats for two.
+        timeout_s, heartbeat_s: as in :func:`ltx.init`; `heartbeat_s` is :data:`SILENT_S` where a rank falls silent.
         by_arguments: ``ltx.init`` is told the rank by its arguments.
         environment: more variables of all of them.
         streams: they communicate by a backend that orders streams.
@@ -51,7 +53,7 @@ class Ranks:
         body: Body,
         held_by: str = "launcher",
         sockets: bool = False,
-        timeout_s: float = 20.0,
+        timeout_s: float = 60.0,
         heartbeat_s: float = 10.0,
         by_arguments: bool = False,
         environment: dict[str, str] | None = None,
@@ -87,7 +89,7 @@ class Ranks:
         self.lines.append(mine)
         self.processes.append(process)
 
-    def told(self, rank: int, timeout_s: float = 30.0) -> Any:
+    def told(self, rank: int, timeout_s: float = 60.0) -> Any:
         """What `rank` tells next."""
         assert self.lines[rank].poll(timeout_s), f"rank {rank} tells nothing"
         return self.lines[rank].recv()

@@ -26,11 +26,11 @@ from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import CollectiveTimeoutError, InvalidStateError, LtxError, PeerLostError, ReplicaDivergedError
 from tests.chaos import rounds
 from tests.chaos.schedule import Trouble
-from tests.forks import Ranks, settles
+from tests.forks import SILENT_S, Ranks, settles
 from tests.streams.backend import HUNG_S, StreamGroup, StreamWork, log
 from tests.streams.pool import StreamedPool, on_streams
 
-#: Heartbeats take two seconds here, and what hangs is given up by the fake device after five.
+#: Heartbeats take five seconds here, and what hangs is given up by the fake device after five.
 SOON_S = 30.0
 STEPS, FAILS = 8, 3
 
@@ -204,7 +204,7 @@ def test_a_rank_that_leaves_doesn_t_wait_for_a_peer_that_is_gone(whose: str, sta
         tell(time.time())
         raise ZeroDivisionError("the model's own")
 
-    world = started(2, body, heartbeat_s=2.0, streams=True)
+    world = started(2, body, heartbeat_s=SILENT_S, streams=True)
     began_s = world.told(0)
     assert world.told(0) == "ZeroDivisionError: the model's own"
     world.processes[0].join(SOON_S)
@@ -220,11 +220,11 @@ def test_a_rank_that_dies_or_stops(by: signal.Signals, started: Callable[..., Ra
             tell(time.time())
             os.kill(os.getpid(), by)
 
-        result = on_streams(training, die, hung_s=HUNG_S)
+        result = on_streams(training, die, hung_s=3 * HUNG_S)
         tell(time.time())
         return result
 
-    world = started(3, body, heartbeat_s=2.0)
+    world = started(3, body, heartbeat_s=SILENT_S)
     died_s = world.told(1)
     for rank in (0, 2):
         heard_s = world.told(rank)
@@ -271,10 +271,10 @@ def test_what_ranks_share_after_the_optimizer_is_there_before_the_old_state_is_w
                 train(state, torch.ones(4))
             return str(told.value), before, state.params.tolist()
 
-        result: tuple[str, list[float], list[float]] = on_streams(run, hung_s=HUNG_S)
+        result: tuple[str, list[float], list[float]] = on_streams(run, hung_s=3 * HUNG_S)
         return result
 
-    world = started(2, body, heartbeat_s=2.0)
+    world = started(2, body, heartbeat_s=SILENT_S)
     said, before, after = world.told(0)
     assert "rank 1" in said
     assert after == before
@@ -295,7 +295,7 @@ FAILURES: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("how", FAILURES)
 def test_the_host_hears_of_a_peer(how: str, failing: int, streams: bool, reads: bool, started: Any, seed: int) -> None:
     """In the device's own synchronisation it can't look around, and the watcher ends that; else at the axis' end."""
-    heartbeat_s, last = 2.0, 4
+    last = 4
 
     def loop(tell: Callable[[Any], None], seen: list[float]) -> None:
         train = ltx.train_step(
@@ -323,7 +323,7 @@ def test_the_host_hears_of_a_peer(how: str, failing: int, streams: bool, reads: 
         return time.time(), "nothing was raised", seen
 
     held_by = ["launcher", "rank 0"][seed % 2]
-    world = started(3, body, held_by, heartbeat_s=heartbeat_s, timeout_s=60.0)
+    world = started(3, body, held_by, heartbeat_s=SILENT_S)
     failed_s = world.told(failing)
     for rank in {0, 1, 2} - {failing}:
         heard_s, said, seen = world.told(rank)

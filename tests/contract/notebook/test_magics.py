@@ -52,7 +52,6 @@ class Kernel:
                 self.screen[transient["display_id"]] = shown[-1][1]
             if interrupt_at and any(interrupt_at in text for _, text in shown):
                 interrupt_at = ""
-                self.interrupted_s = time.monotonic()
                 self._manager.interrupt_kernel()
 
     def close(self) -> None:
@@ -343,11 +342,9 @@ WAITING = "if rank == 1:\n    import time\n    time.sleep(100)\nltx.barrier()"
 def test_an_interrupt_reaches_every_rank_and_the_workers_stay(kernel: Kernel, waiting: str) -> None:
     before = _pids(kernel)
     shown = kernel.run(f"%%ltx\nprint('waiting', flush=True)\n{waiting}", interrupt_at="waiting")
-    took_s = time.monotonic() - kernel.interrupted_s
     text = shown[-1][1]
     assert text.startswith("CallInterruptedError: run_cell was interrupted: rank 0 ")
     assert text.endswith("The workers keep their state, and the next run begins with a new world.")
-    assert took_s < 10  # a second on an idle machine: benchmarks.runtime
     shown = kernel.run("%%ltx\nltx.psum(torch.ones(1) * (rank + 1))")
     assert shown[-1] == ("display", "tensor([3.])")
     assert _pids(kernel) == before

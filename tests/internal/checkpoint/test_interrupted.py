@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -62,26 +61,23 @@ ONLY_RANK_0 = {
 CASES = [(place, rank) for place in PLACES for rank in (0, 1)] + [(place, 0) for place in ONLY_RANK_0]
 
 
-def after_an_interrupt(
-    place: Interrupts, interrupted: int, error: BaseException, call: Callable[[], Any]
-) -> tuple[str, float]:
-    """What `call` raises on this rank, and the seconds that took."""
+def after_an_interrupt(place: Interrupts, interrupted: int, error: BaseException, call: Callable[[], Any]) -> str:
+    """What `call` raises on this rank."""
     with pytest.MonkeyPatch.context() as patch:
         if int(ltx.axis_index()) == interrupted:
             place.put(patch, error)
-        began = time.monotonic()
         try:
             call()
         except BaseException as raised:
-            return f"{type(raised).__name__}: {raised}", time.monotonic() - began
-        return "", time.monotonic() - began
+            return f"{type(raised).__name__}: {raised}"
+        return ""
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["KeyboardInterrupt", "SystemExit"])
 @pytest.mark.parametrize(("place", "interrupted"), CASES)
 def test_in_a_save(place: str, interrupted: int, error: BaseException, ranks: Ranks, tmp_path: Path) -> None:
-    def on_a_rank() -> tuple[str, float]:
+    def on_a_rank() -> str:
         state, first = states()
         ltx.checkpoint.save(tmp_path, first)
         at = (PLACES | ONLY_RANK_0)[place]
@@ -93,11 +89,10 @@ def test_in_a_save(place: str, interrupted: int, error: BaseException, ranks: Ra
 
     results = list(ranks(3).run(on_a_rank))
     kind = type(error).__name__
-    assert results.pop(interrupted)[0].startswith(kind)
-    for said, took in results:
+    assert results.pop(interrupted).startswith(kind)
+    for said in results:
         assert said.startswith("CheckpointError: the checkpoint ")
         assert re.search(rf"wasn't saved.*: rank {interrupted}: {kind}", said)
-        assert took < 20
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step_00000000", "step_00000001"]
 
 
@@ -110,13 +105,13 @@ TOO_LATE = [
 
 @pytest.mark.parametrize(("place", "interrupted"), TOO_LATE, ids=["has told its part", "has its name", "has told"])
 def test_too_late_to_keep_others_from_saving(place: Interrupts, interrupted: int, ranks: Ranks, tmp_path: Path) -> None:
-    def on_a_rank() -> tuple[str, float]:
+    def on_a_rank() -> str:
         state, _ = states()
         return after_an_interrupt(place, interrupted, KeyboardInterrupt(), lambda: ltx.checkpoint.save(tmp_path, state))
 
     results = list(ranks(3).run(on_a_rank))
-    assert results.pop(interrupted)[0] == "KeyboardInterrupt: "
-    assert all(said == "" and took < 20 for said, took in results)
+    assert results.pop(interrupted) == "KeyboardInterrupt: "
+    assert results == ["", ""]
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -125,21 +120,20 @@ def test_the_loss_of_a_peer_is_one_on_all_that_are_left(ranks: Ranks, tmp_path: 
     place = Interrupts(StoreExchange, "collect", at="/2")
     error = PeerLostError("rank 0: the process of rank 2 is gone")
 
-    def on_a_rank() -> tuple[str, float]:
+    def on_a_rank() -> str:
         state, _ = states()
         return after_an_interrupt(place, 0, error, lambda: ltx.checkpoint.save(tmp_path, state))
 
-    for said, took in ranks(3).run(on_a_rank):
+    for said in ranks(3).run(on_a_rank):
         assert said.startswith("PeerLostError: ")
         assert str(error) in said
-        assert took < 20
     assert list(tmp_path.iterdir()) == []
 
 
 def test_while_its_copies_are_made(ranks: Ranks, tmp_path: Path) -> None:
     place = Interrupts(saving, "HostCopy")
 
-    def on_a_rank() -> list[tuple[str, float]]:
+    def on_a_rank() -> list[str]:
         def call() -> None:
             with warnings.catch_warnings(action="ignore"):
                 ltx.checkpoint.save_async(tmp_path, states()[0]).result()
@@ -147,13 +141,12 @@ def test_while_its_copies_are_made(ranks: Ranks, tmp_path: Path) -> None:
         return [after_an_interrupt(place, interrupted, KeyboardInterrupt(), call) for interrupted in range(2)]
 
     for on_rank, told in enumerate(ranks(2).run(on_a_rank)):
-        for interrupted, (said, took) in enumerate(told):
+        for interrupted, said in enumerate(told):
             if on_rank == interrupted:
                 assert said == "KeyboardInterrupt: "
             else:
                 assert f"wasn't saved to {tmp_path}" in said
                 assert f"rank {interrupted}: KeyboardInterrupt" in said
-            assert took < 20
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,7 +163,7 @@ def test_while_its_copies_are_made(ranks: Ranks, tmp_path: Path) -> None:
     ids=["the steps", "waiting", "between", "the tensors"],
 )
 def test_in_a_load(place: Interrupts, interrupted: int, ranks: Ranks, tmp_path: Path) -> None:
-    def on_a_rank() -> tuple[str, float]:
+    def on_a_rank() -> str:
         state, first = states()
         ltx.checkpoint.save(tmp_path, state)
         told = after_an_interrupt(place, interrupted, KeyboardInterrupt(), lambda: ltx.checkpoint.load(tmp_path, first))
@@ -178,10 +171,9 @@ def test_in_a_load(place: Interrupts, interrupted: int, ranks: Ranks, tmp_path: 
         return told
 
     results = list(ranks(3).run(on_a_rank))
-    assert results.pop(interrupted)[0] == "KeyboardInterrupt: "
-    for said, took in results:
+    assert results.pop(interrupted) == "KeyboardInterrupt: "
+    for said in results:
         assert re.match(rf"CheckpointError: checkpoint\.load.*: rank {interrupted}: KeyboardInterrupt", said)
-        assert took < 20
 
 
 def test_a_warning_that_is_an_error_on_rank_0(ranks: Ranks, tmp_path: Path) -> None:
@@ -195,10 +187,8 @@ def test_a_warning_that_is_an_error_on_rank_0(ranks: Ranks, tmp_path: Path) -> N
         if int(ltx.axis_index()) == 0:
             (tmp_path / "step_00000001" / "manifest.json").write_text("{}")
         ltx.barrier()
-        began = time.monotonic()
         with warnings.catch_warnings(action="error"), pytest.raises((RuntimeWarning, LtxError)) as raised:
             ltx.checkpoint.load(tmp_path, first)
-        assert time.monotonic() - began < 5
         return f"{raised.type.__name__}: {raised.value}"
 
     own, told = ranks(2).run(on_a_rank)

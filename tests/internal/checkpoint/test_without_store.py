@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,7 +37,7 @@ def without_store(before: Callable[[], Any], after: Callable[[Any], Any]) -> lis
     def body(tell: Callable[[Any], None]) -> Any:
         found = before()
         tell("ready")
-        assert gone.wait(30)
+        assert gone.wait(60)
         return after(found)
 
     world = Ranks(SIZE, body)
@@ -47,9 +46,9 @@ def without_store(before: Callable[[], Any], after: Callable[[Any], Any]) -> lis
         world.holder.kill()
         world.holder.join()
         gone.set()
-        told = [world.told(rank, 60) for rank in range(SIZE)]
+        told = [world.told(rank) for rank in range(SIZE)]
         for process in world.processes:  # they clean up behind what they have told
-            process.join(20)
+            process.join(60)
         return told
     finally:
         world.close()
@@ -101,13 +100,11 @@ def test_who_is_interrupted_tells_it(place: tuple[Any, str], tmp_path: Path) -> 
         return steps(train, state, 2)
 
     def after(state: Any) -> str:
-        began = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             if ltx.world().rank == 1:
                 patch.setattr(*place, interrupted)
             with pytest.raises((CheckpointError, KeyboardInterrupt)) as raised:
                 ltx.checkpoint.save(tmp_path, state)
-        assert time.monotonic() - began < 20
         return f"{raised.type.__name__}: {raised.value}"
 
     told = without_store(before, after)

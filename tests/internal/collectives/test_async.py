@@ -229,7 +229,7 @@ def test_nobody_waits(started: Callable[..., Forks], sockets: bool) -> None:
     world = started(2, body, sockets=sockets)
     assert [line.recv() for line in world.lines] == [(2.0, True)] * 2
     for process in world.processes:
-        process.join(20)
+        process.join(60)
         assert process.exitcode == 0
 
 
@@ -238,7 +238,7 @@ def test_a_peer_waits_while_this_rank_is_elsewhere(started: Callable[..., Forks]
     """In another library's barrier, say. A thread does this rank's part, where there is something to do."""
 
     def watched() -> bool:
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 30.0
         while _mover._watched and time.monotonic() < deadline:
             time.sleep(0.01)
         return bool(_mover._watched)
@@ -259,8 +259,8 @@ def test_a_peer_waits_while_this_rank_is_elsewhere(started: Callable[..., Forks]
             values = [future.wait() for future in futures]
         tell(([value.unique().tolist() for value in values], needless, watched()))
 
-    world = started(2, body, sockets=sockets, timeout_s=8.0)
-    assert [world.told(rank, 30.0) for rank in (0, 1)] == [([[2.0], [4.0]], False, False)] * 2
+    world = started(2, body, sockets=sockets)
+    assert [world.told(rank) for rank in (0, 1)] == [([[2.0], [4.0]], False, False)] * 2
 
 
 @pytest.mark.parametrize("sockets", [False, True])
@@ -284,12 +284,12 @@ def test_one_that_the_peer_never_begins(started: Callable[..., Forks], sockets: 
             assert str(again.value) == text
         tell((text, took_s))
 
-    world = started(2, body, sockets=sockets, timeout_s=60.0)
+    world = started(2, body, sockets=sockets)
     (text, took_s), (_, other_s) = (line.recv() for line in world.lines)
     assert text.startswith("async psum was under way when its axis was closed, and couldn't be completed: ")
     assert max(took_s, other_s) < 15
     for process in world.processes:
-        process.join(20)
+        process.join(60)
         assert process.exitcode == 0
 
 

@@ -30,7 +30,6 @@ def test_who_connects_looks_out(store: Any) -> None:
 
     with pytest.raises(PeerLostError, match="rank 1 was lost"), backends.connecting(look):
         dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=THIRTY)
-    assert time.monotonic() - began < 15
     assert not dist.is_initialized()
     assert dist.distributed_c10d.ProcessGroupGloo is dist.ProcessGroupGloo
 

@@ -18,6 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 import ltx
 from ltx.core.comm.watcher import hold_watcher
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
+from tests.forks import SILENT_S
 from tests.kinds import Ranks, Started, Tell
 
 OPENINGS: dict[str, Callable[[], Callable[[], Any]]] = {
@@ -41,10 +42,10 @@ def test_one_rank_opens_what_its_peer_does_not(opening: str, known: bool, starte
         open_it()
         return "opened"
 
-    world = started(2, body, timeout_s=60.0)
+    world = started(2, body)
     assert [world.told(rank) for rank in range(2)] == ["goes on"] * 2
     for rank in range(2):
-        text = world.told(rank, 15.0)
+        text = world.told(rank)
         assert text.startswith(f"rank {rank}: ranks disagree on what they call, and wait for each other: rank 0: ")
         assert "opening axis " in text
         assert "(test_opening.py:" in text
@@ -64,10 +65,10 @@ def test_a_peer_that_dies(started: Started) -> None:
         tell("found")
         os._exit(0)  # to end in order would be to wait for the peer
 
-    world = started(2, body, timeout_s=60.0, heartbeat_s=2.0)
+    world = started(2, body, heartbeat_s=SILENT_S)
     assert world.told(1) == "ends"
     world.processes[1].kill()
-    assert world.told(0, 20.0) == "found"
+    assert world.told(0) == "found"
 
 
 @pytest.mark.full(but=2)
@@ -98,7 +99,7 @@ def test_a_peer_whose_world_has_ended(how: str, text: str, started: Started) -> 
             ltx.axis_from_group([0, 1], "both")
         tell(f"{type(raised.value).__name__}: {raised.value}")
 
-    world = started(2, body, timeout_s=60.0)
+    world = started(2, body)
     assert world.told(0).startswith(text)
 
 
@@ -128,7 +129,7 @@ def interrupted() -> None:
 
 
 def timed_out() -> None:
-    text = r"rank 0: opening axis 'ranks \[0, 1\], 1': ranks \[1\] didn't come to open it too within 2 s\. All of its "
+    text = r"rank 0: opening axis 'ranks \[0, 1\], 1': ranks \[1\] didn't come to open it too within 6 s\. All of its "
     with pytest.raises(CollectiveTimeoutError, match=text):
         ltx.axis_from_group([0, 1])
 
@@ -144,10 +145,10 @@ def test_a_rank_that_has_given_up_leaves_nothing_and_tries_again(give_up: Callab
             with pytest.raises(AxisError, match="no axis called"):
                 ltx.psum(torch.ones(1), "ranks [0, 1], 1")
             store.set("has given up", "")
-        store.wait(["has given up"], timedelta(seconds=30))
+        store.wait(["has given up"], timedelta(seconds=60))
         with ltx.axis_from_group([0, 1]) as both:
             assert both.name == "ranks [0, 1], 1"
             return float(ltx.psum(torch.ones(()), both))
 
-    world = started(2, body, timeout_s=2.0 if give_up is timed_out else 60.0, heartbeat_s=10.0)
+    world = started(2, body, timeout_s=6.0 if give_up is timed_out else 60.0)
     assert [world.told(rank) for rank in range(2)] == [2.0, 2.0]

@@ -17,6 +17,7 @@ import torch
 import ltx
 from ltx.core.comm.chunks import CHUNK_BYTES
 from ltx.core.comm.shared_memory import COUNTERS_BYTES, SLOTS, SharedMemoryTransport, progress_everywhere
+from tests.forks import settles
 
 
 def transport_of() -> Any:
@@ -93,11 +94,10 @@ def die_or_wait(rank_that_dies: int) -> str:
     rank, channel = int(ltx.axis_index()), ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
     if rank == rank_that_dies:
         os.kill(os.getpid(), 9)
-    began = time.monotonic()
     try:
         channel.issue("psum", torch.ones(10), "test").wait()
     except ltx.errors.PeerLostError as error:
-        return f"{time.monotonic() - began:.1f} s: {error}"
+        return str(error)
     return "no error"
 
 
@@ -129,10 +129,8 @@ def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], h
 
     with pytest.raises(ltx.errors.WorkerError):
         ranks(2).run(run)
-    deadline = time.monotonic() + 5
-    while not note.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert "the process of rank 1 is gone" in note.read_text()
+    said = settles(lambda: note.read_text() if note.exists() else "", bool)
+    assert "the process of rank 1 is gone" in said
 
 
 def exchanged_beside(seed: int) -> int:
@@ -167,7 +165,7 @@ def exchanged_beside(seed: int) -> int:
 
 @pytest.mark.full
 def test_several_threads_may_wait_at_once(on_new_axis: Callable[..., Any], seed: int) -> None:
-    assert on_new_axis(lambda: exchanged_beside(seed), timeout_s=20.0).replicated() == 0
+    assert on_new_axis(lambda: exchanged_beside(seed)).replicated() == 0
 
 
 @pytest.mark.full

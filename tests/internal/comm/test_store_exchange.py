@@ -106,7 +106,7 @@ def test_a_file_in_place_of_a_store(tmp_path: Path) -> None:
 
 def test_threads_that_use_it_are_waited_for() -> None:
     exchange, done, may_end = exchanges()[0], list[int](), threading.Event()
-    thread = threading.Thread(target=lambda: (may_end.wait(10), done.append(1)))
+    thread = threading.Thread(target=lambda: (may_end.wait(60), done.append(1)))
     exchange.hold(thread)
     thread.start()
     may_end.set()

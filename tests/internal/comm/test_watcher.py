@@ -28,7 +28,7 @@ from ltx.core.comm.channel import Work
 from ltx.core.comm.diagnosis import Record, Status
 from ltx.core.comm.watcher import Watcher, hold_watcher, release_watcher
 from ltx.errors import LtxError
-from tests.forks import Ranks, free_port, hold_store
+from tests.forks import SILENT_S, Ranks, free_port, hold_store, settles
 
 ROOT = Path(__file__).parents[3]
 SIZE = 3
@@ -48,14 +48,14 @@ def _sum(tell: Callable[[str], None]) -> None:
 def ranks() -> Iterator[Callable[..., Ranks]]:
     started: list[Ranks] = []
 
-    def start(body: Body, held_by: str = "rank 0", timeout_s: float = 30.0, **kwargs: Any) -> Ranks:
+    def start(body: Body, held_by: str = "rank 0", timeout_s: float = 60.0, **kwargs: Any) -> Ranks:
         def goes_on(tell: Callable[[Any], None]) -> None:
             ltx.psum(torch.ones(3))
             tell("up")
             body(ltx.world().rank, tell)
             time.sleep(60)  # the others are to find their errors by themselves, not by this one's end
 
-        started.append(Ranks(SIZE, goes_on, held_by, timeout_s=timeout_s, heartbeat_s=2.0, **kwargs))
+        started.append(Ranks(SIZE, goes_on, held_by, timeout_s=timeout_s, heartbeat_s=SILENT_S, **kwargs))
         assert [started[-1].told(rank) for rank in range(SIZE)] == ["up"] * SIZE
         return started[-1]
 
@@ -92,17 +92,15 @@ def test_a_process_that_is_stopped(stopped: int, sockets: bool, ranks: Callable[
 
     world = ranks(body, sockets=sockets)
     others = [rank for rank in range(SIZE) if rank != stopped]
-    began = time.monotonic()
     told = {rank: world.told(rank) for rank in others}
-    assert time.monotonic() - began < 25
     for rank, text in told.items():
         assert text.startswith("PeerLostError after "), text
         assert f"rank {rank}: " in text
         if stopped == 0:  # it holds the store
-            assert "the store through which the ranks meet hasn't answered for 2 s" in text
+            assert f"the store through which the ranks meet hasn't answered for {SILENT_S:g} s" in text
             assert "rank 0's" in text
         else:
-            assert f"rank {stopped} on axis 'data' has shown no sign of life for 2 s" in text
+            assert f"rank {stopped} on axis 'data' has shown no sign of life for {SILENT_S:g} s" in text
         assert "It waited for psum (issue 2)." in text
 
 
@@ -117,21 +115,17 @@ def test_a_shorter_heartbeat_than_before_has_shorter_pauses() -> None:
     """As where a process group was an axis before ``ltx.init(heartbeat_timeout=)``."""
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     stores = [store, dist.TCPStore("127.0.0.1", store.port)]  # type: ignore[attr-defined]
-    beats = [hold_watcher(each, rank, heartbeat_s) for heartbeat_s in (10.0, 1.5) for rank, each in enumerate(stores)]
+    beats = [hold_watcher(each, rank, heartbeat_s) for heartbeat_s in (60.0, 3.0) for rank, each in enumerate(stores)]
     for watcher in beats[:2]:
         watcher.axes["both"] = Both()
     try:
-        end = time.monotonic() + 2.5
+        end = time.monotonic() + 3.5
         while time.monotonic() < end:
             assert beats[0].gone() == set()
             time.sleep(0.05)
         for _ in range(2):
             release_watcher(beats[1])
-        began = time.monotonic()
-        while beats[0].gone() != {1}:
-            assert time.monotonic() - began < 10
-            time.sleep(0.05)
-        assert time.monotonic() - began < 8
+        assert settles(beats[0].gone, {1}.__eq__) == {1}
     finally:
         for _ in range(2):
             release_watcher(beats[0])
@@ -142,7 +136,7 @@ def test_who_waited_for_a_stopped_peer_can_end() -> None:
     """Though that still holds its end of every connection, and gloo waits for it."""
     script = (
         "import os, signal, torch, ltx\nfrom datetime import timedelta\n"
-        "with ltx.init(heartbeat_timeout=timedelta(seconds=2)) as world:\n"
+        "with ltx.init(heartbeat_timeout=timedelta(seconds=5)) as world:\n"
         "    ltx.psum(torch.ones(3))\n"
         "    if world.rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "    ltx.psum(torch.ones(3))\n"
@@ -158,7 +152,7 @@ def test_who_waited_for_a_stopped_peer_can_end() -> None:
     ]
     try:
         for rank in (0, 2):
-            _, err = processes[rank].communicate(timeout=50)
+            _, err = processes[rank].communicate(timeout=100)
             assert processes[rank].returncode == 1, err
             # Seen by itself, or heard from the other that left because of it.
             assert f"PeerLostError: rank {rank}: " in err
@@ -174,11 +168,11 @@ def test_a_slow_peer_is_no_lost_one(ranks: Callable[..., Ranks]) -> None:
     """One that computes in Python, one that sleeps: both for longer than the heartbeat timeout."""
 
     def body(rank: int, tell: Callable[[str], None]) -> None:
-        end = time.monotonic() + 4
+        end = time.monotonic() + SILENT_S + 2
         while rank == 0 and time.monotonic() < end:
             pass
         if rank == 1:
-            time.sleep(4)
+            time.sleep(SILENT_S + 2)
         _sum(tell)
 
     world = ranks(body)
@@ -196,9 +190,9 @@ def test_a_rank_that_came_is_not_named_though_it_is_behind(ranks: Callable[..., 
             except LtxError as error:
                 tell(f"{type(error).__name__}: {error}")
 
-    text = ranks(body, timeout_s=3).told(0)
+    text = ranks(body, timeout_s=6).told(0)
     assert text.startswith("CollectiveTimeoutError: rank 0: async psum (issue 4) on axis 'data'"), text
-    assert "within 3 s: rank 2 is at issue 2 and never came to it. Every rank must call" in text
+    assert "within 6 s: rank 2 is at issue 2 and never came to it. Every rank must call" in text
 
 
 @pytest.mark.full
@@ -246,17 +240,16 @@ def test_waiting_costs_the_store_as_much_however_many_ranks_there_are(started: C
         asked.clear()
         if ltx.world().is_global_zero:
             time.sleep(3.0)
+        began = time.monotonic()
         ltx.psum(torch.ones(3))
-        tell(len(asked))
+        tell((len(asked), time.monotonic() - began))
         time.sleep(1.0)  # so that nobody's end is part of what another one sees
 
-    requests: dict[int, int] = {}
     for size in (2, 4, 6):
-        world = started(size, body, heartbeat_s=10.0)
-        requests[size] = [world.told(rank) for rank in range(size)][1]
-    # 3 N + 1 each tenth of a second would be 210, 390 and 570. A round more or less, where the machine is slow, is six.
-    assert all(abs(number - requests[2]) <= 12 for number in requests.values()), requests
-    assert max(requests.values()) < 60, requests
+        world = started(size, body)
+        requests, waited_s = [world.told(rank) for rank in range(size)][1]
+        assert waited_s > 1.0
+        assert requests < 20 * waited_s + 12, size  # 3 N + 1 each tenth of a second would be 70, 130 and 190 a second
 
 
 class Door:
@@ -305,9 +298,9 @@ def test_a_world_opens_three_connections_a_rank_before_it_expects_answers(slow_s
         patch.setattr(PrefixStore, "clone", clones)
         door = Door(port, slow_s)
         through = {"MASTER_PORT": str(door.port)}
-        world = Ranks(SIZE, body, timeout_s=60.0, heartbeat_s=heartbeat_s, environment=through)
+        world = Ranks(SIZE, body, heartbeat_s=heartbeat_s, environment=through)
     try:
-        assert [world.told(rank, 60.0) for rank in range(SIZE)] == [SIZE] * SIZE
+        assert [world.told(rank) for rank in range(SIZE)] == [SIZE] * SIZE
         assert door.count == 3 * SIZE
     finally:
         world.close()
@@ -334,15 +327,13 @@ def test_rank_0_dies_with_the_store_while_ranks_save(at: str, tmp_path: Path, st
         ltx.checkpoint.save(tmp_path, state)
         return "saved"
 
-    world = started(SIZE, body, held_by="rank 0", sockets=True, timeout_s=60.0, heartbeat_s=2.0)
+    world = started(SIZE, body, held_by="rank 0", sockets=True, heartbeat_s=SILENT_S)
     assert [world.told(rank) for rank in range(SIZE)] == ["saved"] * SIZE
-    died = time.monotonic()
     for rank in (1, 2):
         said = world.told(rank)
         assert said.startswith(f"PeerLostError: rank {rank}: checkpoint.save failed: the process of rank 0 is gone"), (
             said
         )
-    assert time.monotonic() - died < 40  # of 60
     assert not list(tmp_path.glob(".ltx-exchange-*"))
 
 
@@ -364,20 +355,18 @@ def test_a_peer_that_goes_after_the_store(
         )
         ltx.psum(torch.ones(3))
         tell("up")
-        assert over.wait(30)
+        assert over.wait(60)
         if ltx.world().rank == gone:
             os.kill(os.getpid(), how)
         ltx.checkpoint.save(tmp_path, state) if what == "save" else ltx.psum(torch.ones(3))
 
-    world = started(size, body, sockets=True, timeout_s=60.0, heartbeat_s=2.0)
+    world = started(size, body, sockets=True, heartbeat_s=SILENT_S)
     assert [world.told(rank) for rank in range(size)] == ["up"] * size
     world.holder.kill()
     world.holder.join()
     over.set()
-    began, others = time.monotonic(), [rank for rank in range(size) if rank != gone]
-    for rank in others:
+    for rank in set(range(size)) - {gone}:
         assert world.told(rank).startswith(f"PeerLostError: rank {rank}: ")
-    assert time.monotonic() - began < 40  # of 60; some 3 on an idle machine
 
 
 def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Callable[..., Ranks]) -> None:
@@ -396,12 +385,10 @@ def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Callable[...
             time.sleep(0.05)
             work._channel.look_around(began, work._number, work._label)
 
-    world = started(2, body, held_by="rank 0", sockets=True, timeout_s=60.0, heartbeat_s=1.0)
+    world = started(2, body, held_by="rank 0", sockets=True, heartbeat_s=SILENT_S)
     assert [world.told(rank) for rank in range(2)] == ["up"] * 2
-    began = time.monotonic()
     said = world.told(1)
     assert said.startswith("PeerLostError: rank 1: rank 0 on axis 'data' is gone, and with it the store"), said
-    assert time.monotonic() - began < 40  # of 60
 
 
 def test_rank_0_does_not_wait_for_the_dead_to_hear_why_it_leaves(started: Callable[..., Ranks]) -> None:
@@ -413,6 +400,6 @@ def test_rank_0_does_not_wait_for_the_dead_to_hear_why_it_leaves(started: Callab
             os.kill(os.getpid(), signal.SIGKILL)
         ltx.psum(torch.ones(3))
 
-    world = started(3, body, timeout_s=60.0, heartbeat_s=60.0)
+    world = started(3, body, heartbeat_s=60.0)
     assert [world.told(rank) for rank in range(3)] == ["up"] * 3
     assert world.told(0).startswith("PeerLostError: rank 0: ")  # told once its world has ended

@@ -55,7 +55,7 @@ def _call_elsewhere(frame: bytes) -> str:
     )
     path = pickle.dumps(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", program, str(len(path))], input=path + frame, capture_output=True, timeout=30
+        [sys.executable, "-c", program, str(len(path))], input=path + frame, capture_output=True, timeout=100
     )
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode().strip()

@@ -28,7 +28,7 @@ def test_a_directory_in_use_is_locked_against_a_second_run(started: Callable[...
         def on_step(state: Any, *_: Any) -> None:
             if state.step in (4, 6):
                 tell(ltx.world().size)
-                assert go.acquire(timeout=20)
+                assert go.acquire(timeout=60)
                 if state.step == 4 and ltx.world().rank == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -65,14 +65,14 @@ def test_processes_that_leave_at_once_leave_nothing(tmp_path: Path) -> None:
     def leave(first: bool) -> None:
         for _ in range(40):
             if not first:
-                together.wait(20)
+                together.wait(60)
             hold = Hold(tmp_path, first)
             if first:
-                together.wait(20)
-            together.wait(20)
+                together.wait(60)
+            together.wait(60)
             hold.release()
-            together.wait(20)
-            together.wait(20)  # while it is looked at
+            together.wait(60)
+            together.wait(60)  # while it is looked at
 
     processes = [context.Process(target=leave, args=(first,)) for first in (True, False)]
     for process in processes:
@@ -80,9 +80,9 @@ def test_processes_that_leave_at_once_leave_nothing(tmp_path: Path) -> None:
     found = []
     for _ in range(40):
         for _ in range(3):
-            together.wait(20)
+            together.wait(60)
         found += os.listdir(tmp_path)
-        together.wait(20)
+        together.wait(60)
     for process in processes:
         process.join()
     assert found == []

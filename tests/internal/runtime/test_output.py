@@ -123,7 +123,7 @@ def test_the_end_of_a_worker_whose_children_live_on(kind: str, pids: Path) -> No
         os.kill(os.getpid(), signal.SIGKILL)
 
     with Pool(1) as pool, pytest.raises(CallFailedError, match=r"^rank 0 of 1 was killed by SIGKILL"):
-        pool.run(end, timeout_s=10.0)
+        pool.run(end)
 
 
 @pytest.mark.full

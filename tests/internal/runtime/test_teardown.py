@@ -29,7 +29,7 @@ def name_of(thread):
         return ""
 def gloo_threads():
     return sum("gloo" in name_of(thread) for thread in glob.glob("/proc/self/task/*/comm"))
-timeout = timedelta(seconds=30)
+timeout = timedelta(seconds=60)
 """
 
 # For each: the script, and the exit status and last line of each rank.
@@ -116,7 +116,7 @@ def _run_both(script: str) -> tuple[list[tuple[int, str]], list[str]]:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=45) for process in processes]
+        outputs = [process.communicate(timeout=100) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -172,7 +172,7 @@ def test_torchrun_itself(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     process = _launch([*command, f"--master-port={free_port()}", str(script)])
     try:
-        out, err = process.communicate(timeout=50)
+        out, err = process.communicate(timeout=100)
     finally:
         process.kill()
     assert process.returncode == 0, err

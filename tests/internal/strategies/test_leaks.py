@@ -85,7 +85,7 @@ def _assert_nothing_left(by_rank: Any) -> None:
 @pytest.mark.covering(1, of=lambda overlap: ())
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_steps_leave_nothing_behind(overlap: Overlap, on_new_axis: OnNewAxis, seed: int) -> None:
-    _assert_nothing_left(on_new_axis(lambda: _grown(overlap, seed, STEPS), timeout_s=40.0))
+    _assert_nothing_left(on_new_axis(lambda: _grown(overlap, seed, STEPS), timeout_s=90.0))
 
 
 @pytest.mark.full

@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -247,24 +246,20 @@ def test_peers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    began = time.monotonic()
     with pytest.raises(
         WorldError, match=r"rank 0 of 2 couldn't set up .*\(gloo\) at 127.0.0.1:\d+ within 1 s: (.|\n)*all 2 ranks"
     ):
         init(timeout=timedelta(seconds=1))
-    assert time.monotonic() - began < 20
     assert not dist.is_initialized()
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     assert init().size == 1
 
 
 def test_an_unknown_host_is_told_at_once() -> None:
-    began = time.monotonic()
     with pytest.raises(
         WorldError, match=r"meet at 'no-such-host.invalid', a host that isn't known here: .*MASTER_ADDR"
     ):
         init(rank=1, size=2, master="no-such-host.invalid:29500")
-    assert time.monotonic() - began < 20
     assert init(rank=0, size=1).size == 1
 
 
