@@ -60,18 +60,6 @@ def test_gradients_flow_through_gather_all_tensors(ranks: Ranks) -> None:
         torch.testing.assert_close(hvp, -weight * torch.sin(xs[k]))
 
 
-def test_dtypes_that_differ(ranks: Ranks) -> None:
-    def run() -> str:
-        with pytest.raises(RankMismatchError) as caught:
-            ltx.gather_all_tensors(
-                torch.zeros(1 + int(ltx.axis_index()), dtype=[torch.int32, torch.float32][ltx.axis_index()])
-            )
-        return str(caught.value)
-
-    message = ranks(2).run(run).replicated()
-    assert "rank 0: int32[1]; rank 1: float32[2]" in message
-
-
 @pytest.mark.parametrize("splits", [(1, 4, 0), (2, 2, 2), (0, 0, 3)], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_all_gather(ranks: Ranks, splits: tuple[int, ...], dim: int) -> None:
@@ -466,26 +454,14 @@ def test_both_known(on_new_axis: Callable[..., Any]) -> None:
 
 
 def test_what_can_not_be_inferred(ranks: Ranks) -> None:
-    def run() -> list[str]:
-        rank, found = int(ltx.axis_index()), []
-        for x in (
-            {"w": torch.ones(2, 3 + rank)},  # another dimension
-            {"w": torch.ones(2, 3, dtype=[torch.float32, torch.float64][rank])},
-            {"w": torch.ones(2) if rank else torch.tensor(1.0)},
-            {f"w{rank}": torch.ones(2)},
-        ):
-            with pytest.raises(RankMismatchError) as caught:
-                ltx.all_gather(x, tiled=True, splits="infer")
-            found.append(str(caught.value))
+    def run() -> str:
+        with pytest.raises(RankMismatchError, match=r"rank 0: float32\[\]; rank 1: float32\[any\]"):
+            ltx.all_gather({"w": torch.ones(2) if ltx.axis_index() else torch.tensor(1.0)}, tiled=True, splits="infer")
         with pytest.raises(AxisError, match=r"all_gather: dim=0 is out of range for a tensor of shape \[\]"):
             ltx.all_gather(torch.tensor(1.0), tiled=True, splits="infer")
         with pytest.raises(RankMismatchError) as caught:
-            ltx.all_gather(torch.ones(17 + rank), tiled=True)
-        return [*found, str(caught.value)]
+            ltx.all_gather(torch.ones(17 + int(ltx.axis_index())), tiled=True)
+        return str(caught.value)
 
-    shape, dtype, dims, names, hint = ranks(2).run(run).replicated()
-    assert "leaf 'w': rank 0: float32[any, 3]; rank 1: float32[any, 4]" in shape
-    assert "rank 0: float32[any, 3]; rank 1: float64[any, 3]" in dtype
-    assert "rank 0: float32[]; rank 1: float32[any]" in dims
-    assert "leaf 'w0': rank 0: float32[any]; rank 1: no such leaf" in names
+    hint = ranks(2).run(run).replicated()
     assert hint.endswith('shapes and dtypes; ltx.all_gather(x, tiled=True, splits="infer") takes unequal lengths.')

@@ -27,7 +27,11 @@ def tables(rank: Rank) -> Any:
     return {"a": None, "b": sparse(2.0)} if rank else {"a": sparse(1.0), "b": None}
 
 
-# name -> (a call, this rank's tree, the leaf that the error names)
+def infers(x: Any) -> Any:
+    return ltx.all_gather(x, tiled=True, splits="infer")
+
+
+# name -> (a call, this rank's tree, what the error names)
 DIFFERENT: dict[str, tuple[Callable[[Any], Any], Callable[[Rank], Any], str]] = {
     "each lacks a table": (ltx.sync_gradients, tables, "'a'"),
     "psum of those": (ltx.psum, tables, "'a'"),
@@ -44,6 +48,15 @@ DIFFERENT: dict[str, tuple[Callable[[Any], Any], Callable[[Rank], Any], str]] = 
         "'e'",
     ),
     "adasum": (ltx.adasum, lambda r: {"w": torch.ones(2 + r)}, "'w'"),
+    "all_gather, another dtype": (infers, lambda r: {"w": torch.ones(2, dtype=[torch.int32, torch.int64][r])}, "int64"),
+    "all_gather, another dimension": (infers, lambda r: {"w": torch.ones(2, 3 + r)}, "any, 4"),
+    "all_gather, another number of dimensions": (infers, lambda r: {"w": torch.ones([2] * (1 + r))}, "leaf 'w'"),
+    "all_gather, another name": (infers, lambda r: {f"w{r}": torch.ones(2)}, "'w0'"),
+    "gather_all_tensors": (
+        ltx.gather_all_tensors,
+        lambda r: torch.zeros(1 + r, dtype=[torch.int32, torch.float32][r]),
+        "float32",
+    ),
     "reduce": (ltx.reduce, lambda r: {f"loss_{r}": torch.tensor(1.0), "name": "a"}, "'loss_0'"),
     "reduce, product": (lambda x: ltx.reduce(x, "product"), lambda r: {f"loss_{r}": torch.ones(7)}, "'loss_0'"),
     "all_gather, splits": (

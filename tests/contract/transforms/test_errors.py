@@ -395,17 +395,6 @@ def test_ranks_that_disagree_in_training(name: str, ranks: Ranks) -> None:
     assert ranks(2).run(on_both, make, "train_step", False).replicated() == text.format(operation)
 
 
-def at_different_collectives() -> str:
-    with own_axis() as axis, pytest.raises(RankMismatchError) as raised:
-        ltx.sync_gradients(A, axis=axis) if ltx.world().rank else ltx.psum(A, axis)
-    return str(raised.value)
-
-
-def test_ranks_at_different_new_collectives(ranks: Ranks) -> None:
-    message = ranks(2).run(at_different_collectives).replicated()
-    assert message.startswith("axis 'own': ranks disagree on the operation: rank 0: psum; rank 1: sync_gradients.")
-
-
 # --- after an error the state is as it was ---------------------------------------------------------------------------
 
 

@@ -54,89 +54,57 @@ def rounds_of(trace: Any) -> int:
 # --- by the clock ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_ranks_go_at_their_own_pace_and_end_together(n: int, ranks: Ranks) -> None:
-    """Nobody waits in a step, nothing that a rank learns is lost, and finish ends with the same mean for all."""
+@pytest.mark.parametrize(("n", "node"), [(2, 1), (3, 1), (4, 2)], ids=["2 ranks", "3 ranks", "2 nodes"])
+def test_nodes_go_at_their_own_pace_and_end_together(n: int, node: int, ranks: Ranks) -> None:
+    """Nobody waits in a step, nothing that a node learns is lost, and finish ends with the same mean for all.
+
+    The ranks of a node hold the same parameters at every step, with the mean gradient.
+    """
+    nodes = n // node
+    strategy = AsyncAveraging(sync_interval_ms=0, hierarchical=True, node_size=node) if node > 1 else ALWAYS
 
     def run() -> Any:
         rank = int(ltx.axis_index())
-        blocked = [rank == n - 1]
+        place, blocked = rank // node, [rank // node == nodes - 1]
 
         def held_up(params: dict[str, Tensor], x: Tensor) -> Tensor:
             if blocked.pop() if blocked else False:
-                ltx.barrier()  # in its first step the last rank waits until the others have done all of theirs
+                ltx.barrier()  # in its first step the last node waits until the others have done all of theirs
             return loss(params, x)
 
-        train, results = trainer(ALWAYS, held_up), []
-        state = train.init(start())
+        train, results, alike = trainer(strategy, held_up), [], True
+        state, mates = train.init(start()), ltx.core.ranks.axis.inner(ltx.core.comm.resolve(None), node)
         with ltx.profile.record() as trace:
-            for steps in (5 * rank + 3, 2 * (n - rank)):  # after the first finish the others are the slow ones
+            for steps in (5 * place + 3, 2 * (nodes - place)):  # after the first finish the others are the slow ones
                 for step in range(steps):
                     state, metrics = train(state, torch.tensor(float(rank + 1)))
-                    if rank < n - 1 and not results and step == steps - 1:
+                    alike &= len(ltx.all_gather(state.params["w"], mates).unique(dim=0)) == 1
+                    if place < nodes - 1 and not results and step == steps - 1:
                         ltx.barrier()
                 state = train.finish(state)
                 results.append((went(state), state.pending, state.step))
-        return results, rounds_of(trace), metrics.loss.item()
+        return results, rounds_of(trace), metrics.loss.item(), alike
 
-    both = ranks(n).run(run)
+    found = list(ranks(n).run(run))
     learned = 0.0
     for phase in range(2):
-        phases = [results[phase] for results, _, _ in both]
-        learned -= LR * sum((r + 1) * (5 * r + 3, 2 * (n - r))[phase] for r in range(n)) / n
-        for by_name, pending, _ in phases:
+        for place in range(nodes):
+            mean = node * place + (node + 1) / 2
+            learned -= LR * mean * (5 * place + 3, 2 * (nodes - place))[phase] / nodes
+        for results, *_ in found:
+            by_name, pending, _ = results[phase]
             assert pending is None
             for name, x in by_name.items():
                 torch.testing.assert_close(x, torch.full_like(x, learned), rtol=0, atol=1e-9)
-                assert torch.equal(x, phases[0][0][name])
-    assert [results[1][2] for results, _, _ in both] == [5 * r + 3 + 2 * (n - r) for r in range(n)]
-    counts = {rounds for _, rounds, _ in both}
+                assert torch.equal(x, found[0][0][phase][0][name])
+    assert [results[1][2] for results, *_ in found] == [5 * (r // node) + 3 + 2 * (nodes - r // node) for r in range(n)]
+    counts = {rounds for _, rounds, *_ in found}
     assert len(counts) == 1, "all have begun the same number of rounds"
     assert counts.pop() >= 4
-    assert len({own for _, _, own in both}) == n, "losses are the ranks' own"
-
-
-def test_nodes_go_at_their_own_pace_and_end_together(ranks: Ranks) -> None:
-    """The ranks of a node hold the same parameters at every step, with the mean gradient; nodes don't wait."""
-
-    def run() -> Any:
-        rank = int(ltx.axis_index())
-        place, blocked = rank // 2, [rank > 1]
-
-        def held_up(params: dict[str, Tensor], x: Tensor) -> Tensor:
-            if blocked.pop() if blocked else False:
-                ltx.barrier()  # in its first step the second node waits until the first one has done all of its own
-            return loss(params, x)
-
-        train = trainer(AsyncAveraging(sync_interval_ms=0, hierarchical=True, node_size=2), held_up)
-        state, same, results = train.init(start()), True, []
-        mates = ltx.core.ranks.axis.inner(ltx.core.comm.resolve(None), 2)
-        with ltx.profile.record() as trace:
-            for steps in (5 * place + 3, 2 * (2 - place)):  # after the first finish the first node is the slow one
-                for step in range(steps):
-                    state, metrics = train(state, torch.tensor(float(rank + 1)))
-                    both = ltx.all_gather(state.params["w"], mates)
-                    same = same and torch.equal(both[0], both[1])
-                    if place == 0 and not results and step == steps - 1:
-                        ltx.barrier()
-                state = train.finish(state)
-                results.append(went(state))
-        return results, rounds_of(trace), metrics.loss.item(), same
-
-    found = list(ranks(4).run(run))
-    learned = 0.0
-    for phase in range(2):
-        for place in range(2):
-            learned -= LR * (2 * place + 1.5) * (5 * place + 3, 2 * (2 - place))[phase] / 2
-        for results, _, _, _ in found:
-            for name, x in results[phase].items():
-                torch.testing.assert_close(x, torch.full_like(x, learned), rtol=0, atol=1e-9)
-                assert torch.equal(x, found[0][0][phase][name])
-    assert all(same for _, _, _, same in found)
-    assert len({rounds for _, rounds, _, _ in found}) == 1
-    assert found[0][1] >= 4
-    losses = [own for _, _, own, _ in found]
-    assert losses[0] == losses[1] != losses[2] == losses[3]
+    assert all(alike for *_, alike in found)
+    losses = [[own for _, _, own, _ in found][place * node : place * node + node] for place in range(nodes)]
+    assert all(len(set(of_node)) == 1 for of_node in losses)
+    assert len({of_node[0] for of_node in losses}) == nodes, "losses are the nodes' own"
 
 
 def test_rounds_keep_their_distance(ranks: Ranks) -> None:
