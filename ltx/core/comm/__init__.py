@@ -1,4 +1,4 @@
-"""The one door to the network: every collective of every layer is issued through here."""
+"""All communication of ltx: every collective is issued through this package."""
 
 from ltx.core.comm.axis_comm import AxisComm as AxisComm
 from ltx.core.comm.backends import HostCopy as HostCopy

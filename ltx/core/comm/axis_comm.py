@@ -50,7 +50,7 @@ class NewGroup:
     backend: str  # as torch.distributed.new_group takes it
 
 
-_HISTORY = 1024  # this many collectives in the background are remembered
+_HISTORY = 1024  # the number of background collectives that a channel's history keeps
 
 
 class AxisComm(Ranks):
@@ -108,7 +108,7 @@ class AxisComm(Ranks):
         self.watcher.deadlocks.counts[self.label] = self.negotiation.counts
 
     def _meet(self) -> None:
-        """Return once all ranks have come to open the axis, in the store.
+        """Wait in the store until all ranks have come to open the axis.
 
         torch makes groups in C++. A rank whose peers don't come waits there for as long as the axis' timeout, and
         neither Ctrl-C nor the end of a peer interrupts that wait.
@@ -122,7 +122,7 @@ class AxisComm(Ranks):
         try:
             self.come(OPENED, OPENED, 1, f"opening axis {self.name!r}", "open it too", fix)
         except BaseException:
-            # The next attempt is this one again.
+            # Undo the count, so that the next attempt gets the same number.
             del counts[self.label], self.watcher.axes[self.label]
             with suppress(PeerLostError):
                 self._world_store.add(self._count, -1)
@@ -163,7 +163,7 @@ class AxisComm(Ranks):
         how, in_turn = (host, self.timeout, described, self._refuse_gone), name.startswith(BUCKETS)
         group = open_group(self.global_ranks, label, *how, in_turn=in_turn)
         transport = None
-        # Not if the backend orders tensors on the host by streams, as that of tests/streams does.
+        # Not if the host's backend orders streams, as the backend in tests/streams does.
         if not background and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
             transport = open_transport(
                 self.rank,
@@ -268,7 +268,7 @@ class AxisComm(Ranks):
 
     @property
     def device_outstanding(self) -> bool:
-        """Whether the device has collectives of the axis left to do, as :attr:`StreamGroup.outstanding`."""
+        """Whether the device hasn't completed all collectives of the axis yet; see :attr:`StreamGroup.outstanding`."""
         return self._stream_group is not None and self._stream_group.outstanding
 
     def abort_device(self) -> None:
@@ -323,9 +323,10 @@ class AxisComm(Ranks):
         self._world_store.close()
 
     def look_after_device(self) -> None:
-        """Abort collectives that the device, and the host with it, waits for in vain; called with the watcher's ticks.
+        """Abort collectives for which the device (and so the host) waits in vain. The watcher calls it with each tick.
 
-        The wait that finds the abort says why. Without the store all that is known is that rank 0 held it.
+        The wait that finds the abort says why. Without the store all that is known is that rank 0, which held it, is
+        gone.
         """
         group = self._stream_group if self._opened else None
         if group is None or group.aborted:
@@ -355,15 +356,15 @@ class AxisComm(Ranks):
             unread.wait()
 
     def release(self) -> list[dist.ProcessGroup]:
-        """Give up the process groups that this axis holds besides its channels, and return them."""
+        """Drop and return the process groups that this axis holds besides those of its channels."""
         groups = [] if self.group is None else [self.group]
-        self.group = self._stream_group = None  # the channels hold that, too
+        self.group = self._stream_group = None  # the channels hold the stream group, too
         return groups
 
     def negotiate(
         self, channel: Channel, key: Any, describe: Callable[[], Signature], offer: Callable[[], Any] = lambda: None
     ) -> Agreement:
-        """Make sure that all ranks are about to issue the same thing on `channel`; raises on every rank if they aren't.
+        """Raise on every rank unless all ranks are about to issue the same collective on `channel`.
 
         Equal keys mean equal signatures: a known key costs a dictionary look-up. For a new key `describe` is called,
         and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank 0's.
@@ -379,7 +380,7 @@ class AxisComm(Ranks):
             signature = describe()
             phase = self._phases.index(channel) if channel in self._phases else None
             with nullcontext() if phase is None else self.recovery.leaving_with_peers():
-                on = channel if phase is None else self._phases[phase]  # which may be a new one
+                on = channel if phase is None else self._phases[phase]  # the recovery may have replaced the channel
                 value = self.negotiation.compare(on, signature, offer())
             known = self._known[key] = Agreement(signature, signature.fingerprint, value)
         return known
@@ -393,7 +394,7 @@ class AxisComm(Ranks):
 
     def negotiate_issue(self, channel: Channel, key: Any, describe: Callable[[], Signature]) -> None:
         """:meth:`negotiate`, and count the collective that follows into the channel's digest."""
-        if channel is self.user and not torch.is_grad_enabled():  # as in the forward of an autograd Function
+        if channel is self.user and not torch.is_grad_enabled():  # an autograd Function's forward disables gradients
             self.issued_in_graphs += 1
         channel.advance(self.negotiate(channel, key, describe))
 
@@ -413,10 +414,11 @@ class AxisComm(Ranks):
         )
         for channel in self.channels:
             channel.failed = self._fork_error
-        self.watcher.store_caller.refuse(str(self._fork_error))  # or peers would mistake its words for the rank's
+        # its messages would look like the rank's
+        self.watcher.store_caller.refuse(str(self._fork_error))
 
     def lost(self) -> list[int]:
-        """The peers whose processes have died, as far as is known without the store, for ranks that share a machine.
+        """The peers on this machine whose processes are known to have died, found without the store.
 
         When rank 0 ends, its store ends too.
         """

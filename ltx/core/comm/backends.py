@@ -32,7 +32,7 @@ from ltx.core.base import private, traced
 from ltx.core.base.errors import PeerLostError, UnsupportedError
 from ltx.core.comm import ledger
 
-#: The backends whose waits block the host, to which a user adds others. All other backends order streams.
+#: The backends whose waits block the host. A user may add others. All other backends order streams.
 HOST_BLOCKING = {"gloo", "mpi", "ucc"}
 
 
@@ -71,7 +71,7 @@ def accelerator() -> str | None:
     return getattr(torch.accelerator.current_accelerator(check_available=True), "type", None)
 
 
-#: What :meth:`CommStream.fence` returns: ``(made, used=())``, the tensors that were made and used there.
+#: What :meth:`CommStream.fence` returns: a function of ``(made, used=())``, tensors that its stream made and used.
 StreamFence = Callable[..., None]
 
 
@@ -86,7 +86,7 @@ class CommStream:
     def behind_current(self) -> Iterator[None]:
         """Enqueue on this stream, behind the current stream's work so far.
 
-        Keep tensors that were made there and are used here until :meth:`fence` was waited for.
+        Keep tensors that were made on the current stream and are used on this one, until :meth:`fence` was waited for.
         """
         if self._stream is None:
             yield
@@ -96,9 +96,10 @@ class CommStream:
             yield
 
     def fence(self) -> StreamFence:
-        """A function that makes the stream on which it is called wait for the work enqueued here now.
+        """A function that makes the stream on which it is called wait for the work that is on this stream now.
 
-        Its arguments are the tensors that were made here and are used there, and those that were used here.
+        Its arguments: tensors that were made on this stream and are used on that one, and tensors that this stream
+        uses.
         """
         if self._stream is None:
             return lambda made, used=(): None
@@ -123,7 +124,7 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor, after: Callable[[], bool] = lambda: True):
         self._done: torch.Event | None = None
-        self._after = after  # tells whether the tensor is there
+        self._after = after  # tells whether the copy is complete
         if tensor.device.type == "cpu":
             self._value = tensor
         else:
@@ -176,9 +177,9 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-# How ranks connect when they make a process group: over which interface, and with checks for peers that won't come.
-# gloo connects in C++, where neither Ctrl-C nor the end of a peer interrupts it, for five times the time limit. So a
-# thread connects, and the rank that waits for the thread checks meanwhile, as in every wait while a world is made.
+# How ranks connect when they make a process group: the network interface, and checks for peers that won't come. gloo
+# connects in C++, where neither Ctrl-C nor the end of a peer interrupts it, for five times the time limit. So a thread
+# connects, and the rank that waits for the thread checks meanwhile, as in every wait while a world is made.
 
 #: Time limits of groups are this much longer than ltx's own, so that waits of ltx raise first. The clock of NCCL's
 #: watchdog begins when a collective is enqueued, the clock of ltx when the host waits, up to a step later.
@@ -202,13 +203,13 @@ def looking_out(look: Callable[[], object]) -> Iterator[None]:
 
 
 def look_out() -> None:
-    """Raise if a peer won't come; waits call this now and then while a world, an axis or a group is made."""
+    """Raise if a peer won't come. Waits call it now and then while a world, an axis or a group is made."""
     for look in _lookouts:
         look()
 
 
 def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int | None = None) -> Any:
-    """gloo's part of a process group of ranks that have met in `store`. `threads`: their number; None for the default.
+    """Make the gloo group of ranks that meet in `store`. `threads`: the number of gloo's threads; None for the default.
 
     Raises:
         PeerLostError: a peer is gone, or can't be reached.
@@ -219,7 +220,7 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int |
     interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
     options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
     options._timeout, options._threads = limit, threads or options._threads
-    before = store.timeout  # of its connection, which ltx asks nothing on meanwhile
+    before = store.timeout  # ltx doesn't use this connection of the store meanwhile
     store.set_timeout(limit)
     made: Future[Any] = Future()
 
@@ -252,10 +253,10 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, threads: int |
 
 
 class _WithLookout(type(dist.ProcessGroupGloo)):  # type: ignore[misc]
-    """Stands in for torch's class of gloo's groups within :func:`connecting`."""
+    """Replaces torch's ProcessGroupGloo within :func:`connecting`."""
 
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False) -> Any:
-        # torch 2.14 says the last one always; nothing of ltx asks for True.
+        # torch 2.14 always passes `enable_reconfigure`; ltx never sets it.
         return connect(store, rank, size, timeout)
 
     def __instancecheck__(cls, one: object) -> bool:
@@ -275,7 +276,7 @@ def connecting(look: Callable[[], object] = lambda: None) -> Iterator[None]:
         torchs.ProcessGroupGloo = plain
 
 
-# The time for which dropping process groups may delay a rank (see `let_go`).
+# How long a rank may wait for process groups to end (see `let_go`).
 _LET_GO_S = 2.0
 
 
@@ -340,14 +341,14 @@ class StreamGroup:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group: Any = group
-        self.last: Any = None  # the work that was issued last
+        self.last: Any = None  # the last issued work
         self.issue: tuple[str, int] | None = None  # the address of that work's channel, and its number there
         self.aborted = False
         self.cut_off = False  # the work under way was given up: its results are garbage
 
     @property
     def outstanding(self) -> bool:
-        """Whether the device has work of the group left. This asks the device, which a CUDA graph's capture forbids."""
+        """Whether the device still has work of the group. Capturing a CUDA graph forbids to ask."""
         return self.last is not None and not self.aborted and (self.failed or not self.last.is_completed())
 
     @property

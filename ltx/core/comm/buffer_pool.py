@@ -54,7 +54,7 @@ class BufferPool:
             self._plan, self._kept = plan, {}
         kept, nbytes = self._kept.setdefault(place, []), prod(shape) * dtype.itemsize
         for storage in kept:
-            # Tensors and arrays count as uses of the memory; a reference to a storage is one to this very object.
+            # `storage_uses` counts tensors and arrays; `getrefcount` counts references to the storage object.
             if storage.nbytes() == nbytes and storage_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED:
                 again: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
                 return again if len(shape) == 1 else again.view(shape)

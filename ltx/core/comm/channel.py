@@ -54,7 +54,7 @@ _SHORT_TICK = timedelta(milliseconds=1)
 
 @dataclass(eq=False, repr=False)
 class Work:
-    """A started collective. :meth:`wait` returns its result; until then nothing may read the buffer."""
+    """A started collective. :meth:`wait` returns its result; nothing may read the buffer before."""
 
     _channel: Channel
     _work: dist.Work | SharedMemoryWork | None
@@ -62,9 +62,10 @@ class Work:
     _label: str
     _event: ledger.Event | None
     _finish: Callable[[torch.Tensor], torch.Tensor] = as_it_is
-    _ordered: StreamGroup | None = None  # where its waits order streams
+    _ordered: StreamGroup | None = None  # set if waits order streams
     _given_up: LtxError | None = None
-    total: float | None = None  # once complete: the sum of the result's elements, or NaN, where wanted and known
+    # the sum of the result's elements, if asked for; NaN if unknown
+    total: float | None = None
 
     def __post_init__(self) -> None:
         self._number, self._begun_s = self._channel.begun, time.perf_counter()
@@ -117,7 +118,7 @@ class Work:
             raise
         finally:
             self._channel.negotiation.deadlocks.done()
-        self._work = None  # not before: a failed or interrupted wait leaves the collective incomplete
+        self._work = None  # only now: after a failed or interrupted wait the collective is still incomplete
         if self._ordered:
             ledger.note_on_device(self._event, self._value.device)
         elif self._event is not None:
@@ -206,18 +207,18 @@ class Channel:
     """One ordered stream of collectives between the ranks of an axis."""
 
     name: str
-    address: str  # the channel's name and generation, by which peers know it
+    address: str  # the channel's name and generation, its key in the store
     axis_name: str
     group: Any  # the group for tensors on the host; None once it was dropped
     timeout_s: float
     negotiation: Negotiation
-    transport: SharedMemoryTransport | None  # shared memory, where all ranks share a machine
-    stream_group: StreamGroup | None  # the group for tensors on the device, where a stream-ordered backend takes these
+    transport: SharedMemoryTransport | None  # shared memory, if all ranks are on one machine
+    stream_group: StreamGroup | None  # the group for tensors on the device, if the axis has a stream-ordered backend
     _backends: Backends
     failed: LtxError | None = None  # the error after which a collective never completed
     issued: int = 0
     compared: int = 0
-    begun: int = 0  # the number of buffers that `threads` have issued, for which waiting peers wait (see diagnosis)
+    begun: int = 0  # the number of buffers that `threads` have issued (see diagnosis)
     digest: int = 0
     #: The last collectives, on `device`, kept because ranks may end without having waited for them (:meth:`drain`).
     history: deque[tuple[str, torch.Size, torch.dtype, Arguments]] | None = None
@@ -261,7 +262,7 @@ class Channel:
         )
 
     def look_around(self, began: float, number: int, label: str, now: bool = False) -> None:
-        """Check whether the peers can still come; called now and then during a long wait for issue `number`.
+        """Raise if some peers can't come any more. Called now and then during a long wait for issue `number`.
 
         `now`: as :meth:`Negotiation.answer_peers`.
         """
@@ -278,7 +279,7 @@ class Channel:
         """If the backend's `error` at issue `number` is due to the peers, raise an error that says so."""
         if not is_of_network(error):
             return
-        if "Timed out" in str(error) or "operation timeout" in str(error):  # gloo's own clock, or NCCL's
+        if "Timed out" in str(error) or "operation timeout" in str(error):  # the backend's own timeout
             raise self.timed_out(number, label) from error
         # A peer that has aborted may have told the reason.
         self.negotiation.answer_peers(label, (self.address, number), now=True)
@@ -318,7 +319,7 @@ class Channel:
         future.add_done_callback(lambda _: completed.set())
         try:
             self._watch(completed.is_set, completed.wait, label)
-        except CollectiveTimeoutError:  # of which the issues on this channel tell nothing
+        except CollectiveTimeoutError:  # the usual text lists issues of this channel, which this collective isn't
             raise CollectiveTimeoutError(
                 f"rank {self.rank}: {label} on axis {self.axis_name!r} didn't complete within {self.timeout_s:g} s."
             ) from None
@@ -392,9 +393,9 @@ class Channel:
     ) -> Work:
         """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on.
 
-        For a host-blocking backend a tensor on a device is copied to the host. `label`: its name in errors and in the
-        ledger. `summed`: the work of a reduction records the sum of all elements, where that costs almost nothing.
-        `on_host`: `buffer` is on the host, so the host waits for the result, whatever the backends.
+        For a host-blocking backend a tensor on a device is copied to the host. `label`: the collective's name in errors
+        and in the ledger. `summed`: the work of a reduction records the sum of all elements, where that costs almost
+        nothing. `on_host`: `buffer` is on the host, so the host waits for the result, whatever the backends.
         """
         self.check_in_step(label)
         if recording():
@@ -414,7 +415,7 @@ class Channel:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))
             self.device = buffer.device
         ordered = None if on_host or not self.orders_streams(buffer.device) else self.stream_group
-        if ordered and ordered.aborted:  # until the ranks recover, which they do before the next pass
+        if ordered and ordered.aborted:  # the group works again after the recovery before the next pass
             ordered = None
         restored = as_it_is
         if not ordered and buffer.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""How operations go through shared memory: a buffer is cut into chunks, functions copy each rank's part in and out."""
+"""Operations through shared memory: buffers are cut into chunks, and functions copy each rank's part in and out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Job(NamedTuple):
     size: int
 
 
-#: How an operation is cut.
+#: Cuts an operation into chunks.
 Cut = Callable[[Job], Iterator[Chunk]]
 #: Copies the part of a result that lies at a place out of all ranks' slots.
 Take = Callable[[slice, list[torch.Tensor]], object]
@@ -53,7 +53,7 @@ def _nothing(*_: object) -> None:
     pass
 
 
-#: A transport keeps this in place of a chunk that is complete.
+#: A transport puts this in place of a completed chunk.
 NO_CHUNK = Chunk(0, torch.uint8, _nothing, _nothing)
 
 
@@ -94,7 +94,7 @@ def _take_rows(to: torch.Tensor, at: slice, rows: list[torch.Tensor]) -> None:
 
 
 def _sent(job: Job, gives: bool, source: int | None) -> Iterator[Chunk]:
-    """This rank copies its buffer in if it `gives`, and copies the buffer of `source` out."""
+    """The rank copies its buffer in if `gives` is true, and copies the buffer of rank `source` out."""
     take = _nothing if source is None else lambda at, slots: job.out.view(-1)[at].copy_(slots[source])
     return _cut(job.buffer.view(-1), take, gives)
 

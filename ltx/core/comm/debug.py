@@ -1,8 +1,8 @@
-"""debug_checks: every call compared with the peers before it is issued.
+"""debug_checks: ranks compare every call before it is issued.
 
-Under it, the ranks of an axis compare each of their calls through the store, whatever channel it is issued on: the k-th
-call of one rank with the k-th of the others. So ranks that are at different calls find out at once; without
-debug_checks, known signatures are issued uncompared.
+Inside it the ranks of an axis compare their calls on all channels through the store: the k-th call of one rank with the
+k-th calls of the others. So ranks that are at different calls find out at once. Without debug_checks a known signature
+isn't compared again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUCKETS = "buckets "
 
 
 _SAID = "{0.__class__.__name__}: {0}".format
-#: The store holds the compared calls under this address.
+#: The address of the compared calls in the store.
 CHECKS = "checks"
 
 # Ranks may call these from different branches: a source and its receivers, or work that one rank does first.
@@ -42,12 +42,12 @@ _LIBRARIES = (
     os.path.join(os.path.dirname(torch.__file__), ""),
     contextlib.__file__,
 )
-# What is on the way from a collective that is called to what it issues.
+# The functions of ltx and torch between the program's call and the collective that it issues.
 _INSIDE = ("apply", "collective", "forward", "backward", "jvp", "vmap", "told", "wait", "wrapped")
 
 
 class Checks:
-    """One ``with ltx.debug_checks()``, nested in those `around` it."""
+    """One ``with ltx.debug_checks()``, nested in the blocks `around` it."""
 
     def __init__(self, same_lines: bool, around: Checks | None):
         self.same_lines = same_lines
@@ -63,7 +63,7 @@ class Checks:
         offer: Callable[[], Any],
         known: Agreement | None,
     ) -> Agreement:
-        """:meth:`ltx.core.comm.axis_comm.AxisComm.negotiate` for a call, `known` or not."""
+        """:meth:`ltx.core.comm.axis_comm.AxisComm.negotiate` that compares a call even if it is `known`."""
         if known is not None and self._covered and self._covered[0] == (axis_comm, key):
             self._covered.popleft()
             return known
@@ -123,11 +123,11 @@ class Checks:
     def abort(self, error: BaseException) -> None:
         """Let the peers know that this rank won't come to their next call, without waiting for them."""
         if error is self._told or isinstance(error, RankMismatchError):
-            return  # the peers know: all of them were there
+            return  # the peers know it already: all ranks have raised it
         signature = Signature(f"nothing: it has left debug_checks() by {brief(error, _SAID)}", ())
         for axis_comm in self.open():
             session, call = axis_comm.negotiation.take_check()
-            with suppress(LtxError, dist.DistError):  # the error under way is the one to show
+            with suppress(LtxError, dist.DistError):  # the first error is the one to show
                 axis_comm.negotiation.announce(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
 
     def open(self) -> list[AxisComm]:
@@ -168,7 +168,7 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
 
     Args:
         same_lines: equal calls must also come from the same line of the program (barriers, broadcasts and steps may
-            come from any). False for programs whose ranks branch, and call them from different branches on purpose.
+            come from any). False allows ranks to make equal calls from different branches of the program.
 
     Raises:
         RankMismatchError: on every rank, at the first call that differs, naming the calls, their leaves and lines; also
@@ -185,7 +185,7 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
         ...     return ltx.psum(torch.ones(2))
     """
     checks = Checks(same_lines, under_way[-1] if under_way else None)
-    for axis in axes_in_scope():  # have the peers come here too?
+    for axis in axes_in_scope():  # raises unless the peers enter too
         if axis.comm is not None:
             checks.exchange(axis.comm, Signature("debug_checks", (), f"same_lines={same_lines}"))
     under_way.append(checks)
@@ -210,7 +210,7 @@ def caller() -> str:
 
 
 def called(issued: str) -> str:
-    """The program's call that has `issued` this collective, such as pmean, which issues a psum."""
+    """The call in the program that `issued` this collective: pmean, for example, issues a psum."""
     name = ""
     for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code

@@ -10,9 +10,9 @@ issue may come from any thread of the peer that has issued on that channel befor
 wait in vain. The largest set of threads that all wait in vain is a deadlock. A rank that computes, sleeps, or has
 waited for less than a second isn't in a deadlock, nor is a rank that waits for it.
 
-Counts never shrink, and a thread that waits issues nothing: what one rank said before another did is still true. Still,
-a deadlock is reported only when later beats of all its ranks confirm it. And a rank whose peer has left the pass that
-it waits in isn't deadlocked: it will raise, even if its thread hasn't had time to look.
+Counts never shrink, and a thread that waits issues nothing: what one rank said before another did is still true. A
+deadlock is reported only when later beats of all its ranks confirm it. A rank that waits in a pass which a peer has
+left isn't deadlocked: it will raise as soon as its thread looks.
 
 Deadlocks inside compiled graphs and on devices, where Python doesn't wait, end with the axis' timeout.
 """
@@ -26,18 +26,18 @@ from typing import Any, Protocol
 
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError
 
-#: Keys with this end count the axes that a rank has opened; a rank that doesn't mention the key has opened none.
+#: Keys with this suffix count the axes that a rank has opened; without the key a rank has opened none.
 OPENED = "opened"
-#: Keys with this end count how often a rank has made an axis' groups anew.
+#: Keys with this suffix count how often a rank has made an axis' groups anew.
 AGAIN = "again"
-#: Keys with this end count how often a rank has left a pass halfway.
+#: Keys with this suffix count how often a rank has left a pass halfway.
 LEFT = "left"
-#: The keys of records in the store begin so.
+#: The prefix of records' keys in the store.
 RECORDS = "ltx/records/"
 #: The name of the axis that ranks are on while ``ltx.init`` makes their world.
 INIT = "ltx.init"
 
-#: A thread, as (the rank of its process in the world, its number there).
+#: A thread: (its process' rank in the world, its number in the process).
 Node = tuple[int, int]
 
 _GO_ON = (
@@ -57,7 +57,7 @@ class ThreadWait:
     number: int
     ranks: list[int]
     text: str  # the call that waits, and its line
-    told_of: str = ""  # a key: the wait ends by an error if one of `ranks` has made more there than its process
+    told_of: str = ""  # a key: the wait raises if one of `ranks` has counted further under this key than this process
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ class Told:
     """What a process tells its peers about its threads."""
 
     waits: list[ThreadWait] = field(default_factory=list)  # the waits of threads that have waited for long
-    counts: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # (issues made, by which threads) by keys
+    # key: (number of issues, threads that made them)
+    counts: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     #: The waits of the deadlock that the process has found, as (rank, thread, serial), and the error's text.
     found: tuple[list[tuple[int, int, int]], str] | None = None
 
     def made(self, wait: ThreadWait) -> int:
-        """The number of issues that the process has made of `wait`'s key; if it tells none, enough."""
+        """The number of issues that the process has made of `wait`'s key; if unknown, as many as needed."""
         return self.counts.get(wait.key, (0 if wait.key.endswith(f"/{OPENED}") else wait.number, []))[0]
 
     def may_issue(self, key: str) -> set[int]:
@@ -85,32 +86,32 @@ class Told:
 class Left:
     """A pass, or a step of the training, that a rank has left halfway."""
 
-    generation: int  # how many times the axis had recovered before
-    completed: int  # how many passes that rank had completed since then
+    generation: int  # the number of recoveries of the axis before
+    completed: int  # the number of passes that the rank completed since then
     why: str
     what: str
-    lost: bool  # because a peer is lost
+    lost: bool  # whether the reason is a lost peer
 
 
 @dataclass(frozen=True)
 class Status:
     """The state of a rank on one axis."""
 
-    at: str = ""  # the place in the store at which it waits for its peers
+    at: str = ""  # the place in the store at which the rank waits for its peers
     left: Left | None = None
-    abandoned: tuple[str, bool] | None = None  # (why its world ends, whether because a peer is lost)
+    abandoned: tuple[str, bool] | None = None  # (why the rank's world ends, whether the reason is a lost peer)
     ended: bool = False  # in good order
     issued: dict[str, int] = field(default_factory=dict)  # the number of issued buffers on each channel, by its address
 
 
 class Watched(Protocol):
-    """An axis of this process, as far as its watcher looks after it."""
+    """The part of an axis of this process that the watcher needs."""
 
     label: str
 
     @property
     def global_ranks(self) -> list[int]:
-        """The ranks of the axis, this one among them, in an order that says which rank watches which."""
+        """The axis' ranks, this one included, in the order in which each rank watches the next."""
         ...
 
     def status(self) -> Status:
@@ -127,7 +128,8 @@ class Record:
 
     beat: float = 0.0  # a new number each time; 0 once the rank's watcher has ended
     seen: int = 0  # the version of the records that the rank has read
-    silent: dict[int, float] = field(default_factory=dict)  # the ranks that it finds silent, with their last beats
+    # ranks that this rank finds silent, and their last beats
+    silent: dict[int, float] = field(default_factory=dict)
     axes: dict[str, Status] = field(default_factory=dict)  # by the axis' label
     told: Told = Told()
 
@@ -199,13 +201,13 @@ class Waiter:
     label: str
     ranks: list[int]  # the ranks of the axis, as ranks of the world
     heartbeat_s: float
-    generation: int = -1  # the generation of its pass; -1 if it waits outside of passes
-    completed: int = 0  # how many passes it has completed
+    generation: int = -1  # the generation of the rank's pass; -1 if it waits outside of passes
+    completed: int = 0  # the number of passes that the rank has completed
     issue: tuple[str, int] | None = None  # the channel's address, and the issue that the rank waits for there
 
 
 def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
-    """The error for a `waiter` that waits in vain, by the ranks' records; None if its wait may end."""
+    """The error for a `waiter` that waits in vain according to the ranks' records; None if the wait may still end."""
     me, name = waiter.rank, waiter.axis_name
     known = {place: records[rank] for place, rank in enumerate(waiter.ranks) if rank in records and place != me}
     peers = {place: record.on(waiter.label) for place, record in known.items()}
@@ -226,7 +228,7 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
     ended = [peer for peer, status in peers.items() if status.ended]
     found = silent_of(records)
     if silent := [place for place, rank in enumerate(waiter.ranks) if rank in found and place != me]:
-        if {*silent} <= {*ended}:  # forks of these ranks may keep connections open, so that these don't break
+        if {*silent} <= {*ended}:  # forks of dead ranks may keep their connections open, so nothing breaks
             return PeerLostError(f"rank {me}: on axis {name!r}, {describe_lost(silent, ended)}.")
         which = ", ".join(str(peer) for peer in silent if peer not in ended)
         return PeerLostError(
@@ -241,7 +243,7 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
 
 
 def made_of(error: LtxError, peer: int, why: str) -> LtxError:
-    """`error`, which is raised because of what `peer` has told: why it has left something."""
+    """Mark `error` as caused by a reason that `peer` has reported."""
     error.told = why if why.startswith(_AFTER) else f"{_AFTER}{peer} had left: {why}"
     return error
 
@@ -260,9 +262,9 @@ def describe_lost(lost: Iterable[int], ended: Iterable[int]) -> str:
 
 
 def left_halfway(rank: int, peer: int, what: str, axis_name: str, why: str, done: bool | None) -> str:
-    """What `rank` says when it waits for `what`, which `peer` has left.
+    """The error text of `rank`, which waits for `what`, which `peer` has left.
 
-    `done`: whether `rank` has completed that; None if nothing goes on after it.
+    `done`: whether `rank` has completed it; None if nothing follows it.
     """
     after = f" This rank had completed it. {_GO_ON}"
     if not done:

@@ -1,7 +1,6 @@
-"""The ledger: what each issued collective sent and when, and at what times steps computed.
+"""The ledger records what each collective sends and when, and when steps compute.
 
-Counting is off outside of :func:`recorded`, so that a step that isn't recorded pays nothing for it.
-:func:`ltx.profile.record` is the one way to read it.
+It is off outside of :func:`recorded`, so that other steps cost nothing. :func:`ltx.profile.record` reads it.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import torch
 
 @dataclass
 class Event:
-    """One collective. Its times (time.perf_counter; seconds) are an accelerator's own once the recording has ended."""
+    """One collective. Times are the host's time.perf_counter seconds; after the recording, the accelerator's own."""
 
     channel: str  # the channel's name: "user", "background", or "buckets 0", "buckets 1", .. by phases of buckets
-    operation: str  # the collective, as "psum" or "all_gather"
-    label: str  # its purpose, as "psum" or "bucket 3"
+    operation: str  # the collective, such as "psum" or "all_gather"
+    label: str  # what it is for, such as "psum" or "bucket 3"
     nbytes: int  # the bytes that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum
     issued_s: float
     completed_s: float | None = None
     waited_s: float = 0.0  # the time for which the wait blocked this rank
-    #: On an accelerator, during the recording: the marks where the device began and completed it.
+    #: While recording on an accelerator: the events at which the device began and completed the collective.
     marks: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -36,7 +35,7 @@ class Event:
 
     @property
     def bucket(self) -> int | None:
-        """The bucket of gradients that this was issued for; None for anything else."""
+        """The number of the gradient bucket that the collective reduces; None for other collectives."""
         return int(self.label.rpartition(" ")[2]) if self.kind == "bucket" else None
 
 
@@ -86,7 +85,7 @@ _recordings: list[Recording] = []
 
 @contextmanager
 def recorded(recording: Recording) -> Iterator[None]:
-    """A context in which everything is entered into `recording`, and into the recordings that are on already."""
+    """A context that records into `recording`, and still into the recordings that were on before."""
     _recordings.append(recording)
     try:
         yield
@@ -97,14 +96,16 @@ def recorded(recording: Recording) -> Iterator[None]:
 
 
 def mark(device: torch.device) -> Any:
-    """An event with its time, which the current stream reaches after all earlier work; None on the CPU."""
+    """A timed event of the current stream, after all earlier work; None on the CPU."""
     if device.type == "cpu":
         return None
     return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
 
 
 def note(channel: str, operation: str, label: str, nbytes: Callable[[], int]) -> Event | None:
-    """Enter an issue; None outside of a recording. `nbytes`: as :attr:`Event.nbytes`, asked in a recording alone."""
+    """Record an issued collective and return its entry; None outside of a recording. `nbytes`: returns
+    :attr:`Event.nbytes`; called only while recording.
+    """
     if not _recordings:
         return None
     event = Event(channel, operation, label, nbytes(), time.perf_counter())
@@ -114,7 +115,7 @@ def note(channel: str, operation: str, label: str, nbytes: Callable[[], int]) ->
 
 
 def note_on_device(event: Event | None, device: torch.device) -> None:
-    """Mark that an accelerator's current stream comes to the beginning or the end of `event` here."""
+    """Record that the accelerator's current stream begins or ends `event` here."""
     if event is None:
         return
     for recording in _recordings:

@@ -40,7 +40,7 @@ _CALLS = 1 << 32
 
 @contextmanager
 def _in_wait_for(what: str) -> Iterator[None]:
-    """An error in here that ends a wait says what it waited for."""
+    """A context in which an error that ends a wait names what the wait was for."""
     try:
         yield
     except (PeerLostError, DeadlockDetectedError, ReplicaDivergedError) as error:
@@ -57,10 +57,11 @@ class Negotiation:
         self._answered: set[str] = set()
         self._at = ""  # the place at which this rank has waited long enough to tell its peers
         self._ended = False
-        self._looked: tuple[object, ...] = ()  # the wait and records of the last search for peers
+        # the wait and the records of the last search
+        self._looked: tuple[object, ...] = ()
         self._gone = ""  # what :meth:`missing_peers` has found
         self.next_check = (0, 0)  # (session, call) of ltx.debug_checks() on this axis; the same on all ranks
-        self._posted: deque[str] = deque()  # where values of this rank are still in the store, oldest first
+        self._posted: deque[str] = deque()  # the places where the store still holds values of this rank, oldest first
 
     def exchange(self, place: str, post: Post) -> list[Post]:
         """Every rank's post at `place`, once all have posted.
@@ -89,7 +90,7 @@ class Negotiation:
 
     def compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         """Compare the `signature` of the next collective on `channel`. Gives rank 0's `offer`."""
-        if channel is self._comm.user:  # whose peers may have given up without comparing
+        if channel is self._comm.user:  # after a failure peers may have given up without comparing
             channel.check_in_step(signature.operation)
         place = f"{channel.address}/{channel.compared}/{channel.issued}"
         channel.compared += 1
@@ -143,7 +144,7 @@ class Negotiation:
         return Status(self._at, self._recovery.left, self._recovery.abandoned, self._ended, issued)
 
     def go_on(self) -> None:
-        """This rank begins something new: clear the place where it failed, at which peers may have found it."""
+        """Clear the place where this rank failed, since it begins something new, and peers may find it there."""
         self._wait_at("")
 
     def _wait_at(self, place: str) -> None:
@@ -163,14 +164,14 @@ class Negotiation:
         return [place for place, rank in enumerate(self._comm.global_ranks) if rank in found and place != self._rank]
 
     def diagnosed(self, in_pass: bool, issue: tuple[str, int] | None = None) -> LtxError | None:
-        """The error if this rank waits in vain, as far as the ranks' records tell.
+        """The error if this rank waits in vain according to the ranks' records.
 
-        `in_pass`: its wait ends when a pass is left. `issue`: as :attr:`Waiter.issue`.
+        `in_pass`: whether the wait belongs to a pass, which a peer may leave. `issue`: as :attr:`Waiter.issue`.
         """
         at = self._recovery
         generation = at.generation if in_pass and at.left is None else -1
         ranks, heartbeat_s = self._comm.global_ranks, self._watcher.heartbeat_s
-        if 0 in ranks and self._watcher.host_gone(for_s=heartbeat_s):  # its earlier messages have arrived
+        if 0 in ranks and self._watcher.host_gone(for_s=heartbeat_s):  # the peer's earlier messages have arrived
             return PeerLostError(
                 f"rank {self._rank}: rank {ranks.index(0)} on axis {self._name!r} is gone, and with it the store "
                 "through which the ranks meet."
@@ -181,7 +182,7 @@ class Negotiation:
     def check_peers(
         self, what: str, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False
     ) -> None:
-        """Raise :meth:`diagnosed`, or that the store doesn't answer; called now and then in a wait for `what`.
+        """Raise the :meth:`diagnosed` error, or one if the store is silent. Called now and then in a wait for `what`.
 
         `now`: read the peers' records again, since peers may have written before they ended.
         """
@@ -209,7 +210,7 @@ class Negotiation:
             self._refuse_deadlock(place, post, in_pass)
 
     def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
-        """The numbers of collectives that this rank has issued and compared, and the threads that did."""
+        """The numbers of collectives that this rank has issued and compared, and the threads that did so."""
         session, call = self.next_check
         counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (session * _CALLS + call, ()), OPENED: (1, ())}
         counts[EXCHANGES], counts[AGAIN] = (self._store.begun, ()), (self._recovery.come, ())
@@ -263,7 +264,7 @@ class Negotiation:
         for rank, there in self._who_waits(place).items():
             if there in ("", place) or self._store.has(there, [self._rank]):
                 continue
-            if self._store.has(place, [rank]):  # the peer has been here and has continued
+            if self._store.has(place, [rank]):  # the peer has already been at this place
                 continue
             self._reply(there, rank, post)
 
@@ -294,14 +295,14 @@ class Negotiation:
         return "; ".join(words) or "a peer hasn't issued it"
 
     def missing_peers(self) -> str:
-        """A text that names the peer that is gone, when a broken connection doesn't tell. Takes a second, once."""
+        """A text that names the peers that are gone after a connection broke. Takes a second, once."""
         if self._gone:
             return self._gone
         peers = [rank for rank in range(self._size) if rank != self._rank]
         gone = peers
         if len(peers) > 1:
             silent = self._watcher.without_beat([self._comm.global_ranks[rank] for rank in peers])
-            # A peer that ended because it missed a peer too had been there.
+            # If the peer ended because it lost this peer too, it had been there.
             ended = {rank: record.on(self._comm.label) for rank, record in self.records().items() if not record.beat}
             left = [rank for rank, at in ended.items() if not at.ended and (at.abandoned is None or at.abandoned[1])]
             gone = [rank for rank in peers if self._comm.global_ranks[rank] in silent and rank not in left]
@@ -350,7 +351,7 @@ class Negotiation:
             self._answered.add(place)
             mine = dict(channel.recent).get(int(position))
             if mine is None or self._store.has(place, [self._rank]):
-                continue  # answered when it was new here too
+                continue  # this rank answered it when the signature was new here
             self.announce(place, self._post(mine.signature, mine.offer))
             self._refuse({other: said for other in range(self._size) if (said := self.peek(place, other)) is not None})
 
@@ -370,10 +371,11 @@ class Negotiation:
                 self._reply(place, rank, self._post(replace(mine.signature, operation=operation)))
 
     def _refuse(self, posts: dict[int, Post]) -> None:
-        """Raise if `posts` disagree. A call of some ranks counts as a call of all: their next calls are compared next.
+        """Raise if `posts` disagree. If only some ranks have made a call, it counts for all ranks, and all compare
+        their next calls.
 
-        If one of these ranks has issued a collective that others haven't, it would pair with their next one; so all
-        stop.
+        But if one of these ranks has issued a collective that others haven't, all stop: it would pair with the others'
+        next collective.
         """
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         signatures = {rank: post.signature for rank, post in posts.items()}

@@ -20,11 +20,11 @@ from ltx.core.comm.channel import Channel
 from ltx.core.comm.registry import resolve
 from ltx.core.comm.signature import Signature
 
-#: Bytes of the first large sum and of the last; each is this many times as large as the one before.
+#: The bytes of the first and of the last large sum, and the factor from one sum to the next.
 _FIRST, _LAST, _GROWS = 1 << 16, 1 << 24, 4
 #: A sum that takes this long (in seconds) gives the bandwidth: it is far larger than a traffic shaper's bursts.
 _LONG_ENOUGH_S = 0.025
-#: How often the smallest sum is repeated, and the largest. The fastest counts: other programs slow them.
+#: How often the smallest and the largest sum are repeated. The fastest time counts: other programs may slow a sum.
 _SMALL, _LARGE = 9, 3
 
 
@@ -67,13 +67,13 @@ class Network:
 
 
 def measured(axis_comm: AxisComm) -> Network:
-    """The network of `axis_comm` as its buckets see it. All ranks make the first call together: it measures."""
+    """The network of `axis_comm` between its bucket channels. All ranks make the first call together: it measures."""
     if axis_comm.network is None:
         axis_comm.recovery.recover()
         try:
             axis_comm.network = _measure(axis_comm.bucket_channel(0), axis_comm.device)
         except BaseException as error:
-            axis_comm.recovery.abort(error)  # peers may be in the middle of it
+            axis_comm.recovery.abort(error)  # peers may be measuring too
             raise
     network: Network = axis_comm.network
     return network

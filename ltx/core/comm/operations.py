@@ -45,7 +45,7 @@ class _View(torch.autograd.Function):
 
 
 def view_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bits of `x` as numbers of `dtype`, as ``x.view(dtype)`` has them; without a gradient."""
+    """``x.view(dtype)`` for any `x`: the same bits as numbers of `dtype`, without a gradient."""
     if _VMAP_KNOWS_VIEW or not private.is_wrapped(x):
         return x.view(dtype)
     viewed: torch.Tensor = _View.apply(x, dtype)  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 #: Static arguments of an operation.
 Arguments = tuple[int, ...]
-#: The work that was started, the buffer that the work fills, and the function that makes the value of the buffer.
+#: The started work, the buffer that the work fills, and the function from this buffer to the result.
 Started = tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
@@ -78,7 +78,7 @@ def as_it_is(completed: torch.Tensor) -> torch.Tensor:
 
 def summable(buffer: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """`buffer` in a dtype that every backend can sum, and a function that converts the sum to `buffer`'s dtype."""
-    if buffer.dtype is torch.int16:  # which neither gloo nor NCCL knows
+    if buffer.dtype is torch.int16:  # gloo and NCCL have no int16
         return buffer.int(), torch.Tensor.short
     if buffer.is_complex():  # NCCL doesn't know complex numbers; their sum is the sum of their parts
         return torch.view_as_real(buffer.resolve_conj()), torch.view_as_complex
@@ -138,7 +138,7 @@ def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: Arguments) ->
 
 
 def _psum_scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Arguments) -> Started:
-    if is_gloo(group):  # whose own is an all-reduce of everything, of which it keeps a part
+    if is_gloo(group):  # gloo's reduce-scatter would all-reduce everything
         work, rows, finish = _all_to_all(group, as_bytes(buffer), arguments)
         return work, rows, lambda rows: from_bytes(finish(rows), buffer.dtype).sum(0, dtype=buffer.dtype)
     given, restored = summable(buffer)
@@ -182,7 +182,7 @@ def _scatter(group: dist.ProcessGroup, buffer: torch.Tensor, arguments: Argument
 def _routed(
     group: dist.ProcessGroup, given: torch.Tensor, arguments: Arguments, splits: Splits, out: torch.Tensor
 ) -> Started:
-    """Send parts of `given`, or its rows, from rank to rank as `splits` say; each rank gets what fits into `out`."""
+    """All-to-all: send parts (or rows) of `given` to the ranks as `splits` say, and receive into `out`."""
     works = []
     for part, taken in zip(_messages(group, given), _messages(group, out.flatten()), strict=True):
         sent, received = splits(arguments, group.rank(), group.size(), taken.numel())
@@ -223,7 +223,7 @@ SUMMED = frozenset(
 _functional: Any = torch.ops._c10d_functional
 _group_called: Callable[[str], Any] = c10d._resolve_process_group  # type: ignore[attr-defined,assignment]
 
-# A tracer mustn't drop a collective that peers wait for, nor run it when it folds constants, which doesn't wait.
+# A tracer mustn't drop a collective that peers wait for, nor fold it as a constant, since folding doesn't wait.
 for _name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
     has_side_effect(getattr(_functional, _name).default)
 
@@ -241,10 +241,9 @@ def _all_to_all_in_graph(x: torch.Tensor, n: int, group: str, _: Arguments) -> A
 def _routed_in_graph(
     given: list[torch.Tensor], group: str, arguments: Arguments, splits: Splits, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """The arriving tensor of `shape`, where rank i is sent ``given[i]`` if `splits` say so; zeros if nothing comes.
+    """The tensor of `shape` that arrives if `splits` say which ranks i are sent ``given[i]``; zeros if nothing arrives.
 
-    A filler goes to each rank that gets nothing: Inductor removes empty buffers from the graph, and with them the
-    exchange that peers wait for.
+    A rank that gets nothing is sent a filler, because Inductor would remove an empty exchange that peers wait for.
     """
     sent, received = splits(arguments, _group_called(group).rank(), len(given), given[0].numel())
     filler = given[0].new_zeros(1)
@@ -262,15 +261,15 @@ class Operation:
     """One kind of collective among n ranks, on a contiguous buffer."""
 
     name: str  # as in ltx.core.collectives
-    #: On a process group: ``(group, buffer, arguments)``.
+    #: Starts it on a process group: ``(group, buffer, arguments)``.
     start: Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]
-    #: Inside a compiled graph: ``(buffer, n, group name, arguments)``.
+    #: Starts it inside a compiled graph: ``(buffer, n, group name, arguments)``.
     start_in_graph: Callable[[torch.Tensor, int, str, Arguments], torch.Tensor]
     chunks: chunks.Cut
-    #: The bytes that one rank sends, by the ring's count, for ``(bytes of the buffer, n)``. By default (n-1)/n of it.
+    #: ``(bytes of the buffer, n)`` -> the bytes that one rank sends in a ring. By default (n-1)/n of the buffer.
     bytes_sent: Callable[[int, int], int] = lambda nbytes, n: nbytes * (n - 1) // n
-    messages: Callable[[int], int] = lambda n: n - 1  # messages that follow one another; by default one to each peer
-    #: ``(shape of the buffer, n)``; None where the result has the buffer's shape.
+    messages: Callable[[int], int] = lambda n: n - 1  # the number of messages in sequence; by default one to each peer
+    #: ``(shape of the buffer, n)`` -> the result's shape; None if it is the buffer's shape.
     result_shape: Callable[[tuple[int, ...], int], tuple[int, ...]] | None = None
     in_place: bool = False  # the result overwrites the buffer
     moves: bool = False  # the operation only moves data, so it takes every dtype
@@ -289,13 +288,13 @@ class Operation:
         Nothing compares or counts these collectives, because Python doesn't run in a compiled step. The ranks compared
         them when the step was traced.
         """
-        if buffer.dtype is torch.int16:  # which neither gloo nor NCCL knows
+        if buffer.dtype is torch.int16:  # gloo and NCCL have no int16
             wait = self.begin_in_graph(buffer.int(), n, group_name, arguments)
             return lambda: wait().short()
         if self.result_shape is None:
             started = self.start_in_graph(buffer.contiguous(), n, group_name, arguments)
             return partial(_wait, started)
-        # Functional collectives gather and scatter along dimension 0; a channel's have a dimension for the ranks.
+        # Functional collectives gather and scatter along dimension 0; ltx's have an extra dimension for the ranks.
         flat = buffer if self.name in ("all_gather", "gather") or buffer.ndim == 1 else buffer.flatten(0, 1)
         shape = self.result_shape(buffer.shape, n)
         started = self.start_in_graph(flat.contiguous(), n, group_name, arguments)

@@ -37,7 +37,7 @@ _SPARSE: dict[torch.layout, tuple[str, ...]] = {
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler; a tensor whose dtype has no typed storage in torch travels as bytes.
 
-    Code keeps its file's name, which cloudpickle 3.1.3 drops: tracebacks and errors of other ranks show it.
+    Code objects keep their file names, which cloudpickle 3.1.3 drops, because other ranks' tracebacks show them.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -88,7 +88,7 @@ def _sparse(layout: torch.layout, parts: list[Any], shape: torch.Size, requires_
     return made.requires_grad_(requires_grad)
 
 
-#: The environment's variable with the key of the job, the same on all ranks.
+#: The environment variable of the job's key, which must be the same on all ranks.
 KEY = "LTX_KEY"
 
 _BYTES = hashlib.sha256().digest_size
@@ -117,7 +117,7 @@ def proof(text: str) -> str:
 
 
 def _seal(axis_comm: AxisComm, data: bytes, rank: int, issue: int) -> bytes:
-    # Without a key of the job the seal still proves that the sender has read the store.
+    # Without a job key the seal still proves that the sender can read the store.
     key = os.environ.get(KEY) or axis_comm.watcher.world
     about = f"{axis_comm.name} {axis_comm.watcher.world} {rank} {issue} "
     return hmac.digest(key.encode(), about.encode() + data, "sha256")

@@ -51,7 +51,7 @@ class ProcessRanks(AxisComm):
         shared = buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         if shared and (label or OPERATIONS[operation].in_place):
             buffer = buffer.clone()
-        if buffer.numel() == 0:  # backends refuse empty buffers; every rank has the same shape, so none waits
+        if buffer.numel() == 0:  # backends refuse empty buffers; all ranks' buffers are empty
             return Work.arrived(self.user, OPERATIONS[operation].new_result(buffer, self.size))
         return self.user.issue(operation, buffer, label or rule.name, rule.arguments(static))
 
@@ -113,7 +113,7 @@ class ProcessRanks(AxisComm):
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
         user, signature = self.user, describe()
         user.advance(replace(self.negotiate(user, key(), lambda: signature), signature=signature))
-        with private.below_transforms():  # the values are sizes, the same under every transform
+        with private.below_transforms():  # the numbers are sizes, which transforms don't change
             mine = torch.tensor(numbers, dtype=torch.int64)
             rows: list[list[int]] = user.issue("all_gather", mine, f"{label}: lengths", on_host=True).wait().tolist()
         return rows
@@ -136,7 +136,7 @@ class ProcessRanks(AxisComm):
         rows = [(b"", True)] * self.size
         for rank in senders:
             length, broken = sizes[rank]
-            # Without NumPy, which torch can do without.
+            # Not by NumPy, which may not be installed.
             text = ctypes.string_at(bodies[rank].data_ptr(), length) if length else b""
             rows[rank] = text if broken or rank == self.rank else opened(self, text, rank, issue), bool(broken)
         return rows
@@ -149,5 +149,5 @@ class ProcessRanks(AxisComm):
 
 
 def key_of(name: str, x: torch.Tensor, static: Static = ()) -> tuple[Any, ...]:
-    """What tells the signature of a single tensor's collective apart from others."""
+    """The key of a single tensor's collective: equal keys mean equal signatures."""
     return (name, x.shape, x.dtype, static)

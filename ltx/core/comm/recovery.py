@@ -62,13 +62,13 @@ class Forward:
             raise
 
 
-# The runs of the engine around the present run.
+# The backward passes that enclose the present one.
 _enclosing: list[int] = []
 
 
 @contextmanager
 def nested_run() -> Iterator[None]:
-    """A context around a run of the engine inside another run, whose passes continue afterwards."""
+    """A context around a backward pass inside another one, which continues afterwards."""
     _enclosing.append(private.graph_task())
     try:
         yield
@@ -82,7 +82,7 @@ class BackwardPass:
     def __init__(self) -> None:
         self.task: int = private.graph_task()
         self.is_done = False
-        self.flush: Callable[[], None] = lambda: None  # waits for the collectives that the pass has issued so far
+        self.flush: Callable[[], None] = lambda: None  # waits for the pass' issued collectives
         if self.task >= 0:
             # This runs at the end of a pass without errors, also of a pass without a parameter's gradient.
             private.at_end_of_pass(self.done)
@@ -101,10 +101,10 @@ class Recovery:
         self.abandoned: tuple[str, bool] | None = None  # this rank's world ends: (why, whether a peer is lost)
         self._told, self._calls = False, 0  # _calls counts training steps and passes of plain steps
         self.generation = self.come = 0  # the number of recoveries of all ranks, and the number that this rank came to
-        self.external_runs = 0  # how many times collectives of other libraries have begun
+        self.external_runs = 0  # the number of runs of other libraries' collectives
         self.external_error = ""  # why other libraries' collectives no longer pair; "" if they do
         self.step: int | None = None  # the number of the training step that is under way
-        self.last_left = ""  # the training step that this rank has left and not made up for, and why
+        self.last_left = ""  # the training step that this rank has left without a recovery since, and why
         self.forward = Forward()  # of plain steps
 
     @contextmanager
@@ -118,7 +118,7 @@ class Recovery:
         self.recover()
         committed: list[bool] = []
         around, self.step = self.step, number
-        self.forward.failed = ""  # the number says who is where
+        self.forward.failed = ""  # the step's number in the summary shows which rank is behind
         try:
             yield lambda: committed.append(True)
         except BaseException as error:
@@ -133,7 +133,7 @@ class Recovery:
             self.step = around
 
     def enter(self) -> BackwardPass:
-        """A pass begins. If the engine has dropped an earlier pass, it is found here."""
+        """A pass begins. An earlier pass that the engine has dropped is found here."""
         entered = BackwardPass()
         self._find_dropped(entered.task)
         self._under_way.append(entered)
@@ -141,7 +141,7 @@ class Recovery:
 
     def _find_dropped(self, task: int) -> None:
         self._under_way = [earlier for earlier in self._under_way if not earlier.is_done]
-        # A pass that is under way in the same run of the engine, or in a run around it, goes on beside this pass.
+        # Passes in the same or an enclosing run of the autograd engine go on beside this one.
         alive = (task, *_enclosing)
         if any(earlier.task == -1 or earlier.task not in alive for earlier in self._under_way):
             self.leave("something was raised in it")
@@ -178,7 +178,7 @@ class Recovery:
         return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
 
     def complete(self) -> None:
-        """A pass is complete on this rank, so it can complete on all ranks."""
+        """Note that a pass is complete on this rank, so it can complete on all ranks."""
         self.completed += self.step is None
 
     @property
@@ -189,7 +189,7 @@ class Recovery:
         self.leave(said_of(error), isinstance(error, PeerLostError))
 
     def begin(self) -> None:
-        """Note that a pass begins: peers are told if this rank has left out the pass before it."""
+        """Note that a pass begins, and tell peers if this rank has left out the previous pass."""
         why, self.forward.failed = self.forward.failed, ""
         if why:
             self.leave(why)
@@ -197,7 +197,7 @@ class Recovery:
         self.recover()
 
     def leave(self, why: str, lost: bool = False) -> None:
-        """Abort the current pass. `lost`: the reason is a lost peer, and then the other ranks raise that too."""
+        """Abort the current pass. `lost`: the reason is a lost peer, so the other ranks raise PeerLostError too."""
         if self.left is not None:
             return
         self.left = Left(self.generation, self.completed, why, self._what, lost)
@@ -222,8 +222,8 @@ class Recovery:
         """Note that every rank is about to issue collectives of another library, on that library's groups.
 
         ltx only waits for these: it can't renew such a group. So ranks that leave a backward pass halfway tell each
-        other how many they had issued. Where the numbers differ, the next would pair with one that waits, so no more
-        run.
+        other how many such collectives they had issued. If the numbers differ, the library's next collective would pair
+        with a pending one, so ltx refuses to run more of them.
         """
         if self.external_error:
             raise DeadlockDetectedError(

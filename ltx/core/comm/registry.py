@@ -44,7 +44,7 @@ def open_axis(
     """
     if isinstance(group, dist.ProcessGroup) and name is not None and (group, name) in _opened:
         return _opened[group, name]
-    if not isinstance(group, dist.ProcessGroup | NewGroup):  # torch gives a number to those who aren't in a new group
+    if not isinstance(group, dist.ProcessGroup | NewGroup):  # torch gives a number to processes outside of a new group
         raise AxisError(f"axis {name!r}: {outsider()}")
     world = [axis.comm for axis in axes.world_axes() if axis.comm is not None]
     of_world = (world[0].timeout, world[0].watcher.heartbeat_s) if world else (_DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S)
@@ -98,7 +98,7 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
         group: a ``torch.distributed`` process group that this process is in; or a list of ranks of the world, this one
             among them, in the axis' order: no process group needs to be made for them, and no other rank takes part.
         name: what collectives call the axis, unless an axis of that name is in scope, or two axes have it. The returned
-            axis, or the group itself, always works. None: a name that no other axis has.
+            axis, or the group itself, always works. None: a new, unique name.
 
     Returns:
         The axis. All ranks of the group must call this, in the same order for several groups: its channels are opened.
@@ -133,13 +133,13 @@ def axis_from_group(group: dist.ProcessGroup | Sequence[int], name: str | None =
         opened = open_axis(name, made, make=partial(GroupAxis, owns_group=True))
     elif isinstance(group, dist.ProcessGroup):
         opened = open_axis(group.group_name if name is None else name, group, make=GroupAxis)
-    else:  # torch gives a number to those who aren't in a new group
+    else:  # torch gives a number to processes outside of a new group
         raise AxisError(f"axis {name or group!r}: {outsider()}")
     return opened if isinstance(opened, GroupAxis) else GroupAxis(opened.name, opened.size, opened.ranks)
 
 
 def outsider() -> str:
-    """The error if this process isn't in the group that is given as an axis."""
+    """The error for a process that isn't in the group given as an axis."""
     who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
     return f"{who} isn't a member of the process group that was given as an axis. Only its members may call this."
 
@@ -173,14 +173,14 @@ class InGroups(NamedTuple):
     """The ranks of a group of an axis, as an axis: `axis_index_groups` turns a collective's axis into it."""
 
     axis: Any  # as users give one
-    groups: tuple[tuple[int, ...], ...]  # the indices of each; as lists in errors
+    groups: tuple[tuple[int, ...], ...]  # the indices of each group; errors show lists
 
 
 class InBackground(NamedTuple):
     """An axis on which a collective begins now and is waited for later (``ltx.async_``)."""
 
     axis: Any  # as users give one
-    name: str  # the collective's, as users call it
+    name: str  # the collective's public name
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class MeshAxis(Axis):
 
 
 def size_and_rank(axis: Any) -> tuple[int, int]:
-    """(number of ranks, this one's place among them) of the axis that a user means; 0 on simulated ranks.
+    """(size, this rank's place) of the axis that a user means; the place is 0 on simulated ranks.
 
     Unlike :func:`resolve` it never opens an axis, since all ranks of the axis would have to do that together.
     """
@@ -226,14 +226,14 @@ def resolve(axis: Any) -> Axis:
     if isinstance(axis, dist.ProcessGroup):
         return first_opened(axis) or open_axis(axis.group_name, axis)
     if isinstance(axis, int) and axis == dist.GroupMember.NON_GROUP_MEMBER:
-        # torch gives this to processes that aren't in a new group.
+        # torch gives this number to processes outside of a new group.
         raise AxisError(outsider())
     got = f"{axis}. A dimension of tensors is dim= here" if isinstance(axis, int) else type(axis).__name__
     raise AxisError(f"an axis is a name, a tuple of names, an ltx.Axis, a ProcessGroup or a DeviceMesh, got {got}.")
 
 
 def kinds_of(axis: Any) -> list[Any]:
-    """The names of each kind, processes or simulated ranks, in a tuple of names that mixes them; else `axis` alone."""
+    """A tuple of names split by kind, processes and simulated ranks, if it mixes both kinds; else `axis` alone."""
     if traced.recording() or type(axis) not in (tuple, list):
         return [axis]
     in_scope = [known.name for known in axes.axes_in_scope()]
@@ -323,7 +323,7 @@ def _of_meshes(meshes: list[DeviceMesh]) -> Axis:
 
 
 def _resolve_groups(axis: Axis, groups: tuple[tuple[int, ...], ...]) -> Axis:
-    """The axis of this rank's group; ranks compare groups that are new before they open any."""
+    """The axis of this rank's group. Ranks compare new groups before they open them."""
     part, said = Part(groups), f"axis_index_groups={brief([list(group) for group in groups])}"
     size = axis.ranks.least(axis.size)
     indices = [index for group in groups for index in group]

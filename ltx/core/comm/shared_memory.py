@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_locked.clear)
 
 
 def close_files(locks: list[int], files: list[int]) -> None:
-    """Close what :func:`open_transport` has opened, and let go of this rank's lock."""
+    """Close a segment and its lock file, and release this rank's lock."""
     for descriptor in files:
         if descriptor in _locked:
             # Closing isn't enough: the lock would last as long as any fork that has inherited the file, such as a
@@ -77,7 +77,7 @@ def close_files(locks: list[int], files: list[int]) -> None:
 
 
 def _machine() -> list[object] | None:
-    """A name that ranks which can share memory have in common; None where shared memory doesn't work."""
+    """A name that is equal on ranks which can share memory; None if shared memory doesn't work here."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get("LTX_SHARED_MEMORY", "1") == "0":
         return None
     try:
@@ -93,9 +93,9 @@ class SharedMemoryWork:
     """A buffer on its way through the transport, chunk by chunk."""
 
     transport: SharedMemoryTransport
-    end: int = 0  # the place after its last chunk
+    end: int = 0  # the place after the buffer's last chunk
     completed_s: float = 0.0
-    refused: bool = False  # ranks have issued different things
+    refused: bool = False  # ranks have issued different collectives
     sums: dict[int, float] | None = None  # the sum of each chunk's elements, by the chunk's place, if wanted
 
     @property
@@ -104,7 +104,7 @@ class SharedMemoryWork:
 
     @property
     def total(self) -> float | None:
-        """The sum of all elements of the result, if it was asked for; NaN where a rank hasn't added up its part."""
+        """The sum of the result's elements, if it was asked for; NaN if a rank hasn't summed its part."""
         return None if self.sums is None else sum(self.sums.values())
 
 
@@ -149,7 +149,7 @@ class SharedMemoryTransport:
     def begin(
         self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], tag: int, summed: bool = False
     ) -> tuple[SharedMemoryWork, torch.Tensor]:
-        """Start `operation` on a contiguous `buffer`: its work, and the memory of the result. Never blocks.
+        """Start `operation` on a contiguous `buffer`; return its work and the memory of the result. Never blocks.
 
         An exception makes the transport fail, unless it is an interrupt: peers learn of that at the next chunk.
         """
@@ -160,7 +160,7 @@ class SharedMemoryTransport:
                 row = OPERATIONS[operation]
                 out = row.new_result(buffer, self.size)
                 chunks = list(row.chunks(Job(buffer, out, arguments, self.rank, self.size)))
-        except Exception as error:  # for example, no memory: the peers would wait for this rank
+        except Exception as error:  # for example without memory; peers would wait for this rank
             self._fail(error)
             raise
         if summed and any(chunk.reduce is not None for chunk in chunks):
@@ -265,7 +265,7 @@ class SharedMemoryTransport:
             slots = self._slots(entry)
             shares = [part(slot, self.rank, self.size) for slot in slots]
             if shares[0].numel():
-                if self._overwritten == entry.place:  # an exception interrupted what follows
+                if self._overwritten == entry.place:  # an exception interrupted the lines below
                     chunk.give(slots[self.rank])
                 self._overwritten = entry.place
                 # In rank order on every rank; the last step writes into this rank's own segment.
@@ -287,7 +287,7 @@ class SharedMemoryTransport:
             if work.sums is not None:
                 work.sums[entry.place] = sum(words[SUMS + entry.place % SLOTS] for words in self._sums)
         work.completed_s = time.perf_counter()
-        self._tell(entry, EMPTIED)  # this comes last: a waiting thread continues now
+        self._tell(entry, EMPTIED)  # must come last, since a waiting thread continues at once
         entry.chunk = NO_CHUNK
         return True
 
@@ -323,7 +323,7 @@ _transports: list[SharedMemoryTransport] = []
 
 
 def open_transport(rank: int, exchange: Callable[[str, Any], list[Any]]) -> SharedMemoryTransport | None:
-    """A transport between ranks; `exchange` gives the values of all of them, each of which is at the same place.
+    """Open a transport between ranks. `exchange` returns all ranks' values; all ranks call it in the same order.
 
     None if not all of them share this machine's memory. Ranks in different network namespaces
     count as different machines, because such namespaces exist to try a network. The environment variable
@@ -374,7 +374,7 @@ def any_transport_busy() -> bool:
 
 
 def wait_for(work: SharedMemoryWork, pause_s: float) -> bool:
-    """Advance the transports until `work` is complete, or its transport fails, or for `pause_s`; whether it is."""
+    """Advance the transports until `work` is complete (True), its transport fails, or `pause_s` is over (False)."""
     began = idle_since = time.perf_counter()
     while not work.completed:
         if progress_everywhere():

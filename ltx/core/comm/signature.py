@@ -64,7 +64,7 @@ class Signature:
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """A signature that ranks have found to be equal: its fingerprint, and rank 0's offer."""
+    """A signature that is equal on all ranks, its fingerprint, and rank 0's offer."""
 
     signature: Signature
     fingerprint: int
@@ -84,8 +84,9 @@ class Post:
     value: Any = None  # the rank's own value for its peers, as JSON
     caller: str = ""  # file and line of the call, known under ltx.debug_checks()
     issued: Mapping[str, int] = field(default_factory=dict)  # the number of issued buffers, by channels' addresses
-    next_check: tuple[int, int] = (0, 0)  # the place of its next call in the sequence of ltx.debug_checks()
-    compared: Mapping[str, int] = field(default_factory=dict)  # how many signatures it has begun to compare; likewise
+    next_check: tuple[int, int] = (0, 0)  # the number of the rank's next call under ltx.debug_checks()
+    # the number of comparisons begun, by channels' addresses
+    compared: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def call(self) -> str:
@@ -152,9 +153,9 @@ def _ranks(ranks: list[int]) -> str:
 
 
 class Seen:
-    """What was seen of functions while they live. Those that can't be hashed or weakly referenced have one place.
+    """Sets of keys, one for each living function. Functions that can't be hashed or weakly referenced share one set.
 
-    `forgets`: of these it has seen nothing.
+    `forgets`: keep nothing for such functions.
     """
 
     def __init__(self, forgets: bool = False) -> None:

@@ -31,7 +31,7 @@ from ltx.core.comm.signature import Agreement, Signature, mismatch
 _LIMB_BITS = 20
 _LIMBS = 3
 _MASK = (1 << _LIMB_BITS) - 1
-_SPREAD = 0x9E3779B97F4A7C15  # odd, so that different step numbers give different limbs
+_SPREAD = 0x9E3779B97F4A7C15  # an odd factor, so that different step numbers give different limbs
 #: How long ranks whose digests differ wait for each other to say why.
 _EXPLAINING_S = 10.0
 #: The advice in errors about gradients that weren't reduced.
@@ -40,7 +40,7 @@ UNREDUCED = (
     "ltx.accumulate(step, n) for micro-batches; or reduce their sum by ltx.sync_gradients(grads); or set .grad to None"
 )
 
-#: The size in bytes of the buffer that is summed.
+#: The size of the summed buffer in bytes.
 SUMMARY_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
 
 
@@ -60,8 +60,8 @@ class Said(NamedTuple):
 
     issued: int  # the fingerprint of all collectives that the rank has issued
     step: int | None = None  # the number of the training step; None in a pass of a plain step
-    left: str = ""  # as Recovery.last_left
-    unreduced: str = ""  # unreduced gradients, with a digest, to which a plain step's pass adds
+    left: str = ""  # see Recovery.last_left
+    unreduced: str = ""  # the unreduced gradients to which this pass adds, and their digest
 
     @property
     def digest(self) -> int:
@@ -99,15 +99,15 @@ class IssuedSummary:
         return self._copy is not None and self._summary is None
 
     def enqueued(self) -> StepSummary:
-        """The sums on the device, not read by the host yet; elsewhere as :meth:`wait`.
+        """The sums on the device, without the host reading them; on host-blocking backends the same as :meth:`wait`.
 
-        The loss is NaN where the host will find that ranks differ, so that a wrong loss is never seen.
+        If ranks differ, which the host finds later, the loss is NaN, so that nobody sees a wrong loss.
         """
         if not self.stays_on_device:
             return self.wait()
         self._fence([self._sums])
         first, second = self._sums[2::2], self._sums[3::2]
-        apart = first.square().ne(second * self.channel.size).any()  # this is done even if the sum was given up halfway
+        apart = first.square().ne(second * self.channel.size).any()  # even if the wait raises
         return StepSummary(self._sums[0].masked_fill(apart, torch.nan), self._sums[1])
 
     def wait(self) -> StepSummary:
@@ -128,7 +128,7 @@ class IssuedSummary:
     def _refuse_apart(self, late: bool) -> None:
         """Digests differ: raise an error on all ranks that says what differs."""
         by_rank: list[Said] = []
-        with suppress(LtxError):  # a peer came to another place; then its issued collectives are the difference
+        with suppress(LtxError):  # a peer is at another place, so it has issued other collectives
             by_rank = [Said(*of_rank) for of_rank in self.compare()]
         axis = f"axis {self.channel.axis_name!r}"
         applied = (
@@ -160,7 +160,7 @@ class IssuedSummary:
 
 
 def end_pass(among: AxisComm, summary: IssuedSummary) -> StepSummary:
-    """End a pass whose buckets are all complete or enqueued: its step summary, which is checked here or later."""
+    """End a pass whose buckets are all complete or enqueued: check its step summary here or later."""
     if summary.stays_on_device:
         among.unread = summary
     return summary.enqueued()
@@ -179,7 +179,7 @@ def read_last_summary(among: AxisComm) -> None:
 
 
 def confirm(among: AxisComm) -> None:
-    """Where the host runs ahead: wait until all ranks' devices have done the work enqueued now, by a sum after it."""
+    """If the host runs ahead, wait for a sum behind the enqueued work, so that all ranks' devices have done it."""
     stream, channel = among.stream_of(among.device), among.bucket_channel(0)
     if stream is None:
         return
@@ -203,9 +203,9 @@ def begin_pass(
 ) -> IssuedSummary:
     """Begin a pass over buckets: wait until the last pass is complete, then issue this rank's step summary.
 
-    It goes out on bucket channels of `axis_comm`, among whose ranks, or a part of them, it is; errors call it `name`.
-    `agreement`: what the ranks have compared of it. `total`, `weight`: this rank's loss and its weight, 0-dim tensors;
-    0 where nobody needs them. `unreduced`: as :attr:`Said.unreduced`.
+    It goes out on the bucket channels of `among`: `axis_comm` or a part of it. Errors call the pass `name`.
+    `agreement`: the ranks' agreement on the pass, if there is one. `total`, `weight`: this rank's loss and its weight,
+    0-dim tensors; 0 if nobody needs them. `unreduced`: as :attr:`Said.unreduced`.
     """
     read_last_summary(among)
     among.recovery.begin()
@@ -228,7 +228,7 @@ def send_summary(
 ) -> Work:
     digest = said.digest
     a, b, c = float(digest & _MASK), float(digest >> _LIMB_BITS & _MASK), float(digest >> 2 * _LIMB_BITS & _MASK)
-    # Writing an element takes longer than reading one; where waits block the host it may read.
+    # Reading an element is cheaper than writing one, but would block the host on stream-ordered backends.
     reads = not channel.orders_streams(device)
     known = [float(x) if reads or not isinstance(x, torch.Tensor) else 0.0 for x in (total, weight)]
     numbers = to_device(torch.tensor([*known, a, a * a, b, b * b, c, c * c], dtype=torch.float64), device)
@@ -242,7 +242,7 @@ def send_summary(
 def count_in_graph(
     axis_key: str, step: int, clock: torch.Tensor, total: torch.Tensor, squares: torch.Tensor
 ) -> torch.Tensor:
-    """`clock` one step later, in a graph; when the graph runs, raises if ranks are at different steps.
+    """In a graph: `clock` plus one step. When the graph runs, this raises if ranks are at different steps.
 
     `total`, `squares`: the sums over ranks of :func:`number_in_graph` and of its square.
     """
@@ -253,7 +253,7 @@ def count_in_graph(
 
 
 def number_in_graph(step: int, clock: torch.Tensor) -> torch.Tensor:
-    """The number of a compiled step, in the form in which it is sent."""
+    """The number of a compiled step, as a tensor to send."""
     return (step + clock) % (1 << _LIMB_BITS)
 
 
@@ -265,7 +265,7 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
         return one
     exchange, said = axis_comm.store_exchange, Said(0, number, axis_comm.recovery.last_left)
     channel = axis_comm.bucket_channel(0)
-    work = Work.arrived(channel, torch.cat([total.new_zeros(2), *limbs]))  # the graph has waited for the sum
+    work = Work.arrived(channel, torch.cat([total.new_zeros(2), *limbs]))  # the graph has waited already
 
     def compare() -> list[Any]:
         return exchange.exchange(exchange.new_place(), said, "a comparison of steps", _EXPLAINING_S)
@@ -275,7 +275,7 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
     return one
 
 
-# The operation copies to the host, which the capture of a CUDA graph can't hold.
+# The operation copies to the host, which can't be captured in a CUDA graph.
 _operations = torch.library.Library("ltx", "DEF")
 _schema = "count_step(Tensor total, Tensor squares, Tensor clock, int step, str key) -> Tensor"
 _operations.define(_schema, tags=torch.Tag.cudagraph_unsafe)

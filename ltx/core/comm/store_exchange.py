@@ -25,7 +25,7 @@ from ltx.core.comm.shared_memory import progress_everywhere
 
 T = TypeVar("T")
 
-#: How long the end waits for a thread that is idle or in a call to the store.
+#: How long `end` waits for the thread, which is idle or in a call to the store.
 ENDING_S = 1.0
 
 
@@ -57,7 +57,7 @@ class StoreCaller:
             StoreGoneError: the store is gone.
             PeerLostError: the store hasn't answered in time.
         """
-        if self._gone is not None:  # the store stays gone, and torch logs a page about each attempt
+        if self._gone is not None:  # don't try again, since torch logs a page for each failed call
             raise self._told_gone(self._gone)
         asked = self._put(question)
         if not wait([asked], self.limit_s).done:
@@ -153,7 +153,7 @@ class TimeoutStore:
         return self._caller.ask(lambda: bool(self.store.delete_key(key)))
 
 
-#: Names of places from :meth:`StoreExchange.new_place` begin so.
+#: The prefix of the places that :meth:`StoreExchange.new_place` returns.
 EXCHANGES = "exchanges"
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05
@@ -203,14 +203,15 @@ class StoreExchange:
 
     def in_file(self, file: Path) -> StoreExchange:
         """An exchange of the same ranks in a file that all of them see. The last rank to close the file removes it."""
-        store = cast(TimeoutStore, FileStore(str(file), self.size - len(self._lost())))  # which has the same methods
+        # it has the same methods
+        store = cast(TimeoutStore, FileStore(str(file), self.size - len(self._lost())))
         return StoreExchange(store, self.rank, self.size, self.timeout_s, self._lost)
 
     def close(self) -> None:
         del self._store
 
     def new_place(self) -> str:
-        """A new place; it is the same on all ranks that call this equally often."""
+        """A new place. It is the same on all ranks that have called this equally often."""
         self.begun += 1
         return f"{EXCHANGES}/item/{self.begun}"
 

@@ -1,7 +1,7 @@
-"""Ranks that are threads of this process (:func:`ltx.simulate`): one runs at a time, and hands over where it waits.
+"""Ranks that are threads of this process (:func:`ltx.simulate`). One runs at a time, until it has to wait for others.
 
-A thread that comes to a common call waits there until all its members have come. The last one computes each member's
-result. Between two such calls threads run in the order of their numbers, so a run repeats itself exactly.
+A thread that comes to a common call waits there until all members of the call have come. The last one computes each
+member's result. Between such calls threads run in the order of their numbers, so runs are deterministic.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ltx.core.comm.signature import Agreement, Seen, Signature, explain_mismatch
 from ltx.core.comm.step_summary import UNREDUCED
 from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, Part, Ranks, Rule, Static, Tensors, fresh
 
-#: From the values of all members, in their order, to the result of each member.
+#: A function from the members' values, in order, to the members' results.
 Combine = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(eq=False)
 class Call:
-    """A call that one rank makes together with others, and in which it waits."""
+    """A common call, in which a rank waits for others."""
 
     axis_name: str
-    members: tuple[int, ...]  # the ranks that make the call, by their place on the axis
-    signatures: tuple[Signature, ...]  # members must agree on these: outer calls', then the call's own
-    value: Any  # what this rank brings
-    combine: Combine | None  # None gives each rank all values
+    members: tuple[int, ...]  # the ranks that make the call, in the order of the axis
+    signatures: tuple[Signature, ...]  # of the outer calls, then of this call; members must agree on them
+    value: Any  # this rank's value
+    combine: Combine | None  # if None, each rank gets all values
     leavable: bool = False  # the call belongs to a step or pass, which a peer may leave
-    complete: bool = field(default=False, init=False)  # `result` or `error` is there
+    complete: bool = field(default=False, init=False)  # `result` or `error` is set
     result: Any = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
 
@@ -66,7 +66,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of a run, and the rank that raised it; None if the caller had it, such as an interrupt."""
+    """The first error of a run, and the rank that raised it; None if the caller raised it, such as an interrupt."""
 
     error: BaseException
     rank: int | None
@@ -94,15 +94,16 @@ class Turns:
         self._calls: dict[int, Call] = {}
         self._ended: dict[int, str] = {}
         self._failure: Failure | None = None
-        #: A rank gets this news at the next step or pass that it comes to with others.
+        #: What a rank must be told when it next comes to a step or pass with others.
         self._told: dict[tuple[int, tuple[int, ...]], Left] = {}
         #: How many steps and passes a rank has completed with others.
         self.completed = Counter[tuple[int, tuple[int, ...]]]()
 
     def leave(self, left: Left, members: tuple[int, ...]) -> None:
-        """A rank has left a step or pass: tell its peers, where they wait in it or at their next one."""
+        """A rank has left a step or pass: tell its peers, which wait in it, or else at their next one."""
         told = self._told.pop((left.rank, members), left)
-        if told.rank == left.rank or told.completed != left.completed:  # otherwise a peer has left it too
+        # else a peer has left it too
+        if told.rank == left.rank or told.completed != left.completed:
             for peer in members:
                 if peer != left.rank:
                     self._tell_later(peer, members, left)
@@ -151,7 +152,7 @@ class Turns:
             self._wait()
         except BaseException as error:
             self._failure = self._failure or Failure(error, None)
-            if not begun:  # no more threads: the threads made so far end without having run
+            if not begun:  # the system has no more threads: end those made so far, which haven't run
                 self._ended.update(dict.fromkeys(range(started, self.size), "has no thread"))
                 self._turns[0].release()
             if started:
@@ -178,7 +179,7 @@ class Turns:
         try:
             if self._failure is None:
                 results[rank] = f(rank)
-        except BaseException as error:  # also SystemExit: the caller gets it
+        except BaseException as error:  # also SystemExit, which the caller gets
             how = f"has raised {type(error).__name__}"
             if self._failure is None:
                 self._failure = Failure(error, rank)
@@ -216,7 +217,7 @@ class Turns:
         if following != rank:
             self._turns[following].release()
             self._turns[rank].acquire()
-        if not self.closed:  # else the caller has left, and this process is its own again
+        if not self.closed:  # if the caller has left, the process' state is the caller's again
             come_back()
         del self._calls[rank]
         if call.error is not None:
@@ -267,7 +268,7 @@ def _held_lock() -> threading.Lock:
 
 
 def _complete(calls: list[Call]) -> None:
-    """All members have come: give each its result, or the same error."""
+    """All members have come: give each member its result, or all of them the same error."""
     first = calls[0]
     values = [call.value for call in calls]
     try:
@@ -290,10 +291,10 @@ def _complete(calls: list[Call]) -> None:
 
 
 class ThreadRanks(Ranks):
-    """The ranks of an axis that are threads here, as one of them sees them.
+    """The ranks of an axis that are threads of this process, as one of them sees them.
 
-    Ranks are in one process, so nothing is sent: each brings a value, and one of them computes all results.
-    `members`: the numbers of the threads of the axis' ranks; `rank`: this one's place; `device`: of its arguments.
+    Nothing is sent: each rank brings a value, and one of them computes all results. `members`: the numbers of the axis'
+    threads; `rank`: this rank's place; `device`: the device of its arguments.
     """
 
     in_turn = True
@@ -310,7 +311,7 @@ class ThreadRanks(Ranks):
         self._members = members
         self._announced: list[Signature] = []
         self._forward, self._issued = Forward(), 0
-        self._step = self._pass = ""  # that this rank is in, or comes to
+        self._step = self._pass = ""  # as far as this rank is in the call or comes to it
         self._known: dict[Any, Agreement] = {}
         self.compared = Seen()
         self._parts: dict[Part, ThreadRanks] = {}
@@ -336,7 +337,7 @@ class ThreadRanks(Ranks):
         self.exchange(Signature(label, ()), None)
 
     def _say(self, signature: Signature) -> None:
-        """Let the ranks compare `signature`, an outer call, at their next exchange, to which it leads."""
+        """Have the ranks compare `signature`, an outer call, at the next exchange, which belongs to it."""
         self._turns.check_thread(self._members[self.rank], signature, self.name)
         self._announced.append(signature)
 
@@ -391,7 +392,7 @@ class ThreadRanks(Ranks):
         self._turns.completed[self._members[self.rank], self._members] += whole
 
     def exchange(self, signature: Signature, value: Any = None) -> list[Any]:
-        """Wait for all ranks, and return their values, any objects: ranks share them, and mustn't write to them.
+        """Wait for all ranks, and return their values. Ranks share these objects, so they mustn't write to them.
 
         Raises:
             RankMismatchError: ranks disagree in their signatures, or some never come; on all ranks that wait.
@@ -402,7 +403,7 @@ class ThreadRanks(Ranks):
         return values
 
     def combined(self, signature: Signature, value: Any, combine: Combine | None = None) -> Any:
-        """:meth:`exchange`; with `combine`, this rank's result of it for all values."""
+        """:meth:`exchange`; with `combine`, return this rank's result of it for all values."""
         self._turns.check_thread(self._members[self.rank], signature, self.name)
         signatures = (*self._announced, signature)
         self._announced.clear()

@@ -44,7 +44,7 @@ from ltx.core.comm.store_exchange import ENDING_S, StoreCaller, poll_until
 DEFAULT_HEARTBEAT_S = 10.0
 #: A thread that has waited this long tells its peers.
 PATIENCE_S = 1.0
-# How often such a thread looks, and how long the first one to find a deadlock waits until the others know.
+# How often a waiting thread looks, and how long the first one that finds a deadlock waits until the others know.
 _PAUSE_S, _LINGER_S = 0.5, 3.0
 # The time between two looks at the counter, in a wait that has just begun and in a long wait.
 _FIRST_TICK_S, _LAST_TICK_S = 0.1, 1.0
@@ -81,7 +81,7 @@ class Watcher:
         #: The records of all ranks, as this process has read them last: replaced as a whole.
         self.records: Mapping[int, Record] = {}
         self.version = 0  # of them
-        self._news = True  # this process' record has news
+        self._news = True  # whether this process' record has news
         self._wanted_s, self._tick_s, self._refresh = 0.0, _FIRST_TICK_S, False
         self._mine = Record()
         self._past: dict[str, Status] = {}  # the statuses of the axes that were closed last
@@ -94,7 +94,7 @@ class Watcher:
         self._looked_s = 0.0
         self._ended, self._gone, self._gone_s, self._woken = False, False, 0.0, threading.Event()
         # This comes after the fields above, which its thread reads.
-        #: This process calls the store through it, and can give up.
+        #: All calls to the store go through it, and can time out.
         self.store_caller = StoreCaller(rank, max(heartbeat_s, answer_s), self._why_gone, self._when_idle)
         #: A name of this world, different from all others; the same on all ranks.
         self.world = self._own.compare_set("world", "", os.urandom(8).hex()).decode()
@@ -111,12 +111,12 @@ class Watcher:
         return self._gone or (began is not None and time.monotonic() - began > self.store_caller.limit_s)
 
     def host_gone(self, for_s: float = 0.0) -> bool:
-        """Whether the process of rank 0 has been gone `for_s`, as the store tells: of no other that holds it."""
+        """Whether rank 0's process has been gone for `for_s`; False if another process holds the store."""
         of_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return of_rank_0 and self._gone_s > 0 and time.monotonic() - self._gone_s >= for_s
 
     def _when_idle(self) -> None:
-        """Called now and then by the thread that asks the store, while this one's own is stuck there, or has ended."""
+        """Threads that wait for the store call this now and then, in case the watcher's own thread is stuck or ended."""
         if self.without_store:
             self._look_after_devices()
 
@@ -126,11 +126,11 @@ class Watcher:
 
     @property
     def _pause_s(self) -> float:
-        """How much later the next beat comes."""
+        """The interval between beats."""
         return min(0.5, self.heartbeat_s / 10)
 
     def shorten(self, heartbeat_s: float) -> None:
-        """Lower the timeout to `heartbeat_s`, if it was longer. Beats follow at once: peers won't wait longer."""
+        """Lower the timeout to `heartbeat_s`, if it was longer. A beat follows at once: peers won't wait longer."""
         if heartbeat_s < self.heartbeat_s:
             self.heartbeat_s = heartbeat_s
             self.expect_answers()
@@ -179,7 +179,7 @@ class Watcher:
                 self._round.wait_for(lambda: self._rounds >= after or self.without_store, self.heartbeat_s)
 
     def wait_until_heard(self, dead: Collection[int] = ()) -> None:
-        """Wait, a little, until the peers, except the `dead`, have read this record: the store may end with it."""
+        """Wait briefly until all peers but the `dead` have read this record: the store may end with this process."""
         with suppress(LtxError):
             poll_until(partial(self._is_heard, dead), _HEARD_S)
 
@@ -219,7 +219,7 @@ class Watcher:
 
     def leave(self, axis: Watched) -> None:
         """`axis` has ended. The axis' last status stays in the record until many other axes have ended."""
-        if self.held is not None and self._gone_s:  # the peers may lose it next
+        if self.held is not None and self._gone_s:  # the peers may lose the store next
             self.wait_until_heard()
         if self.axes.pop(axis.label, None) is not None:
             self._past[axis.label] = axis.status()
@@ -236,13 +236,13 @@ class Watcher:
         self.store_caller.close()
         if self._thread is not threading.current_thread():
             self._thread.join(ENDING_S)
-        del self.store, self.held  # connections may be closed, even if something still holds this watcher
+        del self.store, self.held  # close connections now, even if something still refers to this watcher
         return True
 
     # --- the watcher's own thread ---
 
     def _watch(self) -> None:
-        with suppress(dist.DistError):  # the store is gone: threads that call it see that
+        with suppress(dist.DistError):  # the store is gone, which threads that call it will see
             self._go_round_by_round()
         if not self._ended and self.second is not None:
             (holder, connect), self._gone_s = self.second, self._gone_s or time.monotonic()
@@ -261,7 +261,7 @@ class Watcher:
         self._gone, self._gone_s, self._under_way_s = True, self._gone_s or time.monotonic(), None
         with self._round:
             self._round.notify_all()
-        del self._own, self._connection  # closed now, even if something still holds this watcher
+        del self._own, self._connection  # closed now, even if something still refers to this watcher
 
     def _go_round_by_round(self) -> None:
         due_s = 0.0
@@ -315,7 +315,7 @@ class Watcher:
                 self._write()
 
     def _records_of(self, ranks: set[int]) -> dict[int, Record]:
-        """The records of `ranks`: here, else the last one known, as far as there is one. Its own isn't asked for."""
+        """The records of `ranks`, read from the store, or else the last known ones. This rank's own isn't read."""
         new = sorted(ranks - self._with_record - {self._rank})
         if new and self._own.check([str(rank) for rank in new]):
             self._with_record.update(new)
@@ -333,7 +333,7 @@ class Watcher:
 
     def _look_after_peers(self, now: float) -> None:
         """Find out which of the ranks that this rank checks are silent."""
-        if now - self._looked_s > self.heartbeat_s / 2:  # this watcher was delayed itself: old beats tell nothing
+        if now - self._looked_s > self.heartbeat_s / 2:  # this watcher itself was delayed, so old beats prove nothing
             self._beats.clear()
         self._looked_s = now
         records = self._records_of({rank for axis in list(self.axes.values()) for rank in self._after(axis)})
@@ -366,7 +366,7 @@ class Deadlocks:
         self._serials = count()
         self._waits: dict[int, ThreadWait] = {}
         self._looked_s: dict[int, float] = {}
-        #: By thread, the deadlock that it has seen once: all threads' waits, and the beats of the ranks in it then.
+        #: By thread, a deadlock that was seen once: the waits of its threads, and the beats of its ranks at that time.
         self._suspected: dict[int, tuple[dict[Node, int], dict[int, float]]] = {}
         self._found: tuple[list[tuple[int, int, int]], str] | None = None
         self._said: Any = None
@@ -376,8 +376,8 @@ class Deadlocks:
         self.counts: dict[str, Callable[[], dict[str, tuple[int, Iterable[int]]]]] = {}
 
     def told(self) -> Told:
-        """The threads' part of the record; nothing while no thread has waited for long."""
-        # Before the counts: between the two reads a thread may only have issued more than it had when it began to wait.
+        """The threads' part of the record; empty unless a thread has waited for long."""
+        # Read the waits before the counts, so that counts may be newer than the waits, but never older.
         waits = list(self._waits.values())
         if not waits and self._found is None:
             return Told()
@@ -436,7 +436,7 @@ class Deadlocks:
             self._waits.pop(threading.get_ident(), None)
 
     def _all_told(self, ranks: Iterable[int]) -> tuple[dict[int, Told], dict[int, float]]:
-        """The waits of `ranks`, of the ranks that these wait for, and so on; and the beats at which they were told."""
+        """The waits of `ranks`, of the ranks that they wait for, and so on; and the beats of these records."""
         records = self._watcher.look()
         told, said_s, wanted = dict[int, Told](), dict[int, float](), set(ranks)
         while missing := sorted(wanted - told.keys()):
@@ -451,7 +451,7 @@ class Deadlocks:
         return told, said_s
 
     def _raise(self, nodes: list[tuple[int, int, int]], text: str) -> NoReturn:
-        """Raise, once all ranks in the deadlock know of it: the first one to raise may end, and the store with it."""
+        """Raise once all ranks in the deadlock know of it: the first one to raise may end, and the store with it."""
         self._found = (nodes, text)
         with suppress(LtxError):  # the error to raise is known
             self._watcher.tell(wait=True)
@@ -469,7 +469,7 @@ class Deadlocks:
         return still.isdisjoint(nodes)
 
 
-# By the store of a world's process group.
+# The watchers by the store of their world's process group.
 _watchers: dict[int, tuple[Store, Watcher]] = {}
 
 
