@@ -27,7 +27,7 @@ from ltx.core.ranks.axis import axes_in_scope
 if TYPE_CHECKING:
     from ltx.core.comm.axis_comm import AxisComm
 
-#: The names and addresses of bucket channels begin so.
+#: The prefix of the names and addresses of bucket channels.
 BUCKETS = "buckets "
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ltx.core.comm.axis_comm import AxisComm
     from ltx.core.comm.channel import Channel
 
-# More calls than one session of debug_checks has; calls are numbered through all sessions.
+# Calls are numbered through all sessions of debug_checks; each session gets a range of this size.
 _CALLS = 1 << 32
 
 

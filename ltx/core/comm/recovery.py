@@ -30,7 +30,7 @@ from ltx.core.comm.diagnosis import AGAIN, LEFT, Left, parted
 if TYPE_CHECKING:
     from ltx.core.comm.axis_comm import AxisComm
 
-#: Errors of a step that all ranks raise alike, about values they share: no rank waits for the rest of the step.
+#: Errors about shared values, which all ranks raise alike in a step, so no rank waits for the rest of it.
 ALIKE = NotFiniteError, WeightError
 
 #: Errors that other ranks raise too when they wait for this rank.
