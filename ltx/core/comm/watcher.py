@@ -116,7 +116,7 @@ class Watcher:
         return of_rank_0 and self._gone_s > 0 and time.monotonic() - self._gone_s >= for_s
 
     def _when_idle(self) -> None:
-        """Threads that wait for the store call this now and then, in case the watcher's own thread is stuck or ended."""
+        """Called now and then by threads that wait for the store, in case the watcher's thread is stuck or ended."""
         if self.without_store:
             self._look_after_devices()
 

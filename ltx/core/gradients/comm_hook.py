@@ -33,37 +33,37 @@ from ltx.core.ranks.axis import Axis
 
 @dataclass(frozen=True)
 class HookOffers:
-    """What a communication hook says of itself, for plans, steps and checks to read.
+    """The properties of a communication hook that plans, steps and checks read.
 
     Attributes:
-        exact: the result is the mean up to rounding in the gradients' own dtype. Else second derivatives take the exact
-            mean.
-        averages: the result stands for the sum of the shares, exactly or not. A hook whose result doesn't has no
-            derivative, and can't do another hook's sums.
+        exact: the result is the mean up to rounding in the gradients' dtype. If it isn't, second derivatives use the
+            exact mean.
+        averages: the result approximates the sum of the ranks' shares. If it doesn't, the hook has no derivative, and
+            can't compute another hook's sums.
         alike: all ranks get the same result, so that parameters stay the same on all ranks.
         elementwise: each element's result depends on that element alone, so that gradients of several samples can be
             reduced side by side (``vmap`` of ``grad`` between processes).
-        needs_whole: the result for a parameter depends on the whole parameter (its rows and columns, its norm), or in
-            an unknown way. So the result would differ where ranks hold parts of parameters (DTensors).
+        needs_whole: the result for a parameter depends on the whole parameter (its rows and columns, its norm), or
+            isn't known not to. Such a hook can't reduce DTensors, of which ranks hold parts.
         sums: it requests sums of floating numbers, which another hook may provide (:func:`ltx.hooks.chain`).
         gives_gradients: its result scales with the gradients, as a mean of them does. A step whose loss is a
             :class:`ltx.Weighted` divides the result by the sum of the weights, which comes later; a loss scale divides
             it too.
         state_names: the tensors of one parameter's state; empty for a hook without state.
-        reads_step: ``reduce`` reads the number of steps so far, for randomness too. In a hook without state that
-            doesn't say so, ``inputs.step`` raises.
-        constant_after: the number of steps after which ``at`` gives the same hook at every step; None if it goes on
-            changing. A hook that defines ``at`` has to set it. Compiled graphs can hold the hook from that step on; in
-            them ``reduce`` gets the step as a tensor, which is enough to draw random numbers.
+        reads_step: ``reduce`` reads the number of steps so far, for randomness too. In a hook without state
+            ``inputs.step`` raises unless this is True.
+        constant_after: the number of steps after which ``at`` always returns the same hook; None if it keeps changing.
+            A hook that defines ``at`` has to set it. Compiled graphs can hold the hook from that step on; in them
+            ``reduce`` gets the step as a tensor, which is enough to draw random numbers.
         stateful: a step needs communication state: the hook's tensors, or the count of steps.
         bucket_factor: a bucket, the first excepted, holds this many times the bytes that the strategy says. It is more
             than 1 for hooks that send far less than the gradients: fewer and longer buffers cost them less.
-        phases: the largest number of requests that ``reduce`` yields for a bucket. Each has a channel of its own, which
-            ranks open together when a plan is new; in the backward pass ranks couldn't, as gradients come in any order.
-        phases_on: ``phases_on(axis_size)``, where `phases` depends on the number of ranks.
-        by_path: parameters have different hooks, which `each` gives. All parameters of a bucket have the same hook.
+        phases: the largest number of requests that ``reduce`` yields for a bucket. Each phase has a channel of its own,
+            which ranks open together when a plan is new, since gradients come in different orders in the backward pass.
+        phases_on: ``phases_on(axis_size)``, the number of phases on so many ranks.
+        by_path: parameters have different hooks, which `each` returns. All parameters of a bucket have the same hook.
         within: ``within(axis)``, the part of `axis`, one of ``axes(axis)``, whose ranks reduce among themselves; None
-            if all ranks reduce together. The step summary, with losses and weights, stays there too.
+            if all ranks reduce together. The step summary, with losses and weights, is reduced among the same ranks.
     """
 
     exact: bool = True
@@ -93,8 +93,8 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
     processes, on simulated ranks and in compiled graphs.
 
     Attributes:
-        offers: an :class:`ltx.extend.HookOffers`. A class overrides a default by an attribute of the field's name, such
-            as ``exact = False``, and each can be read so.
+        offers: an :class:`ltx.extend.HookOffers`. A subclass overrides a field's default by a class attribute of the
+            same name, such as ``exact = False``.
     """
 
     _one_line = True
@@ -121,7 +121,7 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
         return [self] * len(paths)
 
     def with_error_feedback(self) -> CommHook | None:
-        """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if it has no error of its own."""
+        """The hook with error feedback (:func:`ltx.hooks.error_feedback`); None if the hook makes no error."""
         return None
 
     def axes(self, axis: Axis) -> tuple[Axis, ...]:
@@ -133,7 +133,7 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
         return ()
 
     def cast(self, dtype: torch.dtype) -> CommHook | None:
-        """The hook whose sums travel in `dtype` (:func:`ltx.hooks.cast`); None if a chain has to cast."""
+        """The same hook with sums that are sent in `dtype` (:func:`ltx.hooks.cast`); None if a chain has to cast."""
         return None
 
     def scale(self, axis_size: int) -> float:
@@ -141,7 +141,7 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
         return 1.0 / axis_size
 
     def derivative_scale(self, axis_size: int) -> float:
-        """In derivatives the result counts as the sum over ranks times this factor."""
+        """Derivatives take the result for the sum over ranks times this factor."""
         require("derivative, hook", self)
         return 1.0 / axis_size
 
@@ -160,16 +160,16 @@ class CommHook(Offering[HookOffers], Readable, kind=HookOffers):
 
 C = TypeVar("C")
 
-#: Members that an outer hook doesn't take from the hook in it: they work on the outer hook itself, or follow from its
-#: other members.
+#: Members that an outer hook doesn't copy from the hook inside: they are about the outer hook, or follow from its other
+#: members.
 _ITS_OWN = ("at", "cast", "with_error_feedback", "reduce", "stateful", "offers")
 
 
 def around(field: str, base: type = CommHook, but: Collection[str] = _ITS_OWN) -> Callable[[type[C]], type[C]]:
     """Decorate a class whose field `field` holds another value of the same `base`, which it wraps.
 
-    Every public member of `base` that the class, or a class between the two, doesn't define is taken from the wrapped
-    value, except those in `but`; so are the fields of `offers`. A member that `base` gets later can't be forgotten.
+    Public members of `base` that the class (or a class between the two) doesn't define come from the wrapped value,
+    except those in `but`; so do the fields of `offers`. So no member that is added to `base` later is forgotten.
     """
     own_fields = {f.name for f in fields(base)} if is_dataclass(base) else set[str]()
 
@@ -192,7 +192,7 @@ def _of_field(field: str, name: str, inherited: Any) -> Any:
         return lambda self, *args, **kwargs: [
             replace(self, **{field: hook}) for hook in getattr(self, field).each(*args, **kwargs)
         ]
-    if not callable(inherited):  # a property, or a variable of the class
+    if not callable(inherited):  # a property or a class variable
         return property(lambda self: getattr(getattr(self, field), name))
 
     @functools.wraps(inherited)

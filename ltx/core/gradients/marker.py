@@ -14,9 +14,10 @@ In the order of the backward pass:
 
 Before torch 2.13, which can raise a marker's priority, hooks on the leaf tensors start the buckets: :class:`LeafHooks`.
 
-All of it is differentiable again, in both modes. :class:`Launch` counts as the identity and :class:`Wait` as the exact
-mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. The functions take
-off the levels of vmap one by one, and know which levels are ranks. :func:`reduce_gradients` takes given gradients.
+All is differentiable again, in reverse and forward mode. :class:`Launch` counts as the identity and :class:`Wait` as
+the exact mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. The
+functions take vmap levels off one by one, and know which levels are ranks. :func:`reduce_gradients` reduces given
+gradients without a marker.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def can_raise_priority() -> bool:
 
 
 def raise_priority(output: torch.Tensor, priority: int) -> None:
-    """Let the engine prefer the node that made `output`, at every level of functorch's transforms, if it can."""
+    """Have the engine run the node that made `output` early, at every functorch level, if torch can."""
     while True:
         set_sequence_nr = getattr(output.grad_fn, "_set_sequence_nr", None)
         if set_sequence_nr is not None:
@@ -67,12 +68,12 @@ def raise_priority(output: torch.Tensor, priority: int) -> None:
 
 def _views(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     if not private.in_transform():
-        return tuple(tensors)  # plain autograd makes views of these itself
+        return tuple(tensors)  # plain autograd makes views itself
     return tuple([None if t is None else t.view_as(t) for t in tensors])
 
 
 def _index(axis: Axis, dims: Dims = ()) -> torch.Tensor | None:
-    """A dummy input, so that functorch calls a Function's vmap rule at each level of a simulated axis that is on."""
+    """A dummy input, so that functorch calls a Function's vmap rule at each remaining level of a simulated axis."""
     left = _left(axis, dims)
     return None if left is None else left.ranks.batch_index(axis.size)
 
@@ -86,7 +87,7 @@ def _left(axis: Axis, dims: Dims) -> Axis | None:
 
 
 class Peeled(Function):
-    """A Function of ``(schedule, bucket, dims, index, *tensors)`` that is told in `dims` which vmap levels it is below.
+    """A Function of ``(schedule, bucket, dims, index, *tensors)``; `dims` lists the vmap levels that are taken off.
 
     `bucket` is None for Functions that work on all buckets.
     """
@@ -124,19 +125,19 @@ def _zeros_later(like: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _counted(schedule: Schedule, dims: Dims, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The mean over ranks, or the sum that the hook counts as in derivatives; it is differentiable."""
+    """The sum over ranks times the hook's ``derivative_scale``, most often the mean; differentiable."""
     axis = schedule.plan.axis
     factor = schedule.plan.hook.derivative_scale(axis.size)
     at, left = [i for i, here in enumerate(dims) if here], _left(axis, dims)
     if left is None:
         return [(t.sum(at, keepdim=True) * factor).expand_as(t).contiguous() for t in tensors]
-    front = list(range(len(at)))  # where collectives want the levels that are off
+    front = list(range(len(at)))  # collectives expect these dimensions in front
     totals = apply("psum", (), left, [t.movedim(at, front) for t in tensors], schedule.compiled)
     return [t.movedim(front, at) * factor for t in totals]
 
 
 def _plain() -> bool:
-    """Whether nothing differentiates or batches the backward pass."""
+    """Whether the backward pass itself is neither differentiated nor batched."""
     if private.has_tangents():  # gradients may have tangents
         return False
     return not (torch.is_grad_enabled() or private.in_transform() or in_autograd_vmap())
@@ -159,7 +160,7 @@ class Begin(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], schedule: Schedule) -> tuple[Any, Any]:
-        return Begin.apply(schedule), None  # torch wants to see a rule; without tensors it never calls it
+        return Begin.apply(schedule), None  # torch requires a rule, but doesn't call it without tensor inputs
 
 
 class Launch(Peeled):
@@ -204,7 +205,7 @@ class Wait(Peeled):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        # The backward pass now goes on to the markers, which from here on reduce gradients of gradients.
+        # This backward pass goes on to the markers, which then reduce gradients of gradients.
         ctx.schedule.again = True
         return (None, None, None, None, *Wait._derivatives(ctx, cotangents))
 
@@ -253,7 +254,7 @@ class Fence(Peeled):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, _, ctx.dims, *_ = inputs
-        # Pending gradients can't be materialised. Tangents are, below, where there may be tangents.
+        # Pending gradients can't be materialised. Tangents are materialised below, if there may be any.
         ctx.set_materialize_grads(False)
         forward_mode = ctx.schedule.threaded or private.has_tangents() or private.in_transform()
         ctx.zeros = [_zeros_later(t) for t in output] if forward_mode else []

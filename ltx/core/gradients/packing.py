@@ -1,4 +1,4 @@
-"""Packing: from a bucket's gradients to one flat buffer, and back; and how hooks walk through such a buffer.
+"""Packing a bucket's gradients into one flat buffer, unpacking, and chunks of such a buffer for hooks.
 
 On the CPU several passes over a chunk that stays in the cache cost little more than one pass over memory, so hooks work
 on eager tensors there in :func:`chunks`. On other devices, where a call costs more than a small tensor, under
@@ -17,8 +17,8 @@ from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.reduction import Bucket, LeafState, Terms
 
-#: The types of devices on which eager tensors are worked on piece by piece. Tests empty it: the CPU then does what
-#: accelerators do.
+#: The types of devices on which eager tensors are processed piece by piece. Tests empty it, so that the CPU takes the
+#: accelerators' path.
 IN_PIECES = frozenset({"cpu"})
 
 
@@ -33,7 +33,7 @@ def pack(
 ) -> torch.Tensor:
     """A flat buffer of shape ``(*batch, numel)``: the gradients times the hook's scale, plus its extra terms.
 
-    It makes one pass over large gradients. `empty` provides the buffer; without it the buffer is new.
+    It reads large gradients only once. `empty` provides the buffer; without it the buffer is new.
     """
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
     shape = (*batch, bucket.numel)
@@ -63,14 +63,14 @@ def pack(
 def _pack_by_foreach(
     grads: Sequence[torch.Tensor], flat: torch.Tensor, bucket: Bucket, scale: float, extra_terms: Sequence[Terms]
 ) -> None:
-    """:func:`pack` in few kernels, plus one kernel for each gradient that isn't contiguous."""
+    """:func:`pack` by few kernels, plus one for each gradient that isn't contiguous."""
     views = [part.view(grad.shape) for part, grad in zip(flat.split(bucket.sizes, -1), grads, strict=True)]
     wider = flat.dtype.itemsize - bucket.dtype.itemsize
-    # One gradient that lies otherwise in memory, such as a channels-last one, would make torch copy all one by one.
+    # A single gradient with other strides (channels last) would make torch copy all of them one by one.
     alike = [place for place, grad in enumerate(grads) if grad.is_contiguous()]
     if alike:
         to, given = [views[place] for place in alike], [grads[place] for place in alike]
-        # Numbers that become narrower are scaled before they are rounded, or they might overflow.
+        # If the dtype becomes narrower, scale before rounding, or numbers might overflow.
         torch._foreach_copy_(to, given if wider >= 0 or scale == 1 else torch._foreach_mul(given, scale))
         if wider >= 0 and scale != 1:
             torch._foreach_mul_(to if len(alike) < len(views) else [flat], scale)
@@ -81,7 +81,7 @@ def _pack_by_foreach(
             torch.mul(grads[place], scale, out=views[place])
     added: dict[tuple[int, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for view, terms in zip(views, extra_terms, strict=True):
-        for place, (term, times) in enumerate(terms):  # the first term of every leaf that has terms, the second, ...
+        for place, (term, times) in enumerate(terms):  # all leaves' first terms, then all second terms, ...
             to, what = added.setdefault((place, times), ([], []))
             to.append(view)
             what.append(term)
@@ -100,8 +100,8 @@ def refuse_sparse(grads: Sequence[torch.Tensor]) -> None:
 
 
 def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, extra_terms: Terms) -> None:
-    # A linear layer's weight gradient comes transposed: copy_ has a blocked kernel for that, torch.mul hasn't. Numbers
-    # that become wider are scaled in the wider dtype.
+    # A linear layer's weight gradient comes transposed: copy_ has a blocked kernel for that, torch.mul hasn't. If the
+    # dtype becomes wider, scale in the wider one.
     copied = view.dtype.itemsize > grad.dtype.itemsize or (view.dtype == grad.dtype and not grad.is_contiguous())
     given = view.copy_(grad) if copied else grad
     if extra_terms:
@@ -113,7 +113,7 @@ def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, extra_terms:
 def pack_pure(
     grads: Sequence[torch.Tensor], bucket: Bucket, hook: CommHook, axis_size: int, states: Sequence[LeafState]
 ) -> torch.Tensor:
-    """:func:`pack` without writing into anything, for vmap and for compiled graphs."""
+    """:func:`pack` without in-place operations, for vmap and compiled graphs."""
     wire_dtype, scale = hook.wire_dtype(bucket.dtype), hook.scale(axis_size)
     parts = []
     for grad, state in zip(grads, states, strict=True):
@@ -160,7 +160,7 @@ def unpack(flat: torch.Tensor, bucket: Bucket, cast: bool = True) -> list[torch.
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether `x` is an eager tensor on the CPU that no transform looks at: such tensors have a faster path."""
+    """Whether `x` is an eager CPU tensor under no transform, for which there is a faster path."""
     return x.device.type in IN_PIECES and _is_eager(x)
 
 
@@ -173,8 +173,8 @@ def _is_eager(x: torch.Tensor) -> bool:
     return not (traced.recording() or private.in_transform() or type(x) is not torch.Tensor)
 
 
-#: Numbers of a chunk. ``benchmarks.codecs`` tried 2^15 to 2^20: shorter ones take time for calls, longer ones leave the
-#: cache.
+#: The length of a chunk. ``benchmarks.codecs`` tried 2^15 to 2^20: shorter chunks need too many calls, longer ones
+#: don't fit into the cache.
 CHUNK = 1 << 19
 
 

@@ -1,4 +1,4 @@
-"""A pass that is under way: its step summary, and several buckets at once on the bucket channels of an axis.
+"""A pending pass: its step summary, and several buckets at once on the bucket channels of an axis.
 
 Each phase of a hook (its first collective, its second, ...) has a channel of its own. On each channel collectives go
 out in bucket order, so all ranks issue in the same order, in whatever order gradients come and collectives complete.
@@ -51,7 +51,7 @@ class _Launched:
     completed: Reduced | None = None
     then: Callable[[Reduced], None] | None = None
     total: float | None = None  # the sum of all elements of the result, if the transport knows it
-    fence: StreamFence | None = None  # until the stream that waits is behind the result
+    fence: StreamFence | None = None  # None once the waiting stream is behind the result
 
     def put_behind(self) -> None:
         """Let the current stream wait for the result, which is complete or enqueued."""
@@ -82,9 +82,9 @@ class Pending:
     ):
         self._comm, self._among = axis_comm, among or axis_comm
         self._channel_of, self._what = channel_of, what
-        self.summed = False  # whether the sums of buckets are wanted (:meth:`total`)
+        self.summed = False  # whether :meth:`total` will be called
         self._launched: list[_Launched] = []
-        self._run: comm.BackwardPass | None = None  # the run of autograd's engine that the pass is in
+        self._run: comm.BackwardPass | None = None  # the id of the autograd run of this pass
         self.summary: comm.IssuedSummary | None = None
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class Pending:
             self._among.recovery.abort(reason)
 
     def forget(self) -> None:
-        """Peers needn't be told anything more about this pass."""
+        """Note that peers needn't be told anything more about this pass."""
         self.summary = None
         if self._run is not None:
             self._run.done()
@@ -145,10 +145,10 @@ class Pending:
     ) -> None:
         """Start `programs`, the programs of `hook` for the next buckets in order.
 
-        `then` is given each result as soon as it is complete, on the stream that makes it.
+        `then` gets each result as soon as it is complete, on the stream that makes it.
 
-        A hook without collectives of its own may wait for something else. Peers that are still in their backward pass
-        mustn't wait for that, so such a hook runs when the bucket is waited for.
+        A hook without collectives may wait for something else, for which peers in their backward pass mustn't wait. So
+        such a hook runs only when the bucket is waited for.
         """
         for program in programs:
             pending = _Launched(hook, program, then=then)
@@ -174,7 +174,7 @@ class Pending:
         """Wait for a reduction's collective, run the reduction up to its next collective, and issue this one."""
         pending = self._launched[place]
         result = pending.work.wait() if pending.work is not None else None
-        # Inference tensors count no writes.
+        # Inference tensors have no version counter.
         arrived, version = result, None if result is None or result.is_inference() else result._version
         assert pending.program is not None
         while isinstance(request := advance(pending.program.requests, result), CollectiveRequest):
@@ -285,7 +285,7 @@ class Exchange:
             except LtxError as error:
                 if not background:
                     raise
-                self._failed = error  # the caller has other work to finish; wait() raises it
+                self._failed = error  # wait() raises it, once the caller has finished other work
         else:
             if plan.agreement is not None:
                 plan.axis.ranks.announce(plan.agreement)
@@ -342,7 +342,7 @@ class Exchange:
         return results, states
 
     def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
-        """:meth:`wait` by bucket: (bucket, (what the hook returns for it, the next states))."""
+        """:meth:`wait`, bucket by bucket: (bucket, (the hook's result, the next states))."""
         if self._failed is not None:
             raise self._failed
         if self._pending is not None:
@@ -350,7 +350,7 @@ class Exchange:
                 self._completed = list(self._pending.wait_each())
                 self._pending.finish(self._midway)
             except BaseException as error:
-                self._pending.abandon(error)  # but for one in the background, whose wait may be repeated
+                self._pending.abandon(error)  # not in the background, where a wait may be repeated
                 raise
             self._pending = None
         return list(zip(self._plan.buckets, self._completed, strict=True))

@@ -37,14 +37,14 @@ from ltx.typing import Tree
 KIB = 1 << 10
 MIB = 1 << 20
 
-#: Bytes of a bucket, and of the first one at most, where the network isn't known.
+#: The bytes of a bucket, and the most bytes of the first one, for an unknown network.
 DEFAULT_BYTES = 4 * MIB
-#: The same where streams order collectives: kernels of an accelerator cost more to start, as for torch's DDP.
+#: The same for stream-ordered backends, as in torch's DDP: an accelerator's kernels cost more to start.
 DEFAULT_STREAM_BYTES = 25 * MIB
 _LEAST, _MOST = 256 * KIB, 256 * MIB
-#: The part of a bucket's time that its start may take.
+#: The largest part of a bucket's time that its start may take.
 _START = 0.02
-#: CPU time of a bucket beside its transfer.
+#: The CPU time of a bucket besides its transfer, in seconds.
 _OWN_S = 1e-3
 #: The first bucket is this many times smaller than the others.
 _FIRST = 4
@@ -58,7 +58,7 @@ in_step: ContextVar[bool] = ContextVar("in_step", default=False)
 
 
 def arrival_order(params: Tree, wanted: Sequence[int]) -> list[int]:
-    """The places among the `wanted` leaves of a tree in the order in which their gradients are expected."""
+    """The indices of the `wanted` leaves in the order in which their gradients are expected."""
     place = {leaf: i for i, leaf in enumerate(wanted)}
     return [place[i] for i in reversed(tree.insertion_order(params)) if i in place]
 
@@ -69,7 +69,7 @@ def tracked(tensor: torch.Tensor) -> bool:
         return tensor.requires_grad and torch.is_grad_enabled()
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
-    # At each level `requires_grad` speaks of that level alone.
+    # `requires_grad` of a wrapper is about its own level alone.
     while not tensor.requires_grad:
         if not private.is_wrapped(tensor):
             return False
@@ -78,14 +78,14 @@ def tracked(tensor: torch.Tensor) -> bool:
 
 
 def all_tracked(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The places of the tensors that are :func:`tracked`."""
+    """The indices of the :func:`tracked` tensors."""
     if private.in_transform():
         return [i for i, x in enumerate(tensors) if tracked(x)]
     return [i for i, x in enumerate(tensors) if x.requires_grad] if torch.is_grad_enabled() else []
 
 
 def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a tensor is :func:`tracked`, or has a tangent, or may have one below other transforms."""
+    """Whether some tensor is :func:`tracked` or has a tangent; under transforms, whether it may have one."""
     if all_tracked(tensors):
         return True
     if not private.has_tangents():
@@ -96,12 +96,12 @@ def any_derivative(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def requires_grad(leaves: Iterable[Any]) -> bool:
-    """Whether one of them is a tensor that requires gradients."""
+    """Whether some leaf is a tensor that requires grad."""
     return any(map(getattr, leaves, repeat("requires_grad"), repeat(False)))
 
 
 def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The places of the tensors that can have a gradient."""
+    """The indices of the tensors that can have a gradient."""
     if all(map(torch.is_floating_point, tensors)):
         return list(range(len(tensors)))
     return [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
@@ -109,16 +109,16 @@ def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan: which buckets one synchronised step reduces, and how. It is the same from step to step."""
+    """Which buckets a synchronised step reduces, and how. A plan stays the same from step to step."""
 
     axis: Axis
-    hook: CommHook  # what is done to buckets
+    hook: CommHook  # reduces buckets
     buckets: tuple[Bucket, ...]  # in the order of launches
     state_names: Names
     step: int | None = None  # the number of synchronised steps before this one; None if the hook doesn't read it
-    clock: torch.Tensor | None = None  # a compiled graph, in which `step` is constant, adds this to it; None elsewhere
-    hooks: tuple[CommHook, ...] = ()  # the hooks of the buckets, where `hook` gives parameters different ones
-    agreement: comm.Agreement | None = None  # what ranks compared when the plan was new; None if there is nothing
+    clock: torch.Tensor | None = None  # in a compiled graph, where `step` is constant: added to `step`
+    hooks: tuple[CommHook, ...] = ()  # the buckets' hooks, if parameters have different ones
+    agreement: comm.Agreement | None = None  # the ranks' agreement on the plan, if they compared it
 
     def hook_of(self, bucket: Bucket) -> CommHook:
         """The hook of `bucket`."""
@@ -158,7 +158,7 @@ class Plan:
 
     @cached_property
     def is_state(self) -> tuple[bool, ...]:
-        """Whether each tensor belongs to a state, in the order of :meth:`Schedule.wait`."""
+        """For each tensor, in the order of :meth:`Schedule.wait`, whether it belongs to a state."""
         flags: list[bool] = []
         for bucket in self.buckets:
             flags += [False] * len(bucket.members)
@@ -166,7 +166,7 @@ class Plan:
         return tuple(flags)
 
     def packed(self, hook: CommHook, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> BucketInput:
-        """The input of `hook`: a bucket's ``[*gradients, *state tensors]``, packed without writing into anything."""
+        """The input of `hook`, from a bucket's ``[*gradients, *state tensors]``, packed without in-place operations."""
         count = len(bucket.members)
         states = self.states_of(bucket, tensors[count:])
         flat = pack_pure(tensors[:count], bucket, hook, self.axis.size, states)
@@ -351,7 +351,7 @@ def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) ->
 
 
 def _network(owner: BucketSettings, axis: Axis, compare: bool, background: bool) -> comm.Network | None:
-    """The network that sizes are chosen for; None where sizes are fixed. Unless it is known, all ranks call this."""
+    """The network for which sizes are chosen; None for fixed sizes. If it isn't known yet, all ranks call this."""
     if not owner.auto_sizes or background:
         return None
     if owner.network is not None:
@@ -371,7 +371,7 @@ def _network(owner: BucketSettings, axis: Axis, compare: bool, background: bool)
 def by_path(
     owner: BucketSettings, hook: CommHook, paths: Callable[[], list[str]], order: Sequence[int], grouped: bool = True
 ) -> tuple[tuple[int, ...], tuple[CommHook, ...]]:
-    """The groups of tensors and their hooks, where either goes by paths; raises where the patterns don't fit these."""
+    """The tensors' groups and hooks, if either depends on paths; raises if a pattern matches no path."""
     groups = owner.grouping(paths, order) if grouped else ()
     return groups, tuple(hook.each(paths(), part=not grouped)) if hook.by_path else ()
 
@@ -401,10 +401,11 @@ def make_plan(
     """
     hook = hook.at(step)
     leaves = tuple(map(attrgetter("shape", "dtype", "device"), tensors))
-    if not compare:  # after several models Dynamo makes sizes variables; a plan is for these sizes
+    if not compare:  # a plan is for these sizes, which Dynamo makes variables after several models
         leaves = tuple((torch.Size(map(int, shape)), dtype, device) for shape, dtype, device in leaves)
     agreement = None
-    key = (operation, owner, hook, leaves, names, structure)  # without the order, which may differ
+    # without the order of arrival, which may differ
+    key = (operation, owner, hook, leaves, names, structure)
 
     def described() -> comm.Signature:
         states = f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
@@ -417,7 +418,7 @@ def make_plan(
 
     if compare:
         agreement = axis.ranks.agree_on_plan(key, described, lambda: list(arrival()), background=background)
-        axes = hook.axes(axis)  # all ranks together open the axes that aren't open yet
+        axes = hook.axes(axis)  # all ranks open the hook's axes together
         for on in () if background else (axis, *axes):
             on.ranks.open_phases(hook.phases_on(axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())

@@ -1,4 +1,4 @@
-"""Buckets (gradients that travel together) and their programs: generators that say what is done to a bucket.
+"""Buckets (gradients that are sent together) and their programs: generators that reduce a bucket.
 
 A program yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result; it returns the
 bucket's results. The reduction of a communication hook is a program; a training step whose ranks communicate after the
@@ -28,7 +28,7 @@ _SMALL = 1 << 13
 
 @dataclass(frozen=True)
 class Leaf:
-    """A gradient, as the plan sees it."""
+    """The properties of a gradient on which a plan depends."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -48,9 +48,8 @@ class Bucket:
     """Gradients of one dtype on one device that are reduced as one flat buffer.
 
     Attributes:
-        index: its place in the order of launches.
-        members: positions of its leaves among all that are reduced.
-        leaves: their shapes, in the order in which they lie in the flat buffer.
+        index: the bucket's place in the order of launches. members: the indices of its leaves among all reduced leaves.
+            leaves: the leaves' shapes, in the order of the flat buffer.
     """
 
     index: int
@@ -81,12 +80,12 @@ class Bucket:
 
     @cached_property
     def folded(self) -> list[int]:
-        """The places of the leaves that aren't flat themselves."""
+        """The indices of the leaves that aren't 1-D."""
         return [place for place, leaf in enumerate(self.leaves) if len(leaf.shape) != 1]
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """(first leaf, end) of runs of leaves that are best copied together: several small ones, or a large one."""
+        """(first leaf, end) of runs of leaves that are copied together: several small ones, or one large one."""
         runs: list[tuple[int, int]] = []
         for place, size in enumerate(self.sizes):
             if size <= _SMALL and runs and self.sizes[runs[-1][0]] <= _SMALL:
@@ -167,7 +166,7 @@ class BucketInput:
         axis_size: the number of ranks.
         rank: this rank's place among them; on simulated ranks a 0-dim tensor.
         states: the state of each parameter of the bucket, in the bucket's order.
-        known_step: the value of `step`; None for a hook that hasn't said that it reads the step.
+        known_step: the value of `step`; None for a hook without ``reads_step``.
         last: whether no bucket comes after this one.
         axis: the ranks; None in a reduction on its own.
         update: for a hook that updates parameters in its reduction
@@ -258,7 +257,7 @@ def drive_within(
     program: Generator[CollectiveRequest, torch.Tensor, Any],
     answer: Callable[[CollectiveRequest], Generator[CollectiveRequest, torch.Tensor, torch.Tensor]],
 ) -> Generator[CollectiveRequest, torch.Tensor, Any]:
-    """Run `program` inside another one: `answer` is a part of a program too, which may send requests on."""
+    """Run `program` inside another program: `answer` is a generator too, which may yield requests of its own."""
     request = advance(program)
     while isinstance(request, CollectiveRequest):
         request = advance(program, (yield from answer(request)))

@@ -45,7 +45,7 @@ Dims = tuple[bool, ...]
 class Schedule(ABC):
     """How one backward pass is reduced."""
 
-    threaded = True  # :meth:`wait` reads the tensors that it is given; else the schedule has the results itself
+    threaded = True  # whether :meth:`wait` reads its tensors; if not, the schedule holds the results
     compiled = False  # the schedule is part of a compiled graph
     fenced = True  # the backward pass has a fence, which waits for the reductions
 
@@ -68,7 +68,7 @@ class Schedule(ABC):
         return self.hook_of()
 
     def in_forward(self) -> AbstractContextManager[None]:
-        """Surrounds the forward pass of a plain step."""
+        """A context around the forward pass of a plain step."""
         return self.plan.axis.ranks.in_forward()
 
     @abstractmethod
@@ -149,7 +149,7 @@ class GraphSchedule(Schedule):
         self._started = {}
 
     def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Any:
-        """Run a reduction up to its next collective; return a function that waits for that, or the final result."""
+        """Run a reduction up to its next collective; return a function that waits for it, or the final result."""
         request = advance(reduction, result)
         if not isinstance(request, CollectiveRequest):
             return request
@@ -194,9 +194,9 @@ class ProcessSchedule(Schedule):
 
     If the hook stays within a part of the axis, the step summary does too: other ranks needn't be in this pass.
 
-    On a stream-ordered backend buckets share a communicator with the user's collectives. If there are any in the graph,
-    their backward passes may come before or after a bucket, which may differ between ranks. So buckets are then held
-    back until the backward pass is over.
+    On a stream-ordered backend buckets share a communicator with the user's collectives. If the graph has such
+    collectives, their backward passes come before or after a bucket, not always the same on all ranks. So buckets then
+    wait until the backward pass is over.
     """
 
     threaded = False
@@ -236,7 +236,7 @@ class ProcessSchedule(Schedule):
         return self.among.recovery.forward.entered(_issued_by_user)
 
     def begin(self) -> None:
-        if self.fenced:  # a caller that waits for the buckets has begun the pass and watches it
+        if self.fenced:  # the caller, which waits for the buckets, has begun the pass and watches it
             self._reset()
             self.pending.enter(self.has_later_phases)
             self.pending.send_summary("a backward pass", self.plan.agreement, unreduced=self.unreduced())
@@ -274,12 +274,12 @@ class ProcessSchedule(Schedule):
     def _failed(self, error: BaseException) -> None:
         """An exception of a hook or of the network aborts this pass, and the peers are told."""
         if isinstance(error, UnsupportedError) and not len(self.pending):
-            self.pending.forget()  # a mistake of the program, which all ranks see before the first bucket
+            self.pending.forget()  # the user's mistake, which all ranks find before the first bucket
         else:
             self.abandon(error)
 
     def backward(self, objective: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
-        """Run a deferred pass from `objective`, which is None if it reaches no parameter."""
+        """Run a deferred pass from `objective`; None if no parameter is reached."""
         if objective is not None:
             with comm.span("backward"):
                 torch.autograd.backward(objective, inputs=inputs)
@@ -293,7 +293,7 @@ class ProcessSchedule(Schedule):
         self.program_of = None  # it holds the step
 
     def _due(self) -> Iterator[Program]:
-        """The programs whose turn it is; each comes once the programs before it are launched."""
+        """The programs whose turn it is, each after the programs before it were launched."""
         while (program := self._ready.pop(len(self.pending), None)) is not None:
             yield program
 
@@ -342,7 +342,7 @@ class ProcessSchedule(Schedule):
         return tuple(outs)
 
     def finish(self) -> comm.StepSummary | None:
-        """After the last bucket: the step summary. The schedule then releases the reduced buckets."""
+        """After the last bucket: finish the step summary, and release the reduced buckets."""
         pending = self.pending
         self._reset()
         return pending.finish()

@@ -40,7 +40,7 @@ class Axis:
     ranks: Ranks = None  # type: ignore[assignment]  # this rank alone
 
     def __post_init__(self) -> None:
-        if self.ranks is None:  # no default: Dynamo couldn't find the default's source
+        if self.ranks is None:  # not a field default, since Dynamo finds no source for it
             object.__setattr__(self, "ranks", ALONE)
         check_fields(self, AxisError)
         if self.size < 1:
@@ -111,13 +111,13 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
     return Axis(name, 1) if size == 1 else Axis(name, size, axis.ranks.part(name, part))
 
 
-# The check that raises if this process has no axes but isn't alone; empty once that is known, or after a world.
+# A check that raises if a launcher has started other ranks too. Empty once it has passed, or a world was made.
 _alone: list[Callable[[], None]] = []
 _world_axes: tuple[Axis, ...] = ()
 _whole_world: list[Axis] = []  # the axis of all ranks of a world that has several axes
-#: A key in place of a thread's: threads that have opened no axis find the axes under this key.
+#: The key in `_opened_axes` of the axes that threads find besides their own.
 OTHERS = 0
-# The opened axes, by the thread that opened them, each with Dynamo's trace, if a trace opened it.
+# The opened axes by thread, each with the Dynamo trace in which it was opened, if any.
 _opened_axes: dict[int, list[tuple[Axis, private.TracingContext | None]]] = {}
 
 
@@ -134,9 +134,9 @@ def check_open(axis: Axis) -> Axis:
 
 
 def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
-    """Put `axes`, outermost first, in scope everywhere; ``()`` removes them.
+    """Put `axes`, outermost first, in scope in all threads; ``()`` removes them.
 
-    `whole`: the axis of all ranks, where there are several axes.
+    `whole`: the axis of all ranks, if there are several axes.
     """
     global _world_axes
     _world_axes = axes
@@ -146,7 +146,7 @@ def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
 
 
 def ask_if_alone(check: Callable[[], None]) -> None:
-    """Call `check` before this process counts as alone for the first time; `check` raises if it isn't alone."""
+    """Call `check` before the first use of the default axis of size 1; `check` raises if this process isn't alone."""
     _alone.append(check)
 
 
@@ -166,14 +166,14 @@ def _opened(there: tuple[tuple[int, int], ...]) -> tuple[Axis, ...]:
 
 
 def find(name: str | None) -> Axis:
-    """The axis called `name`, the innermost one first; None is the one that is in scope.
+    """The innermost axis called `name`; None means the only axis in scope.
 
-    Of several axes None is none: to reduce over one of them would let the others drift apart. That holds for axes of
-    size 1 too, so that a program means the same on one node and on several. In two cases None still works: nested
-    simulated axes of one name, where the innermost hides the others; and simulated axes inside a world of one process.
+    If several axes are in scope, None raises: reducing over one of them would let the ranks of the others drift apart.
+    Axes of size 1 count too, so that a program means the same on one node and on several. None still works for nested
+    simulated axes of one name (the innermost hides the others), and for simulated axes inside a world of one process.
 
-    Without any axis in scope the default axis has size 1, unless a launcher has started this process as one of several
-    (:class:`ltx.errors.WorldError`). Raises :class:`ltx.errors.AxisError` for other names.
+    Without any axis in scope there is a default axis of size 1; it raises :class:`ltx.errors.WorldError` if a launcher
+    has started this process as one of several ranks. Raises :class:`ltx.errors.AxisError` for other names.
     """
     scope = _choice() if name is None else axes_in_scope()
     for candidate in reversed(scope):
@@ -192,7 +192,7 @@ def find(name: str | None) -> Axis:
 
 
 def _choice() -> tuple[Axis, ...]:
-    """The axes in scope, if None can name the innermost; raises where None is ambiguous."""
+    """The axes in scope for ``axis=None``; raises if None is ambiguous."""
     if not (there := _there()) and len(_world_axes) == 1:
         return _world_axes
     world = math.prod(axis.size for axis in _world_axes)
@@ -210,7 +210,7 @@ def _choice() -> tuple[Axis, ...]:
 
 
 def joined(names: tuple[Any, ...]) -> Axis:
-    """One axis of all ranks of several axes, the first the outermost. Between processes, all its ranks call this.
+    """One axis of all ranks of several axes, outermost first. Between processes, all its ranks must call this.
 
     Example:
         >>> import torch, ltx
@@ -251,13 +251,13 @@ def joined(names: tuple[Any, ...]) -> Axis:
     return whole if part.groups == (tuple(range(whole.size)),) else in_groups(whole, part, title)
 
 
-# Dynamo doesn't trace into these: the level is functorch's own, which exists at trace time and is the same at run time.
+# Dynamo runs these at trace time, when functorch has the same levels as at run time.
 @at_trace_time
 def open_simulated(name: str, size: int, device: torch.device | None = None) -> int:
-    """Open an axis of simulated ranks at torch.func's current level; returns the level. `device`: of mapped tensors."""
+    """Open an axis of simulated ranks at torch.func's current level; return the level. `device`: of mapped tensors."""
     level: int = private.current_level()
     opened = _opened_axes.setdefault(threading.get_ident(), [])
-    while opened and opened[-1][0].ranks.level >= level:  # axes left behind by a trace that failed
+    while opened and opened[-1][0].ranks.level >= level:  # a failed trace has left these axes behind
         opened.pop()
     opened.append((Axis(name, size, VmapRanks(level, device=device)), private.TracingContext.try_get()))
     return level
@@ -285,10 +285,10 @@ def set_opened_aside(thread: int | None = None) -> Callable[[], None]:
 
 @at_trace_time
 def _there() -> tuple[tuple[int, int], ...]:
-    """The (thread, place) of the opened axes that are still valid: a failed trace leaves its axes behind.
+    """The (thread, index) of the opened axes that are valid here; a failed trace leaves invalid ones behind.
 
-    A thread finds its own axes, and that of OTHERS, unless the thread is one of its ranks. Autograd's device threads,
-    which may do a forward pass again, find their caller's axes.
+    A thread finds its own axes and the axes under OTHERS, but not the latter if it is a rank of :func:`ltx.simulate`.
+    Autograd's device threads, which may recompute a forward pass, find the axes of all threads.
     """
     if not _opened_axes:
         return ()

@@ -69,7 +69,8 @@ class Ranks:
     lags: bool = False  # work begun in one step may be waited for in another step
     in_turn: bool = False  # the ranks are threads of this process, and one runs at a time
     lasting: bool = True  # plans made for these ranks are worth keeping
-    answer: Callable[..., Any] | None = None  # gives a collective's result: (operation, buffer, arguments, ranks)
+    # makes a result from (operation, buffer, arguments, ranks)
+    answer: Callable[..., Any] | None = None
     exchanges: Callable[..., Any] | None = None  # makes a strategy's exchanges, in place of gradients.pending.Exchange
     compared: Any = None  # notes on what ranks have compared (ltx.core.comm.signature.Seen), if they are kept
     futures: list[Any]  # where ranks overlap: the futures that weren't waited for yet, oldest first
@@ -96,20 +97,20 @@ class Ranks:
         return None
 
     def at(self, levels: Sequence[int]) -> Ranks:
-        """The same with other `levels` for its own, the outermost first."""
+        """The same ranks at other vmap `levels`, outermost first."""
         return self
 
     @property
     def ended(self) -> str:
-        """Why the ranks can't communicate any more; "" while they can."""
+        """The reason why the ranks can't communicate any more; "" while they can."""
         return ""
 
     def index(self, size: int) -> torch.Tensor:
         """This rank's position among `size`, a 0-dim int64 tensor."""
-        return torch.full((), self.rank, device=self.device)  # torch.full copies nothing from the host
+        return torch.full((), self.rank, device=self.device)  # torch.full needs no copy from the host
 
     def batch_index(self, size: int) -> torch.Tensor | None:
-        """:meth:`index` where it is batched: with this input, torch.func calls a Function's vmap rule at each level."""
+        """:meth:`index` if it is batched. As an input it makes torch.func call a Function's vmap rule at each level."""
         return None
 
     def size_of(self, part: Part) -> int:
@@ -150,7 +151,9 @@ class Ranks:
         return self.collective(rule, static, xs)
 
     def begin(self, rule: Rule, static: Static, x: torch.Tensor, label: str) -> tuple[Any, OfTensor]:
-        """Where ranks overlap: (the work under way, a function of its result). `x` may change meanwhile."""
+        """If ranks overlap: start a collective; return (its work, a function from the work's result to the value). `x`
+        may change meanwhile.
+        """
         raise NotImplementedError
 
     def on_stack(self, rule: Rule, static: Static, n: int, x: torch.Tensor, dim: int | None) -> Stacked:
@@ -162,8 +165,8 @@ class Ranks:
     def confirm(self, key: Key, describe: Describe) -> Any:
         """Compare the next call before data moves, and return the agreement, if there is one.
 
-        `key` gives what equal calls have in common: where ranks can know it, they compare a key once. `describe` gives
-        the call's :class:`ltx.core.comm.Signature`.
+        `key` makes the call's key, which equal calls share; each key is compared only once. `describe` makes the call's
+        :class:`ltx.core.comm.Signature`.
         """
         return None
 
@@ -171,13 +174,15 @@ class Ranks:
         """Note that the collectives under `keys` follow from an agreement, and needn't be compared."""
 
     def meet(self, key: Hashable, describe: Describe, each_time: bool) -> None:
-        """:meth:`confirm` a call that sends nothing, and count it as one; `each_time`: though it is known."""
+        """:meth:`confirm` a call that sends nothing, and count it as a call; `each_time`: even if its key is known."""
 
     def announce(self, agreement: Any) -> None:
-        """Count a call that this rank makes by itself, so that others compare it at their next call."""
+        """Count a call that this rank makes alone, so that the next comparison includes it."""
 
     def agree_on_plan(self, key: Hashable, describe: Describe, offer: Callable[[], Any], background: bool) -> Any:
-        """The agreement on a plan, and on rank 0's `offer`; None: no peers. `background`: for that channel."""
+        """Compare a plan; all take rank 0's `offer`. Returns the agreement; None without peers. `background`: for that
+        channel.
+        """
         return None
 
     # --- steps and passes -------------------------------------------------------------------------------------------
@@ -190,7 +195,9 @@ class Ranks:
         return None
 
     def in_step(self, number: int) -> AbstractContextManager[Callable[[], None]]:
-        """Surrounds training step `number`. What raises before the call of what it gives leaves the step on all."""
+        """Surrounds training step `number`. It yields a function that commits the step; an exception before the commit
+        makes all ranks leave the step.
+        """
         return nullcontext(_nothing)
 
     def in_forward(self) -> AbstractContextManager[None]:
@@ -214,34 +221,34 @@ class Ranks:
         return [value]
 
     def may_differ(self, x: torch.Tensor) -> bool:
-        """Whether each rank may have a value of its own in the place of `x`."""
+        """Whether `x` may have a different value on each rank."""
         return self.compared is not None
 
     def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
-        """The result of `f`, which is JSON, on each rank's `tensors`, by rank."""
+        """A list by rank of ``f(tensors)``, a JSON value, on each rank's tensors."""
         return self.exchange(signature, f(tensors))
 
     def of_first(self, signature: Any, f: OfTensor, x: torch.Tensor) -> torch.Tensor:
-        """The result of `f` on rank 0's tensor in the place of `x`: contiguous, and of the same shape on all ranks."""
+        """``f(x)`` of rank 0, on all ranks; it must be contiguous and of the same shape on all ranks."""
         return f(x)
 
     def tell(self, label: str, numbers: list[int], describe: Describe, key: Key) -> list[list[int]]:
-        """Every rank's integers, the same number from each, in order with the collectives. Compared as by `confirm`."""
+        """Every rank's integers (equally many), sent in order with the collectives. Compared as by `confirm`."""
         return [numbers]
 
     def objects(self, what: str, dump: Callable[[], Dumped], src: int | None = None) -> list[Dumped]:
-        """By rank, what `dump` gives there: an object's bytes, or what went wrong, and True.
+        """A list by rank of what `dump` returns: an object's bytes and False, or an error text and True.
 
-        `src`: the only one whose is wanted. A rank that is alone needn't dump what it has.
+        `src`: the only rank whose object is wanted. A rank that is alone needn't call `dump`.
         """
         return [(b"", False)] * (1 if src is None else src + 1)
 
     def read(self, x: torch.Tensor, label: str) -> torch.Tensor:
-        """`x` on the host; peers may have to do their part for it."""
+        """A copy of `x` on the host. Peers may have to take part."""
         return x
 
     def barrier(self, label: str) -> None:
-        """Return once all ranks have come here, and the device has done all earlier work."""
+        """Wait until all ranks have come here and the device has done all earlier work."""
 
 
 def _nothing() -> None:
@@ -277,7 +284,7 @@ class Part:
         return next(group for group in self.groups if rank in group)
 
     def place(self, rank: int) -> int:
-        """Where among those that it belongs to a rank is."""
+        """The index of a rank in its group."""
         return self.members(rank).index(rank)
 
     def by_rank(self, entries: Iterable[Iterable[int]]) -> torch.Tensor:
@@ -293,7 +300,7 @@ class Part:
         return self.by_rank(range(end - size, end) for size, end in zip(self.sizes, ends, strict=True))
 
     def within(self, outer: Part) -> Part:
-        """This part of each group of `outer`, as a part of the axis that `outer` is one of."""
+        """The partition of the whole axis that divides each group of `outer` by this partition."""
         return Part(tuple(tuple(group[i] for i in mine) for group in outer.groups for mine in self.groups))
 
 

@@ -23,8 +23,8 @@ class VmapRanks(Ranks):
 
     level: int = 0
     part_of: Part | None = None  # the dimension holds several axes side by side, and this is one of them
-    dims: tuple[tuple[int, int], ...] = ()  # (level, size) of each, the first the outermost in the order of ranks
-    device: torch.device | None = None  # tensors of ranks' numbers are made on this device, that of mapped tensors
+    dims: tuple[tuple[int, int], ...] = ()  # each level's (level, size), outermost first in the order of ranks
+    device: torch.device | None = None  # the mapped tensors' device, on which rank numbers are made
 
     @property
     def levels(self) -> list[int]:
@@ -36,13 +36,13 @@ class VmapRanks(Ranks):
         return replace(self, level=max(levels)) if levels else None
 
     def at(self, levels: Sequence[int]) -> VmapRanks:
-        """The same with other `levels` for its own, the outermost first; of the whole, if this is a part."""
+        """The same ranks at other vmap `levels`, outermost first; if this is a part, the whole axis' ranks."""
         dims = tuple((levels[self.levels.index(level)], size) for level, size in self.dims)
         return replace(self, level=max(levels), part_of=None, dims=dims)
 
     @property
     def order(self) -> list[int]:
-        """The order in which the dimensions of all levels, as they lie by level, are the axis' ranks."""
+        """The permutation that brings dimensions sorted by level into the order of the axis' ranks."""
         return [self.levels.index(level) for level, _ in self.dims]
 
     def stacked(self, xs: torch.Tensor) -> torch.Tensor:
@@ -61,11 +61,11 @@ class VmapRanks(Ranks):
         return by_dim.permute(*(order.index(i) for i in range(count)), *range(count, by_dim.ndim))
 
     def batched(self, xs: torch.Tensor) -> torch.Tensor:
-        """A vector with one entry for each rank, as each rank's 0-dim value: batched at each level that isn't off."""
+        """A vector with one entry for each rank as a batched 0-dim value, at each level that isn't taken off."""
         by_level = self.unstacked(xs)
-        for _ in range(self.taken):  # those levels' ranks don't matter to what is left
+        for _ in range(self.taken):  # the value is the same on the ranks of these levels
             by_level = by_level[..., 0]
-        by_level = private.unwrapped(by_level)  # factories wrap tensors for the innermost level, which may not be ours
+        by_level = private.unwrapped(by_level)  # new tensors are wrapped for the innermost level, which may be another one
         for level in self.levels:
             if level <= self.level:
                 by_level = private.add_batch_dim(by_level, 0, level)
@@ -103,7 +103,7 @@ class VmapRanks(Ranks):
         return self._split(x)[1] is not None
 
     def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
-        """Parts lie side by side; those at one place count as one: `f` gets a stack of them."""
+        """Parts lie side by side in the dimension. `f` gets a stack of the ranks at one place of all parts."""
         split = [self._split(x) for x in tensors]
         sizes = {x.shape[dim] for x, dim in split if dim is not None}
         if not sizes:
@@ -121,7 +121,7 @@ class VmapRanks(Ranks):
         return first
 
     def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """`x` below all wrappers, and which dimension of that is the ranks'; None if they share one value."""
+        """The unwrapped tensor of `x`, and its dimension for the ranks; None if the ranks share one value."""
         if not self.dims:
             return below_wrappers(x, self.level)
         dims = [below_wrappers(x, level)[1] for level, _ in self.dims]
@@ -162,7 +162,7 @@ class VmapRanks(Ranks):
 
 
 def below_wrappers(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
-    """`x` below all wrappers, and which dimension of that is vmap's at `level`."""
+    """The unwrapped tensor of `x`, and its dimension that vmap maps at `level`."""
     dim: int | None = None
     while private.is_wrapped(x):
         if private.is_batched(x):
@@ -183,13 +183,13 @@ def in_front(size: int, xs: Tensors, dims: Sequence[int | None]) -> list[torch.T
 
 @dataclass(frozen=True, eq=False)
 class ShapeRanks(Ranks):
-    """There are no ranks, and tensors have no values (the meta device): `answer` gives the results of collectives."""
+    """Shapes only: tensors are on the meta device, and `answer` computes the results of collectives."""
 
-    rank: int = field()  # the one that is looked at
+    rank: int = field()  # the rank from whose view shapes are computed
     size: int = field()
     answer: Callable[..., torch.Tensor] = field(repr=False)
     exchanges: Callable[..., Any] | None = field(default=None, repr=False)  # (plan, tensors, states, background, paths)
-    members: tuple[int, ...] = ()  # for a part of an axis, its ranks in the whole axis
+    members: tuple[int, ...] = ()  # if this is a part of an axis, its ranks in the whole axis
     lasting = False
     lags = True
 

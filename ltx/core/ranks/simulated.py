@@ -174,7 +174,7 @@ def _check_equal(result: torch.Tensor, path: str) -> None:
     first = result[:1]
     same = (result == first) | ((result != result) & (first != first))  # NaN is NaN
     if not torch.compiler.is_compiling():
-        if not bool(unwrapped(same).all()):  # by a transform outside: all of its entries
+        if not bool(unwrapped(same).all()):  # if an outer transform batches the result, all its entries must be equal
             raise AxisError(f"out_dims=None: the output {path!r} differs between ranks. {advice}")
     elif _level():
         traced.refuse(f"out_dims=None: the output {path!r} may differ between ranks. {advice}", AxisError)
@@ -190,9 +190,9 @@ def _level() -> int:
 
 
 def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[tuple[int | None, str | None]]:
-    """One entry of `out_dims` for each leaf of `output`, as one rank returned it at this level of torch.func.
+    """One entry of `out_dims` for each leaf of `output`, one rank's result at this level of torch.func.
 
-    And, where that is None though the leaf has a value for each rank, its path.
+    And the paths of leaves whose entry is None though they have a value for each rank.
     """
     if out_dims is None or is_whole(out_dims):
         dims: list[int | None] = [out_dims] * len(leaves)
@@ -213,7 +213,7 @@ def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[
 
 @traced.node
 def _has_rank_dim(leaf: torch.Tensor, level: int) -> torch.Tensor:
-    """A tensor of length 1 if `leaf` has a value for each rank, else 0: of a tensor, Dynamo knows only the shape."""
+    """A tensor of length 1 if `leaf` has a value for each rank, else of length 0: Dynamo knows only tensors' shapes."""
     return torch.empty(int(below_wrappers(leaf, level)[1] is not None))
 
 
@@ -293,7 +293,7 @@ def _entries(what: str, prefix: Any, whole: Tree) -> list[Any]:
 
 
 class _Shape(str):
-    """A leaf's shape in the place of the leaf, which prints without quotes."""
+    """A leaf's shape in an error text, printed without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -302,14 +302,14 @@ class _Shape(str):
 def mapped_size(
     name: str, given: int | None, leaves: list[Any], dims: list[int | None], argument: str = "axis_size"
 ) -> int:
-    """The size of an axis: that of the mapped tensors among `leaves`, and `given` as the `argument` of that name."""
+    """The size of an axis, which mapped `leaves` have, and which may be `given` by the argument called `argument`."""
     mapped = [
         (leaf, dim)
         for leaf, dim in zip(leaves, dims, strict=True)
         if dim is not None and isinstance(leaf, torch.Tensor)
     ]
     if not traced.recording():
-        traced.refuse_script()  # in which sizes are tensors
+        traced.refuse_script()  # torch.jit.trace gives sizes as tensors
         tree.check_dense([leaf for leaf, _ in mapped], [leaf for leaf, _ in mapped], f"axis {name!r}: mapped arguments")
     for leaf, dim in mapped:
         if not is_whole(dim):
