@@ -65,7 +65,7 @@ class VmapRanks(Ranks):
         by_level = self.unstacked(xs)
         for _ in range(self.taken):  # the value is the same on the ranks of these levels
             by_level = by_level[..., 0]
-        by_level = private.unwrapped(by_level)  # new tensors are wrapped for the innermost level, which may be another one
+        by_level = private.unwrapped(by_level)  # new tensors are wrapped for the innermost level
         for level in self.levels:
             if level <= self.level:
                 by_level = private.add_batch_dim(by_level, 0, level)
