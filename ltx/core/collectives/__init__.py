@@ -1,4 +1,4 @@
-"""Collectives: operations beside their transposes, all by the rules of :mod:`ltx.core.collectives.linear`."""
+"""Collectives. Each file defines operations with their transposes, by rules of :mod:`ltx.core.collectives.linear`."""
 
 from ltx.core.collectives.adasum import adasum
 from ltx.core.collectives.futures import Future, async_

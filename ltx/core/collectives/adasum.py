@@ -1,4 +1,4 @@
-"""adasum: a sum of vectors in which their common component counts once.
+"""adasum: an adaptive sum of vectors, in which their common component counts once.
 
     adasum(a, b) = (1 - <a,b> / 2|a|^2) a + (1 - <a,b> / 2|b|^2) b
     adasum(x_0, ..., x_{n-1}) = adasum(adasum of the first half, adasum of the second half)
@@ -27,17 +27,17 @@ from ltx.core.collectives.psum import axis_size, psum
 from ltx.core.collectives.ranks import axis_index
 from ltx.typing import Tree
 
-# A vector whose square is smaller counts as zeros: Horovod's bound, the root of the least normal float64.
+# A vector with a smaller square is treated as zeros. The bound is Horovod's, the root of the least normal float64.
 _LEAST_SQUARE = 2.2250738585072014e-308**0.5
 
 
 class Halving:
     """A rank's computations between the collectives of an adasum of flat tensors, part by part.
 
-    At level l = 0, 1, 2, ... a rank has 1/2^l of the adasum of a block of 2^l ranks. It gives half of its piece to rank
-    r xor 2^l and gets half of that rank's (permute), both blocks' ranks add up their parts of the inner products (sum),
-    and each has 1/2^(l+1) of the adasum of both. In the end every rank gets the pieces of all ranks (all_gather). So a
-    rank sends 2(n-1)/n of the tensor, as the ring does, and 48 n bytes for each part at most::
+    At level l = 0, 1, 2, ... a rank has 1/2^l of the adasum of a block of 2^l ranks. It sends half of its piece to rank
+    r xor 2^l and gets half of that rank's piece (permute); the ranks of both blocks add up their parts of the inner
+    products (sum), and each then has 1/2^(l+1) of the adasum of both blocks. In the end every rank gets the pieces of
+    all ranks (all_gather). So a rank sends 2(n-1)/n of the tensor, as in a ring, and at most 48 n bytes for each part::
 
         piece = halving.rows(flat)
         for level in range(halving.depth):
@@ -47,9 +47,9 @@ class Halving:
         halving.joined(all_gather(piece))
 
     Args:
-        sizes: lengths of the tensor's parts, which are the vectors.
+        sizes: lengths of the tensor's parts. Each part is a vector.
         n: the number of ranks, a power of two.
-        rank: this rank's place; a 0-dim tensor where it isn't known before the program runs. dtype: the tensor's.
+        rank: this rank's index; a 0-dim tensor on simulated ranks and in graphs. dtype: the tensor's dtype.
     """
 
     def __init__(self, sizes: Sequence[int], n: int, rank: int | torch.Tensor, dtype: torch.dtype):
@@ -61,7 +61,7 @@ class Halving:
         self._numel = sum(sizes)
         self._width = -(-self._numel // n)
         ends = list(accumulate(self.sizes))
-        self._bounds = [0, *ends[:-1], n * self._width]  # zeros behind the last part count as a part of it
+        self._bounds = [0, *ends[:-1], n * self._width]  # the padding is counted as a part of the last vector
 
     @staticmethod
     def levels(n: int) -> int:
@@ -74,12 +74,12 @@ class Halving:
         return n.bit_length() - 1
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor in n rows, one after the other: a piece of it is some rows."""
+        """The tensor, padded and cut into n rows. A piece consists of some of the rows."""
         more = self.n * self._width - self._numel
         return (torch.nn.functional.pad(flat, (0, more)) if more else flat).view(self.n, self._width)
 
     def partners(self, level: int) -> Static:
-        """The pairs of the permutation: source, destination, source, ..."""
+        """The pairs of the permutation as a flat tuple: source, destination, source, ..."""
         return tuple(r for source in range(self.n) for r in (source, source ^ (1 << level)))
 
     def _is_upper(self, level: int) -> bool | torch.Tensor:
@@ -90,7 +90,7 @@ class Halving:
         return piece.view(2, piece.shape[0] // 2, piece.shape[1])
 
     def given(self, piece: torch.Tensor, level: int) -> torch.Tensor:
-        """The half of this rank's piece that goes to the partner."""
+        """The half of this rank's piece that is sent to the partner."""
         halves = self._halves(piece)
         return _pick(self._is_upper(level), halves[1], halves[0])
 
@@ -101,18 +101,18 @@ class Halving:
         return _pick(upper, mine, received), _pick(upper, received, mine)
 
     def _first_row(self, level: int) -> int | torch.Tensor:
-        """The place among all rows at which the pair's rows begin."""
+        """The index, among all rows, of the pair's first row."""
         return sum(((self.rank >> bit) % 2) * (self.n >> (bit + 1)) for bit in range(level + 1))
 
     def segments(self, level: int) -> list[slice]:
-        """What each part has in the pair, of a rank that is known before the program runs."""
+        """The elements of each part that are in the pair, as slices. The rank must be an int."""
         start, length = self._first_row(level) * self._width, (self.n >> (level + 1)) * self._width
         assert isinstance(start, int)
         inside = [min(max(bound - start, 0), length) for bound in self._bounds]
         return [slice(*span) for span in pairwise(inside)]
 
     def _part_of(self, level: int, device: torch.device) -> torch.Tensor:
-        """The number of each element's part, on simulated ranks and in compiled graphs."""
+        """For each element, the index of its part; for simulated ranks and compiled graphs."""
         lengths = torch.tensor([end - start for start, end in pairwise(self._bounds)], device=device)
         numbers = torch.repeat_interleave(
             torch.arange(len(lengths), device=device), lengths, output_size=self.n * self._width
@@ -121,12 +121,12 @@ class Halving:
         return numbers.view(self.n, self._width)[rows].reshape(-1)
 
     def here(self, level: int, device: torch.device) -> torch.Tensor:
-        """The number of this rank's pair of blocks: each pair has its own row in the sum over all ranks."""
+        """A mask of this rank's pair of blocks, since each pair has its own row in the sum over all ranks."""
         own = torch.arange(self.n >> (level + 1), device=device) == self.rank >> (level + 1)
         return own[:, None, None]
 
     def products(self, a: torch.Tensor, b: torch.Tensor, level: int) -> torch.Tensor:
-        """This rank's part of <a,b>, <a,a> and <b,b>, by part of the tensor: float64."""
+        """This rank's part of <a,b>, <a,a> and <b,b> for each part of the tensor, in float64."""
         a, b = a.reshape(-1).double(), b.reshape(-1).double()
         sums = torch.stack([self._sums(x * y, level) for x, y in ((a, b), (a, a), (b, b))])
         return torch.where(self.here(level, a.device), sums, 0.0)
@@ -138,13 +138,13 @@ class Halving:
         return torch.stack([values[segment].sum() for segment in self.segments(level)])
 
     def weights(self, summed: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factors of each part of a and of b: 1 - dot / 2 square, or 1 for zeros."""
+        """The factors for each part of a and of b: 1 - dot / 2 square, or 1 for a part of zeros."""
         dot, *squares = torch.where(self.here(level, summed.device), summed, 0.0).sum(0)
         weight_a, weight_b = (_weights(dot, square) for square in squares)
         return weight_a, weight_b
 
     def combined(self, a: torch.Tensor, b: torch.Tensor, summed: torch.Tensor, level: int) -> torch.Tensor:
-        """The two blocks' adasum."""
+        """The adasum of the two blocks."""
         weight_a, weight_b = (self._by_element(weights, level) for weights in self.weights(summed, level))
         return (weight_a.view(a.shape) * a + weight_b.view(b.shape) * b).to(self.dtype)
 
@@ -155,9 +155,9 @@ class Halving:
         return torch.cat([w.expand(s.stop - s.start) for w, s in zip(weights, segments, strict=True)])
 
     def joined(self, rows: torch.Tensor) -> torch.Tensor:
-        """The flat tensor, made of the rows that the ranks ended with: the inverse of :meth:`rows`."""
+        """The flat tensor, from the ranks' last rows. The inverse of :meth:`rows`."""
         if self.n > 2:
-            # Bit l of a rank has chosen between halves of 1/2^l: its row is its number read backwards.
+            # Bit l of a rank chose between halves at level l, so the row is the rank with its bits reversed.
             bits = range(self.depth)
             order = [sum((row >> bit & 1) << (self.depth - 1 - bit) for bit in bits) for row in range(self.n)]
             rows = torch.stack([rows[place] for place in order])
@@ -180,9 +180,9 @@ def _pick(second: bool | torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torc
 def adasum(value: Tree, axis: Any = None) -> Tree:
     """The adaptive sum over ranks of every tensor of a tree: a sum in which common directions count once.
 
-    Two ranks' tensors a and b give ``(1 - <a,b> / 2|a|²) a + (1 - <a,b> / 2|b|²) b``: their sum if they are orthogonal,
-    their mean if they are collinear, the other one if one is zero. More ranks are combined in pairs, neighbours first;
-    the result depends on their order. Each tensor of the tree is combined separately.
+    Two ranks' tensors a and b give ``(1 - <a,b> / 2|a|²) a + (1 - <a,b> / 2|b|²) b``: which is their sum if they are
+    orthogonal, their mean if they are collinear, and the other one if one is zero. More ranks are combined in pairs,
+    neighbours first; the result depends on their order. Each tensor of the tree is combined separately.
 
     Args:
         value: tree of real floating tensors, the same structure, shapes and dtypes on every rank.
@@ -193,10 +193,10 @@ def adasum(value: Tree, axis: Any = None) -> Tree:
         Products and norms are taken in float64, so float32 can't overflow; float64 values beyond 1e150 give NaN.
 
     Gradient:
-        The exact gradient, to any order, of this function of all ranks' tensors, where the loss is the ranks' sum.
+        The exact gradient, to any order, of this function of all ranks' tensors, for the sum of all ranks' losses.
 
     Raises:
-        AxisError: `axis` isn't in scope, or has another number of ranks.
+        AxisError: `axis` isn't in scope, or its number of ranks isn't a power of two.
         TreeError: a leaf isn't a real floating tensor.
         RankMismatchError: ranks' structures, shapes or dtypes differ; on all ranks, before anything is sent.
 

@@ -1,4 +1,4 @@
-"""From a user's call to the rule of its collective: checks, trees, and the entry into compiled graphs."""
+"""Calls of collectives: checks of the arguments, trees, the rule of the collective, nodes of compiled graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ltx.typing import Tree
 
 @traced.at_trace_time
 def prepare_trace(axis: Any) -> str:
-    if isinstance(traced.kept(axis), Axis):  # a key already
+    if isinstance(traced.kept(axis), Axis):  # `axis` is a key already
         key: str = axis
         return key
     found = comm.resolve(axis)
@@ -45,12 +45,12 @@ def check_recorded(axis: Axis) -> None:
 
 @traced.node
 def in_graph(name: str, static: Static, axis_key: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The node that a compiled graph holds for a collective."""
+    """The node for a collective in a compiled graph."""
     return tuple(apply(name, static, traced_axis(axis_key), list(xs), compiled=True))
 
 
 def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") -> Any:
-    """The axis that a collective uses for this rank's group; `equal`: a collective's name, if it needs equal groups."""
+    """The axis of this rank's group. `equal`: the name of a collective that needs groups of equal size."""
     if groups is None:
         return axis
     lists = [list(group) for group in groups]
@@ -66,7 +66,7 @@ def grouped(axis: Any, groups: Sequence[Sequence[int]] | None, equal: str = "") 
 
 
 def tensors_of(value: Tree, axis: Any) -> Tree:
-    """`value` with numbers and NumPy's arrays made tensors on the device of the axis; other leaves stay as they are."""
+    """`value`, with numbers and NumPy arrays turned into tensors on the axis' device; other leaves don't change."""
     leaves, spec = tree.flatten(value)
     if all(isinstance(x, torch.Tensor) for x in leaves):
         return value
@@ -80,7 +80,7 @@ def _as_tensor(x: Any, device: torch.device | None) -> Any:
         return x
     try:
         return comm.to_device(torch.as_tensor(of_array(x)), device)
-    except (OverflowError, RuntimeError, TypeError, ValueError):  # more than 64 bits
+    except (OverflowError, RuntimeError, TypeError, ValueError):  # the number has more than 64 bits
         return x
 
 
@@ -91,10 +91,10 @@ def collective(
     static: Callable[[torch.Tensor, int], Static] = lambda x, n: (),
     then: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
 ) -> Tree:
-    """The collective that `rule` describes, of every leaf of `value`; within :func:`ltx.async_` its future.
+    """Apply the collective of `rule` to every leaf of `value`. Within :func:`ltx.async_` it returns a future.
 
-    `rule`: a rule, or the name of one of ltx's rules. `value` and `axis` are the caller's, as in :func:`ltx.psum`.
-    `static` gives the rule's static arguments, ints, for a leaf and the number of ranks; `then` gets each result.
+    `rule` is a rule, or the name of one of ltx's. `value` and `axis` are those of the caller, as in :func:`ltx.psum`.
+    ``static(leaf, number of ranks)`` returns the rule's static arguments, ints; ``then`` is applied to each result.
     """
     name = entered(rule)
     value = tensors_of(value, axis)
@@ -141,7 +141,7 @@ def collective(
 
 
 def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) -> None:
-    """Raise where a collective that is begun and waited for later would have to be differentiated or batched."""
+    """Raise if an asynchronous collective would have to be differentiated or batched."""
     levels = [level.key() for level in private.interpreter_stack() or ()]
     batched = bool(axis.ranks.levels) and all(level == private.TransformType.Vmap for level in levels)
     if private.has_tangents() or (levels and not batched):
@@ -167,7 +167,7 @@ def checked_index(what: str, name: str, index: int, size: int) -> int:
 
 
 def refuse_background(what: str, axis: Any) -> None:
-    """Raise if a collective of several messages, one after the other, is to be waited for later."""
+    """Raise if `what`, a collective of several messages one after another, is called through ``async_``."""
     if isinstance(axis, comm.InBackground):
         raise UnsupportedError(
             f"async_: {what} is more than one message, so it can't be waited for later. Call it itself."
@@ -175,19 +175,19 @@ def refuse_background(what: str, axis: Any) -> None:
 
 
 def movable(name: str, x: torch.Tensor) -> torch.Tensor:
-    """What moves in place of `x`: its bytes, where torch's own kernels don't know its dtype and it has no gradient."""
+    """`x` as it is sent: as bytes, if torch's kernels don't know its dtype and it needs no gradient."""
     return x if x.dtype in SUMMED or x.requires_grad or not RULES[name].moves else as_bytes(x)
 
 
 def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
-    """Raise unless every leaf is a tensor that lies in memory by strides."""
+    """Raise unless every leaf is a strided tensor."""
     tree.check_leaves(leaves, value, f"{name}: its argument")
     hint = "Only ltx.psum and ltx.pmean take sparse tensors (COO): use x.to_dense()."
     tree.check_dense(leaves, value, name, hint)
 
 
 def check_sums(name: str, leaves: list[Any], value: Tree, what: str = "sums") -> None:
-    """Raise for dtypes that have no sums or extrema, before anything is sent, on all kinds of ranks."""
+    """Raise for dtypes that have no sums or extrema, before anything is sent."""
     refuse_leaves(name, leaves, value, lambda x: x.dtype not in SUMMED, f"which has no {what}. Cast it.")
 
 
@@ -214,13 +214,13 @@ def negotiate_tree(
     axis: Axis,
     moved: list[torch.Tensor] | None = None,
 ) -> None:
-    """Let the ranks compare a collective of a tree, with its paths; `moved`: what will be issued, if not the leaves.
+    """Let ranks compare a collective of a tree, with its paths. `moved`: the tensors to be sent, if not the leaves.
 
-    The Functions compare tensor by tensor, as what their derivatives issue has no tree.
+    The autograd Functions compare each tensor again, since collectives of derivatives have no tree.
     """
     arguments = f"arguments {sorted(set(groups))}" if any(groups) else ""
     agreed = axis.ranks.confirm(
-        # Signatures hold paths, so a list on one rank and a tuple on another are the same call.
+        # Signatures have paths only, so a list on one rank and a tuple on another are the same call.
         lambda: (name, tree.spec_paths(spec), tuple([(x.shape, x.dtype) for x in leaves]), tuple(groups)),
         lambda: comm.Signature.of(name, tree.leaf_paths(value), leaves, arguments),
     )
@@ -239,14 +239,14 @@ def traced_size(key: str) -> int:
 
 @traced.at_trace_time
 def traced_rank(key: str) -> int | None:
-    """This rank's position on an axis named by :func:`prepare_trace`; None on a simulated one."""
+    """This rank's index on the axis with a key of :func:`prepare_trace`; None if it is simulated."""
     rank = traced_axis(key).rank
     return rank if isinstance(rank, int) else None
 
 
 @traced.at_trace_time
 def traced_processes(key: str) -> bool:
-    """Whether the ranks of an axis named by :func:`prepare_trace` are several processes."""
+    """Whether the axis with a key of :func:`prepare_trace` has several processes."""
     return traced_axis(key).ranks.overlaps and traced_axis(key).size > 1
 
 
@@ -259,7 +259,7 @@ GradScale = Literal["sum", "mean"]
 
 
 class ScaledGradient(Function):
-    """Identity whose cotangent is multiplied by a number. Forward mode has no such rule, and raises."""
+    """The identity; its backward pass multiplies the cotangent by `factor`. Forward mode raises."""
 
     @staticmethod
     def forward(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -279,7 +279,7 @@ class ScaledGradient(Function):
 
 
 def scale_gradient(value: Tree, axis: Any, grad_scale: GradScale, factor: Callable[[int], float]) -> Tree:
-    """`value`, whose gradient is multiplied by ``factor(n)`` if `grad_scale` is "mean"."""
+    """`value`; its gradient will be multiplied by ``factor(n)`` if `grad_scale` is "mean"."""
     if grad_scale == "sum":
         return value
     if grad_scale != "mean":

@@ -1,4 +1,4 @@
-"""Calls of collectives: one that raises counts as a call, and one by async_ begins now and is waited for later."""
+"""Futures of asynchronous collectives, and the counting of calls that raise."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from ltx.typing import Tree
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Their ranks know it without being told.
+# All ranks know of these errors without being told.
 _OF_THE_NETWORK = (*OF_PEERS, CollectiveTimeoutError, PeerLostError, TransportError, WorldError)
 
 
 def in_step(collective: Callable[P, R]) -> Callable[P, R]:
-    """Mark a collective: a call that raises counts too, so that other ranks find out at their next call.
+    """Decorate a collective so that a call that raises counts as a call: other ranks find out at their next call.
 
-    Where all ranks have raised, they go on together, even if their errors differ.
+    If all ranks have raised, they can go on together, even if their errors differ.
     """
 
     @functools.wraps(collective)
@@ -51,8 +51,8 @@ def in_step(collective: Callable[P, R]) -> Callable[P, R]:
             return collective(*args, **kwargs)
         except Exception as error:
             if not isinstance(error, _OF_THE_NETWORK) and not hasattr(error, "_ltx_counted"):
-                error._ltx_counted = True  # type: ignore[attr-defined]  # once, if collectives call each other
-                with suppress(TypeError):  # arguments without an axis
+                error._ltx_counted = True  # count it once, if collectives call each other
+                with suppress(TypeError):  # the arguments don't fit the signature
                     _count(inspect.signature(collective).bind(*args, **kwargs).arguments.get("axis"))
             raise
 
@@ -62,20 +62,21 @@ def in_step(collective: Callable[P, R]) -> Callable[P, R]:
 def _count(axis: Any) -> None:
     if isinstance(axis, comm.InBackground):
         axis = axis.axis
-    if not isinstance(axis, Axis | str | None):  # other axes may have to be opened, by all ranks together
+    # to resolve another kind of axis may open it, which all ranks have to do together
+    if not isinstance(axis, Axis | str | None):
         return
     with suppress(LtxError):  # there is no such axis
         comm.resolve(axis).ranks.announce(comm.RAISED)
 
 
 class Future:
-    """The coming result of a collective that :func:`ltx.async_` has begun.
+    """The result, to be waited for, of a collective that :func:`ltx.async_` has begun.
 
-    Ranks may wait for their futures in any order, between other collectives or not. A future that nobody waits for is
+    Ranks may wait for their futures in any order, also after other collectives. A future that nobody waits for is
     completed when its axis closes (``ltx.shutdown``).
 
     Attributes:
-        name: the collective's.
+        name: the name of the collective.
         done: whether :meth:`wait` would return at once.
 
     Example:
@@ -98,7 +99,7 @@ class Future:
         self._error: LtxError | None = None
         if others is None:
             self._value = finish([])
-        else:  # the axis completes futures that nobody waits for
+        else:  # the axis has a list of futures, to complete those that nobody waits for
             others[:] = [*(other for other in others if not other.done), self]
             if not self.over:
                 _mover.watch(self)
@@ -110,16 +111,16 @@ class Future:
 
     @property
     def over(self) -> bool:
-        """Whether no part of it goes through shared memory, where peers may wait for this rank."""
+        """Whether no transfer through shared memory is left, in which peers may wait for this rank."""
         return self._others is None or not comm.any_transport_busy()
 
     def wait(self) -> Tree:
         """Wait for the collective's result and return it; a second call returns the same at once.
 
         Raises:
-            LtxError: the error that the collective itself raises, which then names it as "async psum", say. Again: the
-                same.
-            AxisError: the axis was closed, and it couldn't be completed.
+            LtxError: the error of the collective, which is called "async psum", say, in it. A second call raises it
+                again.
+            AxisError: the axis was closed before the collective could be completed.
         """
         if self._error is not None:
             raise self._error
@@ -133,7 +134,7 @@ class Future:
         return self._value
 
     def wait_all(self) -> None:
-        """Complete the collective, because its axis closes now."""
+        """Complete the collective, since its axis is being closed."""
         try:
             self.wait()
         except LtxError as error:
@@ -152,16 +153,16 @@ class Future:
         return f"<ltx.Future of {self.name}, {'done' if self.done else 'under way'}>"
 
 
-# The thread looks after futures that are older than this (in seconds), this often.
+# The thread works for futures that are older than _PATIENCE_S, every _PAUSE_S.
 _PATIENCE_S, _PAUSE_S = 0.1, 0.01
 
 
 class _Mover:
-    """A thread that does this rank's part in shared memory while its process does something else.
+    """A thread that does this rank's part of transfers in shared memory while its process does something else.
 
-    In shared memory a collective goes on only when its ranks do its phases, so a waiting peer depends on this rank. A
-    running step checks for phases, and so does a wait; but a process may also be in another library's barrier, or at
-    the prompt of a notebook. So once a future is older than a step should take, the thread checks.
+    In shared memory a collective only progresses when its ranks run its phases, so a waiting peer depends on this rank.
+    A running step looks for phases to run, and so does a wait; but a process may also be in another library's barrier,
+    or at the prompt of a notebook. So when a future is older than a step should take, this thread looks for them.
     """
 
     def __init__(self) -> None:
@@ -171,27 +172,27 @@ class _Mover:
         self._thread: threading.Thread | None = None
 
     def watch(self, future: Future) -> None:
-        """Do this rank's part now and then, once `future` has been pending for long, until it is over or deleted."""
+        """If `future` stays pending for long, do this rank's part regularly, until it is over or deleted."""
         with self._more:
             self._watched[future] = time.monotonic()
-            if self._thread is None or not self._thread.is_alive():  # a fork has none of the process' threads
+            if self._thread is None or not self._thread.is_alive():  # after a fork, the thread is gone
                 self._ends = False
                 self._thread = threading.Thread(target=self._run, name="ltx: progress", daemon=True)
                 self._thread.start()
                 atexit.unregister(self._end)
                 atexit.register(self._end)
-            if len(self._watched) == 1:  # else the thread wakes in time for the oldest
+            if len(self._watched) == 1:  # otherwise the thread wakes in time for the oldest future
                 self._more.notify()
 
     def _forget(self) -> bool:
-        """Forget futures that are over; return whether some aren't. It takes no time."""
+        """Forget futures that are over. Returns whether some are left."""
         for future in list(self._watched):
             if future.over:
                 del self._watched[future]
         return bool(self._watched)
 
     def _end(self) -> None:
-        """Python must not exit while the thread frees tensors: torch releases the interpreter there, and aborts."""
+        """End the thread before Python exits: torch aborts if tensors are freed in a thread during the exit."""
         with self._more:
             self._ends = True
             self._more.notify()
@@ -206,7 +207,7 @@ class _Mover:
                 if self._more.wait_for(lambda: self._ends, max(_PAUSE_S, due_s - time.monotonic())):
                     return
             if time.monotonic() >= due_s:
-                with suppress(BaseException):  # a wait raises
+                with suppress(BaseException):  # errors are raised by the waits
                     comm.progress_everywhere()
 
 
@@ -214,38 +215,39 @@ _mover = _Mover()
 
 
 def one_message(collective: Callable[P, Tree]) -> Callable[P, Tree]:
-    """Mark a collective that sends one message for each tensor: :func:`ltx.async_` may begin it.
+    """Decorate a collective that sends one message for each tensor, so that :func:`ltx.async_` accepts it.
 
     A call that raises on some ranks counts as a call, so their peers find out instead of waiting.
     """
     counted: Any = in_step(collective)
-    counted.sends_one = collective  # not True: functools.wraps would copy True to a wrapper that calls it twice
+    # not True, which functools.wraps would copy to a wrapper that calls the collective twice
+    counted.sends_one = collective
     return counted  # type: ignore[no-any-return]
 
 
 def async_(collective: Callable[..., Tree]) -> Callable[..., Future]:
-    """A collective that returns at once: it gives a :class:`ltx.Future` of the result.
+    """The asynchronous form of a collective, which returns a :class:`ltx.Future` of the result at once.
 
-    It is issued at the call, like the collective itself, so all ranks must make these calls and all others in the same
-    order; a rank may call ``ltx.psum`` where another calls ``ltx.async_(ltx.psum)``. Each rank may wait where, and in
-    which order, it likes. Tensors are read at the call, so they may change after it.
+    The collective is issued at the call, so all ranks must make these and all other calls in the same order; one rank
+    may call ``ltx.psum`` where another calls ``ltx.async_(ltx.psum)``. Each rank may wait at any place and in any
+    order. Tensors are read at the call, so they may change after it.
 
     Args:
         collective: psum, pmean, pmax, pmin, psum_to, all_gather, psum_scatter, all_to_all, ppermute, broadcast, gather,
-            scatter, or one of your own that :func:`ltx.extend.one_message` decorates.
+            scatter, or your own one that is decorated by :func:`ltx.extend.one_message`.
 
     Returns:
         A function with the same arguments. Its future has ``wait()`` and ``done``. On simulated ranks and in a world of
         one it is done at once.
 
     Gradient:
-        There is none: a leaf that requires a gradient is refused, and so are calls under transforms of torch.func and
-        forward mode. On simulated ranks ``ltx.vmap`` itself, and ``torch.vmap`` around it, are allowed.
+        None: a leaf that requires a gradient is refused, and so are calls under transforms of torch.func and forward
+        mode. On simulated ranks ``ltx.vmap`` itself, and ``torch.vmap`` around it, are allowed.
 
     Raises:
         UnsupportedError: `collective` is none of these; a leaf requires a gradient; `splits` or sparse tensors are
-            given, which take several messages; the call is in a compiled graph, which orders its collectives itself.
-            The collective's own errors are raised too: at the call, or at ``wait()`` if they come later.
+            given, which need several messages; the call is in a compiled graph, which orders its collectives itself.
+            Errors of the collective itself are raised too: by the call, or later by ``wait()``.
 
     Example:
         >>> import torch, ltx

@@ -1,11 +1,11 @@
-"""all_gather and psum_scatter, gather and scatter: in each pair, one is the other's transpose.
+"""all_gather and psum_scatter, gather and scatter: two pairs of collectives that are each other's transposes.
 
     all_gather:    y_r = [x_0, ..., x_{n-1}]                   transpose:  x̄_r = (sum_s ȳ_s)[r]
     psum_scatter:  y_r = (sum_s x_s)[r]                        transpose:  x̄_r = [ȳ_0, ..., ȳ_{n-1}]
     gather:        y_dst = [x_0, ..., x_{n-1}], 0 elsewhere    transpose:  x̄_r = (ȳ_dst)[r]
     scatter:       y_r = (x_src)[r]                            transpose:  x̄_src = [ȳ_0, ..., ȳ_{n-1}], 0 elsewhere
 
-All along dim. With ``tiled`` the ranks' parts lie one after another on an existing dimension instead of on a new one.
+All work along dim. With ``tiled`` the ranks' parts are concatenated along dim, instead of stacked along a new dim.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ltx.typing import Tree
 
 
 def spread(gathered: torch.Tensor, static: Static) -> torch.Tensor:
-    """(n, *shape) with the first dimension moved to where `static` = (dim, tiled) wants it."""
+    """Move the first dimension of `gathered` to dim, or merge it with dim if tiled; `static` is (dim, tiled)."""
     dim, tiled = static
     moved = gathered.movedim(0, dim)
     return moved.flatten(dim, dim + 1) if tiled else moved
@@ -104,30 +104,31 @@ def all_gather(
     grad_scale: GradScale = "sum",
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
-    """Every rank's tensor, on every rank.
+    """Gather every rank's tensor, on every rank.
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank.
         axis: as in :func:`ltx.psum`.
-        dim: the dimension of the ranks: a new one of size n, or with `tiled` the existing one along which parts are
-            concatenated.
+        dim: the dimension of the result that belongs to the ranks: a new one of size n, or with `tiled` an existing one
+            along which the ranks' parts are concatenated.
         tiled: concatenate instead of stack. 0-dim tensors can only be stacked.
-        sync_grads: False cuts the gradient: the result counts as a constant (Lightning's ``sync_grads``).
-        splits: with `tiled`, the length of each rank's part along `dim`, the same list on every rank; between
-            processes. "infer" on every rank: the ranks tell each other their lengths at every call, in one small
-            message for all leaves. Where other dimensions differ too, use :func:`gather_all_tensors`.
+        sync_grads: if False, no gradient flows back: the result is a constant (Lightning's ``sync_grads``).
+        splits: with `tiled`, the length of each rank's part along `dim`, the same list on every rank; not on simulated
+            ranks. "infer" on every rank: ranks send each other their lengths at every call, in one small message for
+            all leaves. If other dimensions differ too, use :func:`gather_all_tensors`.
         grad_scale: "mean" divides the gradient by n, as Horovod does.
-        axis_index_groups: as in :func:`ltx.psum`, of equal sizes: ranks gather in their group, in its order.
+        axis_index_groups: as in :func:`ltx.psum`, but of equal sizes: a rank gathers from its group, in the group's
+            order.
 
     Returns:
         What each rank sees: the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``, also if n is 1.
 
     Gradient:
-        psum_scatter(ȳ): each rank gets the sum over ranks of the cotangents of its own part.
+        psum_scatter(ȳ): each rank gets the sum over ranks of its part's cotangents.
 
     Raises:
         AxisError: `axis` isn't in scope, or `dim` is out of range.
-        TreeError, RankMismatchError: as in :func:`ltx.psum`; also, on every rank, if a tensor doesn't fit its `splits`.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`; and on every rank if a tensor doesn't fit its `splits`.
 
     Example:
         >>> import torch, ltx
@@ -163,18 +164,18 @@ def psum_scatter(
     grad_scale: GradScale = "sum",
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
-    """This rank's part of the sum over ranks.
+    """Sum tensors over ranks, and give each rank its part of the sum.
 
     Args:
-        value: tree of tensors. Without `tiled`, ``shape[dim]`` is the axis' size n, and part r is entry r. With `tiled`
-            it is a multiple of n, and part r is the r-th of n equal chunks. Booleans count as int64.
+        value: tree of tensors. Without `tiled`, ``shape[dim]`` must be the axis' size n, and part r is entry r. With
+            `tiled` it must be a multiple of n, and part r is the r-th of n equal chunks. Booleans count as int64.
         axis: as in :func:`ltx.psum`.
         dim: the dimension that is split.
-        tiled: split a dimension into chunks instead of taking it away.
-        splits: with `tiled`, the length of each rank's part, the same list on every rank; between processes. "infer":
-            parts as equal as can be, the first ones longer by one; simulated ranks take "infer" for equal parts.
+        tiled: split the dimension into chunks, instead of removing it.
+        splits: with `tiled`, the length of each rank's part, the same list on every rank; not on simulated ranks.
+            "infer": parts are as equal as possible, the first ones longer by one; simulated ranks need equal parts.
         grad_scale: "mean" multiplies the gradient by n, as Horovod's reducescatter of sums does.
-        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: part r belongs to the r-th rank of the group.
+        axis_index_groups: as in :func:`ltx.psum`, but of equal sizes n: part r goes to the r-th rank of the group.
 
     Returns:
         What each rank sees: its own part, without dimension `dim` or with it n times smaller.
@@ -184,7 +185,7 @@ def psum_scatter(
 
     Raises:
         AxisError: `axis` isn't in scope, or the dimension can't be split among its ranks.
-        TreeError, RankMismatchError: as in :func:`ltx.psum`; also, on every rank, if a tensor doesn't fit its `splits`.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`; and on every rank if a tensor doesn't fit its `splits`.
 
     Example:
         >>> import torch, ltx
@@ -205,7 +206,7 @@ def psum_scatter(
 @one_message
 @checked("dst", "dim", "tiled")
 def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
-    """Every rank's tensor, on rank `dst` alone. It sends 1/n of the bytes that :func:`all_gather` sends.
+    """Gather every rank's tensor on rank `dst` only, which sends 1/n of the bytes of :func:`all_gather`.
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank.
@@ -214,8 +215,8 @@ def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: 
         dim, tiled: as in :func:`all_gather`.
 
     Returns:
-        What each rank sees: on `dst` the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``. On the other
-        ranks tensors of that shape full of zeros, so that all ranks can go on alike, under transforms and simulated.
+        What each rank sees: on `dst` the same tree of new tensors, of shape ``(n, *shape)`` for ``dim=0``. Other ranks
+        get zeros of that shape, so that all ranks can run the same code, also under transforms and simulated.
 
     Gradient:
         scatter(ȳ): each rank gets its own part of the cotangent on `dst`.
@@ -230,7 +231,7 @@ def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: 
         tensor([[0., 0.],
                 [3., 4.]])
 
-    Source: ``torch.distributed.gather``, whose other ranks get None.
+    Source: ``torch.distributed.gather``, which returns None on other ranks.
     """
 
     def static(x: torch.Tensor, n: int) -> Static:
@@ -242,7 +243,7 @@ def gather(value: Tree, dst: int = 0, axis: Any = None, *, dim: int = 0, tiled: 
 @one_message
 @checked("src", "dim", "tiled")
 def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled: bool = False) -> Tree:
-    """This rank's part of rank `src`'s tensor.
+    """Split rank `src`'s tensor into parts, one for each rank.
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank. Only `src`'s values matter: other
@@ -250,13 +251,13 @@ def scatter(value: Tree, src: int = 0, axis: Any = None, *, dim: int = 0, tiled:
         src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
         dim: the dimension that is split.
-        tiled: split a dimension into chunks instead of taking it away.
+        tiled: split the dimension into chunks, instead of removing it.
 
     Returns:
         What each rank sees: its own part, without dimension `dim` or with it n times smaller.
 
     Gradient:
-        gather(ȳ): the cotangents of all ranks' parts on `src`, 0 elsewhere.
+        gather(ȳ): the cotangents of all ranks' parts on `src`, and 0 on other ranks.
 
     Raises:
         AxisError: `axis` isn't in scope, `src` isn't on it, or the dimension can't be split among its ranks.
@@ -296,10 +297,10 @@ def _place_of(name: str, x: torch.Tensor, dim: int, tiled: bool, new_dim: bool, 
 
 
 class AllGatherGrad:
-    """``AllGatherGrad.apply(tensor, group=None)``: :func:`all_gather` under the name that Lightning's users know.
+    """``AllGatherGrad.apply(tensor, group=None)``: :func:`all_gather` under Lightning's name.
 
     The result has shape ``(n, *shape)``; its gradient is the sum over ranks of the cotangents of this rank's part.
-    Unlike Lightning's it takes subgroups, any strides and ``torch.func``, and its backward pass sends half as much.
+    Unlike Lightning's it supports subgroups, any strides and ``torch.func``, and its backward pass sends half as much.
 
     Example:
         >>> import torch, ltx

@@ -1,16 +1,16 @@
-"""The mechanism that every collective of tensors shares: a rule, and one autograd Function that follows rules.
+"""Rules, which define the collectives of tensors, and the autograd Function that runs them.
 
-A linear collective A is given by a :class:`ltx.core.ranks.backings.Rule`: what it does on a process group, on the
-stacked values of ranks in one process, on an axis of size 1, and which rule is its transpose. Everything else follows
-from linearity:
+A linear collective A is defined by a :class:`ltx.core.ranks.backings.Rule`: what it does on a process group, on the
+stacked values of ranks in one process, and on an axis of size 1, and which rule is its transpose. The rest follows from
+linearity:
 
 * forward mode: the tangent of A x is A applied to the tangent of x;
 * reverse mode: the cotangent of x is the transpose of A applied to the cotangent of A x, where the loss is the sum over
   ranks of each rank's loss;
-* vmap over any level that isn't the axis itself: one more dimension in front;
-* any order of these, any number of times, since each recurses through the same Function.
+* vmap over any other level than the axis: A with one more dimension in front;
+* any combination of these, since each calls the same Function again.
 
-A collective that isn't linear is a rule too: its `weights` define the sum over ranks by which it is differentiated.
+A nonlinear collective is a rule too; its `weights` define the sum over ranks that is its derivative.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RULES: dict[str, Rule] = {}
 
 
 def at_places(values: Sequence[Any], places: Sequence[int], others: Iterable[Any]) -> list[Any]:
-    """`values` with `others` at these places."""
+    """A copy of `values` as a list, with `others` at `places`."""
     filled = list(values)
     for place, other in zip(places, others, strict=True):
         filled[place] = other
@@ -52,13 +52,13 @@ def _entering(make: Callable[P, Rule]) -> Callable[P, None]:
     return add
 
 
-#: Enter a rule into the table; the arguments are those of :class:`Rule`.
+#: Add a rule to the table; the arguments are those of :class:`Rule`.
 add_rule = _entering(Rule)
 
 
 @traced.at_trace_time
 def entered(rule: Rule | str) -> str:
-    """The name of a rule. A user's rule is in the table from then on."""
+    """The name of a rule. A user's rule is added to the table."""
     if isinstance(rule, str):
         return rule
     if RULES.setdefault(rule.name, rule).stacked.__module__.startswith("ltx."):
@@ -68,10 +68,11 @@ def entered(rule: Rule | str) -> str:
 
 
 class Function(torch.autograd.Function):
-    """A typed ``apply``, which inspects forward's signature once; torch 2.13 inspects it at each call (50 µs).
+    """torch's Function with a faster ``apply``: torch 2.13 inspects forward's signature at each call (50 µs).
 
-    Forward mode is mended in two ways. torch turns it off while it runs a ``jvp``, which would silently lose an outer
-    level's tangents of the tangents. Outside of torch.func it refuses a tangent that is no view if the output is one.
+    Two faults of forward mode are mended. torch turns forward mode off while it runs a ``jvp``, which would silently
+    lose an outer level's tangents of the tangents. And outside of torch.func, if the output is a view, torch refuses a
+    tangent that isn't.
     """
 
     def __init_subclass__(cls) -> None:
@@ -96,7 +97,7 @@ class Function(torch.autograd.Function):
         """torch's apply.
 
         Raises:
-            UnsupportedError: a tracer records the call, and torch can't let it see autograd Functions.
+            UnsupportedError: a tracer that can't see autograd Functions records the call.
         """
         if in_autograd_vmap() and any(map(_batched_by_autograd, args)):
             return _batched_anew(cls.apply, args)
@@ -108,7 +109,7 @@ class Function(torch.autograd.Function):
         try:
             return super().apply(*args)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            if "NYI: Functionalize rule" in str(error):  # torch's, at whichever level it is
+            if "NYI: Functionalize rule" in str(error):  # the error is torch's, at any level
                 raise UnsupportedError(
                     "torch.func.functionalize can't look into ltx's collectives and data-parallel steps. Leave it out: "
                     "what ltx gives to make_fx and torch.compile is functional already."
@@ -126,7 +127,7 @@ def _batched_by_autograd(x: Any) -> bool:
 
 
 def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """``fn(*args)``, by ``torch.vmap``, which has rules, where torch.autograd has batched some of `args`."""
+    """``fn(*args)`` for arguments batched by torch.autograd's vmap, run under ``torch.vmap``, which supports rules."""
     level = private.enter_autograd_vmap() - 1
     private.leave_autograd_vmap()
     places = [i for i, x in enumerate(args) if _batched_by_autograd(x)]
@@ -138,7 +139,7 @@ def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         )
 
     results = torch.vmap(lambda *xs: fn(*at_places(args, places, xs)), randomness="different")(*stacks)
-    # Contiguous: torch asks for tangents whose batch dimension is the first in memory too.
+    # torch needs tangents whose batch dimension is the first in memory.
     if isinstance(results, torch.Tensor):
         return private.into_autograd_vmap(results.contiguous(), 0, level)
     return tuple([private.into_autograd_vmap(y.contiguous(), 0, level) for y in results])
@@ -147,8 +148,8 @@ def _batched_anew(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
 class Linear(Function):
     """``Linear.apply(rule name, static, axis, compiled, index, *tensors)``: the collective of each tensor.
 
-    `index` is the rank's position on a simulated axis and None elsewhere. It is an input so that functorch calls the
-    vmap rule at the axis' own level even for tensors that are the same on every rank.
+    `index` is the rank's index on a simulated axis, else None. It is an input so that functorch calls the vmap rule at
+    the axis' own level, even for tensors that are the same on every rank.
     """
 
     @staticmethod
@@ -170,7 +171,7 @@ class Linear(Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         if RULES[ctx.name].weights is not None:
             return (None, None, None, None, None, *_by_weights(ctx, cotangents, backward=True))
-        # One call for each distinct transpose issues collectives in the order of the tensors.
+        # Transposes may differ, so each tensor has its own call. The collectives are issued in the tensors' order.
         front = ctx.axis.ranks.taken
         transposes = [RULES[ctx.name].transpose(shape[front:], ctx.static) for shape in ctx.shapes]
         grads: list[torch.Tensor] = []
@@ -198,9 +199,10 @@ class Linear(Function):
         *xs: torch.Tensor,
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         rule, dims, ranks = RULES[name], in_dims[5:], axis.ranks
-        # functorch has taken the level whose rule it runs off its stack.
+        # functorch has already removed the level whose rule it runs.
         if ranks.level == (private.maybe_current_level() or 0) + 1:
-            if (below := ranks.below) is not None:  # the axis has several levels: the outermost level's rule does it
+            # the axis has several levels: the rule of the outermost one handles all
+            if (below := ranks.below) is not None:
                 rest, stacks = replace(axis, ranks=below), in_front(info.batch_size, xs, dims)
                 all_ranks = Linear.apply(name, static, rest, compiled, index_below(index, in_dims[4]), *stacks)
                 return all_ranks, (0,) * len(xs)
@@ -215,12 +217,12 @@ class Linear(Function):
 
 
 def index_below(index: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
-    """The index of an axis of several levels without its innermost level; it stays batched at the other levels."""
+    """`index` without the axis' innermost level, whose batch dimension is `dim`; it stays batched at the others."""
     return index if index is None or dim is None else index.select(dim, 0)
 
 
 def _by_weights(ctx: Any, given: Sequence[torch.Tensor | None], backward: bool) -> list[torch.Tensor | None]:
-    """The derivative that a rule's weights define, of tangents; with `backward` its transpose, of cotangents."""
+    """Apply the derivative that a rule's weights define to tangents; with `backward`, its transpose to cotangents."""
     found: list[torch.Tensor | None] = []
     saved, weights = ctx.saved_tensors, RULES[ctx.name].weights
     assert weights is not None
@@ -228,10 +230,10 @@ def _by_weights(ctx: Any, given: Sequence[torch.Tensor | None], backward: bool) 
         if change is None or not x.is_floating_point():
             found.append(None)
             continue
-        if not backward:  # their own tangents, at torch's only level 0, would count as tangents of the result's tangent
+        if not backward:  # torch has only level 0: tangents of x and y would count as tangents of the result's tangent
             x, y = (forward_ad.unpack_dual(value, level=0).primal for value in (x, y))
         w = weights(x, y)
-        # In one sum: a sum of `w` alone depends on no cotangent, so torch.compile would issue it in both of its graphs.
+        # One sum for both: a sum of `w` alone depends on no cotangent, so torch.compile would issue it in both graphs.
         both = torch.stack([change if backward else w * change, w], -1)
         total, whole = apply("psum", (), ctx.axis, [both], ctx.compiled)[0].unbind(-1)
         found.append(w * total / whole if backward else total / whole)
@@ -239,7 +241,7 @@ def _by_weights(ctx: Any, given: Sequence[torch.Tensor | None], backward: bool) 
 
 
 def only_at(value: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, bool]:
-    """The stacked result of a rule in which only `rank` gets `value`, and other ranks get zeros."""
+    """A rule's stacked result in which `rank` gets `value`, and other ranks get zeros."""
     stack = torch.zeros((), dtype=value.dtype, device=value.device).expand(n, *value.shape)
     return torch.cat([stack[:rank], value.unsqueeze(0), stack[rank + 1 :]]), True
 
@@ -253,7 +255,7 @@ def apply(name: str, static: Static, axis: Axis, xs: list[torch.Tensor], compile
 
 
 def _differentiated(xs: list[torch.Tensor]) -> bool:
-    """Whether anything may differentiate or transform the call: entering a Function takes 40 µs."""
+    """Whether the call may be differentiated or transformed. If not, 40 µs for a Function are saved."""
     return (
         private.in_transform()
         or in_autograd_vmap()

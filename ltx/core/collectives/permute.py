@@ -1,7 +1,7 @@
-"""all_to_all and ppermute: every rank's parts go to other ranks.
+"""all_to_all and ppermute: ranks send their tensors, or parts of them, to other ranks.
 
 all_to_all:  y_r = [(x_0)_r, ..., (x_{n-1})_r]    transpose:  all_to_all with the two dimensions exchanged
-ppermute:    y_dst = x_src, 0 without a source    transpose:  ppermute with the pairs turned round
+ppermute:    y_dst = x_src, 0 without a source    transpose:  ppermute with reversed pairs
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ltx.typing import Tree
 def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
     split_dim, concat = static
     chunks = split(xs, n, (split_dim + 1, True))  # (destination, source, *chunk)
-    # Make one copy, laid out so that joining the parts is a view.
+    # This makes a single copy, in a layout in which the parts can be joined as a view.
     laid_out = chunks.movedim(1, concat + 1).clone(memory_format=torch.contiguous_format)
     return laid_out.flatten(concat + 1, concat + 2), True
 
@@ -51,7 +51,8 @@ def _moved(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool
     without = [r for r in range(n) if r not in source_of]
     if not without:
         return moved, True
-    if xs.dtype.itemsize == 1 and xs.is_floating_point():  # index_fill doesn't know this dtype; zero bytes are zeros
+    # index_fill doesn't support this dtype, whose zeros are zero bytes
+    if xs.dtype.itemsize == 1 and xs.is_floating_point():
         return view_as(_moved(view_as(xs, torch.uint8), n, static)[0], xs.dtype), True
     return moved.index_fill(0, torch.tensor(without, device=xs.device), 0), True
 
@@ -90,24 +91,24 @@ def all_to_all(
         split_dim: the dimension that is cut into n equal chunks.
         concat_dim: the dimension along which the n chunks that arrive are concatenated, in the order of their sources.
         axis: as in :func:`ltx.psum`.
-        tiled: False, the default of ``jax.lax.all_to_all``: ``shape[split_dim]`` is n, that dimension goes away, and a
-            new one of size n, by source, comes in at `concat_dim` of what is left.
-        splits: the lengths of the n chunks, each rank's own; they add up to ``shape[split_dim]``. The ranks tell each
-            other their splits at every call; between processes, and not in compiled graphs. "infer": the chunks are as
-            equal as can be, the first ones longer by one, and ranks may have unequal ``shape[split_dim]``; simulated
-            ranks take a multiple of n.
-        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: chunk r goes to the r-th rank of the group.
+        tiled: False, the default of ``jax.lax.all_to_all``: ``shape[split_dim]`` must be n; that dimension is removed,
+            and a new one of size n, for the sources, is inserted at `concat_dim` of the rest.
+        splits: the lengths of this rank's n chunks, which add up to ``shape[split_dim]``. The ranks send each other
+            their splits at every call; not on simulated ranks or in compiled graphs. "infer": chunks are as equal as
+            possible, the first ones longer by one, and ``shape[split_dim]`` may differ between ranks; simulated ranks
+            need a multiple of n.
+        axis_index_groups: as in :func:`ltx.psum`, but of equal sizes n: chunk r goes to the r-th rank of the group.
 
     Returns:
         What each rank sees: a tree of new tensors with ``split_dim`` n times shorter and ``concat_dim`` n times longer.
-        With `splits`: a pair of that tree and a tuple of ints, the lengths of the parts that came from each rank.
+        With `splits`: that tree, and a tuple of ints: the lengths of the parts that came from each rank.
 
     Gradient:
-        all_to_all(ȳ, concat_dim, split_dim); with `splits` the parts go back where they came from.
+        all_to_all(ȳ, concat_dim, split_dim); with `splits` each part goes back to its source.
 
     Raises:
-        AxisError: `axis` isn't in scope, or a dimension doesn't fit.
-        TreeError, RankMismatchError: as in :func:`ltx.psum`; also, on every rank, if a tensor doesn't fit its `splits`.
+        AxisError: `axis` isn't in scope, or a dimension is out of range or has the wrong size.
+        TreeError, RankMismatchError: as in :func:`ltx.psum`; and on every rank if a tensor doesn't fit its `splits`.
 
     Example:
         >>> import torch, ltx
@@ -150,11 +151,11 @@ def all_to_all(
 
 
 def _in_front(value: Tree, split_dim: int, concat_dim: int, n: int) -> Tree:
-    """`value`, whose slices along `split_dim` are for the n ranks, with that dimension in front."""
+    """`value` with `split_dim`, which must have size n, moved to the front."""
 
     def moved(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
-            return x  # collective says so
+            return x  # `collective` raises for it
         dim_of("all_to_all", x, split_dim, "split_dim")
         dim_of("all_to_all", x, concat_dim, "concat_dim")
         if x.shape[split_dim] != n:
@@ -183,13 +184,13 @@ def ppermute(value: Tree, perm: Iterable[tuple[int, int]], axis: Any = None) -> 
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        What each rank sees: the tree of the rank whose destination it is; zeros if it is no rank's destination.
+        What each rank sees: the tree of its source; zeros if no pair has this rank as its destination.
 
     Gradient:
-        ppermute(ȳ) with the pairs turned round.
+        ppermute(ȳ) with reversed pairs.
 
     Raises:
-        AxisError: `axis` isn't in scope, or `perm` isn't such a list.
+        AxisError: `axis` isn't in scope, or `perm` isn't a list of such pairs.
         TreeError, RankMismatchError: as in :func:`ltx.psum`.
 
     Example:

@@ -6,8 +6,8 @@
     broadcast:  y_r = x_src                        transpose:  x̄_src = sum_s ȳ_s, 0 elsewhere
     psum_to:    y_dst = sum_s x_s, 0 elsewhere     transpose:  x̄_r = ȳ_dst
 
-pvary is the identity on a value that is the same on every rank and counts as each rank's own from here on: its
-gradient is the sum over all ranks' copies.
+pvary is the identity. It takes a value that is the same on every rank, and from then on treats it as a value that each
+rank has for itself: its gradient is the sum over all ranks.
 """
 
 from __future__ import annotations
@@ -87,32 +87,32 @@ def psum(
 ) -> Tree:
     """The sum over ranks of every tensor of a tree.
 
-    Every rank (process) calls it with tensors of its own, such as losses or counts, and gets the same totals.
+    Every rank (process) calls it with its own tensors, such as losses or counts, and gets the same totals.
 
     Args:
-        value: tree of tensors, the same structure, shapes and dtypes on every rank; any strides. Numbers and NumPy's
+        value: tree of tensors, the same structure, shapes and dtypes on every rank; any strides. Numbers and NumPy
             arrays count as tensors, so ``ltx.psum(1)`` is the number of ranks. Booleans count as int64; uint16, uint32,
-            uint64 and float8 have no sums. Sparse COO tensors may have other entries on each rank.
-        axis: name, ``ltx.Axis``, ProcessGroup, or DeviceMesh such as ``mesh["data"]``, which is found by its
+            uint64 and float8 have no sums. Entries of sparse COO tensors may be at different places on each rank.
+        axis: a name, ``ltx.Axis``, ProcessGroup, or DeviceMesh such as ``mesh["data"]``, which can be found by its
             dimension's name from then on. A tuple or list of names, as ``("node", "data")``, or a mesh of several
-            dimensions is one axis of all their ranks, the first name the outermost; ``()`` is each rank alone. psum,
-            pmean, pmax and pmin take simulated axes among axes of processes. None is the axis in scope, of nested ones
-            of one name the innermost. Where several axes of different names are in scope, None raises, even if some
-            have size 1; but simulated axes win over a world of one process.
+            dimensions is one axis of all their ranks, with the first name as the outermost; ``()`` is each rank alone.
+            psum, pmean, pmax and pmin also accept simulated axes together with axes of processes. None is the axis in
+            scope; of nested axes of one name, the innermost. If axes of different names are in scope, None raises, even
+            if some have size 1; but simulated axes take precedence over a world of one process.
         axis_index_groups: lists of indices on the axis, the same on every rank, with each index once: a rank gets the
             sum over its own list. Lists may have unequal lengths. Processes open a communicator for each new list.
-        prescale, postscale: numbers or 0-dim tensors, each rank's own, that multiply this rank's tensors before they
-            are added up, and the sums after that. Integers take whole numbers alone.
+        prescale, postscale: numbers or 0-dim tensors, which may differ between ranks. This rank's tensors are
+            multiplied by `prescale` before the sum, and its sums by `postscale`. For integers they must be whole.
 
     Returns:
         What each rank sees: the same tree of new tensors with the sums, shapes and dtypes as given.
 
     Gradient:
-        The sum over ranks of the cotangents: psum(ȳ); prescale · psum(postscale · ȳ). Factors that are tensors have
-        theirs too.
+        The sum over ranks of the cotangents: psum(ȳ); with factors prescale · psum(postscale · ȳ). Factors that are
+        tensors have gradients too.
 
     Raises:
-        AxisError: `axis` isn't in scope, or is None where several are; or an index is in none of the groups, or in two.
+        AxisError: `axis` isn't in scope, or is None and several are in scope; or an index is in no group, or in two.
         TreeError: a leaf is neither a tensor nor a number; or it is an integer tensor and a factor isn't whole.
         InputError: a factor is a tensor that isn't 0-dim.
         UnsupportedError: a leaf's dtype has no sums.
@@ -148,7 +148,7 @@ def psum(
 
 
 def _factor(value: Tree, factor: float | torch.Tensor, name: str) -> float | torch.Tensor:
-    """Check `factor`, the argument `name` of psum, for `value`; returns it, as an int if it is whole."""
+    """Check `factor`, the argument `name` of psum, for `value`. Returns it, as an int if it is whole."""
     if isinstance(factor, torch.Tensor):
         said = tree.describe(factor)
         whole = not (factor.is_floating_point() or factor.is_complex())
@@ -182,11 +182,11 @@ def _is_one(factor: float | torch.Tensor) -> bool:
 @one_message
 @checked("axis_index_groups")
 def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
-    """The mean over ranks of every tensor of a tree; integers give floats.
+    """The mean over ranks of every tensor of a tree. The means of integers are floats.
 
-    Every rank calls it with tensors of its own, such as the loss of its batch, and every rank gets the same mean.
-    Arguments, errors and what each rank sees are those of :func:`psum`. Integer and boolean tensors give the default
-    float dtype; they are added up in int64, in which the sums of narrow ones fit.
+    Every rank calls it with its own tensors, such as the loss of its batch, and gets the same mean. Arguments, errors
+    and what each rank sees are those of :func:`psum`. The means of integer and boolean tensors have the default float
+    dtype; their sums are taken in int64, so that those of narrow dtypes fit.
 
     Gradient:
         The mean over ranks of the cotangents: psum(ȳ) / n.
@@ -207,7 +207,7 @@ def pmean(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence
 
 
 def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Tensor:
-    """The number of ranks: a tensor where it differs between simulated ranks."""
+    """The number of ranks; a tensor if it differs between simulated ranks."""
     unequal = groups is not None and len({len(group) for group in groups}) > 1
     found = None if traced.recording() else comm.resolve(axis)
     if unequal and (found is None or found.ranks.least(found.size) < found.size):
@@ -218,9 +218,10 @@ def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Ten
 
 @checked()
 def pvary(value: Tree, axis: Any = None) -> Tree:
-    """Mark a value that is the same on every rank as each rank's own: identity, whose gradient is summed over ranks.
+    """Make a value that is the same on every rank each rank's own: the identity, with a gradient summed over ranks.
 
-    Args, errors: as :func:`psum`. Nothing is sent in the forward direction, and equality isn't checked.
+    Arguments and errors are those of :func:`psum`. Nothing is sent in the forward direction; whether the value is the
+    same on all ranks isn't checked.
 
     Gradient:
         psum(ȳ).
@@ -242,7 +243,7 @@ def pvary(value: Tree, axis: Any = None) -> Tree:
 @one_message
 @checked("src")
 def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradScale = "sum") -> Tree:
-    """Rank `src`'s tree, on every rank.
+    """Give every rank the tree of rank `src`.
 
     Args:
         value: tree of tensors, the same structure, shapes and dtypes on every rank; only `src`'s values matter.
@@ -251,11 +252,11 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
         grad_scale: "mean" divides the gradient by n, as Horovod does.
 
     Returns:
-        What each rank sees: new tensors with the values of rank `src`, in the memory layout of its tensors (channels
-        last stays so).
+        What each rank sees: new tensors with the values of rank `src`, in the memory layout of its tensors (such as
+        channels last).
 
     Gradient:
-        psum(ȳ) on rank `src`, 0 elsewhere.
+        psum(ȳ) on rank `src`, 0 on other ranks.
 
     Raises:
         AxisError: `axis` isn't in scope, or `src` isn't on it.
@@ -273,7 +274,7 @@ def broadcast(value: Tree, src: int = 0, axis: Any = None, *, grad_scale: GradSc
 @one_message
 @checked("dst")
 def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
-    """The sum over ranks of every tensor of a tree, on rank `dst` alone.
+    """The sum over ranks of every tensor of a tree, on rank `dst` only.
 
     Args:
         value: as in :func:`ltx.psum`, except that sparse tensors are refused.
@@ -281,8 +282,8 @@ def psum_to(value: Tree, dst: int = 0, axis: Any = None) -> Tree:
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        What each rank sees: on `dst` the same tree of new tensors with the sums; on the other ranks zeros of the same
-        shapes and dtypes, so that all ranks can go on alike, under transforms and simulated.
+        What each rank sees: on `dst` the same tree of new tensors with the sums; on other ranks zeros of the same
+        shapes and dtypes, so that all ranks can run the same code, also under transforms and simulated.
 
     Gradient:
         broadcast(ȳ): the cotangent on `dst`, on every rank.
@@ -318,12 +319,12 @@ def axis_size(axis: Any = None) -> int:
     return math.prod(comm.resolve(part).size for part in comm.kinds_of(axis))
 
 
-#: The dtypes whose sums over ranks may not fit where the mean does.
+#: The dtypes whose sums over ranks may overflow although the mean fits.
 NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 def countable(value: Tree, dtypes: Sequence[torch.dtype] = (torch.bool,)) -> Tree:
-    """Tensors of `dtypes` as int64: booleans by torch.sum's rule, as backends differ in their sums of them."""
+    """`value`, with tensors of `dtypes` as int64. For booleans torch.sum does so too, and backends' sums differ."""
     return tree.map(lambda x: x.long() if isinstance(x, torch.Tensor) and x.dtype in dtypes else x, value)
 
 
@@ -333,23 +334,22 @@ def is_sparse(x: Any) -> bool:
 
 
 def split_sparse(value: Tree) -> tuple[Tree, Tree]:
-    """`value` with None for its dense leaves, and with None for its sparse ones."""
+    """(`value` with None in place of dense leaves, `value` with None in place of sparse leaves)."""
     leaves, spec = tree.flatten(value)
     sparse = [is_sparse(x) for x in leaves]
     parts = [[x if of is kind else None for x, of in zip(leaves, sparse, strict=True)] for kind in (True, False)]
     return tree.unflatten(spec, parts[0]), tree.unflatten(spec, parts[1])
 
 
-# Numbers in the message that goes ahead of sparse tensors: a digest of the tree, and the leaves' numbers of entries.
+# The length of the message sent before sparse tensors: a digest of the tree, and the number of entries of each leaf.
 _HEADER = 32
 
 
 def psum_sparse(name: str, whole: Tree, value: Tree, axis: Any) -> Tree:
-    """The sums over ranks of the COO tensors of `value`, coalesced; each rank may have entries at other places.
+    """The sums over ranks of the COO tensors of `value`, coalesced; ranks may have entries at different places.
 
-    Each rank sends its entries n - 1 times, so this pays if few entries are set. Differentiable with respect to
-    the values. Ranks compare the tree `whole`, the argument of `name`, at each call: by one number in the first
-    message.
+    Each rank sends its entries n - 1 times, so this pays if few entries are set. It is differentiable with respect to
+    the values. Ranks compare the tree `whole`, the argument of `name`, at each call: the first message has its digest.
     """
     found = comm.resolve(axis)
     if private.in_transform():

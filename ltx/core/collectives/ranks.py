@@ -1,9 +1,9 @@
-"""What makes ranks differ: their index, their random keys, and their part of a batch.
+"""axis_index, rank_seed and shard: each rank's index, random seed, and part of a batch.
 
 :func:`ltx.shard` and :func:`ltx.accumulate` cut a batch by the same rule. A batch's tensors have one length along dim
-0, with one entry a sample; tensors without dimensions, numbers and strings aren't cut. A list or tuple of containers of
-one structure is either a list of records, one a sample: it is as long as the batch, and cut between two of them. Or it
-is a list of fields: the tensors in it are as long as the batch, and cut. Where a list could be either, the call raises.
+0, with one entry per sample; tensors without dimensions, numbers and strings aren't cut. A list or tuple of containers
+of one structure is either a list of records, one per sample: it is as long as the batch, and is cut between records. Or
+it is a list of fields: the tensors in it are as long as the batch, and are cut. If it could be either, the call raises.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ltx.typing import Tree
 
 @checked()
 def axis_index(axis: Any = None) -> torch.Tensor:
-    """This rank's position on an axis: a 0-dim int64 tensor on every backing, on this rank's device.
+    """This rank's index on an axis: a 0-dim int64 tensor on this rank's device.
 
-    All ranks run the same program. By this number, 0 to ``ltx.axis_size() - 1``, each rank can choose its own samples.
+    All ranks run the same program. With this number, 0 to ``ltx.axis_size() - 1``, a rank can choose its own samples.
 
     Args:
         axis: as in :func:`ltx.psum`.
@@ -47,14 +47,14 @@ def axis_index(axis: Any = None) -> torch.Tensor:
 
 @checked("seed")
 def rank_seed(seed: int, axis: Any = None) -> int:
-    """This rank's own seed, made from a seed that all ranks share, for ``torch.Generator.manual_seed`` and the like.
+    """A different seed for each rank, made from a seed that all ranks share, as for ``torch.Generator.manual_seed``.
 
     Args:
         seed: any Python int, the same on every rank.
         axis: as in :func:`ltx.psum`. On simulated ranks use ``ltx.vmap(..., randomness="different")`` instead.
 
     Returns:
-        An int of 63 bits; different ranks and different seeds give unrelated ints (SplitMix64).
+        An int of 63 bits; those of different ranks and of different seeds are unrelated (SplitMix64).
 
     Example:
         >>> import ltx
@@ -77,30 +77,30 @@ def rank_seed(seed: int, axis: Any = None) -> int:
 
 @checked("dim")
 def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
-    """This rank's part of a batch that every rank holds.
+    """This rank's part of a batch that every rank has.
 
-    Every rank loads the same batch, calls ``ltx.shard(batch)`` and computes on the part that it gets: of 32 samples on
-    4 ranks (processes), rank 0 gets the first 8 and rank 1 the next 8.
+    Every rank loads the same batch, calls ``ltx.shard(batch)`` and computes on its part: of 32 samples on 4 ranks
+    (processes), rank 0 gets the first 8 and rank 1 the next 8.
 
     Args:
-        value: tree: dicts, lists, tuples, and any mapping or dataclass, such as a ``BatchEncoding``. Every tensor with
-            dimensions is split along `dim` into as many equal parts as there are ranks; other leaves (numbers, strings)
-            are passed on. Along dim 0 all tensors have one length, with an entry a sample. A list of that length which
-            holds records, containers of one structure, is split between them.
+        value: a tree of dicts, lists, tuples, and any mappings or dataclasses, such as a ``BatchEncoding``. Every
+            tensor with dimensions is split along `dim` into as many equal parts as there are ranks; other leaves
+            (numbers, strings) aren't split. Along dim 0 all tensors must have one length, with an entry per sample. A
+            list of that length that holds records, containers of one structure, is split between records.
         axis: as in :func:`ltx.psum`.
         dim: the dimension to split.
 
     Returns:
-        What each rank sees: part ``axis_index`` of every tensor, a view where the axis isn't simulated.
+        What each rank sees: part ``axis_index`` of every tensor; a view, except on a simulated axis.
 
     Gradient:
-        That of indexing: the cotangent in this rank's part, 0 elsewhere.
+        That of indexing: the cotangent in this rank's part, 0 in the others.
 
     Raises:
-        AxisError: a tensor doesn't divide evenly.
+        AxisError: a tensor can't be divided into equal parts.
         TreeError: tensors have unequal lengths along dim 0; a list could be one of records or of fields; a leaf holds
             tensors but isn't one (PackedSequence, graphs), or is a NumPy array, or a nested or sparse tensor.
-            UnsupportedError: under ``ltx.vmap``, records that differ in shapes or in leaves that aren't tensors.
+        UnsupportedError: under ``ltx.vmap``, records differ in shapes, or in leaves that aren't tensors.
 
     Example:
         >>> import torch, ltx
@@ -161,7 +161,7 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
 
 
 class Records:
-    """A list or tuple with one record a sample."""
+    """A list or tuple with one record per sample."""
 
     def __init__(self, items: Sequence[Any]):
         self.items = items
@@ -180,14 +180,14 @@ def is_records(node: object) -> bool:
 
 
 def cells(batch: Tree) -> tuple[list[Any], Any]:
-    """The parts of an opened batch, :class:`Records` and leaves, each to be cut or left whole, and their structure."""
+    """(cells, structure) of an opened batch. Its cells are :class:`Records` and other leaves."""
     return optree.tree_flatten(batch, is_records, namespace=tree.NAMESPACE)
 
 
 def cut(batch: Tree, parts: int, part: int) -> Tree:
-    """An opened batch whose tensors are cut already, with one part of its records, as torch.tensor_split cuts them.
+    """An opened batch whose tensors are cut already, with its records cut too, as torch.tensor_split cuts tensors.
 
-    So unequal parts of records and tensors go together.
+    So unequal parts of records and tensors match.
     """
     found, spec = cells(batch)
 
@@ -200,14 +200,14 @@ def cut(batch: Tree, parts: int, part: int) -> Tree:
 
 
 def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
-    """`batch` with its lists of records as :class:`Records`, and the batch's length, None if nothing tells it.
+    """(`batch` with its lists of records as :class:`Records`, the batch's length, or None if it has no such length).
 
-    `what` is about to cut it along `dim`. Along dimensions other than 0, tensors have any lengths, and no list is cut.
+    `what` is going to cut it along `dim`. Along other dimensions than 0, tensors have any lengths, and no list is cut.
 
     Raises:
         TreeError: tensors have unequal lengths; a list may be one of records or of fields; a leaf can't be cut.
     """
-    tree.flatten(batch)  # which opens what hasn't been met
+    tree.flatten(batch)  # registers containers of unknown types
     found, spec = optree.tree_flatten(batch, _is_cell, namespace=tree.NAMESPACE)
     lengths: list[int] = []
     lists: dict[int, set[int]] = {}
@@ -240,7 +240,7 @@ def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
 def _read(
     batch: Tree, found: list[Any], lengths: set[int], lists: dict[int, set[int]], what: str
 ) -> tuple[int | None, list[int]]:
-    """The length of a batch, and the places of its lists of records; `lists`: the lengths of the tensors in them."""
+    """(length of a batch, places of its lists of records). `lists`: {place of a list: lengths of the tensors in it}."""
     telling = [place for place, inner in lists.items() if inner or advice_for(found[place][0])]
     possible = lengths or {n for place in telling for n in (len(found[place]), *lists[place])}
     fitting = [
@@ -279,7 +279,7 @@ def _paths(batch: Tree) -> list[str]:
 
 
 def _is_cell(node: Any) -> bool:
-    """Whether `node` may be a list of records, or is something that isn't cut inside."""
+    """Whether `node` may be a list of records, or is an object whose inside isn't cut."""
     if type(node) not in (list, tuple):
         return bool(advice_for(node))
     if not node or isinstance(node[0], torch.Tensor) or type(node[0]) in PLAIN:
@@ -287,6 +287,6 @@ def _is_cell(node: Any) -> bool:
     if advice_for(node[0]):
         return all(type(item) is type(node[0]) for item in node)
     specs = [tree.flatten(item)[1] for item in node]
-    if type(node[0]) not in (list, tuple):  # by its keys: records may hold lists of unequal lengths
+    if type(node[0]) not in (list, tuple):  # compare only keys, since records may hold lists of unequal lengths
         specs = [(type(item), tuple(spec.entries())) for item, spec in zip(node, specs, strict=True)]
     return not tree.flatten(node[0])[1].is_leaf() and all(spec == specs[0] for spec in specs)

@@ -1,10 +1,10 @@
-"""Reductions other than sums: extrema, reduce by the operation's name, one decision for all, the weighted mean.
+"""Reductions other than sums: extrema, `reduce` by an operation's name, boolean decisions, the weighted mean.
 
 pmax:           y_r = max_s x_s      x̄_r = m_r · (sum_s ȳ_s) / (sum_s m_s),   m_r = (x_r == y_r)
 weighted_mean:  m = sum_r w_r x_r / W,   W = sum_r w_r
                 x̄_r = w_r / W · sum_s ȳ_s,   w̄_r = <x_r - m, sum_s ȳ_s> / W
 
-Ranks that tie share the extremum's cotangent equally, as ``torch.amax`` does. A NaN on any rank is a NaN on all.
+Ranks that tie share the extremum's cotangent equally, as in ``torch.amax``. A NaN on any rank gives NaN on all.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ltx.typing import Tree
 
 
 def _add_extremum(name: str, stacked: Callable[[torch.Tensor], torch.Tensor], sign: int) -> None:
-    """The rule of pmax, whose `sign` is 1, or pmin."""
+    """Add the rule of pmax (`sign` 1) or pmin (`sign` -1)."""
 
     def coded(x: torch.Tensor) -> torch.Tensor:
-        """Floats as whole numbers of the same order, in which every NaN lies beyond all numbers.
+        """Floats as integers of the same order, in which every NaN comes after (for pmin: before) all numbers.
 
-        gloo and NCCL keep or drop a NaN depending on their order of reading; the extremum of whole numbers is unique.
+        gloo and NCCL keep or drop a NaN depending on the order in which they read; extrema of integers are unique.
         """
         if not x.is_floating_point():
             return x
@@ -66,7 +66,7 @@ def _turned(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _nans(dtype: torch.dtype) -> int:
-    """How many NaN of each sign a dtype has. Those at the wrong end of the order overflow to the other, so far away."""
+    """The number of NaN of each sign. Moved by it, NaN at the wrong end of the integers overflow to the other end."""
     return int(1 / torch.finfo(dtype).eps) - 1
 
 
@@ -94,10 +94,10 @@ def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
         What each rank sees: the same tree of new tensors, shapes and dtypes as given. NaN on any rank gives NaN.
 
     Gradient:
-        m · psum(ȳ) / psum(m) with m = (x == y): tied ranks share it equally. None for integers and booleans.
+        m · psum(ȳ) / psum(m) with m = (x == y): tied ranks share it equally. Integers and booleans have none.
 
     Raises:
-        UnsupportedError: complex tensors, and dtypes that torch has no maximum for: uint16, uint32, uint64, float8.
+        UnsupportedError: a tensor is complex, or torch has no maximum for its dtype: uint16, uint32, uint64, float8.
         AxisError, TreeError, RankMismatchError: as in :func:`ltx.psum`.
 
     Example:
@@ -112,7 +112,7 @@ def pmax(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
 @one_message
 @checked("axis_index_groups")
 def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> Tree:
-    """The minimum over ranks of every element of a tree. Everything else is as in :func:`pmax`.
+    """The minimum over ranks of every element of a tree. The rest is as in :func:`pmax`.
 
     Example:
         >>> import torch, ltx
@@ -124,18 +124,18 @@ def pmin(value: Tree, axis: Any = None, *, axis_index_groups: Sequence[Sequence[
 
 
 def pargmax(value: Tree, axis: Any = None) -> Tree:
-    """The rank that holds the maximum over ranks, for every element of a tree.
+    """The index of the rank that has the maximum over ranks, for every element of a tree.
 
     Args:
         value: as in :func:`ltx.pmax`.
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        What each rank sees: the same tree of int64 tensors, shapes as given, with indices on the axis. If ranks tie, it
-        is the first of them. NaN counts as the maximum, as in ``torch.argmax``.
+        What each rank sees: the same tree of int64 tensors, shapes as given, with indices on the axis: the first if
+        ranks tie. NaN counts as the maximum, as in ``torch.argmax``.
 
     Gradient:
-        None: whole numbers.
+        None, since indices are integers.
 
     Raises:
         As :func:`ltx.pmax`.
@@ -150,7 +150,7 @@ def pargmax(value: Tree, axis: Any = None) -> Tree:
 
 
 def pargmin(value: Tree, axis: Any = None) -> Tree:
-    """The rank that holds the minimum over ranks, for every element of a tree. The rest is as in :func:`pargmax`.
+    """The index of the rank that has the minimum over ranks, for every element; see :func:`pargmax`.
 
     Example:
         >>> import torch, ltx
@@ -174,7 +174,7 @@ def _first(extremum: Callable[[Tree, Any], Tree], value: Tree, axis: Any) -> Tre
 
 
 def _gathered(reduced: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tree, Any], Tree]:
-    """A reduction without a collective of its own: `reduced` of the gathered values, exact for every dtype."""
+    """A reduction by ``reduced(gathered values)``, for operations without a collective. Exact for every dtype."""
     return lambda value, axis: tree.map(reduced, all_gather(value, axis))
 
 
@@ -203,24 +203,24 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
     """Reduce every tensor of a tree over the ranks by the operation called `op`.
 
     Args:
-        value: a tree; leaves that aren't tensors pass through.
+        value: a tree; leaves that aren't tensors are returned unchanged.
         op: "sum", "mean" or "avg", "min", "max", "product", "band", "bor", "bxor", in any case, or a
             ``torch.distributed.ReduceOp``; None is "sum".
         axis: as in :func:`ltx.psum`.
-        keep_dtype: a mean of integers keeps their dtype and is truncated toward zero, as Lightning 2.1 and Horovod give
-            it. By default it is a float, because averaged counts that are truncated falsify metrics.
+        keep_dtype: if True, a mean of integers keeps their dtype and is truncated toward zero, as in Lightning 2.1 and
+            Horovod. By default it is a float, since truncated means of counts falsify metrics.
 
     Returns:
-        What each rank sees: the same tree of new tensors, of the same dtypes, except that means of integers are floats,
-        and sums and products of booleans are int64.
+        What each rank sees: the same tree of new tensors, of the same dtypes; but means of integers are floats, and
+        sums and products of booleans are int64.
 
     Gradient:
-        That of the operation: psum(ȳ) for sums, psum(ȳ) / n for means, shared among ranks that tie for extrema, the
-        product of the other ranks' values for products. Bitwise operations have none.
+        That of the operation: psum(ȳ) for sums, psum(ȳ) / n for means, shared among tied ranks for extrema, the product
+        of the other ranks' values for products. Bitwise operations have none.
 
     Raises:
-        CollectiveError: an operation that isn't one of these.
-        TreeError: a bitwise operation on floating tensors.
+        CollectiveError: `op` isn't one of these operations.
+        TreeError: the operation is bitwise, and a tensor isn't an integer or boolean tensor.
         UnsupportedError: the dtype has no such reduction (uint16, uint32 and uint64 have only the bitwise ones).
         AxisError, RankMismatchError: as in :func:`ltx.psum`.
 
@@ -229,7 +229,7 @@ def reduce(value: Tree, op: str | None = "mean", axis: Any = None, keep_dtype: b
         >>> ltx.vmap(ltx.reduce)({"loss": torch.tensor([1.0, 2.0]), "count": torch.tensor([1, 2])})
         {'loss': tensor([1.5000, 1.5000]), 'count': tensor([1.5000, 1.5000])}
 
-    Source: Lightning's ``Strategy.reduce`` and ``sync_ddp``; all their operations, pure.
+    Source: Lightning's ``Strategy.reduce`` and ``sync_ddp``, with all their operations, as a pure function.
     """
     name = "sum" if op is None else brief(op, str).removeprefix("RedOpType.").lower()
     if name not in OPS:
@@ -262,10 +262,11 @@ def _truncated_mean(total: torch.Tensor, like: torch.Tensor, n: int) -> torch.Te
 @in_step
 @checked("decision", "all")
 def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axis: Any = None) -> bool:
-    """One decision for all ranks: whether every rank (or with ``all=False`` any rank) says True.
+    """One decision for all ranks: whether every rank (with ``all=False`` any rank) says True.
 
     Args:
-        decision: this rank's decision, a bool or a 0-dim tensor. all: every rank must say True; else one suffices.
+        decision: this rank's decision, a bool or a 0-dim tensor. all: whether every rank must say True; if not, one
+            suffices.
         axis: as in :func:`ltx.psum`.
 
     Returns:
@@ -289,34 +290,35 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     )
     if isinstance(decision, torch.Tensor) and (decision.numel() != 1 or decision.is_meta):
         raise InputError(f"reduce_boolean_decision: a decision is one value, got {tree.describe(decision)}.")
-    said = torch.tensor(bool(decision))  # of the host, for the host
+    said = torch.tensor(bool(decision))  # on the CPU, since the host needs the result
     return bool((pmin if all else pmax)(said, found))
 
 
 @in_step
 @checked("weight")
 def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -> Tree:
-    """The mean over ranks of every tensor of a tree, in which rank r counts with its weight: sum w_r x_r / sum w_r.
+    """The mean over ranks of every tensor of a tree, weighted by rank: sum w_r x_r / sum w_r.
 
     Args:
-        value: tree of tensors or numbers, the same structure, shapes and dtypes on every rank: this rank's means, say.
-        weight: this rank's weight, a 0-dim tensor or a number, not negative: its number of samples, say. Values of
-            weight 0 count for nothing, even if they are NaN or infinite.
+        value: tree of tensors or numbers, such as this rank's means; the same structure, shapes and dtypes on every
+            rank.
+        weight: this rank's weight, such as its number of samples: a 0-dim tensor or a number, not negative. A value of
+            weight 0 has no influence, even if it is NaN or infinite.
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        What each rank sees: the same tree of new tensors with the means, shapes and dtypes as given; integers and
-        booleans give the default float dtype. Sums are taken in float32 at least, all of them in one psum.
+        What each rank sees: the same tree of new tensors with the means, shapes and dtypes as given; the means of
+        integers and booleans have the default float dtype. Sums are taken in float32 at least, in one psum.
 
     Gradient:
-        That of the formula, for both arguments, to any order: ``w_r / W * psum(ȳ)`` for the value, exactly 0 where the
-        weight is 0, and ``sum((x_r - m) * psum(ȳ)) / W`` for the weight, where a value that is not finite counts as 0
-        if its weight is 0. The value's code may still turn a gradient of 0 into NaN, as ``sqrt`` does at 0: give it
-        harmless inputs.
+        That of the formula, for both arguments, to any order: ``w_r / W * psum(ȳ)`` for the value, exactly 0 if the
+        weight is 0; and ``sum((x_r - m) * psum(ȳ)) / W`` for the weight, in which a value that isn't finite counts as 0
+        if its weight is 0. The code that computes the value may still turn a gradient of 0 into NaN, as ``sqrt`` does
+        at 0: give it harmless inputs.
 
     Raises:
-        WeightError: on every rank, if the weights add up to 0 or one is negative; on the rank alone, if its weight
-            isn't 0-dim. In a compiled graph, which can't look at values, the result is NaN.
+        WeightError: on every rank, if the weights add up to 0 or one is negative; on one rank only, if its weight isn't
+            0-dim. In a compiled graph, which can't read values, the result is NaN instead.
         AxisError, TreeError, RankMismatchError: as in :func:`ltx.psum`.
 
     Example:
@@ -330,15 +332,15 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
     if not traced.recording():
         tree.check_leaves(leaves, value, "weighted_mean: its value")
         check_dense("weighted_mean", leaves, value)
-        # Dtypes without sums have means, which are taken in floating dtypes.
+        # Dtypes without sums do have means, which are computed in a floating dtype.
         check_sums("weighted_mean", [x if x.dtype not in _UNSIGNED else torch.empty(0) for x in leaves], value)
         tree.check_values(leaves, value, "weighted_mean")
     dtypes = [wide(_mean_dtype(x.dtype)) for x in leaves]
     w = _as_tensor(weight, leaves, dtypes)
     terms = [_term(x.to(dtype), w.to(x.device, _real(dtype))) for x, dtype in zip(leaves, dtypes, strict=True)]
-    # The number of negative weights travels with their sum, so that all ranks raise or none does. Added, not stacked:
-    # where one has no tangent, torch 2.13 stacks a tangent without memory, which code compiled by Inductor reads
-    # (SIGSEGV).
+    # The number of negative weights is summed together with the weights, so that all ranks raise or none does. By an
+    # addition and not torch.stack: if one has no tangent, torch 2.13 stacks a tangent without memory, and code that
+    # Inductor compiled crashes when it reads that (SIGSEGV).
     negatives = (w < 0).to(w.dtype)
     counted = torch.nn.functional.pad(w.unsqueeze(0), (0, 1)) + torch.nn.functional.pad(negatives.unsqueeze(0), (1, 0))
     sums = psum({"value": tree.unflatten(spec, terms), "weight": counted}, axis)
@@ -358,7 +360,7 @@ def _mean_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums and averages are taken. In 16 bits long sums stop growing, or overflow."""
+    """The dtype for sums and averages: `dtype`, float32 at least. In 16 bits long sums stop growing, or overflow."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -367,7 +369,7 @@ def _real(sum_dtype: torch.dtype) -> torch.dtype:
 
 
 def _as_tensor(weight: torch.Tensor | float, leaves: list[torch.Tensor], dtypes: list[torch.dtype]) -> torch.Tensor:
-    """The weight in the widest dtype of the sums, the same on every rank, whatever dtypes ranks gave."""
+    """The weight, in the widest dtype of the sums, so that its dtype is the same on every rank."""
     widest = torch.float64 if torch.float64 in map(_real, dtypes) else torch.float32
     if not isinstance(weight, torch.Tensor):
         return torch.full((), float(weight), dtype=widest, device=leaves[0].device if leaves else None)
@@ -380,7 +382,7 @@ def _as_tensor(weight: torch.Tensor | float, leaves: list[torch.Tensor], dtypes:
 
 def _term(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     nothing = torch.zeros((), dtype=x.dtype, device=x.device)
-    # Finite values stay: the weight's gradient needs them.
+    # Finite values aren't replaced, since the weight's gradient needs them.
     return torch.where((w == 0) & ~torch.isfinite(x), nothing, x) * w
 
 

@@ -1,8 +1,8 @@
-"""Collectives of values whose size differs between ranks: tensors of unequal shapes, and objects; the barrier.
+"""Collectives of tensors whose shapes differ between ranks, and of objects; the barrier.
 
-Tensors are padded to the largest; the padding is cut off the even collective's results. All operations are
-differentiable collectives and views, so gradients follow; padding has none. The ranks of :func:`ltx.vmap` always have
-equal shapes, and share all objects, so these collectives refuse them.
+Tensors are padded to the largest one, and results are cut to size. All operations are differentiable collectives and
+views, so gradients follow; padding has none. The ranks of :func:`ltx.vmap` always have equal shapes, and share all
+objects, so these collectives refuse them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ltx.core.comm.pickling import dumps
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
-# All ranks have the same torch, and so the same order.
+# All ranks have the same torch, and so the same order of dtypes.
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 _MOST_DIMS = 32
 T = TypeVar("T")
@@ -34,7 +34,7 @@ _INFERRED = 'all_gather(splits="infer")'
 
 @in_step
 def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Tensor]:
-    """Every rank's tensor, also if shapes differ.
+    """Gather every rank's tensor on every rank; shapes may differ.
 
     Args:
         tensor: any shape, number of dimensions and strides; it may be empty; the same dtype on every rank.
@@ -44,7 +44,7 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
         What each rank sees: a list of new tensors by rank, each in its own shape.
 
     Gradient:
-        Each rank gets the sum over ranks of the cotangents of its own tensor.
+        Each rank gets the sum over ranks of its tensor's cotangents.
 
     Raises:
         AxisError: `axis` isn't in scope or is one of ``ltx.vmap``.
@@ -56,24 +56,24 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
         >>> ltx.gather_all_tensors(torch.tensor([1.0, 2.0]))  # a world of one
         [tensor([1., 2.])]
 
-    Source: Lightning's ``gather_all_tensors`` (1.7), whose results carry no gradient.
+    Source: Lightning's ``gather_all_tensors`` (1.7), whose results have no gradient.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TreeError(f"gather_all_tensors takes one tensor, got {shown(tensor)}. Call it for each leaf of a tree.")
     tree.check_dense([tensor], tensor, "gather_all_tensors")
     found = _real(axis, "gather_all_tensors", "Use ltx.all_gather, or ltx.simulate.")
     shapes, agreed = _shapes_of_all(tensor, found)
-    moved = movable("all_gather", tensor)  # as bytes, where torch can't pad its dtype
+    moved = movable("all_gather", tensor)  # as bytes, if torch can't pad its dtype
     width = 1 if moved is tensor else tensor.itemsize
     lengths = [shape.numel() * width for shape in shapes]
     (rows,) = gathered([moved.reshape(-1)], [0], [lengths], found, agreed)
-    # Cloned, so that elements are aligned.
+    # Clone, so that elements are aligned.
     parts = rows if moved is tensor else [row.clone().view(tensor.dtype) for row in rows]
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> tuple[list[torch.Size], comm.Agreement]:
-    """The ranks' shapes, which they exchange at every call, with the agreement; raises if dtypes differ."""
+    """(all ranks' shapes, the agreement). Ranks exchange shapes at every call. Raises if dtypes differ."""
     if tensor.ndim > _MOST_DIMS:
         raise UnsupportedError(f"gather_all_tensors: {tree.describe(tensor)} can't be sent; cast or reshape it first.")
     header = [tensor.ndim, _DTYPES.index(tensor.dtype), *tensor.shape, *(0 for _ in range(_MOST_DIMS - tensor.ndim))]
@@ -93,17 +93,17 @@ def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> tuple[list[torch.Size], 
 
 
 def told(what: str, numbers: list[int], axis: Axis, call: comm.Signature | None = None) -> list[list[int]]:
-    """Every rank's list of integers, all of one length.
+    """Every rank's list of integers, which must have one length.
 
-    With the signature of the whole `call`, of which they are a part, it is compared the first time; and it is what
-    peers are told that call something else.
+    If they are a part of a larger `call`, give its signature: ranks compare it the first time, and a peer that calls
+    something else is told of it.
     """
     signature = call or comm.Signature(what, (), f"{len(numbers)} lengths")
     return axis.ranks.tell(what, numbers, lambda: signature, lambda: (what, "lengths", len(numbers)))
 
 
 def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
-    """all_gather(tiled=True) of parts whose lengths along `dim` the ranks tell each other, for all leaves at once."""
+    """all_gather(tiled=True) with lengths along `dim` that ranks send each other, for all leaves at once."""
     found = _real(axis, _INFERRED, "")
     value = tensors_of(value, found)
     leaves, spec = tree.flatten(value)
@@ -124,7 +124,7 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
         return _INFERRED, tree.spec_paths(spec), tuple(kinds), dim
 
     agreed = found.ranks.confirm(key, signature)
-    if not all(fit):  # so it is on every rank, as all have the same number of dimensions
+    if not all(fit):  # all ranks have equal numbers of dimensions, so this raises on every rank
         dim_of("all_gather", leaves[fit.index(False)], dim)
     told_lengths = found.ranks.tell(_INFERRED, [x.shape[dim] for x in leaves], signature, key) if leaves else []
     ats, moved = [dim % x.ndim for x in leaves], [movable("all_gather", x) for x in leaves]
@@ -138,24 +138,25 @@ def _all_gather_inferred(value: Tree, axis: Any, dim: int) -> Tree:
 def gathered(
     xs: Sequence[torch.Tensor], dims: Sequence[int], lengths: Sequence[Sequence[int]], axis: Axis, agreed: Any
 ) -> list[list[torch.Tensor]]:
-    """By tensor, every rank's part, whose `lengths` along `dims` the ranks have told each other, by agreement."""
+    """For each tensor, every rank's part. `lengths` along `dims` are those of all ranks, by the agreement `agreed`."""
     sent = [padded(x, dim, max(each)) for x, dim, each in zip(xs, dims, lengths, strict=True)]
-    axis.ranks.agree([comm.key_of("all_gather", x, (0, 0)) for x in sent], agreed)  # follows from what was told
+    # this follows from the lengths, which are agreed
+    axis.ranks.agree([comm.key_of("all_gather", x, (0, 0)) for x in sent], agreed)
     stacks = zip(apply("all_gather", (0, 0), axis, sent), dims, lengths, strict=True)
     return [[part.narrow(dim, 0, n) for part, n in zip(stack, each, strict=True)] for stack, dim, each in stacks]
 
 
 def _equal_splits(x: Any, dim: int, n: int) -> tuple[int, ...]:
-    """The lengths of n parts of x, as equal as can be, the first ones longer by one.
+    """The lengths of n parts of `x` along `dim`, as equal as possible, the first ones longer by one.
 
-    Zeros where x has no such dimension; the caller refuses them.
+    Zeros if `x` has no such dimension, which the caller refuses.
     """
     length = x.shape[dim] if isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim else 0
     return tuple(length // n + (place < length % n) for place in range(n))
 
 
 def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
-    """Whether `splits` are inferred on simulated ranks, where all splits are equal."""
+    """Whether `splits` is "infer" on simulated ranks, whose parts are equal."""
     if splits != "infer" or traced.recording():
         return False
     refuse_background('splits="infer"', axis)
@@ -163,7 +164,7 @@ def is_even(splits: Sequence[int] | str | None, axis: Any) -> bool:
 
 
 def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
-    """all_gather(tiled=True) of parts whose lengths along `dim` are `splits`, one a rank."""
+    """all_gather(tiled=True) of parts with the lengths `splits` along `dim`, one per rank."""
     if isinstance(splits, str):
         return _all_gather_inferred(value, axis, dim)
     splits = tuple(splits)
@@ -175,7 +176,7 @@ def all_gather_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | 
 
 
 def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] | str) -> Tree:
-    """psum_scatter(tiled=True) into parts whose lengths along `dim` are `splits`, one a rank."""
+    """psum_scatter(tiled=True) into parts with the lengths `splits` along `dim`, one per rank."""
     leaves, spec = tree.flatten(value)
     tree.check_leaves(leaves, value, "psum_scatter: its argument")
     found = _real(axis, "psum_scatter(splits=)")
@@ -195,7 +196,7 @@ def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] 
 def all_to_all_uneven(
     value: Tree, split_dim: int, concat_dim: int, axis: Any, splits: Sequence[int] | str
 ) -> tuple[Tree, tuple[int, ...]]:
-    """all_to_all of chunks whose lengths along `split_dim` are `splits`; also gives the lengths received."""
+    """all_to_all of chunks with the lengths `splits` along `split_dim`. Also returns the lengths received."""
     if isinstance(splits, str):
         found = _real(axis, 'all_to_all(splits="infer")', "")
         splits = _equal_splits(next(iter(tree.flatten(value)[0]), None), split_dim, found.size)
@@ -204,7 +205,7 @@ def all_to_all_uneven(
     misfit = _misfit("all_to_all", value, split_dim, splits, found)
     table = told("all_to_all", [-1] * found.size if misfit else list(splits), found)
     if any(-1 in row for row in table):
-        _agree("all_to_all", splits, found, misfit)  # raises on every rank, since not all splits can fit
+        _agree("all_to_all", splits, found, misfit)  # raises on every rank, since the splits don't fit on all
     received = tuple(row[int(found.rank)] for row in table)
     most = max(length for row in table for length in row)
     elsewhere = any(dim_of("all_to_all", x, concat_dim) != split_dim % x.ndim for x in tree.flatten(value)[0])
@@ -222,7 +223,7 @@ def all_to_all_uneven(
 
 
 def _joined(parts: torch.Tensor, lengths: Sequence[int], at: int, dim: int) -> torch.Tensor:
-    """The ranks' parts one after another along `dim`, each cut to its length along `at`."""
+    """The ranks' parts concatenated along `dim`, each cut to its length along `at`."""
     return torch.cat([part.narrow(at, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
 
 
@@ -239,23 +240,23 @@ def _real(axis: Any, what: str, instead: str = "Leave splits out, or use ltx.sim
 
 
 def dim_of(what: str, x: torch.Tensor, dim: int, name: str = "dim") -> int:
-    """`dim`, the argument `name` of the collective `what`, counted from the front."""
+    """`dim`, the argument `name` of the collective `what`, made nonnegative. Raises if it is out of range."""
     if not -x.ndim <= dim < x.ndim:
         raise AxisError(f"{what}: {name}={dim} is out of range for a tensor of shape {list(x.shape)}.")
     return dim % x.ndim
 
 
 def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """`x` with zeros appended, up to `length` along `dim`."""
+    """`x`, padded with zeros to `length` along `dim`."""
     return torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 1 - dim), 0, length - x.shape[dim]))
 
 
 def _misfit(
     what: str, value: Tree, dim: int, splits: tuple[int, ...], axis: Axis, of_part: bool = False
 ) -> AxisError | None:
-    """The text of the error in this rank's splits, or in its tensors for these splits; None if they fit.
+    """The error in this rank's splits, or in its tensors for these splits; None if they fit.
 
-    Along `dim` a tensor is as long as all splits together; `of_part`: as this rank's.
+    Along `dim` a tensor must be as long as all splits together; with `of_part`, as long as this rank's split.
     """
     leaves, here = tree.flatten(value)[0], int(axis.rank)
     tree.check_leaves(leaves, value, f"{what}: its argument")
@@ -280,14 +281,14 @@ def _misfit(
 
 
 def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | None) -> None:
-    """Let the ranks compare their splits, and whether these fit: messages are padded, so their shapes don't show it.
+    """Let ranks compare their splits and whether these fit, which the shapes of padded messages don't show.
 
     Raises:
         RankMismatchError: ranks' splits differ, or some ranks' splits don't fit; on every rank.
-        AxisError: no rank's splits fit, with the same error on all ranks.
+        AxisError: the splits of no rank fit, with the same error on all ranks.
     """
     signature = comm.Signature(what, (), str(misfit).removeprefix(f"{what}: ") if misfit else f"splits {list(splits)}")
-    # Misfits are compared each time: peers that had the same misfit before may have none now.
+    # Misfits are compared at each call: peers with the same misfit before may have none now.
     axis.ranks.meet((what, "splits", splits), lambda: signature, each_time=misfit is not None)
     if misfit:
         raise misfit
@@ -295,14 +296,15 @@ def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | N
 
 @checked("src")
 def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
-    """Rank `src`'s object, on every rank.
+    """Give every rank the object of rank `src`.
 
-    The object travels by cloudpickle between processes that trust each other. It is sealed with the job's key:
-    ``LTX_KEY`` in the environment, which ``ltx run`` on one machine, :func:`ltx.launch` and :class:`ltx.Pool` set, or
-    else a key that the ranks agree on through their store.
+    The object is sent by cloudpickle, between processes that trust each other. It is authenticated with the job's key:
+    ``LTX_KEY`` in the environment, which ``ltx run`` on one machine, :func:`ltx.launch` and :class:`ltx.Pool` set, else
+    a key on which the ranks agree through their store.
 
     Args:
-        obj: anything cloudpickle can carry; only `src`'s matters. An accelerator's tensors arrive on the receiver's.
+        obj: any object that cloudpickle can pickle; only `src`'s matters. Tensors of an accelerator arrive on the
+            receiver's.
         src: an index on the axis (not a rank of the world), 0 to n - 1.
         axis: as in :func:`ltx.psum`.
 
@@ -312,7 +314,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     Raises:
         AxisError: `axis` isn't in scope or is one of ``ltx.vmap``, or `src` isn't on it.
         AuthenticationError: the object isn't from a rank of this job.
-        TypeError: `src`'s object can't be pickled; on every rank, so that nobody waits.
+        TypeError: `src`'s object can't be pickled; raised on every rank.
 
     Example:
         >>> import ltx
@@ -323,19 +325,19 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
 
 
 def all_gather_object(obj: T, axis: Any = None) -> list[T]:
-    """Every rank's object, on every rank.
+    """Gather every rank's object on every rank.
 
     Args:
-        obj: anything cloudpickle can carry. Tensors of an accelerator arrive on the receiver's accelerator.
+        obj: any object that cloudpickle can pickle. Tensors of an accelerator arrive on the receiver's accelerator.
         axis: as in :func:`ltx.psum`.
 
     Returns:
-        What each rank sees: a list of the ranks' objects by rank: copies, and at its own place the object itself.
+        What each rank sees: a list of the ranks' objects by rank: copies, but its own object itself.
 
     Raises:
         AxisError: `axis` isn't in scope or is one of ``ltx.vmap``.
         AuthenticationError: as for :func:`broadcast_object`.
-        TypeError: a rank's object can't be pickled; on every rank, so that nobody waits.
+        TypeError: a rank's object can't be pickled; raised on every rank.
 
     Example:
         >>> import ltx
@@ -346,7 +348,7 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
 
 
 def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
-    """The objects of all ranks, or of `src` alone."""
+    """The objects of all ranks, or of `src` only."""
 
     def dumped() -> tuple[bytes, bool]:
         try:
@@ -373,14 +375,14 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
 
 @checked("name")
 def barrier(name: str | None = None, axis: Any = None) -> None:
-    """Return once every rank of the axis has come here, and its accelerator has done what was enqueued before.
+    """Wait until every rank of the axis is here, and its accelerator has done all work enqueued before.
 
     Args:
         name: the barrier's name in errors; all ranks must give the same name.
-        axis: as in :func:`ltx.psum`. On the ranks of :func:`ltx.vmap`, which run in lockstep, it does nothing.
+        axis: as in :func:`ltx.psum`. It does nothing on the ranks of :func:`ltx.vmap`, which run in lockstep.
 
     Raises:
-        RankMismatchError: ranks stand at barriers of different names, or at something else.
+        RankMismatchError: ranks are at barriers of different names, or at other collectives.
 
     Example:
         >>> import ltx
