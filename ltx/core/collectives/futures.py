@@ -51,7 +51,7 @@ def in_step(collective: Callable[P, R]) -> Callable[P, R]:
             return collective(*args, **kwargs)
         except Exception as error:
             if not isinstance(error, _OF_THE_NETWORK) and not hasattr(error, "_ltx_counted"):
-                error._ltx_counted = True  # count it once, if collectives call each other
+                error._ltx_counted = True  # type: ignore[attr-defined]  # once, if collectives call each other
                 with suppress(TypeError):  # the arguments don't fit the signature
                     _count(inspect.signature(collective).bind(*args, **kwargs).arguments.get("axis"))
             raise
