@@ -129,7 +129,7 @@ class Failure:
     message: str
     traceback_text: str  # the user's frames, without ltx's and the worker's
     at_s: float  # on the monotonic clock, which all processes of a machine share: the driver compares the ranks' times
-    where: str = ""  # the innermost frame, in words
+    where: str = ""  # where it was raised: the innermost frame, in words
     pickled: bytes | None = None  # the exception itself, if it can be pickled
     cancelled: bool = False  # whether the call gave up because the driver asked for it
 

@@ -223,7 +223,7 @@ class ShiftOne(CommHook):
         return theirs.add_(mine).div_(2), inputs.states
 
 
-# --- the number of steps, sent along ----------------------------------------------------------------------------------
+# --- tags, by which ranks compare their numbers of steps --------------------------------------------------------------
 
 
 def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ def all_gather(
             ranks. "infer" on every rank: ranks send each other their lengths at every call, in one small message for
             all leaves. If other dimensions differ too, use :func:`gather_all_tensors`.
         grad_scale: "mean" divides the gradient by n, as Horovod does.
-        axis_index_groups: as in :func:`ltx.psum`, but of equal sizes: a rank gathers from its group, in the group's
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes: a rank gathers from its group, in the group's
             order.
 
     Returns:
@@ -175,7 +175,7 @@ def psum_scatter(
         splits: with `tiled`, the length of each rank's part, the same list on every rank; not on simulated ranks.
             "infer": parts are as equal as possible, the first ones longer by one; simulated ranks need equal parts.
         grad_scale: "mean" multiplies the gradient by n, as Horovod's reducescatter of sums does.
-        axis_index_groups: as in :func:`ltx.psum`, but of equal sizes n: part r goes to the r-th rank of the group.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: part r goes to the r-th rank of the group.
 
     Returns:
         What each rank sees: its own part, without dimension `dim` or with it n times smaller.

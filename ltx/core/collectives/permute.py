@@ -97,7 +97,7 @@ def all_to_all(
             their splits at every call; not on simulated ranks or in compiled graphs. "infer": chunks are as equal as
             possible, the first ones longer by one, and ``shape[split_dim]`` may differ between ranks; simulated ranks
             need a multiple of n.
-        axis_index_groups: as in :func:`ltx.psum`, but of equal sizes n: chunk r goes to the r-th rank of the group.
+        axis_index_groups: as in :func:`ltx.psum`, of equal sizes n: chunk r goes to the r-th rank of the group.
 
     Returns:
         What each rank sees: a tree of new tensors with ``split_dim`` n times shorter and ``concat_dim`` n times longer.

@@ -93,7 +93,7 @@ def psum(
         value: tree of tensors, the same structure, shapes and dtypes on every rank; any strides. Numbers and NumPy
             arrays count as tensors, so ``ltx.psum(1)`` is the number of ranks. Booleans count as int64; uint16, uint32,
             uint64 and float8 have no sums. Entries of sparse COO tensors may be at different places on each rank.
-        axis: a name, ``ltx.Axis``, ProcessGroup, or DeviceMesh such as ``mesh["data"]``, which can be found by its
+        axis: name, ``ltx.Axis``, ProcessGroup, or DeviceMesh such as ``mesh["data"]``, which can be found by its
             dimension's name from then on. A tuple or list of names, as ``("node", "data")``, or a mesh of several
             dimensions is one axis of all their ranks, with the first name as the outermost; ``()`` is each rank alone.
             psum, pmean, pmax and pmin also accept simulated axes together with axes of processes. None is the axis in

@@ -406,8 +406,8 @@ class _Reentrant(CheckpointFunction):
     """torch's checkpoint for ``use_reentrant=True``.
 
     It would differentiate down to the step's parameters by itself, past the reduction, and tensors that it closes over
-    would silently get no gradient. Inside ltx.functional_call and data-parallel steps it is replaced by the other kind,
-    with the same gradients.
+    would silently get no gradient. Inside ltx.functional_call and data-parallel steps the checkpoint for
+    ``use_reentrant=False`` replaces it, with the same gradients.
     """
 
     @classmethod

@@ -114,7 +114,7 @@ class Old:
 
 @dataclass(frozen=True)
 class PostUpdateResult:
-    """A bucket's next parameters and communication states, each by leaf.
+    """The next parameters and communication states of a bucket, one for each leaf.
 
     Attributes:
         finish: a function that completes them in place, in the old or the new tensors' memory. It can't fail.
