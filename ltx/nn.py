@@ -81,7 +81,33 @@ def sync_batch_norm(
 
     Source: as at the top of the file; ``torch.nn.SyncBatchNorm`` and ``horovod.torch.SyncBatchNorm``.
     """
-    _check(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    tree.check_dense([x], x, "sync_batch_norm: x")
+    if x.ndim < 2 or not x.is_floating_point() or x.dtype.itemsize == 1:
+        raise InputError(
+            f"sync_batch_norm: x must be a floating tensor of shape (N, C, *), got {x.dtype} of shape {list(x.shape)}."
+        )
+    if momentum is None:
+        raise UnsupportedError(
+            "sync_batch_norm: momentum=None, a cumulative average, needs the number of steps: give momentum=1 / (steps "
+            "so far, this one included). Modules from ltx.nn.convert_sync_batch_norm count them."
+        )
+    if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
+        raise InputError(
+            "sync_batch_norm: give running_mean and running_var, or neither of them when training, got "
+            f"{'no ' if running_mean is None else ''}running_mean and {'no ' if running_var is None else ''}"
+            f"running_var with training={training}."
+        )
+    if momentum.ndim != 0 if isinstance(momentum, torch.Tensor) else not arguments.is_number(momentum):
+        raise InputError(f"sync_batch_norm: momentum must be a number or a 0-dim tensor, got {brief(momentum)}.")
+    if not eps > 0:
+        raise InputError(f"sync_batch_norm: eps must be a number above 0, got {brief(eps)}.")
+    given = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    for name, tensor in given.items():
+        if tensor is not None and (tensor.shape != x.shape[1:2] or tensor.device != x.device):
+            raise InputError(
+                f"sync_batch_norm: {name} must have shape [{x.shape[1]}], one value for each channel of x "
+                f"({list(x.shape)} on {x.device}), got {list(tensor.shape)} on {tensor.device}."
+            )
     kernels = _kernels_take(x, running_mean, running_var, weight, bias)
     if running_mean is not None and running_var is not None and not training:
         if kernels:
@@ -211,45 +237,6 @@ def _moved(
         return None
     running, found = running.detach(), found.detach().to(running.dtype)
     return torch.where(count.detach() > 1, running * (1 - momentum) + found * momentum, running)
-
-
-def _check(
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    training: bool,
-    momentum: float | torch.Tensor | None,
-    eps: float,
-) -> None:
-    tree.check_dense([x], x, "sync_batch_norm: x")
-    if x.ndim < 2 or not x.is_floating_point() or x.dtype.itemsize == 1:
-        raise InputError(
-            f"sync_batch_norm: x must be a floating tensor of shape (N, C, *), got {x.dtype} of shape {list(x.shape)}."
-        )
-    if momentum is None:
-        raise UnsupportedError(
-            "sync_batch_norm: momentum=None, a cumulative average, needs the number of steps: give momentum=1 / (steps "
-            "so far, this one included). Modules from ltx.nn.convert_sync_batch_norm count them."
-        )
-    if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
-        raise InputError(
-            "sync_batch_norm: give running_mean and running_var, or neither of them when training, got "
-            f"{'no ' if running_mean is None else ''}running_mean and {'no ' if running_var is None else ''}"
-            f"running_var with training={training}."
-        )
-    if momentum.ndim != 0 if isinstance(momentum, torch.Tensor) else not arguments.is_number(momentum):
-        raise InputError(f"sync_batch_norm: momentum must be a number or a 0-dim tensor, got {brief(momentum)}.")
-    if not eps > 0:
-        raise InputError(f"sync_batch_norm: eps must be a number above 0, got {brief(eps)}.")
-    given = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    for name, tensor in given.items():
-        if tensor is not None and (tensor.shape != x.shape[1:2] or tensor.device != x.device):
-            raise InputError(
-                f"sync_batch_norm: {name} must have shape [{x.shape[1]}], one value for each channel of x "
-                f"({list(x.shape)} on {x.device}), got {list(tensor.shape)} on {tensor.device}."
-            )
 
 
 # --- as a module ------------------------------------------------------------------------------------------------------

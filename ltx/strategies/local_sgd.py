@@ -140,10 +140,10 @@ class LocalSGDStrategy(Strategy):
 
     def group(self, step: int, ranks: int) -> int:
         """The size of the groups of `ranks` that average parameters after the update of `step`; 1 for no average."""
-        if isinstance(self.period, int):
-            return ranks if averages_at(step, self.warmup_steps, self.period) else 1
         if step < self.warmup_steps or ranks == 1:
             return 1
+        if isinstance(self.period, int):
+            return ranks if (step - self.warmup_steps) % self.period == 0 else 1
         return next((size for period, size in reversed(cast(Levels, self.period)) if step % period == 0), 1)
 
     def communicates_after_update(self, step: int) -> bool:
@@ -167,11 +167,6 @@ def _are_levels(value: object) -> TypeGuard[Levels]:
     return all(
         before < period and held < size and size % held == 0 for (before, held), (period, size) in pairwise(value)
     )
-
-
-def averages_at(step: int, start: int, period: int) -> bool:
-    """Whether parameters are averaged after the update of `step`: at `start`, and every `period` steps after it."""
-    return step >= start and (step - start) % period == 0
 
 
 def mean_over(strategy: Strategy, params: Tree, info: StepInfo) -> Tree:

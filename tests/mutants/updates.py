@@ -45,9 +45,9 @@ MUTANTS = (
     ),
     Mutant(
         name="strategies: averaging one step late",
-        where="averages_at",
-        old="return step >= start and (step - start) % period == 0",
-        new="return step > start and (step - start) % period == 0",
+        where="LocalSGDStrategy.group",
+        old="if step < self.warmup_steps or ranks == 1:",
+        new="if step <= self.warmup_steps or ranks == 1:",
         breaks="ranks drift apart a whole period longer than asked",
         tests=("ltx/strategies/local_sgd.py",),
     ),

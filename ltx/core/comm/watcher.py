@@ -82,7 +82,8 @@ class Watcher:
         self.records: Mapping[int, Record] = {}
         self.version = 0  # of them
         self._news = True  # whether this process' record has news
-        self._wanted_s, self._tick_s, self._refresh = 0.0, _FIRST_TICK_S, False
+        self._wanted_s, self._tick_s = 0.0, _FIRST_TICK_S
+        self.refresh = False  # whether the next tick reads all records even if none has news
         self._mine = Record()
         self._past: dict[str, Status] = {}  # the statuses of the axes that were closed last
         self._rounds = 0  # how many rounds the watcher has made
@@ -160,13 +161,9 @@ class Watcher:
         self._wanted_s = now
         return self.records
 
-    def look_again(self) -> None:
-        """Read all records with the next tick, even if no record has news."""
-        self._refresh = True
-
     def look_now(self) -> Mapping[int, Record]:
         """The records of all ranks now, if the store answers."""
-        self._refresh = True
+        self.refresh = True
         self._go_round(wait=True)
         return self.records
 
@@ -304,9 +301,9 @@ class Watcher:
     def _read(self) -> None:
         """Read all records if one of them has news."""
         version = self._own.add("version", 0)
-        if version == self.version and not self._refresh:
+        if version == self.version and not self.refresh:
             return
-        self._refresh = False
+        self.refresh = False
         wanted = {rank for axis in list(self.axes.values()) for rank in axis.global_ranks} | self.deadlocks.wanted
         self.records = self._records_of(wanted) | {self._rank: self._mine}
         if version != self.version:
@@ -429,7 +426,7 @@ class Deadlocks:
                 texts[rank] = f"{texts[rank]} and {stays.text}" if rank in texts else stays.text
             self._raise([(*node, stays.serial) for node, stays in waits.items()], list_values(texts))
         if seen:
-            self._watcher.look_again()
+            self._watcher.refresh = True
 
     def done(self) -> None:
         if self._waits:
@@ -446,7 +443,7 @@ class Deadlocks:
                 wanted.update(*(wait.ranks for wait in told[rank].waits))
         if not wanted <= records.keys() | {self._rank}:
             self.wanted |= wanted
-            self._watcher.look_again()
+            self._watcher.refresh = True
         told[self._rank] = self.told()
         return told, said_s
 

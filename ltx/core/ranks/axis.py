@@ -111,8 +111,8 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
     return Axis(name, 1) if size == 1 else Axis(name, size, axis.ranks.part(name, part))
 
 
-# A check that raises if a launcher has started other ranks too. Empty once it has passed, or a world was made.
-_alone: list[Callable[[], None]] = []
+#: A check that raises if a launcher has started other ranks too. Empty once it has passed, or a world was made.
+checks_alone: list[Callable[[], None]] = []
 _world_axes: tuple[Axis, ...] = ()
 _whole_world: list[Axis] = []  # the axis of all ranks of a world that has several axes
 #: The key in `_opened_axes` of the axes that threads find besides their own.
@@ -141,13 +141,8 @@ def set_world_axes(axes: tuple[Axis, ...], whole: Axis | None = None) -> None:
     global _world_axes
     _world_axes = axes
     if axes:
-        _alone.clear()
+        checks_alone.clear()
     _whole_world[:] = [] if whole is None else [whole]
-
-
-def ask_if_alone(check: Callable[[], None]) -> None:
-    """Call `check` before the first use of the default axis of size 1; `check` raises if this process isn't alone."""
-    _alone.append(check)
 
 
 def world_axes() -> tuple[Axis, ...]:
@@ -180,9 +175,9 @@ def find(name: str | None) -> Axis:
         if name is None or candidate.name == name:
             return candidate
     if name is None or name == DEFAULT_NAME:
-        for check in _alone:
+        for check in checks_alone:
             check()
-        _alone.clear()
+        checks_alone.clear()
         return Axis(DEFAULT_NAME, 1)
     known = ", ".join(repr(a.name) for a in scope) or "none (ltx.init hasn't made any)"
     raise AxisError(

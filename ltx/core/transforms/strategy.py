@@ -181,7 +181,7 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
                 can repeat the step.
             like: the tree of which the tensors are the leaves: they get the same buckets as its gradients.
         """
-        plan = _plan(self, hook, tensors, paths, info, states, background, like)
+        plan = negotiate(self, hook, tensors, paths, info, states, background=background, like=like)
         if (make := info.axis.ranks.exchanges) is not None:
             recorded: Exchange = make(plan, tensors, states, background, paths)
             return recorded
@@ -197,21 +197,12 @@ def negotiate(
     states: Sequence[LeafState] = (),
     *,
     background: bool = False,
-) -> None:
-    """Compare a later exchange with the peers now, so that the first one needn't wait for them. Sends no tensors."""
-    _plan(strategy, hook, tensors, paths, info, states, background)
-
-
-def _plan(
-    strategy: Strategy,
-    hook: CommHook,
-    tensors: Sequence[torch.Tensor],
-    paths: Sequence[str],
-    info: StepInfo,
-    states: Sequence[LeafState],
-    background: bool,
     like: Tree = None,
 ) -> Plan:
+    """Compare a later exchange with the peers now, so that the first one needn't wait for them. Sends no tensors.
+
+    Returns the plan of the exchange.
+    """
     return make_plan(
         strategy,
         hook,

@@ -108,7 +108,25 @@ def init(
         ...     world.size, ltx.psum(torch.tensor(3.0))
         (1, tensor(3.))
     """
-    asked = _asked_settings(strategy, backend, timeout, mesh, heartbeat_timeout)
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise WorldError(
+            f"ltx.init: strategy must be an ltx.Strategy or None, got {shown(strategy)}. Name other arguments: "
+            'backend="gloo", mesh={"node": 2, "data": 4}, timeout=60.'
+        )
+    if timeout is DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
+        timeout = getattr(strategy, "timeout", None) or DEFAULT_TIMEOUT
+    if mesh is not None and not isinstance(mesh, Mapping):
+        raise WorldError(
+            f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
+        )
+    heartbeat = None if heartbeat_timeout is DEFAULT_HEARTBEAT else _duration("heartbeat_timeout", heartbeat_timeout)
+    named = {
+        "backend": backend or getattr(strategy, "process_group_backend", None),
+        "timeout": None if timeout is DEFAULT_TIMEOUT else _duration("timeout", timeout),
+        "heartbeat_timeout": heartbeat,
+        "mesh": None if mesh is None else tuple(mesh.items()),
+    }
+    asked = {name: value for name, value in named.items() if value is not None}  # what was left out agrees with any
     told = placement_from_arguments(rank, size, master, local_rank, local_size)
     if told is not None and told.master is not None and JOIN_VARIABLE in os.environ:
         told = None  # a newcomer runs the same program as the ranks of the run, and has no rank yet
@@ -259,34 +277,6 @@ def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
     for axis in everything:
         if all(axis is not other for other in axes):
             close_ended(axis, dist.group.WORLD if dist.is_initialized() else None)
-
-
-def _asked_settings(
-    strategy: Strategy | None,
-    backend: str | None,
-    timeout: timedelta | float,
-    mesh: Mapping[str, int] | None,
-    heartbeat: timedelta | float,
-) -> dict[str, Any]:
-    """The settings that the caller asked for; settings that were left out are absent, and agree with any value."""
-    if strategy is not None and not isinstance(strategy, Strategy):
-        raise WorldError(
-            f"ltx.init: strategy must be an ltx.Strategy or None, got {shown(strategy)}. Name other arguments: "
-            'backend="gloo", mesh={"node": 2, "data": 4}, timeout=60.'
-        )
-    if timeout is DEFAULT_TIMEOUT:  # left out; the same duration written out is a request
-        timeout = getattr(strategy, "timeout", None) or DEFAULT_TIMEOUT
-    if mesh is not None and not isinstance(mesh, Mapping):
-        raise WorldError(
-            f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
-        )
-    asked = {
-        "backend": backend or getattr(strategy, "process_group_backend", None),
-        "timeout": None if timeout is DEFAULT_TIMEOUT else _duration("timeout", timeout),
-        "heartbeat_timeout": None if heartbeat is DEFAULT_HEARTBEAT else _duration("heartbeat_timeout", heartbeat),
-        "mesh": None if mesh is None else tuple(mesh.items()),
-    }
-    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _duration(name: str, value: timedelta | float) -> timedelta:

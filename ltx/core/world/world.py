@@ -197,7 +197,7 @@ def _check_alone() -> None:
     check_alone(os.environ)
 
 
-axes.ask_if_alone(_check_alone)
+axes.checks_alone.append(_check_alone)
 
 
 def shutdown() -> None:
