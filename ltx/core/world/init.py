@@ -120,7 +120,7 @@ def init(
             f"mesh={brief(mesh)}: expected a mapping of axis names to sizes, such as {{'node': 2, 'data': 4}}."
         )
     heartbeat = None if heartbeat_timeout is DEFAULT_HEARTBEAT else _duration("heartbeat_timeout", heartbeat_timeout)
-    named = {
+    named: dict[str, Any] = {
         "backend": backend or getattr(strategy, "process_group_backend", None),
         "timeout": None if timeout is DEFAULT_TIMEOUT else _duration("timeout", timeout),
         "heartbeat_timeout": heartbeat,
@@ -149,7 +149,16 @@ def init(
         atexit.unregister(shutdown)  # once, and before anything registered earlier
         atexit.register(shutdown)
     else:
-        _check_same(asked, session.settings, session.world.rank)
+        for name, new in asked.items():
+            old = session.settings[name]
+            if name == "placement":
+                name, old, new = "(rank, size, master)", _place(old), _place(new)
+            if new != old:
+                old, new = (dict(value) if name == "mesh" else value for value in (old, new))
+                raise WorldError(
+                    f"rank {session.world.rank}: ltx.init was called before with {name}={old!r} and now with "
+                    f"{name}={new!r}. Call ltx.shutdown() on every rank first, or use the same {name}."
+                )
         session.holds += 1
     return session.world
 
@@ -281,20 +290,6 @@ def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
 
 def _duration(name: str, value: timedelta | float) -> timedelta:
     return timedelta(seconds=seconds(f"ltx.init: {name}", value, WorldError))
-
-
-def _check_same(asked: Mapping[str, Any], settings: Mapping[str, Any], rank: int) -> None:
-    """Raise :class:`ltx.errors.WorldError` unless the `asked` settings are those of the current world, `settings`."""
-    for name, new in asked.items():
-        old = settings[name]
-        if name == "placement":
-            name, old, new = "(rank, size, master)", _place(old), _place(new)
-        if new != old:
-            old, new = (dict(value) if name == "mesh" else value for value in (old, new))
-            raise WorldError(
-                f"rank {rank}: ltx.init was called before with {name}={old!r} and now with "
-                f"{name}={new!r}. Call ltx.shutdown() on every rank first, or use the same {name}."
-            )
 
 
 def _place(placement: Placement) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str,
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(axis, "_alone", [worlds._check_alone])
+        monkeypatch.setattr(axis, "checks_alone", [worlds._check_alone])
 
     yield become
     assert not axis.axes_in_scope()
