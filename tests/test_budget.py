@@ -24,24 +24,24 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1841, 11),
-    "all": Size(41183, 164),
+    ".": Size(1828, 11),
+    "all": Size(41133, 164),
     "checkpoint": Size(1611, 7),
     "core": Size(1, 1),
     "core/base": Size(2199, 11),
     "core/collectives": Size(3139, 11),
-    "core/comm": Size(6196, 22),
+    "core/comm": Size(6193, 22),
     "core/gradients": Size(2336, 8),
     "core/optim": Size(3012, 11),
-    "core/ranks": Size(1177, 5),
+    "core/ranks": Size(1172, 5),
     "core/training": Size(3479, 13),
-    "core/transforms": Size(3279, 12),
-    "core/world": Size(1607, 7),
+    "core/transforms": Size(3270, 12),
+    "core/world": Size(1592, 7),
     "demo": Size(480, 3),
     "hooks": Size(2638, 13),
     "profile": Size(1108, 4),
     "runtime": Size(4275, 14),
-    "strategies": Size(2805, 11),
+    "strategies": Size(2800, 11),
 }
 
 
