@@ -1,11 +1,10 @@
-"""Checkpoints on disk: one directory a step, which is there whole or not at all.
+"""Checkpoints on disk: one directory for each step, which exists whole or not at all.
 
 A checkpoint is written to a hidden directory beside the others, with a manifest that lists every file with its size and
 SHA-256, and renamed when all of it has reached the disk. A crash leaves only hidden names behind, which nothing reads;
 files that the disk damages later don't match their manifest.
 
-No run replaces or removes another run's checkpoints. A run goes on from its own checkpoints, through any number of
-processes: a process that loads one continues its run.
+No run replaces or removes another run's checkpoints. A process that loads a checkpoint continues its run.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from ltx.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "ltx checkpoint, version 1"
-#: The errors for a missing file. Other errors of the system may have nothing to do with the file.
+#: The errors that mean a missing file. Other errors of the system needn't be the file's fault.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-#: Ranks whose store is gone save through files whose names begin so; and the age at which such a file is unused.
+#: The prefix of the files through which ranks save whose store is gone, and the age at which such a file is removed.
 EXCHANGE, _EXCHANGE_S = ".ltx-exchange-", 3600.0
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,}|old)\.(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]+")
@@ -45,7 +44,7 @@ def step_path(path: Path, step: int) -> Path:
 
 
 def steps(path: Path) -> list[int]:
-    """The steps of which there is a checkpoint, the latest first. They may be damaged."""
+    """The steps that have a checkpoint, latest first. They may be damaged."""
     put_back(path)
     return sorted((int(found[1]) for name in _names(path) if (found := _STEP.fullmatch(name))), reverse=True)
 
@@ -62,15 +61,15 @@ def _names(path: Path) -> list[str]:
 def put_back(path: Path) -> None:
     """Give checkpoints their names back if their replacement stopped halfway (see :func:`commit`).
 
-    Any process may, at any time, since it can't tell whether a process on another machine lives: a live one finds the
-    name taken, and begins again. Raises CheckpointError where this process mustn't write.
+    Any process may do this at any time, since it can't know whether the replacing process lives on another machine; a
+    live one finds the name taken and tries again. Raises CheckpointError if this process can't write there.
     """
     for name in _names(path):
         set_aside = _REPLACED.fullmatch(name)
         if set_aside is None:
             continue
         aside, final = path / name, path / set_aside[1]
-        if final.exists():  # named anew: the old one mustn't come back if the new one is removed
+        if final.exists():  # replaced: the old one mustn't come back if the new one is removed
             _remove(aside)
             continue
         try:
@@ -100,10 +99,10 @@ def describe(directory: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Give `temporary` the name of a checkpoint, once all of it is on the disk. A checkpoint of that name is replaced.
+    """Rename `temporary` to a checkpoint's name `final`, once all files are on the disk; replaces an old checkpoint.
 
-    Not every file system can replace a directory that isn't empty by a rename. So the old one gets a hidden name first,
-    which contains its own: if this process ends in between, the next process that looks puts it back
+    Not every file system can replace a directory that isn't empty by a rename. So the old checkpoint first gets a
+    hidden name that contains its own name: if this process ends in between, the next process puts it back
     (:func:`put_back`).
     """
     sealed = dict(manifest, digest=_digest(manifest))
@@ -120,14 +119,14 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            with suppress(FileNotFoundError):  # the old checkpoint has the name, or got it back
+            with suppress(FileNotFoundError):  # make room: an old checkpoint has the name
                 os.rename(final, hidden(final.parent, f"replaced_{final.name}"))
     except BaseException:
-        with suppress(CheckpointError):  # the next process that looks here is told
+        with suppress(CheckpointError):  # the next process that calls put_back raises it
             put_back(final.parent)
         raise
     _to_disk(final.parent)
-    put_back(final.parent)  # the old one's end
+    put_back(final.parent)  # remove the replaced checkpoint
     # Now the unfinished files of processes that have ended.
     for unused in final.parent.glob(f"{EXCHANGE}*"):
         with suppress(OSError):  # another has removed it
@@ -140,7 +139,7 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def prune(path: Path, keep: int, committed: int, run: str) -> None:
-    """Remove all but `keep` checkpoints of `run`: that of step `committed`, which is whole, and the latest before it.
+    """Keep the checkpoint of step `committed` and the latest before it, `keep` in all; remove the other ones of `run`.
 
     Checkpoints of other runs, and of later steps, stay.
     """
@@ -150,7 +149,7 @@ def prune(path: Path, keep: int, committed: int, run: str) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a visible directory: by one rename first, since a directory that is half removed would look incomplete."""
+    """Remove a visible directory. Hide it by a rename first, since a half-removed one would look incomplete."""
     going = hidden(directory.parent, "old")
     with suppress(OSError):  # another has removed it
         os.rename(directory, going)
@@ -163,7 +162,7 @@ def discard(directory: Path) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest; raises CheckpointError if it is missing or damaged, and OSError if that can't be known."""
+    """The manifest. Raises CheckpointError if it is missing or damaged, and OSError if it can't be read for now."""
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
     except (*MISSING, ValueError) as error:
@@ -193,7 +192,7 @@ def _is_of(run: str, directory: Path) -> bool:
 
 
 def verify(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """The faults of the files `names`, as texts; empty if they are as written. Raises OSError as above."""
+    """Error texts for those of the files `names` that differ from the manifest. Raises OSError as above."""
     problems = []
     for name in names:
         expected, file = manifest["files"][name], directory / name
@@ -228,8 +227,8 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-# The run to which this process' checkpoints in a directory belong: it is kept for the whole process, as files are.
-# Checkpoints from before runs had names belong to the run "".
+# The run of this process' checkpoints, by directory. It is process-wide state, like the files. Checkpoints from before
+# runs had names belong to the run "".
 runs: dict[Path, str] = {}
 
 
@@ -237,16 +236,16 @@ _LOCK = ".in-use"
 
 
 class Hold:
-    """This process' share of a run's hold on a directory: while one of its processes has one, no other run gets any.
+    """A lock on a directory that the processes of one run share: while one of them has it, no other run gets it.
 
-    It keeps out other holds and nothing else: other processes can still save a checkpoint there.
+    It excludes only other locks: a process without a lock can still save a checkpoint there.
 
-    The lock is the operating system's, on a file in the directory, so it always ends with the process.
-    Forks don't have it. It belongs to a process, not to a thread: two holds in one process don't keep each other out,
-    and the first to be released ends both.
+    The lock is the operating system's, on a file in the directory, so it always ends with the process. Forks don't have
+    it. It belongs to a process, not to a thread: two locks in one process don't exclude each other, and releasing one
+    releases both.
 
     The `first` process begins the run, and raises CheckpointError if another run holds the directory, or it can't be
-    written to. Later processes share its hold as far as they can.
+    written to. Later processes share its lock if they can.
     """
 
     def __init__(self, base: Path, first: bool):
@@ -258,7 +257,7 @@ class Hold:
         except OSError as error:
             if first:
                 raise CheckpointError(f"{base} can't be written to: {type(error).__name__}: {error}") from error
-            return  # this rank's part of a checkpoint tells, if it can't be written either
+            return  # if this rank can't write here, its save will raise
         try:
             while not self._lock(self._file, first):
                 removed, self._file = self._file, self._open()
@@ -288,7 +287,7 @@ class Hold:
         return False
 
     def _lock(self, file: int, first: bool) -> bool:
-        """Whether the locked file is still the directory's lock: the last holder may have removed it meanwhile."""
+        """Lock the file; return whether it is still the directory's lock, since the last holder may have removed it."""
         if first:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
@@ -301,8 +300,8 @@ class Hold:
         """Stop using the directory. The last process of the run removes the lock's file."""
         if self._file is not None:
             with suppress(OSError):  # another process holds the lock too
-                # This takes two steps: otherwise two processes that release it at once would each see the other's, and
-                # it would stay.
+                # Two steps, so that of two processes that release the lock at once, one sees no other and removes the
+                # file.
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there(self._file):
@@ -315,5 +314,5 @@ def _begun(written: bytes) -> str:
     try:
         who = json.loads(written)
         return f"process {who['pid']} on {who['host']} at {who['since']}"
-    except (ValueError, LookupError, TypeError):  # it is just beginning
+    except (ValueError, LookupError, TypeError):  # the other process is just writing it
         return "a process that hasn't told its name"

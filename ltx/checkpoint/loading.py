@@ -1,4 +1,4 @@
-"""load: the latest whole checkpoint, as a state for the present ranks."""
+"""load: read the latest whole checkpoint into a state for the present ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Restored:
     """What :func:`load` gives.
 
     Attributes:
-        state: the training state; the next step goes on from it.
+        state: the training state for the next step.
         data: the position in the data that this rank gave to :func:`ltx.checkpoint.save`; with ``data="all"`` a list of
             the positions of all ranks that saved.
         step: the number of steps that the state has done.
@@ -46,8 +46,8 @@ class Restored:
 
 @checked("path")
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The directory of the latest checkpoint under `path`, or None if there is none. It asks no rank and verifies
-    nothing.
+    """The directory of the latest checkpoint under `path`, or None if there is none. It doesn't communicate, and
+    doesn't verify the files.
 
     Example:
         >>> import ltx
@@ -71,36 +71,37 @@ def load(
 ) -> Restored:
     """Load the latest checkpoint under `path` that is whole. Every rank calls it.
 
-    Make a state as at the start of training, and pass it in; then go on from ``.state``, the saved one.
-    Every file is compared with its SHA-256 first (the ranks share that work). A checkpoint with a missing, truncated or
-    changed file is skipped with a warning that names the file, and the one before it is taken. Only tensors and the
-    metadata's own classes are unpickled; files with other objects are refused.
+    Make a state as at the start of training, pass it in, and go on training from ``.state``. Every file is compared
+    with its SHA-256 first (the ranks share that work). A checkpoint with a missing, truncated or changed file is
+    skipped with a warning that names the file, and the one before it is taken. Only tensors and the metadata's own
+    classes are unpickled; files with other objects are refused.
 
-    On the same number of ranks training goes on bit for bit as without the interruption. Sizes of buckets
-    and the order of hooks may have changed: communication state is kept by parameter. On another number of ranks,
-    replicated values are given to all, and sharded optimizer state is sharded anew; random number generators are left
-    alone, with a warning.
+    On the same number of ranks training goes on bit for bit as without the interruption. Sizes of buckets and the order
+    of hooks may have changed: communication state is kept by parameter. On another number of ranks every rank gets the
+    replicated values, sharded optimizer state is resharded, and random number generators are left alone, with a
+    warning.
 
     Args:
         path: as in :func:`ltx.checkpoint.save`.
-        state: a state of the same structure, such as ``train.init(params)``: it says what to read, to which devices. It
-            isn't changed.
-        step: the checkpoint of this step and no other. None: the latest whole one.
-        data: "own": the position in the data that this rank saved, on the same number of ranks, or if all ranks saved
-            the same. "all": a list of the positions of all ranks that saved, to be divided anew.
+        state: a state of the same structure, such as ``train.init(params)``, which shows what to read and to which
+            devices. It isn't changed.
+        step: load only the checkpoint of this step. None: the latest whole one.
+        data: "own" returns the data position that this rank saved; the number of ranks must be the same, or all
+            positions equal. "all" returns a list of the positions of all ranks that saved, for you to divide.
         rng: restore the default random number generators, if they were saved. ``"same ranks"``: restore them on the
             same number of ranks; on another number leave them alone without a warning.
-        per_rank: the treatment of parts that were each rank's own (local SGD's parameters, batch norm's buffers, error
-            feedback) on another number of ranks, or where they should be the same on all: "refuse" raises; "mean" gives
-            every rank the mean of the saved values, and of integers rank 0's. Training then isn't bit-equal.
+        per_rank: what to do with per-rank values (local SGD's parameters, batch norm's buffers, error feedback) on
+            another number of ranks, or if `state` has one value for all ranks instead: "refuse" raises; "mean" gives
+            every rank the mean of the saved values, or rank 0's value for integers. With "mean" training isn't
+            bit-equal.
         axis: as in :func:`ltx.checkpoint.save`.
 
     Returns:
         A :class:`Restored`: ``.state``, ``.data``, ``.step``, ``.path``.
 
     Raises:
-        CheckpointError: there is no checkpoint, or none that is whole; or a rank couldn't read one for a reason outside
-            of the checkpoint, such as too little memory; on every rank.
+        CheckpointError: there is no whole checkpoint, or a rank couldn't read one for another reason, such as too
+            little memory. All ranks raise it.
         InputError: (a ValueError) the checkpoint doesn't fit `state` or the number of ranks; it names leaf and way out.
 
     Example:
@@ -156,7 +157,7 @@ def _warn(text: str) -> None:
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint with verified files, as this rank reads it."""
+    """A verified checkpoint, opened by this rank."""
 
     path: Path
     manifest: dict[str, Any]
@@ -194,13 +195,13 @@ class Opened:
 
 
 def open_checkpoint(path: Path, rank: int, size: int) -> Opened:
-    """The checkpoint in `path`, of which `rank` of `size` has verified its share of files.
+    """Open the checkpoint in `path`; `rank` verifies its share of the files, one of `size` shares.
 
-    Raises CheckpointError if its files aren't as written.
+    Raises CheckpointError if files differ from the manifest.
     """
     manifest = directory.read_manifest(path)
     names = sorted(manifest["files"])
-    # Of what tells where the tensors are each rank: it makes objects of it.
+    # Every rank verifies the metadata, since every rank decodes it.
     share = {*names[rank::size], storage.METADATA}
     if problems := directory.verify(path, manifest, sorted(share)):
         raise CheckpointError("; ".join(problems))
@@ -221,10 +222,10 @@ def _wanted(base: Path, state: TrainState, step: int | None, data: str, per_rank
 
 
 def _attempt(together: Together, path: Path, make: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """The result of `make`, and the faults that ranks have found in the checkpoint, the same list on all ranks.
+    """The result of `make`, and all ranks' list of the faults that they have found in the checkpoint.
 
-    A fault is a CheckpointError on any rank. Other errors concern a process or its machine, not the checkpoint, so all
-    ranks raise them: an older checkpoint would lose the training since.
+    A fault is a CheckpointError that `make` raises on some rank. Other errors concern a process or its machine, so all
+    ranks raise them, rather than load an older checkpoint.
     """
 
     def tried() -> tuple[T | None, str]:
@@ -257,15 +258,15 @@ def _check_names(opened: Opened, wanted: set[str]) -> None:
 
 
 def _pieces(opened: Opened, leaf: Piece, per_rank: str, layout: StateLayout) -> list[Piece]:
-    """The pieces that this rank reads for `leaf`: one, or all ranks' for a mean; InputError if they don't fit."""
-    if opened.has(leaf.name):  # one value, which this rank wants whole or in part
+    """The pieces that this rank reads for `leaf`: one, or all ranks' for a mean. Raises InputError for misfits."""
+    if opened.has(leaf.name):  # saved as one value, of which this rank needs all or a part
         _check_like(opened, leaf, leaf.name)
         return [replace(leaf, tensor=_room(leaf))]
     if leaf.kind == "per_rank" and opened.saved_ranks == opened.size:
         own = name_on(opened.rank, leaf.name)
         _check_like(opened, leaf, own)
         return [Piece(own, _room(leaf))]
-    is_shard = getattr(layout, leaf.name.partition(".")[0], None) == "sharded"  # a mean of these would be useless
+    is_shard = getattr(layout, leaf.name.partition(".")[0], None) == "sharded"  # a mean of shards would be useless
     if per_rank == "refuse" or is_shard:
         replicated = "in this state it should be the same on every rank"
         how = f"this world has {opened.size} ranks" if leaf.kind == "per_rank" else replicated
@@ -285,7 +286,7 @@ def _check_like(opened: Opened, leaf: Piece, name: str) -> None:
     """Raise unless the tensor saved under `name` has the shape and dtype of `leaf`."""
     (shape, dtype), here = opened.like(name), leaf.size
     if leaf.kind == "sharded" and len(shape) == 1:
-        # Both are the whole vector, padded for their numbers of ranks.
+        # Both are the whole vector, each padded for its own number of ranks.
         fits = abs(shape[0] - here[0]) < max(opened.saved_ranks, leaf.parts)
     else:
         fits = shape == here
@@ -306,7 +307,7 @@ def _room(leaf: Piece) -> torch.Tensor:
 def _read(
     opened: Opened, state: TrainState, data: str, per_rank: str, rng: bool
 ) -> tuple[Restored, dict[str, Any] | None]:
-    """The pieces to read, and this rank's random number generators; raises InputError if the checkpoint doesn't fit."""
+    """Read the state, and this rank's random number generators; raises InputError if the checkpoint doesn't fit."""
     manifest, leaves = opened.manifest, leaves_of(state)
     _check_names(opened, {leaf.name for leaf in leaves})
     plan = [_pieces(opened, leaf, per_rank, state.layout) for leaf in leaves]
@@ -320,7 +321,7 @@ def _read(
     tensors = []
     for pieces in plan:
         tensor = pieces[0].tensor
-        if len(pieces) > 1:  # one leaf at a time: all ranks' values of all leaves may not fit into memory
+        if len(pieces) > 1:  # leaf by leaf, since all ranks' values of all leaves may not fit into memory
             storage.read(opened.path, opened.metadata, pieces)
             wide = torch.complex128 if tensor.is_complex() else torch.float64
             total = torch.zeros_like(tensor, dtype=wide)

@@ -13,12 +13,12 @@ from ltx.core import collectives
 from ltx.core.base.arguments import checked, whole
 from ltx.errors import InputError
 
-#: The exit code of a process that stopped on request, and may be started again: EX_TEMPFAIL.
+#: The exit code (EX_TEMPFAIL) of a process that stopped on request and may be restarted.
 RESUMABLE = os.EX_TEMPFAIL
 
 
 class Preemption:
-    """Whether this run is to stop; see :func:`preemption`."""
+    """Asks all ranks whether to stop; see :func:`preemption`."""
 
     def __init__(self, every: int, axis: Any):
         self._every, self._axis = every, axis
@@ -35,7 +35,7 @@ class Preemption:
         return self._stops
 
     def exit(self) -> NoReturn:
-        """End this process with the code :data:`ltx.checkpoint.RESUMABLE`, 75: start it again, and it goes on."""
+        """End this process with the exit code :data:`ltx.checkpoint.RESUMABLE`, 75, so that it is restarted."""
         raise SystemExit(RESUMABLE)
 
 
@@ -44,21 +44,21 @@ class Preemption:
 def preemption(
     *, signals: Sequence[signal.Signals] = (signal.SIGTERM,), every: int = 1, axis: Any = None
 ) -> Iterator[Preemption]:
-    """Turn a signal to stop, to any of the processes, into an answer that all ranks have after the same step.
+    """If any process gets a signal to stop, all ranks learn of it after the same step.
 
-    Schedulers send SIGTERM some time before they take a machine away. Inside the ``with`` block the signal is only
-    noted; the step goes on, and the loop asks after it. After the block, signals have their old handlers.
+    Schedulers send SIGTERM some time before they take a machine away. Inside the ``with`` block a signal is only noted;
+    the step goes on, and the loop asks after the step. After the block, signals have their old handlers.
 
     Args:
-        signals: the signals. every: ask the peers, by a small all-reduce, at every this many calls.
+        signals: the signals. every: the number of calls between two that ask the peers, by a small all-reduce.
         axis: the ranks that stop together, as in :func:`ltx.psum`.
 
-    Returns:
-        A :class:`Preemption`: call it after each step, on every rank. ``.exit()`` ends the process with code 75
-        (EX_TEMPFAIL), which says that it may be started again.
+    Returns: A :class:`Preemption`: call it after each step, on every rank. ``.exit()`` ends the process with code 75
+    (EX_TEMPFAIL), which tells schedulers to restart it.
 
     Raises:
-        InputError: `every` isn't a positive number, or this isn't the main thread, which alone can handle signals.
+        InputError: `every` isn't a positive number, or this isn't the main thread; only the main thread can handle
+            signals.
 
     Example:
         >>> import ltx
@@ -77,7 +77,7 @@ def preemption(
     def note(number: int, frame: object) -> None:
         asked.received = signal.Signals(number)
 
-    with ExitStack() as handlers:  # one that can't be set leaves those before it as they were
+    with ExitStack() as handlers:  # if a later signal can't be set, restore this one
         for number in dict.fromkeys(signals):
             handler = signal.signal(number, note)
             handlers.callback(signal.signal, number, signal.SIG_DFL if handler is None else handler)

@@ -27,7 +27,7 @@ from ltx.errors import CheckpointError, InputError
 
 @dataclass(frozen=True)
 class Job:
-    """A save that all ranks have agreed on: each writes its part, and rank 0 makes a checkpoint of all or none."""
+    """A save that all ranks have agreed on: each writes its part, then rank 0 turns the parts into a checkpoint."""
 
     together: Together
     temporary: Path
@@ -38,7 +38,7 @@ class Job:
     failure: Exception | None = None  # why this rank can't write its part
 
     def run(self) -> Path:
-        """Write the parts on all ranks; raises CheckpointError on all ranks if one fails."""
+        """Write all ranks' parts. If a rank fails, all ranks raise CheckpointError."""
         failed = f"the checkpoint of step {self.manifest['step']} wasn't saved to {self.final}"
         with _on_all_or_none(self.together, [self.temporary]):
             self.together.conclude(self._write, self._decide, failed, " Earlier ones are as they were.")
@@ -56,7 +56,7 @@ class Job:
             self._commit(by_rank)
         except BaseException as error:
             if not isinstance(error, Exception) and not self.temporary.exists():
-                self.together.tell([])  # the checkpoint has its name, so only this rank failed
+                self.together.tell([])  # the checkpoint exists already, so peers needn't fail
             raise
 
     def _commit(self, by_rank: Sequence[dict[str, Any]]) -> None:
@@ -78,7 +78,7 @@ class Job:
             return
         try:
             directory.prune(self.final.parent, self.keep, self.manifest["step"], self.manifest["run"])
-        except (CheckpointError, OSError) as error:  # no reason to say that this one isn't there
+        except (CheckpointError, OSError) as error:  # the new checkpoint exists all the same
             warnings.warn(
                 f"checkpoint: {self.final} is saved, but older checkpoints couldn't be removed: {error}",
                 RuntimeWarning,
@@ -100,7 +100,7 @@ def _on_all_or_none(together: Together, temporary: list[Path]) -> Iterator[None]
 
 
 def _contents(state: TrainState, rank: int, data: Any, rng: bool) -> tuple[list[Piece], list[Piece], list[Piece]]:
-    """(the pieces that this rank alone has, the pieces that all ranks have); `data` is among one of them."""
+    """(this rank's own pieces, the pieces that all ranks have in common, and the pieces of `data`)."""
     check_state("checkpoint", state)
     state.check_finished("checkpoint")
     own, common = list[Piece](), list[Piece]()
@@ -118,7 +118,7 @@ def _contents(state: TrainState, rank: int, data: Any, rng: bool) -> tuple[list[
 def begin_saving(
     operation: str, path: Any, state: TrainState, data: Any, rng: bool, keep: int | None, axis: Any
 ) -> Job:
-    """Let the ranks agree on the job of a save before they write anything."""
+    """Let the ranks agree on a save before they write anything."""
     base = Path(os.path.abspath(path))
     together = Together(operation, axis, base)
     temporary = list[Path]()
@@ -133,7 +133,7 @@ def begin_saving(
             usable = False
         if not usable:
             raise InputError(f"checkpoint: {shown(os.fspath(path))} isn't a valid name of a directory.")
-        if together.comm is not None:  # a state that the device couldn't complete isn't worth keeping
+        if together.comm is not None:  # raises if the device couldn't compute the state
             comm.read_last_summary(together.comm)
         own, common, position = _contents(state, together.rank, data, rng)
         if together.rank == 0:
@@ -166,7 +166,7 @@ def begin_saving(
             values = {rank: str(said[key]) for rank, said in enumerate(by_rank)}
             if len(set(values.values())) > 1:
                 raise comm.mismatch("of the checkpoint", what, values, fix)
-        # The run's name comes from the first rank that knows it: a newcomer doesn't.
+        # The first rank that knows the run's name gives it; a rank that has joined later doesn't know it.
         run = next((said["run"] for said in by_rank if said["run"] is not None), by_rank[0]["temporary"])
         directory.runs[base] = run
         same_data = len({said["data"] for said in by_rank}) == 1
@@ -174,7 +174,7 @@ def begin_saving(
             common += position
         else:
             own += owned(together.rank, position)
-        written = [0] * together.size  # about the same number of bytes for each rank; all ranks make the same choice
+        written = [0] * together.size  # give each rank about as many bytes; all ranks compute the same
         for piece in sorted(common, key=lambda piece: (-piece.tensor.nbytes, piece.name)):
             writer = written.index(min(written))
             written[writer] += piece.tensor.nbytes
@@ -207,22 +207,22 @@ def save(
 ) -> Path:
     """Save a training state, so that :func:`load` goes on from it bit for bit. Every rank calls it.
 
-    Call it now and then in a training loop, so that a crash loses minutes and not days. The checkpoint is there whole
-    or not at all: it is written to a hidden directory, each file with its SHA-256 in a manifest, and renamed to
-    ``path/step_00000120`` once all files are on the disk. A checkpoint of this name and run is replaced.
+    Call it now and then in a training loop, so that a crash loses minutes and not days. The checkpoint exists whole or
+    not at all: it is written to a hidden directory, with each file's SHA-256 in a manifest, and renamed to
+    ``path/step_00000120`` once all files are on the disk. It replaces an older checkpoint of this step and run.
 
-    Values that are the same on all ranks (``state.layout``) are written once, with about equal shares for the ranks; a
-    rank's own values by that rank; sharded optimizer state as shards. The files are those of
-    ``torch.distributed.checkpoint``, whose tools read them. Ranks whose store has ended exchange values through a file
-    in `path`, so their state can be saved.
+    Values that are the same on all ranks (``state.layout``) are written once, each rank writing about the same number
+    of bytes. Each rank writes its own values, and its shards of a sharded optimizer state. The files are those of
+    ``torch.distributed.checkpoint``, whose tools read them. If the ranks' store has ended, they exchange values through
+    a file in `path` instead, and can still save.
 
     Args:
         path: the directory of all checkpoints of this run, on a file system that all ranks see.
         state: the state of a train step. It is only read.
         data: this rank's position in its data: dicts with string keys, lists, tuples, tensors, numbers, strings. It is
             saved once if it is the same on every rank.
-        rng: save the default random number generators too: torch's (CPU, and the current CUDA device), Python's, and
-            NumPy's if it is loaded; each rank's.
+        rng: save each rank's default random number generators too: torch's (CPU and current CUDA device), Python's, and
+            NumPy's if it is imported.
         keep: remove all but so many of this run's latest checkpoints afterwards. None: keep all. The one just saved
             stays, and so do those of a run that this one hasn't gone on from (:func:`load`).
         axis: the ranks that save together, as in :func:`ltx.psum`: the ranks of the train step.
@@ -231,9 +231,9 @@ def save(
         The directory of the checkpoint.
 
     Raises:
-        CheckpointError: a rank couldn't write its part, or another run has saved a checkpoint of this step; on every
-            rank, naming the rank. Earlier checkpoints stay as they were.
-        DonatedStateError, InputError, StepError: the state or `data` of a rank can't be saved; on every rank, too.
+        CheckpointError: a rank, which the error names, couldn't write its part, or another run has saved a checkpoint
+            of this step. All ranks raise it. Earlier checkpoints stay as they were.
+        DonatedStateError, InputError, StepError: the state or `data` of a rank can't be saved. All ranks raise it.
         RankMismatchError: ranks came with different paths, steps or states.
 
     Example:
@@ -275,7 +275,7 @@ class Saving:
         return not self._thread.is_alive()
 
     def result(self, timeout_s: timedelta | float | None = None) -> Path:
-        """The directory of the checkpoint, once it is there on all ranks; an error is raised as by save.
+        """The directory of the checkpoint, once the save has succeeded on all ranks; raises the errors of :func:`save`.
 
         Args:
             timeout_s: how long to wait at most: seconds or a timedelta; None is without limit.
@@ -300,7 +300,7 @@ def save_async(
     keep: int | None = None,
     axis: Any = None,
 ) -> Saving:
-    """:func:`save` in the background of the steps that follow. Every rank calls it.
+    """:func:`save` in the background, while training goes on. Every rank calls it.
 
     It copies this rank's part and returns: `state` may be donated to the next step while a thread writes the copy.
     Ranks agree through the store alone, so the save doesn't mix with their collectives.
@@ -308,11 +308,12 @@ def save_async(
     Args:
         path, state, data, rng, keep, axis: as in :func:`save`.
 
-    Each save under way holds its copy: if the disk is slow, wait for the last save before the next.
+    Each pending save holds a copy of the state: if the disk is slow, wait for the last save before the next.
 
     Returns:
         A handle: ``.done``, and ``.result()``, which waits and raises the save's error, on all ranks alike. A failure
-        is also a RuntimeWarning, in case nobody asks. ``ltx.shutdown()`` and the end of the process wait for the save.
+        also gives a RuntimeWarning, in case nobody calls ``.result()``. ``ltx.shutdown()`` and the end of the process
+        wait for the save.
 
     Example:
         >>> import tempfile, torch, ltx
@@ -328,6 +329,6 @@ def save_async(
             tensors = [piece.tensor.detach() for piece in job.pieces]
             # From an accelerator the copy is enqueued, after the work that computes the tensor.
             copies = [HostCopy(x.clone() if x.device.type == "cpu" else x) for x in tensors]
-        except Exception as error:  # :meth:`Saving.result` raises this, on all ranks alike
+        except Exception as error:  # :meth:`Saving.result` raises it on all ranks
             return Saving(replace(job, failure=error))
     return Saving(job, copies)

@@ -1,13 +1,13 @@
 """The contents of a checkpoint, their names, and its files, which are those of ``torch.distributed.checkpoint`` (DCP).
 
 DCP's format, metadata and reader are used, and its tools can read the files. Its ``save`` and ``load`` aren't used:
-collectives make their plans (see ltx.checkpoint.together), without which they refuse a rank's part of a whole; and they
-read metadata with an unrestricted unpickler, whose errors are all of one class. Here each rank knows what it writes and
-reads, and metadata may hold only the classes of DCP's metadata.
+they plan by collectives (see ltx.checkpoint.together), and read metadata with an unrestricted unpickler, whose errors
+are all of one class. Here each rank knows what it writes and reads, and metadata may hold only the classes of DCP's
+metadata.
 
 A checkpoint holds the tensors of a train state, the position in the data, and the states of random number generators.
-The latter two are structures, saved as JSON in a tensor of bytes, with their tensors beside it. Nothing is pickled:
-reading can't run code.
+The position and the generators are saved as JSON in a tensor of bytes, and their tensors as pieces of their own.
+Nothing is pickled, so reading can't run code.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of this rank, and its place in a whole."""
+    """A tensor of this rank; it may be a part of a larger tensor, the whole."""
 
-    name: str  # a leaf's path, also its name in errors; for values that are each rank's own see name_on
+    name: str  # the leaf's path; for per-rank values see name_on
     tensor: torch.Tensor
     kind: LeafLayout = "replicated"
-    parts: int = 1  # the number of equal parts of the whole, if it is sharded
+    parts: int = 1  # the number of equal parts of the whole; 1 unless it is sharded
     part: int = 0  # the number of this part
 
     @property
@@ -86,7 +86,8 @@ def check_state(what: str, state: Any) -> None:
 def leaves_of(state: TrainState) -> list[Piece]:
     """The leaves of `state`, in the order of its flattening.
 
-    Paths leave out the number of the part in a sharded optimizer state, so that another number of ranks finds them.
+    Paths in a sharded optimizer state don't contain the number of the shard, so that they are equal for any number of
+    ranks.
     """
     shards = state.opt_state if isinstance(state.opt_state, Shards) else None
     if shards is not None and shards.rank is None:
@@ -107,7 +108,7 @@ def leaves_of(state: TrainState) -> list[Piece]:
             cut = (shards.ranks, shards.rank or 0) if tensor.ndim == 1 else None  # others are counters
             leaves.append(Piece(path, tensor, "sharded", *cut) if cut else Piece(path, tensor))
         elif path in ("sync_state.uses", "sync_state.clock"):
-            leaves.append(Piece(path, tensor))  # guards have the same values in every state that can be saved
+            leaves.append(Piece(path, tensor))  # guards are equal in all states that can be saved
         elif kind == "sharded" and not (part == "opt_state" and isinstance(state.opt_state, Shards)):
             leaves.append(Piece(path, tensor, "per_rank"))  # only the strategy knows how the parts fit together
         else:
@@ -119,9 +120,10 @@ _TAG = "__ltx__"
 
 
 def encode(value: Any, what: str) -> list[Piece]:
-    """`value`, called `what`: dicts with string keys, lists, tuples, plain tensors, and what JSON has; else InputError.
+    """Encode `value` (dicts with string keys, lists, tuples, plain tensors, JSON's values) as pieces, or raise
+    InputError.
 
-    The first piece, `what`, is its JSON; those that follow, `what`.0, `what`.1, ..., are its tensors.
+    The first piece, called `what`, is the JSON; the pieces `what`.0, `what`.1, ... are the tensors.
     """
     tensors: list[torch.Tensor] = []
 
@@ -149,7 +151,7 @@ def encode(value: Any, what: str) -> list[Piece]:
 
 
 def check_plain(what: str, tensor: torch.Tensor) -> None:
-    """Raise unless the bytes of `tensor`, called `what`, are all of it: else it could be written and never read."""
+    """Raise unless `tensor`, called `what` in the error, is a plain tensor: others could be written but not read."""
     if found := _kind_of(tensor):
         raise InputError(
             f"checkpoint: {what} is {found}, and a checkpoint holds the values of plain tensors. Give one of those: "
@@ -192,7 +194,7 @@ def decode(described: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def digest(pieces: Iterable[Piece], data: bool = True) -> str:
-    """A digest: equal for pieces of equal names, dtypes and sizes, and with `data` of equal values."""
+    """A digest of the pieces' names, dtypes and sizes, and with `data` of their values."""
     found = hashlib.sha256()
     for piece in pieces:
         found.update(f"{piece.name} {piece.tensor.dtype} {list(piece.size)} ".encode())
@@ -207,14 +209,14 @@ Written = list[list[Any]]
 
 
 def write(directory: Path, rank: int, pieces: Sequence[Piece]) -> Written:
-    """Write `pieces` to this rank's file in `directory`, and through to the disk."""
+    """Write `pieces` to this rank's file in `directory`, and sync it to the disk."""
     if not pieces:
         return []
     written, name = list[list[Any]](), f"__{rank}_0.distcp"
     with open(directory / name, "wb") as file:
         for piece in pieces:
             tensor, begin = values(piece.tensor).cpu(), file.tell()
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch would write all of the storage
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # else torch would write the whole storage
                 tensor = tensor.clone()
             torch.save(tensor, file)
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -266,7 +268,7 @@ def read_metadata(directory: Path) -> dcp.Metadata:
     """The checkpoint's metadata; raises CheckpointError if the file isn't DCP's metadata."""
     try:
         metadata = _Unpickler(io.BytesIO((directory / METADATA).read_bytes())).load()
-    except Exception as error:  # an unpickler may raise any error on bytes that are no pickle
+    except Exception as error:  # an unpickler may raise any error for a damaged file
         if isinstance(error, (OSError, MemoryError)) and not isinstance(error, MISSING):
             raise
         raise CheckpointError(f"{directory / METADATA} can't be read: {error}") from error
@@ -276,7 +278,7 @@ def read_metadata(directory: Path) -> dcp.Metadata:
 
 
 class _Loading(DefaultLoadPlanner):
-    """Gives DCP's reader the tensors of `pieces` into which it reads."""
+    """Tells DCP's reader into which tensors of `pieces` it reads."""
 
     def __init__(self, pieces: Sequence[Piece]):
         super().__init__()

@@ -1,9 +1,9 @@
 """The ranks that save or load together: they exchange values through the store, and use no channel.
 
-DCP (torch.distributed.checkpoint) gathers failures by collectives. These were tried, and broke promises: if a rank
-calls something else, the others wait until the group's timeout; a KeyboardInterrupt becomes an error of DCP's; messages
-of peers are unpickled; and the group for saving in the background can't be made once the store is gone. If the store is
-gone, ranks that save exchange values through a file in the checkpoints' directory instead.
+DCP (torch.distributed.checkpoint) gathers failures by collectives. They don't do for ltx: if a rank calls something
+else, the others wait until the group's timeout; a KeyboardInterrupt becomes a DCP error; peers' messages are unpickled;
+and no group for saving in the background can be made once the store is gone. If the store is gone, ranks that save
+exchange values through a file in the checkpoints' directory instead.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedErr
 
 T = TypeVar("T")
 
-# How long rank 0 waits for the others to have heard what it tells them; and if that is why it raises.
+# How long rank 0 waits until the others have read its outcome, and how long if it raises.
 _HEARD_S, _LEAVING_S = 10.0, 1.0
-# The places of conclude(): to rank 0, from it, and to it.
+# The places of conclude(): parts for rank 0, rank 0's outcome, and that others have read it.
 _PARTS, _OUTCOME, _HEARD = 2, 3, 4
 
-#: An error on a rank, as it is told to the others: (the name of its class, its text). None if nothing did.
+#: A rank's error as the others learn of it: (class name, text); None without an error.
 Trouble = tuple[str, str] | None
 
 
 def said_of(error: BaseException) -> tuple[str, str]:
-    """`error` for the other ranks; for another library's error its cause: torch's writer hides the disk's error."""
+    """`error` as (class name, text) for the other ranks. Of torch's writer's errors it takes the cause, an OSError."""
     if isinstance(error, LtxError):
         return type(error).__name__, message_of(error)
     cause: BaseException | None = error if isinstance(error, Exception) else None
@@ -45,9 +45,9 @@ def said_of(error: BaseException) -> tuple[str, str]:
 
 
 def refuse(by_rank: Sequence[Trouble], own: Exception | None, what: str, after: str = "") -> None:
-    """Raise one error for what went wrong, the same on all ranks, if anything did; `own` is this rank's.
+    """If any rank failed, raise the same error on all ranks; `own` is this rank's error.
 
-    It is of the class that all who failed raised, if that is one of ltx's, else a CheckpointError.
+    Its class is that of the failed ranks' errors, if they agree on one of ltx's classes, else CheckpointError.
     """
     failed = {rank: trouble for rank, trouble in enumerate(by_rank) if trouble is not None}
     if not failed:
@@ -56,7 +56,7 @@ def refuse(by_rank: Sequence[Trouble], own: Exception | None, what: str, after: 
     made: type[LtxError] = getattr(errors, kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
     same = len(failed) == len(by_rank) and len(texts) == 1
     told = texts.pop() if same else "; ".join(f"rank {rank}: {said}" for rank, (_, said) in failed.items())
-    if not same or made is CheckpointError:  # else what each caller did, in words that say what
+    if not same or made is CheckpointError:  # an ltx error of all ranks needs no context
         told = f"{what}: {told.rstrip('.')}.{after}"
     error = made(told)
     if own is not None and (type(own), message_of(own)) == (made, str(error)):
@@ -65,7 +65,7 @@ def refuse(by_rank: Sequence[Trouble], own: Exception | None, what: str, after: 
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None, Trouble]:
-    """What `make` gives; or what it raises, and that for the other ranks."""
+    """(the result of `make`, its exception, the exception for the other ranks)."""
     try:
         return make(), None, None
     except Exception as error:
@@ -73,12 +73,11 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None, Trouble]:
 
 
 class Together:
-    """One call of a checkpoint's function, on all ranks of an axis.
+    """One call of save or load, on all ranks of an axis.
 
     The ranks meet at places 1, 2, ... of this call, where each announces its result or its error. A rank that leaves
-    early says so at the places where peers might yet wait for it, and waits for no peer: no rank waits for a rank that
-    has raised, even by an interrupt. All ranks see `folder`: if the store is gone, they exchange values by a file in
-    it.
+    early, even by an interrupt, says so at all places where peers might wait for it, so no rank waits for it in vain.
+    If the store is gone, the ranks exchange values by a file in `folder`, which all of them see.
     """
 
     def __init__(self, operation: str, axis: Any, folder: Path | None = None):
@@ -91,7 +90,7 @@ class Together:
         self.operation, self._signature = operation, comm.Signature(operation, ())
         self.comm: comm.AxisComm | None = found.comm
         if self.comm is not None:
-            self.comm.check_not_forked()  # before peers could be told anything in the rank's name
+            self.comm.check_not_forked()  # a fork mustn't tell peers anything in the rank's name
         self.size = found.size
         self.rank = 0 if self.comm is None else self.comm.rank
         self._folder = folder
@@ -103,8 +102,8 @@ class Together:
         """`make` returns a pair: return its first, and every rank's second, which is JSON. For the thread that
         trains.
 
-        If it raises on a rank, all raise one error. `failed`: what didn't go well then; `after`: what to know besides.
-        So they do, a RankMismatchError, if peers are at something else.
+        If it raises on a rank, all raise one error. The error's text begins with `failed` and ends with `after`. If
+        peers call something else, all raise RankMismatchError.
         """
         with self.leaving():
             made, failure, trouble = _tried(make)
@@ -114,7 +113,7 @@ class Together:
             return made[0], [told for told, _ in posts]
 
     def _meet(self, post: list[Any]) -> list[list[Any]]:
-        """Every rank's post at the next place."""
+        """Announce `post` at the next place; return every rank's post there."""
         if self.comm is None:
             return [post]
         if self._at == 0:  # peers may be at another call
@@ -128,7 +127,7 @@ class Together:
         return self._collect(self._at, range(self.size))
 
     def _use_file(self, gone: StoreGoneError) -> None:
-        """Exchange values through a file from now on, if there may be one."""
+        """Exchange values through a file from now on, if there is a `folder`."""
         assert self.comm is not None
         if self._folder is None or self._exchange is not self.comm.store_exchange:
             raise gone
@@ -144,7 +143,7 @@ class Together:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """A context in which peers wait for this rank: they are told if it raises."""
+        """A context in which peers wait for this rank; they learn of it if it raises."""
         try:
             yield
         except BaseException as error:
@@ -156,9 +155,9 @@ class Together:
         if self.comm is None or self._exchange is None:
             return
         post = [None, said_of(error)]
-        with suppress(LtxError):  # this rank can't reach its peers, which notice it
+        with suppress(LtxError):  # peers will notice that this rank is unreachable
             try:
-                self._exchange.has(self._places, [self.rank])  # a missing store is noticed when it is read
+                self._exchange.has(self._places, [self.rank])  # only a read shows that the store is gone
             except StoreGoneError as gone:
                 self._use_file(gone)
             for at in range(self._at + 1, max(self._at + 1, _HEARD) + 1):
@@ -166,17 +165,17 @@ class Together:
                     self.comm.negotiation.announce(f"{self._places}/1", Post(self._signature, post))
                 else:
                     self._exchange.announce(f"{self._places}/{at}", post)
-        if self._exchange is not self.comm.store_exchange:  # with a file, no rank has to stay until it has been read
+        if self._exchange is not self.comm.store_exchange:  # a file stays readable after this rank ends
             self.let_go()
 
     def let_go(self) -> None:
-        """Close the exchange: nothing more is told. The last rank to close a file removes it."""
+        """Close the exchange. The last rank to close a file removes it."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None and self.comm is not None and exchange is not self.comm.store_exchange:
-            exchange.close()  # close it now, though an exception's frames may still hold it
+            exchange.close()  # close it now, since an exception's frames may keep it alive
 
     def conclude(self, make: Callable[[], T], decide: Callable[[list[T]], None], failed: str, after: str = "") -> None:
-        """Let rank 0 `decide` on every rank's result of `make`, which is JSON. For any thread, after an exchange.
+        """Call `make` on every rank and ``decide(results)`` on rank 0. For any thread, after an exchange.
 
         If either raises, all raise one error. `failed`, `after`: as for :meth:`exchange`.
         """
@@ -197,7 +196,7 @@ class Together:
                     self.tell(troubles)
             patience_s = _HEARD_S
         finally:
-            if self._exchange is not None and self.rank == 0:  # which may end next, and the store with it
+            if self._exchange is not None and self.rank == 0:  # rank 0 may end next, and the store with it
                 with suppress(LtxError):
                     self._collect(_HEARD, range(1, self.size), patience_s)
                     for at in (_PARTS, _OUTCOME, _HEARD):

@@ -1,6 +1,5 @@
-"""The line of the user's code at which an exception was raised, and the report that a rank leaves for its launcher.
-
-Frames of ltx say nothing about the user's mistake.
+"""The line of the user's code at which an exception was raised, tracebacks without ltx's frames, and the report that a
+rank leaves for its launcher.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ def is_installed(file: str | None) -> bool:
     if file is None:
         return True
     paths = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    # Folders of the system, which a virtual environment may see, and of the user's packages count too.
+    # Includes the system's packages, which a virtual environment may use, and the user's.
     homes = {Path(path).resolve() for path in (*paths, *site.getsitepackages(), site.getusersitepackages())}
     return any(home in Path(file).resolve().parents for home in (*homes, LTX_HOME))
 
 
 def place_of(trace: traceback.StackSummary) -> str:
-    """The user's innermost frame in `trace`, in words; "" if there is none."""
+    """A text that names the user's innermost frame in `trace`; "" if there is none."""
     frames = [frame for frame in trace if not is_ours(frame.filename)]
     own = [frame for frame in frames if not is_installed(frame.filename)] or frames
     return in_words(own[-1]) if own else ""
 
 
 def place_of_error(error: BaseException) -> str:
-    """The user's innermost frame in which `error` was raised, in words; "" if there is none."""
+    """A text that names the user's innermost frame in the traceback of `error`; "" if there is none."""
     return place_of(traceback.extract_tb(error.__traceback__))
 
 
@@ -65,7 +64,7 @@ def is_hidden(filename: str) -> bool:
 
 
 def label(filename: str) -> str:
-    """The driver's name of the cell that `filename` stands for; `filename` itself for a file."""
+    """The notebook's name of the cell that is compiled as `filename`; `filename` itself for a file."""
     entry = linecache.cache.get(filename)
     return entry[3] if entry is not None and len(entry) == 4 and entry[1] is None else filename
 
@@ -85,7 +84,7 @@ def without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def hide_ours(shell: Any) -> None:
-    """Have tracebacks of IPython's `shell` leave out ltx's frames, unless somebody else has a say in them already."""
+    """Hide ltx's frames in tracebacks of IPython's `shell`, unless another exception handler is installed already."""
 
     def show(
         self: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: int | None = None

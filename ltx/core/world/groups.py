@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.distributed.nn.functional  # has the world's group of its import as default arguments: none is up by now
+
+# imported before any world: its functions bind the world's group as a default
+import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ltx.core.base.errors import PeerLostError, WorldError
@@ -42,7 +44,7 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
 
-# How long the store may take to answer while ranks connect to it: it looks up the host names of connections one by one.
+# How long the store may take to answer while ranks connect: it resolves their host names one by one.
 _ANSWER_S = 30.0
 
 
@@ -68,7 +70,7 @@ def adopted_world(placement: Placement, backend: str | None) -> World:
 def make_group(
     placement: Placement, world: World, timeout: timedelta, heartbeat_s: float, undo: ExitStack, meanwhile: ExitStack
 ) -> Meeting:
-    """Initialise torch.distributed. Returns the ranks' meeting. `meanwhile`: it is closed when the world is made."""
+    """Initialise torch.distributed. Returns the ranks' meeting. `meanwhile` closes once the world is made."""
     assert placement.master is not None
     address, port = placement.master
     process.worlds, process.abandoned = process.worlds + 1, False
@@ -78,13 +80,13 @@ def make_group(
             holds = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             store = _open_store(address, port, holds, timeout)
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # The launcher keeps its store when it starts ranks again: it holds keys of their predecessors.
+                # When the launcher restarts ranks, its store still holds keys of the earlier ranks.
                 store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             process.stores[placement] = store
         store.set_timeout(timeout)
         world_store = PrefixStore(f"ltx/{process.worlds}", store)
-        # A rank makes all its connections to the store, three, before its peers hear of it. This one is for torch and
-        # for this world alone: if gloo still waits on it at the end, it is abandoned.
+        # A rank makes its three connections to the store before its peers hear of it. This connection is only for
+        # torch, in this world: it is abandoned if gloo still waits on it at the end.
         apart = world_store.clone()  # type: ignore[attr-defined]
         meeting = Meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
         meanwhile.callback(meeting.close)
@@ -106,7 +108,7 @@ def make_group(
         _refuse_shared_devices(meeting.exchange, world)
         set_up_watchdog()
         torchs: Any = c10d
-        torchs._world.group_count = 0  # torch leaves this number, which names the group, at 1 after a failure
+        torchs._world.group_count = 0  # the number names the group; after a failure torch leaves it at 1
         with connecting():
             limit, size = timeout + LATER, world.size
             dist.init_process_group(world.backend, store=apart, rank=world.rank, world_size=size, timeout=limit)
@@ -125,9 +127,9 @@ def make_group(
 
 
 def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
-    """Raise, on all ranks, if two ranks compute on one accelerator: NCCL refuses that in words of its own, later.
+    """Raise on all ranks if two ranks compute on one accelerator; NCCL would raise a less helpful error later.
 
-    NCCL 2.30 takes them where it is told to, which is for tests: their kernels wait for one another on one device.
+    NCCL 2.30 has a setting that allows it, for tests: kernels of both ranks wait for each other on one device.
     """
     if world.device.type == "cpu" or world.backend in HOST_BLOCKING:
         return
@@ -148,20 +150,20 @@ def _refuse_shared_devices(exchange: StoreExchange, world: World) -> None:
 
 
 def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Store:
-    """The store at `address`, such as the one where the ranks meet.
+    """Connect to the store at `address`, such as the one where the ranks meet.
 
-    `holds`: this process holds the store; port 0 means a free port. A loopback `address` serves this machine alone.
+    `holds`: this process holds the store; port 0 means a free port. A loopback `address` serves only this machine.
     """
     try:
         socket.getaddrinfo(address, None)
-    except OSError as error:  # torch would try until the timeout
+    except OSError as error:  # else torch would retry until the timeout
         raise WorldError(
             f"the ranks are to meet at {address!r}, a host that isn't known here: {error}. Check MASTER_ADDR, or the "
             "master that ltx.init was given: the name or address of rank 0's machine."
         ) from error
     listening: dict[str, Any] = {}
     if holds and is_loopback(address):
-        with suppress(OSError):  # this process holds a store there already; or another process does, and torch says so
+        with suppress(OSError):  # this process holds a store there already, or else torch raises again
             at = LOOPBACK if address == "localhost" else address, port
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listening["master_listen_fd"] = socket.create_server(at, family=family, backlog=2048).detach()
@@ -171,7 +173,7 @@ def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Sto
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` is this machine's to itself."""
+    """Whether `address` is a loopback address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -179,12 +181,12 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback_store(port: int) -> Any:
-    """A new store that this process holds at `port`, or at a free one if that is 0, for this machine alone."""
+    """A new store that this process holds at `port` (0: a free one), for this machine alone."""
     return _open_store(LOOPBACK, port, True, timedelta(minutes=5))
 
 
 def own_address_towards(host: str, port: int) -> str:
-    """The address of this machine from which it reaches `host`; "" if it doesn't."""
+    """The address of this machine from which it reaches `host`; "" if it can't reach it."""
     with suppress(OSError):
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -212,9 +214,8 @@ def interfaces() -> dict[str, str]:
 
 
 class Meeting(Watched):
-    """The ranks of a world that is being made: how they exchange values, and look after one another meanwhile.
-
-    Its watcher is that of the world, which the axes go on with.
+    """The ranks of a world that is being made: they exchange values here, and notice if a rank is lost. The axes of the
+    world use the same watcher later.
     """
 
     label = INIT
@@ -236,11 +237,11 @@ class Meeting(Watched):
         return list(range(self.world.size))
 
     def status(self) -> Status:
-        """Whether this rank has made its part."""
+        """Whether this rank has made its part of the world."""
         return Status(ended=self._made)
 
     def look(self) -> None:
-        """Raise PeerLostError if a rank had come, and is gone before it has made its part."""
+        """Raise PeerLostError if a rank has come and then was lost before it made its part of the world."""
         said = self.watcher.look()
         made = [rank for rank, record in said.items() if record.axes.get(self.label, Status()).ended]
         if lost := self.watcher.gone().difference(made, [self.world.rank]):
@@ -252,7 +253,7 @@ class Meeting(Watched):
         return []
 
     def gather(self, own: Any) -> list[Any]:
-        """The JSON values that all ranks tell about themselves, once they have come; this rank tells `own`.
+        """Every rank's JSON value, once all have come; `own` is this rank's.
 
         Raises WorldError if ranks disagree on their number, TimeoutError if some don't come.
         """
@@ -276,16 +277,16 @@ class Meeting(Watched):
         return [here[rank][1] for rank in range(world.size)]
 
     def finish(self, placement: Placement) -> None:
-        """Rank 0 hosts the store, so it waits here for all ranks: its process may end next, and they still need it.
+        """Rank 0 holds the store and waits here for all ranks, which still need the store if its process ends next.
 
-        Where ranks can't be sure of their nodes, they first compare these.
+        If ranks can't be sure of their nodes, they first compare their nodes.
         """
         world, wrong = self.world, ""
         if placement.launcher in UNSURE and not placement.agreed:
             own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
             wrong = _misfit(self.exchange.exchange("place", own, "ltx.init, comparing nodes"))
         self._made = True
-        self.watcher.tell(wait=True)  # before peers hear of the end of this rank's watcher
+        self.watcher.tell(wait=True)  # must come before peers hear that this rank's watcher ends
         self.exchange.announce("made", True)
         if world.rank == 0:
             self.exchange.collect("made", "ltx.init")
@@ -294,7 +295,7 @@ class Meeting(Watched):
 
 
 def _misfit(places: Sequence[Sequence[int]]) -> str:
-    """The fault in all ranks' (node, number of nodes, local rank, local size), as a text; "" if there is none."""
+    """An error text about all ranks' (node, number of nodes, local rank, local size); "" if they are consistent."""
     taken: dict[tuple[int, int], int] = {}
     on_node = Counter(place[0] for place in places)
     for rank, (node, num_nodes, local_rank, local_size) in enumerate(places):
@@ -329,7 +330,7 @@ def check_mesh(mesh: Mesh, world: World) -> None:
 def open_axes(
     mesh: Mesh, world: World, timeout: timedelta, heartbeat: timedelta, undo: ExitStack
 ) -> tuple[tuple[Axis, ...], Axis | None]:
-    """One axis for each entry of `mesh`, over the ranks that differ from this rank in that coordinate alone.
+    """One axis for each entry of `mesh`, over the ranks that differ from this rank only in that coordinate.
 
     The second value is the axis of all ranks, if `mesh` has several entries.
     """
@@ -357,7 +358,7 @@ def open_axes(
 
 def _destroy(group: Any, world_group: Any) -> None:
     if dist.is_initialized() and dist.group.WORLD is world_group:  # else the user has destroyed it
-        if process.abandoned and backends_of(group).stream:  # orderly, it would wait for kernels that may never end
+        if process.abandoned and backends_of(group).stream:  # an orderly end would wait for kernels that may never end
             group.abort()
         dist.destroy_process_group(group)
 

@@ -1,4 +1,4 @@
-"""``ltx.init``: set up process groups and axes once, and take them down again in every case.
+"""``ltx.init``: set up process groups and axes once, and always tear them down again.
 
 A process has at most one world at a time. Each step of the setup pushes its teardown on a stack, so that a failure
 halfway, an exception in a ``with`` block, ``shutdown()`` and the end of the process all undo exactly these steps.
@@ -76,8 +76,7 @@ def init(
     ``with ltx.init()`` then doesn't end the world of an outer call.
 
     Args:
-        strategy: a strategy whose fields ``process_group_backend`` and ``timeout`` are used where the arguments below
-            are left out.
+        strategy: a strategy whose fields ``process_group_backend`` and ``timeout`` replace arguments that are left out.
         backend: the backend of torch.distributed; by default NCCL on CUDA and gloo on the CPU.
         timeout: how long setting up and each operation on a process group may take: a timedelta, or a number of
             seconds, as all durations.
@@ -87,9 +86,9 @@ def init(
             for the ranks of both; ``axis=None`` raises.
         heartbeat_timeout: a rank raises :class:`ltx.errors.PeerLostError` if a peer that it waits for shows no sign of
             life for this long (its process or machine has stopped). `timeout` is for peers that live and don't come.
-        rank: with `size` and `master`, this process' rank, for processes that were started by hand; a launcher's
-            variables are ignored. ``rank=0, size=1`` is a process alone. If ``LTX_JOIN`` is set, the process has no
-            rank until :func:`ltx.elastic` takes it in, and these arguments don't count.
+        rank: this process' rank, with `size` and `master`, for processes that were started by hand; a launcher's
+            variables are then ignored. ``rank=0, size=1`` is a process alone. If ``LTX_JOIN`` is set, the process has
+            no rank until :func:`ltx.elastic` takes it into a run, and `rank`, `size` and `master` are ignored.
         size: the number of ranks.
         master: where ranks meet, ``"host:port"``: the name or address of rank 0's node and a free port there.
         local_rank: this rank's index among those of its node.
@@ -146,7 +145,7 @@ def init(
         session = process.session = _start(asked)
         process.replaced = None
         note_uncaught(abandon)
-        atexit.unregister(shutdown)  # once, and before anything registered earlier
+        atexit.unregister(shutdown)  # register it once; it runs before handlers that were registered earlier
         atexit.register(shutdown)
     else:
         for name, new in asked.items():
@@ -166,23 +165,23 @@ def init(
 def renew(count: int) -> None:
     """Make a new world with the same settings, in place of one in which an exception was raised.
 
-    `count`: which world of this process it is, a number above all before, equal on all ranks. They may have counted
-    differently.
+    `count`: the new world's number, greater than those before, and equal on all ranks, which may have had different
+    numbers of worlds.
     """
     settings = settings_of_world()
     settings.pop("placement", None)  # as the environment says
     shutdown()
-    if dist.is_initialized():  # the user's own, which failed too
+    if dist.is_initialized():  # the user's world, which failed too
         dist.destroy_process_group()
     process.worlds = count - 1
     process.session = _start(settings)
 
 
 def reform(asked: Mapping[str, Any], count: int, placement: Placement, meanwhile: AbstractContextManager[Any]) -> World:
-    """Make a world of other ranks in place of the current one, or of one that couldn't be set up.
+    """Replace the current world, or one that couldn't be set up, by a world of other ranks.
 
-    `asked`: the settings of the world before. `count`: as in :func:`renew`. `meanwhile`: a context around the setup of
-    the new world; if the setup fails, it is left before the setup is undone.
+    `asked`: the settings of the previous world. `count`: as in :func:`renew`. `meanwhile`: a context around the setup
+    of the new world; if the setup fails, it is left before the setup is undone.
     """
     old = process.replaced = process.session or process.replaced
     shutdown()
@@ -198,8 +197,8 @@ def reform(asked: Mapping[str, Any], count: int, placement: Placement, meanwhile
 def to_device(tree: Tree) -> Tree:
     """`tree` with every leaf that has a ``.to(device)`` method moved to this rank's device; other leaves as they are.
 
-    Tensors are copied to an accelerator through pinned memory, and the program goes on at once. Don't write to tensors
-    that were pinned already until the copy is done.
+    Tensors are copied to an accelerator through pinned memory, without waiting. If a tensor was pinned already, don't
+    write to it before the copy is done.
 
     Example:
         >>> import torch, ltx
@@ -247,7 +246,7 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
         if world.device.index is not None:
             torch.accelerator.set_device_index(world.device.index)
         held: list[Any] = []
-        undo.callback(comm.let_go, held)  # what is pushed first is undone last
+        undo.callback(comm.let_go, held)  # this is undone last
         meeting = None
         if not dist.is_initialized() and placement.master is not None:
             meeting = make_group(placement, world, timeout, heartbeat.total_seconds(), undo, meanwhile)
@@ -263,9 +262,9 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
         undo.callback(_close_others, axes if whole is None else (*axes, whole), held)
         if meeting is not None:
             meeting.finish(placement)
-            if len(process.stores) > 1:  # all ranks have left the worlds before
+            if len(process.stores) > 1:  # all ranks have left the earlier worlds
                 process.stores = {placement: process.stores[placement]}
-                gc.collect()  # leftover objects of those worlds hold their stores, with threads and connections
+                gc.collect()  # leftover objects of earlier worlds keep their stores' threads and connections
         settings = {
             "backend": world.backend,
             "timeout": timeout,
@@ -277,9 +276,9 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
 
 
 def _close_others(axes: tuple[Axis, ...], held: list[Any]) -> None:
-    """Note in `held` the objects of open axes that hold process groups, and close the axes that aren't in `axes`.
+    """Add to `held` the objects that hold open axes' process groups, and close the axes that aren't in `axes`.
 
-    Collectives that are given a process group or a DeviceMesh open an axis for it.
+    The latter were opened by collectives on a process group or DeviceMesh.
     """
     everything = comm.open_axes()
     held.extend(comm.holders_of_groups(everything))

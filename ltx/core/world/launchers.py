@@ -1,4 +1,4 @@
-"""The launcher that started this process: the table of launchers, and arguments that override it.
+"""Which launcher has started this process: the table of launchers, and arguments that override it.
 
 All functions here are pure functions of the given environment variables. A new launcher is one row in
 :data:`LAUNCHERS`.
@@ -15,9 +15,9 @@ from ltx.core.base.arguments import brief, is_whole
 from ltx.core.base.errors import WorldError
 from ltx.core.world.placement import Placement, Variables, is_slurm_task, mpi_placement, node_of, slurm_placement
 
-#: Set in the workers of an :class:`ltx.Pool`, beside the variables that torchrun would set.
+#: The variable that marks workers of an :class:`ltx.Pool`, which also have the variables that torchrun would set.
 POOL_VARIABLE = "LTX_POOL"
-#: The address of the store of the run that a process asks to join.
+#: The variable with the address of the store of the run that a process asks to join.
 JOIN_VARIABLE = "LTX_JOIN"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -27,14 +27,14 @@ class Launcher:
     """One row of :data:`LAUNCHERS`: how to recognise a launcher, and how to read the placement that it sets."""
 
     name: str  # as in ltx.World.launcher
-    marks: tuple[str, ...]  # the variables by which the launcher is recognised
-    started_this: Callable[[Mapping[str, str]], bool]  # with this environment
-    placement: Callable[[Variables], Placement]  # what it says
+    marks: tuple[str, ...]  # the variables that errors name as the launcher's marks
+    started_this: Callable[[Mapping[str, str]], bool]  # whether it set this environment
+    placement: Callable[[Variables], Placement]  # reads its placement
     start: str  # how to start processes with the launcher, for error messages
 
 
 def placement_from_env(environ: Mapping[str, str]) -> Placement:
-    """The placement by the first launcher of :data:`LAUNCHERS` that knows `environ`; alone if none does."""
+    """The placement by the first of :data:`LAUNCHERS` that recognises `environ`; a process alone if none does."""
     launcher = launcher_of(environ)
     if launcher is None:
         return Placement("none")
@@ -49,7 +49,7 @@ def placement_from_env(environ: Mapping[str, str]) -> Placement:
 def check_alone(environ: Mapping[str, str]) -> None:
     """Raise :class:`WorldError` if `environ` says that this process, which has no world, is one of several.
 
-    The meeting point isn't checked: a program that forgets :func:`ltx.init` may have forgotten that too.
+    MASTER_ADDR isn't checked: a program without :func:`ltx.init` may not have set it.
     """
     launcher, found = launcher_of(environ), Placement("none")
     with suppress(WorldError):
@@ -67,8 +67,8 @@ def placement_beside_group(environ: Mapping[str, str], rank: int, size: int) -> 
     """The placement of a process whose process group exists: `environ` completes its `rank` and `size`.
 
     Launchers of other libraries set some of torchrun's variables: Lightning Fabric's all but RANK, and NODE_RANK for
-    GROUP_RANK. The group knows the missing ones. A variable that contradicts the group isn't used: ranks may have been
-    numbered anew. LOCAL_RANK alone says which device a rank has.
+    GROUP_RANK. The process group knows what is missing. A variable that contradicts the group isn't used, since ranks
+    may have been renumbered. Only LOCAL_RANK says which device a rank has.
     """
     known = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     if "NODE_RANK" in environ:
@@ -142,7 +142,9 @@ def _host_and_port(text: str | None) -> tuple[str, int] | None:
 
 
 def _torchrun_placement(variables: Variables) -> Placement:
-    """The variables of torchrun. Those that people leave out when they set them by hand mean: all on one node."""
+    """The variables of torchrun. torchrun's variables; those of the node may be missing if set by hand: then all ranks
+    are on one node.
+    """
     size = variables.number("WORLD_SIZE", 1, None, "the number of processes")
     rank = variables.number("RANK", 0, size - 1, f"below WORLD_SIZE={size}")
     local_size = variables.number("LOCAL_WORLD_SIZE", 1, size, f"at most WORLD_SIZE={size}", size)
@@ -187,7 +189,7 @@ _pmi = partial(
 
 
 def _mpirun(name: str, prefix: str, *job: str) -> Launcher:
-    """An mpirun whose variables are ``{prefix}_RANK`` and the like; `job`: those that may hold the job's id."""
+    """The row of an mpirun with variables such as ``{prefix}_RANK``. `job`: variables that may hold the job's id."""
     rank, size, local_rank, local_size = (f"{prefix}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     placement = partial(
         mpi_placement, rank=rank, size=size, local_rank=(local_rank,), local_size=(local_size,), job=job
@@ -198,8 +200,8 @@ def _mpirun(name: str, prefix: str, *job: str) -> Launcher:
 #: Launchers whose ranks don't know for sure which node they are on, and compare their nodes when they meet.
 UNSURE = ("arguments", "openmpi", "mvapich2", "pmi")
 
-#: Who may have started this process. The first row that recognises the environment is believed, so what starts
-#: processes of something else stands above that: mpirun starts its own on other nodes by srun, and both are seen then.
+#: The known launchers. The first row that recognises the environment counts. A launcher that uses another one stands
+#: above it: mpirun starts processes on other nodes by srun, and then the variables of both are set.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(
         "pool",
@@ -218,7 +220,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "RANK" in env, _torchrun_placement, _BY_TORCHRUN),
     _mpirun("openmpi", "OMPI_COMM_WORLD", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     _mpirun("mvapich2", "MV2_COMM_WORLD"),
-    # Of MPICH's and Intel MPI's hydra; srun sets only the first two of these.
+    # The variables of MPICH's and Intel MPI's hydra; srun sets only the first two.
     Launcher(
         "pmi",
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -228,6 +230,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher("slurm", ("SLURM_STEP_ID", "SLURM_PROCID"), is_slurm_task, slurm_placement, _BY_SRUN),
     Launcher("pmi", ("PMI_RANK", "PMI_SIZE"), lambda env: "PMI_RANK" in env, _pmi, _BY_MPIRUN),
-    # Job scripts set this variable for processes that srun starts, so by itself it means least.
+    # The last row, since job scripts may set this variable for processes that srun starts.
     Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "WORLD_SIZE" in env, _torchrun_placement, _BY_TORCHRUN),
 )

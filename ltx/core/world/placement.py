@@ -1,11 +1,11 @@
 """The placement of a process by its launcher, read from environment variables of SLURM and MPI's launchers.
 
 SLURM sets them for the tasks of a job step, that is, for processes that ``srun`` starts. Only these are ranks. A job
-script, the shell of ``salloc`` and what is typed into it see the variables of the whole allocation too, but are one
-process: their step's id is a reserved one, or they have none.
+script, and a program in the shell of ``salloc``, see the variables of the whole allocation too, but are a single
+process: their step id is reserved or missing.
 
-MPI's launchers set rank and size, in all and on the node, but neither the node's number nor the meeting point. Nodes
-are numbered by the distribution of ranks, where that is sure; ranks compare the numbers when they meet.
+MPI's launchers set rank and size, both global and on the node, but neither the node's number nor MASTER_ADDR. If the
+distribution of ranks is unambiguous, the node's number follows from it; ranks compare the numbers when they meet.
 
 Sources: srun's manual page, "OUTPUT ENVIRONMENT VARIABLES"; slurm.h for the reserved ids; Open MPI's documentation,
 "Environment variables set for MPI applications"; the sources of MPICH's hydra, which is Intel MPI's launcher too, and
@@ -28,13 +28,13 @@ LOOPBACK = "127.0.0.1"
 DERIVED_PORTS = range(15000, 25000)
 DEFAULT_PORT = 29500
 
-# Longer numbers than any launcher's; beyond some thousand digits Python raises an error of its own.
+# More digits than any launcher's numbers have. Python raises an error of its own for thousands of digits.
 _MAX_DIGITS = 20
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of this process, and the meeting point of its peers; fields without a comment are as in a World."""
+    """The placement of this process, and where its peers meet. Other fields are as in :class:`ltx.World`."""
 
     launcher: str
     rank: int = 0
@@ -43,10 +43,11 @@ class Placement:
     local_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
-    master: tuple[str, int] | None = None  # the store where ranks meet; None: the process is alone
-    own_devices: int | None = None  # the number of devices shown to this process alone; None: all are shown to all
-    joins: tuple[str, int] | None = None  # the store of the run that it joins by ltx.elastic; until then it is alone
-    agreed: bool = field(default=False, compare=False)  # all ranks have it from one source, and needn't compare it
+    master: tuple[str, int] | None = None  # the address of the store where ranks meet; None if the process is alone
+    own_devices: int | None = None  # the number of devices that only this process sees; None if all see all
+    joins: tuple[str, int] | None = None  # the store of the run that ltx.elastic will join
+    # all ranks got it from one source, so they needn't compare
+    agreed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ class Variables:
     start: str
 
     def first(self, *names: str) -> str:
-        """The first of `names` that is set; the very first if none is."""
+        """The first of `names` that is set, or ``names[0]`` if none is."""
         return next((name for name in names if name in self.environ), names[0])
 
     def number(self, name: str, low: int, high: int | None, relation: str, default: int | None = None) -> int:
-        """The integer in variable `name`, from `low` to `high`. `relation`: a text on the origin of these bounds."""
+        """The integer in variable `name`, from `low` to `high`. `relation` explains the bounds in an error."""
         text = self.environ.get(name)
         if text is None and default is not None:
             return default
@@ -98,12 +99,12 @@ class Variables:
 
 
 def derived_port(seed: int) -> int:
-    """One of :data:`DERIVED_PORTS`, a different one for the next `seed`."""
+    """A port of :data:`DERIVED_PORTS`; consecutive seeds get different ports."""
     return DERIVED_PORTS[seed % len(DERIVED_PORTS)]
 
 
 def node_of(rank: int, size: int, local_rank: int, local_size: int) -> tuple[int, int] | None:
-    """The index of a process' node and the number of nodes, if these have equal numbers of processes; else None.
+    """The index of a process' node, and the number of nodes, if all nodes have equally many processes; else None.
 
     Ranks are dealt out to nodes by slot, one node after the other; else by node, in turns.
 
@@ -119,12 +120,12 @@ def node_of(rank: int, size: int, local_rank: int, local_size: int) -> tuple[int
     return None
 
 
-# Ids from here on mean the shell of salloc (0xfffffffa), a job script (0xfffffffb) and the like.
+# Step ids from here on are reserved: salloc's shell is 0xfffffffa, a job script is 0xfffffffb.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _RESERVED_NAMES = ("batch", "extern", "interactive", "pending")
 
-# The port takes steps of one job apart if their ids differ by less than the range has ports; and jobs with ids in a row
-# if each has less than this many steps.
+# Steps of one job get different ports if their ids differ by less than the number of ports. Jobs with consecutive ids
+# get different ports if each has fewer steps than this.
 _STEPS_BETWEEN_JOBS = 101
 
 _GROUP = re.compile(r"\[([0-9]+)(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]")
@@ -133,12 +134,12 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as a task; ``srun --pty``, with one task, is a terminal."""
+    """Whether srun started this process as a task. A terminal (``srun --pty`` with one task) doesn't count."""
     return "SLURM_STEP_ID" in environ and why_no_slurm_task(environ) is None
 
 
 def why_no_slurm_task(environ: Mapping[str, str]) -> str | None:
-    """The reason why a process with variables of SLURM is no task of srun; None if it has none, or is a task."""
+    """Why a process with SLURM's variables isn't a task of srun; None if it is one, or has no such variables."""
     step = environ.get("SLURM_STEP_ID")
     if step is None:
         no_step = "SLURM_JOB_ID is set, but not SLURM_STEP_ID: in an allocation, and not started by srun"
@@ -151,7 +152,7 @@ def why_no_slurm_task(environ: Mapping[str, str]) -> str | None:
 
 
 def slurm_placement(variables: Variables) -> Placement:
-    """The place of a task in its step. Nodes may have unequal numbers of tasks."""
+    """The placement of a task in its job step. Nodes may have unequal numbers of tasks."""
     environ = variables.environ
     step = variables.number("SLURM_STEP_ID", 0, _FIRST_RESERVED_STEP - 1, "the id of a job step")
     sizes = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -178,7 +179,7 @@ def slurm_placement(variables: Variables) -> Placement:
     master = None
     if size > 1:
         address, jobs = _slurm_address(variables), variables.first("SLURM_JOB_ID", "SLURM_JOBID")
-        port = None  # that follows from the ids of the job and of the step, unless MASTER_PORT says it
+        port = None  # derived from the ids of the job and the step, unless MASTER_PORT is set
         if "MASTER_PORT" not in environ:
             job = variables.number(jobs, 0, None, "the id of the job, or MASTER_PORT set")
             port = derived_port(job * _STEPS_BETWEEN_JOBS + step)
@@ -242,7 +243,7 @@ def mpi_placement(
     local_size: tuple[str, ...],
     job: tuple[str, ...] = (),
 ) -> Placement:
-    """The placement by a launcher with these variables; of several names for a value, the first that is set counts."""
+    """The placement from these variables. If a value has several names, the first that is set counts."""
     environ = variables.environ
     world_size = variables.number(size, 1, None, "the number of processes")
     my_rank = variables.number(rank, 0, world_size - 1, f"below {size}={world_size}")
@@ -279,7 +280,7 @@ def mpi_placement(
                 "MPI: mpirun -x MASTER_ADDR=$(hostname) ...; MPICH and Intel MPI: mpiexec -genv MASTER_ADDR "
                 "$(hostname) ..., on the node of rank 0."
             )
-        # The port follows from the job's id, if there is one: other jobs on the same nodes use other ports.
+        # The port is derived from the job's id, if there is one, so that other jobs on the same nodes use other ports.
         ids = [environ[name].encode("utf-8", "surrogateescape") for name in job if environ.get(name)]
         port = derived_port(zlib.crc32(ids[0])) if ids else DEFAULT_PORT
         master = address or LOOPBACK, variables.master_port(port)

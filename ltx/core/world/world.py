@@ -78,7 +78,7 @@ class World:
 
     def __enter__(self) -> World:
         """This world. Raises :class:`ltx.errors.WorldError` if this World isn't the current one."""
-        if process.session is None or process.session.world is not self:  # this World was pickled, or has ended
+        if process.session is None or process.session.world is not self:  # this World is a pickled copy, or has ended
             raise WorldError(
                 f"rank {self.rank}: this World isn't the one that is initialised now, so it can't be entered. "
                 "Write `with ltx.init(...) as world:`."
@@ -107,7 +107,7 @@ class World:
                 )
             shutdown()
         except Exception:
-            if error is None:  # else what ended the block is the news, and peers lost along the way are not
+            if error is None:  # else the block's own error is raised, not an error of the teardown
                 raise
 
 
@@ -119,7 +119,8 @@ class Session:
     settings: dict[str, Any]
     teardown: ExitStack
     holds: int = 1
-    before: tuple[World, ...] = ()  # the worlds that this one replaced: a `with` block on one of them keeps this world
+    # replaced worlds, whose `with` blocks keep this world open
+    before: tuple[World, ...] = ()
     pid: int = field(default_factory=os.getpid)
 
 
@@ -128,23 +129,24 @@ class _Process:
     """The session of this process: process-wide, because process groups and axes are."""
 
     session: Session | None = None  # the session of the current world
-    replaced: Session | None = None  # a session whose successor couldn't be set up
+    replaced: Session | None = None  # the last session, if its successor couldn't be set up
     #: The number of worlds that this process has been in, equal on all ranks of a world. It is part of a world's keys
     #: in the store, so that a world made after ``shutdown()`` doesn't read old addresses, and ranks of other numbers
     #: don't meet.
     worlds: int = 0
     abandoned: bool = False  # whether this rank leaves its world because of an exception
-    #: The store through which the ranks of the last world, or of a world that is being made, met. It is kept: if rank 0
-    #: dropped it and opened another on its port, a peer could still reach the old one.
+    #: The store through which the ranks of the last world, or of a world that is being made, met. It stays open: if
+    #: rank 0 closed it and opened another on the same port, a peer could still reach the old one.
     stores: dict[Placement, Store] = field(default_factory=dict)
-    inherited: list[dict[Placement, Store]] = field(default_factory=list)  # the parent's, which can't end here
+    # the parent's stores, which a fork mustn't close
+    inherited: list[dict[Placement, Store]] = field(default_factory=list)
 
 
 process = _Process()
 
 
 def _leave_stores_to_parent() -> None:
-    """In a fork, which has none of the threads of these."""
+    """In a fork: keep the parent's stores unused, since their threads don't exist here."""
     process.inherited.append(process.stores)
     process.stores = {}
 
@@ -159,7 +161,7 @@ def settings_of_world() -> dict[str, Any]:
 def world() -> World:
     """The world that :func:`init` has set up; a world of one if there is none.
 
-    In processes that a rank starts by ``multiprocessing``, such as a DataLoader's, it is the rank's.
+    In a process that a rank has started by ``multiprocessing``, such as a DataLoader's worker, it is the rank's world.
     They can't communicate.
 
     Example:
@@ -187,7 +189,7 @@ def world_of_parent() -> World | None:
 
 
 def _check_alone() -> None:
-    """Raise if this process, which has had no world, is one of several."""
+    """Raise if this process has had no world, but is one of several ranks."""
     if (mine := world_of_parent()) is not None:
         raise WorldError(
             f"rank {mine.rank}: this process ({os.getpid()}) is a worker of rank {mine.rank} of {mine.size}, and can't "
@@ -207,25 +209,25 @@ def shutdown() -> None:
     afterwards.
     """
     session, process.session = process.session, None
-    if session is not None and session.pid == os.getpid():  # a fork has none of the groups' threads
+    if session is not None and session.pid == os.getpid():  # the groups' threads don't exist in a fork
         session.teardown.close()
 
 
 def abandon(error: BaseException) -> None:
-    """Tell the peers that wait in a collective that this rank won't join it, because of `error`."""
+    """Tell peers that wait in a collective that this rank won't join it, because of `error`."""
     process.abandoned = True
     why, lost = said_of(error), isinstance(error, PeerLostError)
     left = [axis.comm for axis in comm.open_axes() if axis.comm is not None]
     for axis_comm in left:
         axis_comm.recovery.abandon(why, lost)
-    if world().rank == 0:  # the store may end with it
+    if world().rank == 0:  # the store may end with this process
         dead = {axis_comm.global_ranks[peer] for axis_comm in left for peer in axis_comm.lost()}
         for watcher in {axis_comm.watcher for axis_comm in left}:
             watcher.wait_until_heard(dead)
 
 
 def forget() -> None:
-    """In a fork: the world that is up is the parent's."""
+    """Run in each fork, where the open world is the parent's."""
     process.session = process.replaced = None
     os.environ.pop(RANK_VARIABLE, None)
 
@@ -250,10 +252,10 @@ def world_of(placement: Placement, *, backend: str | None = None, cuda_devices: 
     """The world of a process at `placement`.
 
     The device is the accelerator (CUDA, or another kind that torch knows) with the local rank's number; the first one
-    where each rank sees devices of its own (srun's tasks, or one entry in CUDA_VISIBLE_DEVICES); the CPU where there is
-    none. The backends are torch's for that device, NCCL on CUDA, and gloo on the CPU. Local ranks beyond the number of
-    devices are an error, except over gloo, where they compute on the CPU. `cuda_devices`: the number of CUDA devices;
-    None asks torch which accelerators there are.
+    if each rank sees only its own devices (srun's tasks, or one entry in CUDA_VISIBLE_DEVICES); the CPU without an
+    accelerator. The backends are torch's for that device, NCCL on CUDA, and gloo on the CPU. Local ranks beyond the
+    number of devices are an error, except over gloo, where they compute on the CPU. `cuda_devices`: the number of CUDA
+    devices; None asks torch which accelerators there are.
     """
     local_rank = placement.local_rank
     kind, count = accelerators() if cuda_devices is None else ("cuda", cuda_devices)
