@@ -28,6 +28,14 @@ MUTANTS = (
         tests=("tests/internal/comm/test_shared_memory.py",),
     ),
     Mutant(
+        name="comm: every input in the room stays there",
+        where="SharedMemoryTransport._give",
+        old="if chunk.reduce is not None and ROOM <= place < self._untouched:",
+        new="if ROOM <= place < self._untouched:",
+        breaks="what isn't reduced is taken out of slots, in which it doesn't lie",
+        tests=("tests/internal/comm/test_shared_memory_faults.py",),
+    ),
+    Mutant(
         name="comm: tags aren't compared",
         where="SharedMemoryTransport._reduce",
         old="work.refused |= len({words[TAGS + slot] for words in self._counters}) > 1",

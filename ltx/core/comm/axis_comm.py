@@ -90,7 +90,7 @@ class AxisComm(Ranks):
         self._fork_error: WorldError | None = None  # set once this process is a fork of the rank's process
         self.compared = Seen()
         self.network: Any = None  # the ltx.core.comm.Network, once it has been measured
-        self.buffer_pool = BufferPool()  # of the gradients' buckets
+        self.buffer_pool = BufferPool(self._room)  # of the gradients' buckets
         self._parts: dict[tuple[int, ...], AxisComm] = {}
         self.unread: IssuedSummary | None = None  # the step summary of the last pass, if the host hasn't read it
         self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
@@ -211,6 +211,11 @@ class AxisComm(Ranks):
     def parts(self) -> list[AxisComm]:
         return list(self._parts.values())
 
+    def _room(self, nbytes: int) -> torch.UntypedStorage | None:
+        """Memory for a bucket where its sum is read in place, if there is such."""
+        transport = self._phases[0].transport if self._phases else None
+        return None if transport is None else transport.room(nbytes)
+
     def bucket_channel(self, phase: int) -> Channel:
         """The channel for the `phase`-th collective of each bucket."""
         return self._phases[phase]
@@ -248,6 +253,7 @@ class AxisComm(Ranks):
                 channel.failed = error
             raise
         self.background, self._phases = background, phases
+        self.buffer_pool.clear()  # its memory lay in the segments of the old channels
         for part in self.parts:
             part.recovery.recover(within=True)
 

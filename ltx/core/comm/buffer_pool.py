@@ -9,7 +9,7 @@ array or a view of one, keeps its memory.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from math import prod
 
 import torch
@@ -36,7 +36,8 @@ _UNUSED = _references_without_users()
 class BufferPool:
     """The memory of the buckets of one plan. It holds CPU tensors alone: on GPUs torch's allocator does the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: Callable[[int], torch.UntypedStorage | None] = lambda nbytes: None) -> None:
+        self._room = room  # where new memory comes from, if it has so many bytes
         self._plan: Hashable = None
         self._kept: dict[int, list[torch.UntypedStorage]] = {}
 
@@ -58,6 +59,7 @@ class BufferPool:
             if storage.nbytes() == nbytes and storage_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED:
                 again: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
                 return again if len(shape) == 1 else again.view(shape)
-        made = torch.empty(shape, dtype=dtype)
-        kept[:] = [*(storage for storage in kept if storage.nbytes() == nbytes), made.untyped_storage()][-_KEPT:]
-        return made
+        storage = self._room(nbytes) or torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        kept[:] = [*(other for other in kept if other.nbytes() == nbytes), storage][-_KEPT:]
+        made: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
+        return made.view(shape)

@@ -16,7 +16,7 @@ class Chunk(NamedTuple):
 
     numel: int
     dtype: torch.dtype
-    give: Callable[[torch.Tensor], object]  # copies this rank's input into its slot
+    given: torch.Tensor | None  # this rank's input
     take: Callable[[list[torch.Tensor]], object]  # copies this rank's part of the result out of all ranks' slots
     reduce: Callable[..., torch.Tensor] | None = None  # combines two slots in a reduction: (a, b, out=)
 
@@ -54,7 +54,7 @@ def _nothing(*_: object) -> None:
 
 
 #: A transport puts this in place of a completed chunk.
-NO_CHUNK = Chunk(0, torch.uint8, _nothing, _nothing)
+NO_CHUNK = Chunk(0, torch.uint8, None, _nothing)
 
 
 def _cut(
@@ -66,8 +66,7 @@ def _cut(
     for start in range(0, length, most):
         at = slice(start, min(start + most, length))
         chunk = x[..., at]
-        give = (lambda slot, chunk=chunk: slot.view(chunk.shape).copy_(chunk)) if gives else _nothing
-        yield Chunk(chunk.numel(), chunk.dtype, give, partial(take, at), reduce)
+        yield Chunk(chunk.numel(), chunk.dtype, chunk if gives else None, partial(take, at), reduce)
 
 
 def all_reduce(reduce: Callable[..., torch.Tensor]) -> Cut:

@@ -3,10 +3,13 @@
 Sockets copy each byte through the kernel twice and keep a thread busy; shared memory is one copy. A buffer is cut into
 chunks, and each chunk goes through three phases:
 
-    1. every rank copies its input into its own segment                                         -> filled
+    1. every rank copies its input into a slot of its own segment, unless it lies there already -> filled
     2. in a reduction, rank r reduces part r of the chunk over all segments, in rank order,
-       into its own segment                                                                     -> reduced
-    3. every rank copies its result out of the segments                                         -> emptied
+       into its own slot                                                                        -> reduced
+    3. every rank copies its result out of the slots                                            -> emptied
+
+Buckets of gradients are packed in the segment (:meth:`SharedMemoryTransport.room`): a rank tells for each chunk where
+its input begins.
 
 Each rank owns three counters that only it writes: how many chunks it has filled, reduced and emptied. A rank does the
 next phase of a chunk when its peers' counters allow it. There is no thread for this: any thread that issues or waits
@@ -37,10 +40,12 @@ import platform
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -51,12 +56,17 @@ from ltx.core.comm.operations import OPERATIONS
 
 SLOTS = 8  # for chunks
 COUNTERS_BYTES = 4096  # before the first slot
+#: After the slots: the room for inputs of reductions, which needn't be copied. Untouched pages of it take no memory.
+ROOM = SLOTS * CHUNK_BYTES
+SEGMENT_BYTES = COUNTERS_BYTES + ROOM + (1 << 30)
+_PAGE_BYTES = 4096
 _LINE_WORDS = 64 // 8
 #: Counters: how many chunks the rank has filled, reduced and emptied.
 FILLED, REDUCED, EMPTIED = (i * _LINE_WORDS for i in range(3))
 TAGS = 3 * _LINE_WORDS  # one for each slot
 SUMS = TAGS + SLOTS  # one for each slot
-FAILED = SUMS + SLOTS  # the length of the text that says why the rank's end has failed; 0 if it hasn't failed
+WHERE = SUMS + SLOTS  # one for each slot: the byte at which the rank's input begins
+FAILED = WHERE + SLOTS  # the length of the text that says why the rank's end has failed; 0 if it hasn't failed
 REASON = COUNTERS_BYTES // 2  # the byte at which that text begins
 
 # The lock files that this process has locked. Forks share the locks: if a fork released one, the rank would seem dead.
@@ -132,6 +142,9 @@ class SharedMemoryTransport:
         self._counters = [memoryview(segment).cast("q") for segment in segments]
         self._sums = [memoryview(segment).cast("d") for segment in segments]
         self._bytes = [torch.frombuffer(segment, dtype=torch.uint8, offset=COUNTERS_BYTES) for segment in segments]
+        self._base = self._bytes[rank].data_ptr()
+        #: Where the part of the room begins that was never used, and the parts that are used no more, by their size.
+        self._untouched, self._unused = ROOM, defaultdict[int, list[int]](list)
         self._begun = 0
         self._emptied_at_close = 0
         self._forget_queue()
@@ -240,20 +253,35 @@ class SharedMemoryTransport:
         self._through[counter] = entry
 
     def _slots(self, entry: _Entry) -> list[torch.Tensor]:
-        chunk = entry.chunk
         start = (entry.place % SLOTS) * CHUNK_BYTES
-        end = start + chunk.numel * chunk.dtype.itemsize
-        return [segment[start:end].view(chunk.dtype) for segment in self._bytes]
+        return [self._at(rank, start, entry.chunk) for rank in range(self.size)]
+
+    def _at(self, rank: int, start: int, chunk: Chunk) -> torch.Tensor:
+        return self._bytes[rank][start : start + chunk.numel * chunk.dtype.itemsize].view(chunk.dtype)
 
     def _fill(self) -> bool:
         entry = self._next(FILLED)
         # A slot is free once every rank has emptied its chunk.
         if entry is None or entry.place >= self._least(EMPTIED) + SLOTS:
             return False
-        self._counters[self.rank][TAGS + entry.place % SLOTS] = entry.tag
-        entry.chunk.give(self._slots(entry)[self.rank])
+        slot, mine = entry.place % SLOTS, self._counters[self.rank]
+        mine[TAGS + slot] = entry.tag
+        mine[WHERE + slot] = self._give(entry.chunk, slot * CHUNK_BYTES)
         self._tell(entry, FILLED)
         return True
+
+    def _give(self, chunk: Chunk, start: int) -> int:
+        """Where this rank's input lies in its segment: at `start`, as a copy, or in the room for reductions' inputs.
+
+        No peer reads a reduction's input once the reduction is complete, so whoever has its result may overwrite both.
+        """
+        if (given := chunk.given) is None:
+            return start
+        place = given.data_ptr() - self._base
+        if chunk.reduce is not None and ROOM <= place < self._untouched:
+            return place
+        self._at(self.rank, start, chunk).view(given.shape).copy_(given)
+        return start
 
     def _reduce(self) -> bool:
         entry = self._next(REDUCED)
@@ -262,18 +290,19 @@ class SharedMemoryTransport:
         chunk, work, slot = entry.chunk, entry.work, entry.place % SLOTS
         work.refused |= len({words[TAGS + slot] for words in self._counters}) > 1
         if chunk.reduce is not None and not work.refused:
-            slots = self._slots(entry)
-            shares = [part(slot, self.rank, self.size) for slot in slots]
-            if shares[0].numel():
+            inputs = [self._at(rank, words[WHERE + slot], chunk) for rank, words in enumerate(self._counters)]
+            shares = [part(each, self.rank, self.size) for each in inputs]
+            result = part(self._at(self.rank, slot * CHUNK_BYTES, chunk), self.rank, self.size)
+            if result.numel():
                 if self._overwritten == entry.place:  # an exception interrupted the lines below
-                    chunk.give(slots[self.rank])
+                    self._give(chunk, slot * CHUNK_BYTES)
                 self._overwritten = entry.place
-                # In rank order on every rank; the last step writes into this rank's own segment.
+                # In rank order on every rank; the last step writes into this rank's own slot.
                 total = shares[0]
                 for share in shares[1:-1]:
                     total = chunk.reduce(total, share)
-                chunk.reduce(total, shares[-1], out=shares[self.rank])
-            self._sums[self.rank][SUMS + slot] = math.nan if work.sums is None else sum_of(shares[self.rank])
+                chunk.reduce(total, shares[-1], out=result)
+            self._sums[self.rank][SUMS + slot] = math.nan if work.sums is None else sum_of(result)
         self._tell(entry, REDUCED)
         return True
 
@@ -290,6 +319,20 @@ class SharedMemoryTransport:
         self._tell(entry, EMPTIED)  # must come last, since a waiting thread continues at once
         entry.chunk = NO_CHUNK
         return True
+
+    def room(self, nbytes: int) -> torch.UntypedStorage | None:
+        """Memory in this rank's segment, from which peers read a reduction's input; None if there is no room left."""
+        rounded = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        unused = self._unused[rounded]
+        if not (nbytes and self._maps and (unused or self._untouched + rounded <= SEGMENT_BYTES - COUNTERS_BYTES)):
+            return None
+        if not unused:
+            unused.append(self._untouched)
+            self._untouched += rounded
+        start = unused.pop()
+        view = memoryview(self._maps[self.rank])[COUNTERS_BYTES + start : COUNTERS_BYTES + start + nbytes]
+        finalize(view, unused.append, start).atexit = False  # the storage holds the view
+        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
     def lost_peers(self) -> list[int]:
         lost = []
@@ -337,7 +380,7 @@ def open_transport(rank: int, exchange: Callable[[str, Any], list[Any]]) -> Shar
     try:
         if machine is not None:
             files = [os.memfd_create("ltx segment"), os.memfd_create("ltx lock")]
-            os.ftruncate(files[0], COUNTERS_BYTES + SLOTS * CHUNK_BYTES)
+            os.ftruncate(files[0], SEGMENT_BYTES)
             fcntl.flock(files[1], fcntl.LOCK_EX)
             _locked.add(files[1])
             mine = {"machine": machine, "pid": os.getpid(), "files": files}
@@ -350,7 +393,7 @@ def open_transport(rank: int, exchange: Callable[[str, Any], list[Any]]) -> Shar
                         for descriptor in entry["files"]
                     )
                     locks.append(lock)
-                    segments.append(mmap.mmap(segment, COUNTERS_BYTES + SLOTS * CHUNK_BYTES))
+                    segments.append(mmap.mmap(segment, SEGMENT_BYTES))
                     os.close(segment)
             except OSError:
                 segments = []

@@ -16,7 +16,7 @@ import torch
 
 import ltx
 from ltx.core.comm.chunks import CHUNK_BYTES
-from ltx.core.comm.shared_memory import COUNTERS_BYTES, SLOTS, SharedMemoryTransport, progress_everywhere
+from ltx.core.comm.shared_memory import SEGMENT_BYTES, SLOTS, SharedMemoryTransport, progress_everywhere
 from tests.forks import settles
 
 
@@ -24,24 +24,37 @@ def transport_of() -> Any:
     return ltx.core.ranks.axis.find(None).comm.bucket_channel(0).transport
 
 
-def sums(seed: int, sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Several buffers under way at once, from small to larger than the whole arena."""
+def sums(seed: int, sizes: list[int], dtype: torch.dtype, in_room: list[int]) -> list[torch.Tensor]:
+    """Several buffers under way at once, from small to larger than all slots; those of ranks `in_room` lie there."""
     rank, channel = int(ltx.axis_index()), ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
     assert channel.transport is not None
     draw = torch.Generator().manual_seed(seed + rank)
     buffers = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
+    if rank in in_room:
+        buffers = [roomy(channel.transport, buffer) for buffer in buffers]
     works = [channel.issue("psum", buffer, "test") for buffer in buffers]
-    return [work.wait() for work in works]
+    totals = [work.wait() for work in works]
+    kept = [total.clone() for total in totals]
+    for total in totals:  # whoever has the result may overwrite it at once: peers may still be reading theirs
+        total.fill_(float("nan"))
+    return kept
+
+
+def roomy(transport: SharedMemoryTransport, x: torch.Tensor) -> torch.Tensor:
+    """`x` in the room of `transport`, where peers read it in place."""
+    storage = transport.room(x.nbytes)
+    assert storage is not None
+    return torch.empty(0, dtype=x.dtype).set_(storage).view(x.shape).copy_(x)
 
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("n", "in_room"), [(2, []), (3, []), (2, [0, 1]), (3, [1])])
 def test_sums_are_those_of_the_buffers_in_rank_order(
-    ranks: Callable[[int], Any], seed: int, n: int, dtype: Any
+    ranks: Callable[[int], Any], seed: int, n: int, in_room: list[int], dtype: Any
 ) -> None:
     sizes = [1, 7, 1000, CHUNK_BYTES // 4 + 3, (SLOTS + 2) * CHUNK_BYTES // dtype.itemsize]
-    got = ranks(n).run(sums, seed, sizes, dtype).replicated()  # bitwise equal on all ranks
+    got = ranks(n).run(sums, seed, sizes, dtype, in_room).replicated()  # bitwise equal on all ranks
     draws = [torch.Generator().manual_seed(seed + rank) for rank in range(n)]
     for size, total in zip(sizes, got, strict=True):
         parts = [torch.randn(size, generator=draw).to(dtype) for draw in draws]
@@ -49,6 +62,35 @@ def test_sums_are_those_of_the_buffers_in_rank_order(
         for part in parts[2:]:
             expected = expected + part
         assert torch.equal(total, expected)
+
+
+def test_room_is_used_again_once_nobody_looks_at_it() -> None:
+    transport = SharedMemoryTransport(0, [mmap.mmap(-1, SEGMENT_BYTES)], [], [])
+    first, second = (roomy(transport, torch.full((1025,), number)) for number in (1.0, 2.0))
+    part, places = first[3:5], [first.data_ptr(), second.data_ptr()]
+    del second
+    third, fourth = roomy(transport, torch.full((1100,), 3.0)), roomy(transport, torch.zeros(3000))
+    assert third.data_ptr() == places[1]  # it takes as many pages
+    assert fourth.data_ptr() not in places
+    del first
+    assert roomy(transport, torch.zeros(1025)).data_ptr() not in places
+    assert part.tolist() == [1.0, 1.0]
+    assert transport.room(0) is None
+    assert transport.room(SEGMENT_BYTES) is None
+    transport.close()
+    assert transport.room(8) is None
+    assert (part.tolist(), third[:2].tolist()) == ([1.0, 1.0], [3.0, 3.0])
+
+
+def test_buckets_are_packed_where_peers_read_them(on_new_axis: Callable[..., Any]) -> None:
+    def run() -> tuple[bool, bool]:
+        channel = ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
+        step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum())
+        grads = torch.func.grad(step)({"w": torch.ones(5000)}, torch.ones(5000))["w"]
+        again = roomy(channel.transport, torch.ones(3))
+        return torch.equal(grads, torch.ones(5000)), 0 < again.data_ptr() - grads.data_ptr() < 1 << 20
+
+    assert on_new_axis(run, timeout_s=30.0, sockets=False).replicated() == (True, True)
 
 
 def totals(seed: int, sizes: list[int], dtype: torch.dtype, asks: Sequence[bool]) -> list[tuple[Any, torch.Tensor]]:
@@ -185,7 +227,7 @@ def test_an_interrupt_leaves_gradients_on() -> None:
     def progress(last: int) -> None:
         nonlocal came, at
         came, at = 0, last
-        transport = SharedMemoryTransport(0, [mmap.mmap(-1, COUNTERS_BYTES + SLOTS * CHUNK_BYTES)], [], [])
+        transport = SharedMemoryTransport(0, [mmap.mmap(-1, SEGMENT_BYTES)], [], [])
         transport.begin("psum", torch.ones(3), (), 0)
         before = sys.gettrace()
         sys.settrace(tracer)
