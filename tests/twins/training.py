@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,12 +77,10 @@ def on_a_rank(build: Callable[[nn.Module], Any], seed: int, sizes: tuple[int, ..
     return run(build(module), module, [by_rank[ltx.world().rank] for by_rank in batches])
 
 
-def ddp(seed: int, sizes: tuple[int, ...], steps: int = STEPS, fp16: bool = False) -> tuple[Tensor, Params]:
+def ddp(seed: int, sizes: tuple[int, ...], steps: int = STEPS) -> tuple[Tensor, Params]:
     """DistributedDataParallel with torch's AdamW."""
     module, batches = problem(seed, sizes, steps)
     replica = DistributedDataParallel(module)
-    if fp16:
-        replica.register_comm_hook(None, fp16_compress_hook)
     losses, parameters = one_process(module, [by_rank[ltx.world().rank] for by_rank in batches], replica)
     return ltx.pmean(losses), parameters
 

@@ -83,12 +83,13 @@ def test_a_fork_does_not_share_memory_with_this_process() -> None:
 
 
 @pytest.mark.parametrize("method", some(["popen", "fork"], "fork"))
-def test_the_first_failure_is_told_and_peers_do_not_wait(method: str) -> None:
+def test_the_first_failure_is_told_and_peers_do_not_wait(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         if ltx.world().rank == 1:
             raise ValueError("no such luck")
         ltx.psum(torch.ones(2))
 
+    monkeypatch.setattr("ltx.runtime.worker_group.PATIENCE_S", 30.0)  # rank 0 gets to say what came of it
     with pytest.raises(CallFailedError, match=r"^rank 1 of 2 raised ValueError: no such luck\n") as caught:
         ltx.launch(fails, 2, start_method=method)  # type: ignore[arg-type]
     assert isinstance(caught.value.__cause__, ValueError)

@@ -66,21 +66,6 @@ def test_fifty_steps_are_those_of_ddp(name: str, ranks: Ranks, seed: int) -> Non
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.full(but=1)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("hook", ["fp16", "bf16"])
-@pytest.mark.parametrize("overlap", ["backward", "update"])
-def test_half_precision_hooks_are_near_ddps(hook: str, overlap: Any, ranks: Ranks, seed: int) -> None:
-    def both() -> Any:
-        strategy = ltx.DDPStrategy(comm_hook=hook)
-        mine = on_a_rank(lambda m: ltx.train_step(mean_step(m, strategy), adamw(), overlap=overlap), seed, EQUAL)
-        return mine, training.ddp(seed, EQUAL, fp16=True)
-
-    (losses, params), (expected, _) = ranks(2).run(both).replicated()
-    torch.testing.assert_close(losses, expected, rtol=0.02, atol=0)
-    assert all(p.dtype == torch.float32 for p in params.values())
-
-
 # --- ranks whose batches differ --------------------------------------------------------------------------------------
 
 WEIGHTED: dict[str, Callable[[nn.Module], Any]] = {

@@ -22,7 +22,6 @@ from tests.twins.cases import (
     Params,
     assert_close,
     assert_same_bits,
-    own_axis,
     params_of,
     plain_step,
     seeded,
@@ -223,19 +222,6 @@ def test_two_graphs_at_once(ranks: Ranks, seed: int) -> None:
     for got, sign in zip(ranks(2).run(interleaved, seed).replicated(), (1, -1), strict=True):
         signed = [(sign * x, sign * y) for x, y in batches]
         assert_close(got, cases.gradient(module, cases.whole_batch(module, signed)))
-
-
-def on_an_axis_of_its_own(seed: int) -> Params:
-    module, batches = CASES["mlp"].build(seed, 2)
-    with own_axis() as axis:
-        step = ltx.data_parallel(plain_step(module), axis=axis)
-        return WAYS["torch.func.grad"](step, params_of(module), *batches[ltx.world().rank])
-
-
-def test_an_axis_of_ones_own(ranks: Ranks, seed: int) -> None:
-    module, batches = CASES["mlp"].build(seed, 2)
-    got = ranks(2).run(on_an_axis_of_its_own, seed).replicated()
-    assert_close(got, cases.gradient(module, CASES["mlp"].loss(module, batches)))
 
 
 def test_nested_simulated_axes() -> None:

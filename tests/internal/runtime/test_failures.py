@@ -69,9 +69,14 @@ def test_an_exception_arrives_with_rank_type_text_and_cause(ranks: Ranks) -> Non
     assert _works(ranks(2))
 
 
-def test_the_first_to_fail_is_shown_and_the_others_listed(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers of a rank that has failed get to say what came of it, however slow the machine is."""
+    monkeypatch.setattr(worker_group, "PATIENCE_S", 30.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_first_to_fail_is_shown_and_the_others_listed(ranks: Ranks, tmp_path: Path) -> None:
     def fails_in_turn() -> None:
         if world().rank == 1:
             (tmp_path / "first").touch()
@@ -79,8 +84,6 @@ def test_the_first_to_fail_is_shown_and_the_others_listed(
             assert settles((tmp_path / "first").exists, bool)
             time.sleep(0.1)
         raise KeyError(f"from {world().rank}")
-
-    monkeypatch.setattr(worker_group, "PATIENCE_S", 30.0)  # others get to answer in
 
     with pytest.raises(CallFailedError, match=r"rank 1 of 2 raised KeyError") as caught:
         ranks(2).run(fails_in_turn)
@@ -158,6 +161,7 @@ def test_workers_keep_their_state_after_a_failure(ranks: Ranks) -> None:
     assert _works(ranks(2))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("sockets", [False, True])
 def test_a_peer_that_waits_in_a_collective_is_told_at_once(ranks: Ranks, sockets: bool) -> None:
     def one_fails() -> None:
@@ -334,6 +338,7 @@ def test_sys_exit_ends_the_call_and_not_the_worker(ranks: Ranks) -> None:
     assert list(ranks(2).run(os.getpid)) == before
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_is_killed(ranks: Ranks) -> None:
     def killed() -> None:
         if world().rank == 1:
