@@ -90,7 +90,7 @@ class DiLoCoStrategy(Strategy):
         StrategyError: (a ValueError) a field's value isn't allowed. Not allowed are also: an `outer` optimizer that
             uses several parameters together or the loss, or has whole numbers in its state; with `fragment_sync_delay`
             an `outer_hook` of two phases, as ByteGrad or error feedback; at the initialisation of training, more
-            fragments than parameters, or complex parameters; a step from a state that was copied or pickled while
+            fragments than parameters, or complex parameters; a step from a state that was broadcast while
             outer gradients were being sent.
 
     Source: "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025, algorithm 2. The schedule and the names are those of
@@ -246,8 +246,8 @@ class DiLoCoStrategy(Strategy):
         if info.axis.ranks.lags and not sent.is_meta and bool(sent):
             raise StrategyError(
                 f"rank {info.axis.rank}: DiLoCoStrategy: the outer gradient of parameter {path!r} is under way, and "
-                "this state is a copy (pickle, copy.deepcopy, ltx.tree.map), which hasn't got it. Copy what finish "
-                "gives, called by all ranks: state = train.finish(state)."
+                "this state, which train.broadcast gave, hasn't got it. Broadcast what finish gives, called by all "
+                "ranks: state = train.finish(state)."
             )
         return states
 

@@ -287,8 +287,9 @@ def check_paths(tree: Tree, what: str) -> None:
 def check_values(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> None:
     """Raise for tensors without values: on the meta device, or fake outside of their mode."""
     if found := _first(leaves, tree, (i for i, x in enumerate(leaves) if x.is_meta or isinstance(x, FakeTensor))):
-        where = "on the meta device" if found[1].is_meta else "a FakeTensor, outside of its FakeTensorMode"
-        raise TreeError(f"{what}: leaf {found[0]!r} is {where}, and its values are needed.")
+        meta = ' Give them memory, module.to_empty(device="cpu"), and set them.' if found[1].is_meta else ""
+        where = "on the meta device" if meta else "a FakeTensor, outside of its FakeTensorMode"
+        raise TreeError(f"{what}: leaf {found[0]!r} is {where}, and its values are needed.{meta}")
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -231,9 +231,14 @@ class Negotiation:
             name, how = (of, f"{what}, ") if of else (called(what), "")
             return f"{name} on axis {self._name!r} ({how}{os.path.basename(caller())})"
 
-        with suppress(StoreGoneError):  # as in answer_peers()
-            label, told_of = self._comm.label, f"{self._comm.label}/{LEFT}" if in_pass else ""
-            self.deadlocks.check(f"{label}/{key}", number, self._comm.global_ranks, describe, told_of)
+        label, told_of = self._comm.label, f"{self._comm.label}/{LEFT}" if in_pass else ""
+        try:
+            with suppress(StoreGoneError):  # as in answer_peers()
+                self.deadlocks.check(f"{label}/{key}", number, self._comm.global_ranks, describe, told_of)
+        except RankMismatchError as error:
+            # Peers that waited elsewhere have given up calls that this rank hasn't made: it can't go on without them.
+            self._comm.user.failed = self._comm.user.failed or error
+            raise
 
     def _refuse_deadlock(self, place: str, post: Post, in_pass: bool) -> None:
         """Raise if a peer won't come to `place` because it waits in vain itself."""
@@ -246,9 +251,7 @@ class Negotiation:
             awaited = f"{address}/compared", int(number) + 1
         try:
             self._check_deadlock(*awaited, post.signature.operation, in_pass=in_pass)
-        except RankMismatchError as error:
-            # Neither a peer that comes here later nor this rank may continue without the other.
-            self._comm.user.failed = self._comm.user.failed or error
+        except RankMismatchError:
             self.withdraw(place, post, "nothing any more: it has given up")
             raise
 

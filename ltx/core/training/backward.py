@@ -97,15 +97,19 @@ class Backward(NamedTuple):
         for member, grad in zip(members, grads, strict=True):
             if member in self.unused and bool(grad.any()):
                 del self.unused[member]
+                if len(self.unused) + 1 == len(self.forward.leaves):  # a rank without data doesn't know of the others
+                    self.unused.clear()
 
     def warn_of_unused(self) -> None:
         if self.unused:
             paths = list(self.unused.values())
             said = ", ".join(map(repr, paths[:6])) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+            todo = f"Leave them out: train_step(..., trainable=lambda path: path not in {{{paths[0]!r}, ...}})."
+            if len(paths) == len(self.forward.leaves):
+                todo = "These are all: use the parameters that the step is given, and don't detach the loss."
             warnings.warn(
                 f"train_step: the loss of the first step doesn't depend on {said}. Their gradients are zeros, and "
-                "weight decay moves them, where torch leaves parameters whose .grad is None alone. Leave out what "
-                f"isn't trained: train_step(..., trainable=lambda path: path not in {{{paths[0]!r}, ...}}).",
+                f"weight decay moves them, where torch leaves parameters whose .grad is None alone. {todo}",
                 UnusedParameterWarning,
                 stacklevel=1,
             )

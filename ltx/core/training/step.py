@@ -184,8 +184,7 @@ class Step:
         if self.state.step == 0:
             schedule = forward.run.schedule
             missing = unreached(forward.total, leaves, None if schedule is None else schedule.plan)
-            # a rank without data reaches no leaf
-            if missing and (len(missing) < len(leaves) or self.info.axis.size == 1):
+            if missing:
                 paths = tree.leaf_paths(self.state.trained)
                 unused = {member: paths[member] for member in missing}
         return Backward(train.optimizer, self.state, forward, inputs, self._in_place, factor, look, unused)

@@ -63,6 +63,9 @@ tree.register_node(
 )
 
 
+# In place of the strategy's pending communication in what pickle, copy.deepcopy and trees make of a state.
+_LOST = ...
+
 # The step to which a state was donated, or why it is invalid: one cell, which copies of the state share. It is a list
 # since compiled graphs can't make objects of a class.
 _Lease = list[int | str | None]
@@ -89,7 +92,8 @@ class TrainState(Readable):
         step: the number of steps done, a Python int.
         layout: for each part, whether it is the same on all ranks.
         loss_scale: the :class:`LossScale` of dynamic loss scaling or of a limit on skipped steps; else ().
-        pending: communication of the strategy that isn't complete; None for most. It isn't in the tree, nor saved.
+        pending: communication of the strategy that isn't complete; None for most. It isn't in the tree, nor saved: no
+            step takes a copy that was made meanwhile.
         frozen: the parameters that aren't trained, with None in the places of trained ones; None if all are trained.
     """
 
@@ -135,7 +139,7 @@ class TrainState(Readable):
     def __getstate__(self) -> dict[str, Any]:
         for part in _PARTS:
             self._look_at(part)
-        return {**self.__dict__, "pending": None}  # a pickle can't hold pending communication of this process
+        return {**self.__dict__, "pending": _LOST if self.under_way else None}  # this process alone has it
 
     def check_owned(self) -> None:
         """Raise if this state was donated or is invalid.
@@ -152,9 +156,24 @@ class TrainState(Readable):
                 "keep an old one, copy.deepcopy(state) before the step, or train_step(..., donate=False)."
             )
 
+    @property
+    def under_way(self) -> bool:
+        """Whether the strategy has an exchange under way between two steps."""
+        return getattr(self.pending, "mean", self.pending) is not None
+
+    def check_whole(self) -> None:
+        """:meth:`check_owned`, and raise InputError if this is a copy made while an exchange was under way."""
+        self.check_owned()
+        if self.pending is _LOST:
+            raise InputError(
+                f"this TrainState (step {self.step}) is a copy (copy.deepcopy, pickle, ltx.tree.map), made while "
+                f"{self.layout.strategy} had an exchange under way between two steps, which the copy hasn't got. Copy "
+                "what finish gives, called by all ranks: state = train.finish(state)."
+            )
+
     def check_finished(self, what: str) -> None:
         """Raise InputError if communication is pending: its result would be lost, or be added to other values."""
-        if getattr(self.pending, "mean", self.pending) is not None:
+        if self.under_way:
             raise InputError(
                 f"{what}: {self.layout.strategy} has an exchange under way between two steps, which a file can't "
                 "hold. Finish it first, on all ranks: state = train.finish(state)."
@@ -296,9 +315,10 @@ def _children(state: TrainState) -> tuple[str, ...]:
 tree.register_node(
     TrainState,
     # torch's pytrees treat None as a leaf
-    lambda s: ((s.trained, *(getattr(s, part) for part in _children(s)[1:])), (s.step, s.layout)),
+    lambda s: ((s.trained, *(getattr(s, part) for part in _children(s)[1:])), (s.step, s.layout, s.under_way)),
     lambda c, static: TrainState(
-        c[0], c[1], c[2], c[3], static[0], static[1], c[4], frozen=c[5] if len(c) > len(_PARTS) else None
+        *(c[0], c[1], c[2], c[3], static[0], static[1], c[4], _LOST if static[2] else None),
+        frozen=c[5] if len(c) > len(_PARTS) else None,
     ),
     names=_children,
 )

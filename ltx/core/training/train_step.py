@@ -134,7 +134,7 @@ class TrainStep(TrainSettings):
         Every rank calls it, after its last step or before it looks at the parameters. For other strategies it returns
         the same state. Training may continue afterwards.
         """
-        state.check_owned()
+        state.check_whole()
         info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
         strategy = self.step.strategy
         if not strategy.communicates_besides:
@@ -167,9 +167,14 @@ class TrainStep(TrainSettings):
             raise StepError(
                 f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
             )
+        if not traced.recording() and torch.is_inference_mode_enabled():
+            raise StepError(
+                "a train step was called in torch.inference_mode(), where nothing is differentiated: its gradients "
+                "would be zeros. Call it outside of that mode; torch.no_grad() around it does no harm."
+            )
         if traced.recording() or self._is_differentiated(state, batch):
             return step_purely(self, state, batch)
-        state.check_owned()
+        state.check_whole()
         # read `seen` now, since the comparison looks at the state too
         axis, seen = comm.resolve(self.step.axis), state.seen
         self._compare(state, axis)

@@ -50,8 +50,10 @@ class Call:
         """Run the step on plain leaves; return the outputs that have a gradient."""
         self.inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, self._wanted, strict=True)]
         args, kwargs = tree.unflatten(self.spec, at_places(self.leaves, self.wrapped, self.inputs))
-        with comm.span("forward"), torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn):
-            outputs, spec = tree.flatten(self.step.run(args, kwargs).value())
+        # Below a transform inference mode is still on, though torch says that it isn't: autograd would record nothing.
+        plain, step = torch.inference_mode(False), self.step
+        with comm.span("forward"), plain, torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(step.fn):
+            outputs, spec = tree.flatten(step.run(args, kwargs).value())
         self._differentiable = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
         self.outputs = [outputs[i] for i in self._differentiable]
         self._result = ([None if i in self._differentiable else x for i, x in enumerate(outputs)], spec)
@@ -71,7 +73,7 @@ class Call:
                 options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
                 return torch.autograd.grad(self.outputs, wanted, one, **options)
 
-        with comm.span("backward"), checkpoints_allowed():
+        with comm.span("backward"), torch.inference_mode(False), checkpoints_allowed():
             grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
         return tuple(next(grads) if x.requires_grad else None for x in self.inputs)
 

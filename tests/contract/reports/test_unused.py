@@ -91,6 +91,15 @@ def test_bucket_by_bucket(strategy: ltx.Strategy, ranks: Ranks) -> None:
         assert_said(found)
 
 
+@pytest.mark.parametrize("overlap", ["backward", "update"])
+def test_a_loss_that_depends_on_nothing(overlap: Any, ranks: Ranks) -> None:
+    step = ltx.data_parallel(lambda params, x: loss(params, x).detach())
+    for found, _ in (warned(step, overlap=overlap), *ranks(2).run(warned, step, overlap=overlap)):
+        (text,) = found
+        assert "doesn't depend on 'low', 'pooler', 'used', 'zero'. " in text
+        assert "These are all: use the parameters that the step is given" in text
+
+
 def test_on_ranks_in_turns() -> None:
     train = ltx.train_step(ltx.data_parallel(loss), adamw)
     with pytest.warns(UnusedParameterWarning, match="doesn't depend on 'pooler'") as caught:

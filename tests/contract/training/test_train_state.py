@@ -16,6 +16,7 @@ import torch.utils._pytree as torch_pytree
 
 import ltx
 from ltx.errors import DonatedStateError, InputError
+from tests.inside import AsyncAveraging
 from tests.kinds import Ranks
 from tests.twins.cases import assert_same_bits
 from tests.twins.feedback import STRATEGY
@@ -91,6 +92,42 @@ def test_pickle_goes_on_bit_equal() -> None:
     back = pickle.loads(pickle.dumps(state))
     assert back.step == 2
     assert_same_bits(TRAIN(back, X)[0], TRAIN(state, X)[0])
+
+
+COPIES: dict[str, Any] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "copy of a copy": lambda state: copy.copy(copy.deepcopy(state)),
+    "tree": lambda state: ltx.tree.map(torch.clone, state),
+}
+UNDER_WAY = {
+    "async": ltx.BaguaStrategy("async", warmup_steps=0, sync_interval_ms=0),
+    "async, schedule": AsyncAveraging(warmup_steps=0, schedule=(2, 1)),
+    "DiLoCo": ltx.DiLoCoStrategy(4, fragment_sync_delay=2),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_WAY)
+def test_a_copy_has_nothing_that_is_under_way(name: str, ranks: Ranks) -> None:
+    def run() -> None:
+        train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum(), UNDER_WAY[name]), adamw())
+        state = train.init({"w": torch.ones(3)})
+        while not state.under_way:
+            state, _ = train(state, X * (1 + ltx.world().rank))
+        for how, copied in COPIES.items():
+            other = copied(state)
+            assert_same_bits(other.params, state.params)
+            for use in (lambda other=other: train(other, X), lambda other=other: train.finish(other)):
+                with pytest.raises(InputError, match=r"is a copy .*which the copy hasn't got. Copy what finish gives"):
+                    use()
+            with pytest.raises(InputError, match="has an exchange under way"):
+                other.state_dict()
+            assert how
+        state = train.finish(state)
+        again = copy.deepcopy(state)
+        assert_same_bits(train.finish(train(again, X)[0]).params, train.finish(train(state, X)[0]).params)
+
+    ranks(2).run(run)
 
 
 def test_frozen() -> None:

@@ -244,6 +244,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         StepError,
         "the first argument is the TrainState that init or the last step gave, got dict.",
     ),
+    "training in inference mode": (
+        lambda: torch.inference_mode()(train)(),
+        StepError,
+        "a train step was called in torch.inference_mode(), where nothing is differentiated: its gradients would be "
+        "zeros. Call it outside of that mode; torch.no_grad() around it does no harm.",
+    ),
     "a vector for a loss": (
         lambda: train(lambda p, x: {"y": p["w"] * x}["y"][:1]),
         StepError,

@@ -58,7 +58,17 @@ def retained(f: F, p: Params, *batch: Tensor) -> list[tuple[Tensor, ...]]:
     return [torch.autograd.grad(scale * loss, flat, retain_graph=True) for scale in (1.0, -3.0)]
 
 
+def in_inference_mode(transform: F) -> F:
+    def apply(f: F, p: Params, *batch: Tensor) -> Any:
+        with torch.inference_mode():
+            return transform(f)(p, *batch)
+
+    return apply
+
+
 TRANSFORMS = {
+    "grad in inference mode": Transform(in_inference_mode(grad)),
+    "jacrev of a vector in inference mode": Transform(in_inference_mode(jacrev), vectors=True),
     "jacrev of a vector": Transform(lambda f, p, *b: jacrev(f)(p, *b), vectors=True),
     "jacrev in chunks": Transform(lambda f, p, *b: jacrev(f, chunk_size=1)(p, *b), vectors=True),
     "hvp, forward over reverse, of one leaf": Transform(
