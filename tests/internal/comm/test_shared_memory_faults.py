@@ -128,6 +128,13 @@ class Fault:
             sys.settrace(before)
 
 
+def test_inputs_in_the_room_and_in_slots() -> None:
+    with two_transports() as transports:
+        begun = begin(transports, OPERATIONS)
+        drive(transports, begun)
+        check(begun)
+
+
 def interrupted(operations: dict[str, tuple[int, ...]], error: Any, event: str, at: int, on: Sequence[int]) -> int:
     """Raise at one place on some ranks; afterwards every value is right, and so is what is issued next."""
     with two_transports() as transports:
