@@ -162,7 +162,7 @@ def discard(directory: Path) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest. Raises CheckpointError if it is missing or damaged, and OSError if it can't be read for now."""
+    """The manifest. Raises CheckpointError if it is missing or damaged, and OSError if it can't be read now."""
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
     except (*MISSING, ValueError) as error:
@@ -299,7 +299,7 @@ class Hold:
     def release(self) -> None:
         """Stop using the directory. The last process of the run removes the lock's file."""
         if self._file is not None:
-            with suppress(OSError):  # another process holds the lock too
+            with suppress(OSError):  # raised if another process holds the lock too
                 # Two steps, so that of two processes that release the lock at once, one sees no other and removes the
                 # file.
                 fcntl.lockf(self._file, fcntl.LOCK_UN)

@@ -218,13 +218,12 @@ def save(
 
     Args:
         path: the directory of all checkpoints of this run, on a file system that all ranks see.
-        state: the state of a train step. It is only read.
-        data: this rank's position in its data: dicts with string keys, lists, tuples, tensors, numbers, strings. It is
-            saved once if it is the same on every rank.
+        state: the state of a train step. It is only read. data: this rank's position in its data: dicts with string
+            keys, lists, tuples, tensors, numbers, strings. A position that is the same on every rank is saved once.
         rng: save each rank's default random number generators too: torch's (CPU and current CUDA device), Python's, and
             NumPy's if it is imported.
-        keep: remove all but so many of this run's latest checkpoints afterwards. None: keep all. The one just saved
-            stays, and so do those of a run that this one hasn't gone on from (:func:`load`).
+        keep: the number of this run's latest checkpoints that stay, the new one included; None keeps all. Other runs'
+            checkpoints stay. A process that has loaded a checkpoint continues its run (:func:`load`).
         axis: the ranks that save together, as in :func:`ltx.psum`: the ranks of the train step.
 
     Returns:

@@ -141,7 +141,7 @@ class _Place(torch.autograd.Function):
 class Placements:
     """How a tree's leaves are placed on meshes: a :class:`Placement` for each DTensor, None for each plain tensor.
 
-    If all leaves are plain tensors, it has no `leaves`, is false (:data:`PLAIN`), and its methods change nothing.
+    :data:`PLAIN` stands for trees of plain tensors only: it has no `leaves`, is false, and its methods change nothing.
     """
 
     leaves: tuple[Placement | None, ...]

@@ -78,7 +78,7 @@ into_autograd_vmap, out_of_autograd_vmap = torch._add_batch_dim, torch._remove_b
 #: Whether a dispatch key is active in this thread.
 is_dispatched: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
-AUTOGRAD_VMAP = torch._C._parse_dispatch_key("VmapMode")  # a constant, since parsing takes 6 us
+AUTOGRAD_VMAP = torch._C._parse_dispatch_key("VmapMode")  # a constant, since parsing the key's name takes 6 us
 #: The number of active dispatch modes; the active mode of a key, or None; the keys of tracing modes.
 count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 mode: Callable[[Any], Any] = torch._C._get_dispatch_mode

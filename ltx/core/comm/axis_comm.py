@@ -227,7 +227,7 @@ class AxisComm(Ranks):
             # Compiled graphs find a process group by its name: they can't use this one either.
             backends.unregister(channel.group)
         if self._stream_group is not None:
-            if self.unread is not None:  # no pass has begun since: let the device complete the last pass
+            if self.unread is not None:  # no pass has begun since the last one: let the device complete that
                 with suppress(LtxError):
                     self._wait_for_device("the end of the last pass")
             self.abort_device()

@@ -3,7 +3,8 @@
 There are two kinds. On **host-blocking** backends (gloo, MPI, UCC) a wait returns when the data is there, and groups
 progress independently of each other, each in threads of its own. On **stream-ordered** backends (NCCL and other
 vendors' libraries) a wait only makes the current stream wait: the host runs ahead, kernels of all communicators share
-the device, and so their order must be the same on all ranks. A group may have one of each, for host and device.
+the device, and so their order must be the same on all ranks. A group may have both kinds: one for CPU tensors, one for
+the device's.
 
 On the CPU there are no streams. A backend for CPU tensors may order streams all the same, as the tests' backends do;
 then :class:`CommStream` and :class:`HostCopy` do nothing but hand values on.
@@ -324,7 +325,7 @@ def open_group(
     if device is not None and type(group) is dist.ProcessGroup:
         connect: Any = group._get_backend(device)
         group.bound_device_id = device
-        if getattr(connect, "supports_splitting", False):  # backends that can split can connect ahead, too
+        if getattr(connect, "supports_splitting", False):  # backends that can split groups can connect ahead, too
             connect.eager_connect_single_device(device)
     return group
 
@@ -353,7 +354,7 @@ class StreamGroup:
 
     @property
     def failed(self) -> bool:
-        """Whether torch's watchdog has found an error: a work counts as completed then, and its kernel may go on."""
+        """Whether torch's watchdog has found an error. Work then counts as completed, but kernels may still run."""
         bound = self.group.bound_device_id
         get_error = getattr(self.group if bound is None else self.group._get_backend(bound), "get_error", None)
         return get_error is not None and get_error().name != "SUCCESS"
@@ -428,7 +429,7 @@ def let_go(held: list[Any]) -> None:
         known = [weakref.ref(group) for group in groups]
         groups.clear()
         if any(group() is not None for group in known):
-            gc.collect()  # only if needed: it blocks all threads, also those that send heartbeats
+            gc.collect()  # only if needed: collecting blocks all threads, also those that send heartbeats
 
     waiter = Thread(target=drop, name="ltx-teardown", daemon=True)
     try:

@@ -264,7 +264,7 @@ def describe_lost(lost: Iterable[int], ended: Iterable[int]) -> str:
 def left_halfway(rank: int, peer: int, what: str, axis_name: str, why: str, done: bool | None) -> str:
     """The error text of `rank`, which waits for `what`, which `peer` has left.
 
-    `done`: whether `rank` has completed it; None if nothing follows it.
+    `done`: whether `rank` has completed `what`; None if nothing follows.
     """
     after = f" This rank had completed it. {_GO_ON}"
     if not done:

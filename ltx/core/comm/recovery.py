@@ -149,7 +149,7 @@ class Recovery:
 
     @contextmanager
     def leaving_with_peers(self) -> Iterator[None]:
-        """A context around a comparison on a bucket channel.
+        """A context in which ranks compare a signature on a bucket channel.
 
         Ranks compare by the number of collectives that they have issued, which differ where some have left the last
         pass halfway. So all recover first. A rank that learns in the comparison that its peers have left leaves too.

@@ -1,6 +1,6 @@
 """The step summary: one small sum in each step, which carries loss, weights and the digest.
 
-It is issued between the forward and the backward pass, in float64. The digest is the running fingerprint of all
+The sum is issued between the forward and the backward pass, in float64. The digest is the running fingerprint of all
 collectives that this rank has issued. All ranks have the same digest iff its limbs have variance zero, which sums can
 tell: with limbs d below 2^20, n * sum(d^2) == sum(d)^2 exactly if and only if all are equal.
 

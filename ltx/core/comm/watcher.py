@@ -48,7 +48,7 @@ PATIENCE_S = 1.0
 _PAUSE_S, _LINGER_S = 0.5, 3.0
 # The time between two looks at the counter, in a wait that has just begun and in a long wait.
 _FIRST_TICK_S, _LAST_TICK_S = 0.1, 1.0
-# A thread that hasn't asked for this long waits no longer.
+# A thread that hasn't called check() for this long doesn't wait any more.
 _LEASE_S = 1.0
 # How long a rank that leaves by an exception waits until its peers know.
 _HEARD_S = 2.0

@@ -216,7 +216,7 @@ class Wait(Peeled):
 
     @staticmethod
     def _derivatives(ctx: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The tangents of gradients; states have no tangents."""
+        """Forward mode: the reduced gradients' tangents; states have none."""
         is_state = ctx.schedule.plan.is_state
         grads = [t for t, state in zip(tensors, is_state, strict=True) if not state]
         means = iter(_counted(ctx.schedule, ctx.dims, grads))

@@ -295,7 +295,7 @@ class Exchange:
         return [tensors[m] for m in bucket.members], [self._states[m] for m in bucket.members]
 
     def at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
-        """The result for bucket `place` of `tensors`; :mod:`ltx.estimate` counts here."""
+        """The result for bucket `place` of `tensors`; :mod:`ltx.estimate` replaces it to count bytes."""
         plan, bucket = self._plan, self._plan.buckets[place]
         mine, own = self._of(bucket, tensors)
         hook = plan.hook_of(bucket)
@@ -329,7 +329,7 @@ class Exchange:
 
         Raises:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: the exchange can't complete.
-                RankMismatchError: ranks have issued different collectives before it.
+                RankMismatchError: ranks have issued different collectives before the exchange.
         """
         results = [torch.empty(0)] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]

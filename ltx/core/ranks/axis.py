@@ -168,7 +168,8 @@ def find(name: str | None) -> Axis:
     simulated axes of one name (the innermost hides the others), and for simulated axes inside a world of one process.
 
     Without any axis in scope there is a default axis of size 1; it raises :class:`ltx.errors.WorldError` if a launcher
-    has started this process as one of several ranks. Raises :class:`ltx.errors.AxisError` for other names.
+    has started this process as one of several ranks. Raises :class:`ltx.errors.AxisError` if no axis in scope is called
+    `name`.
     """
     scope = _choice() if name is None else axes_in_scope()
     for candidate in reversed(scope):

@@ -103,7 +103,7 @@ class VmapRanks(Ranks):
         return self._split(x)[1] is not None
 
     def by_rank(self, signature: Any, f: OfTensors, tensors: Tensors) -> list[Any]:
-        """Parts lie side by side in the dimension. `f` gets a stack of the ranks at one place of all parts."""
+        """If this is a part, `f` runs once for each place in it, on a stack of all parts' values at this place."""
         split = [self._split(x) for x in tensors]
         sizes = {x.shape[dim] for x, dim in split if dim is not None}
         if not sizes:
