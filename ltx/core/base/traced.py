@@ -126,7 +126,7 @@ def _by_address(fn: Any) -> Any:
 
     at_addresses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    @wraps(fn, updated=())  # without fn's marker, as Dynamo has to trace `run`
+    @wraps(fn, updated=())  # Dynamo has to trace `run` itself
     def run(*args: Any) -> Any:
         if not torch.compiler.is_compiling():
             return fn(*args)

@@ -173,7 +173,7 @@ class InGroups(NamedTuple):
     """The ranks of a group of an axis, as an axis: `axis_index_groups` turns a collective's axis into it."""
 
     axis: Any  # as users give one
-    groups: tuple[tuple[int, ...], ...]  # the indices of each group; errors show lists
+    groups: tuple[tuple[int, ...], ...]  # each group's ranks
 
 
 class InBackground(NamedTuple):

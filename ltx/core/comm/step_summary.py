@@ -203,7 +203,7 @@ def begin_pass(
 ) -> IssuedSummary:
     """Begin a pass over buckets: wait until the last pass is complete, then issue this rank's step summary.
 
-    It goes out on the bucket channels of `among`: `axis_comm` or a part of it. Errors call the pass `name`.
+    The summary is sent on the bucket channels of `among`: `axis_comm` or a part of it. Errors call the pass `name`.
     `agreement`: the ranks' agreement on the pass, if there is one. `total`, `weight`: this rank's loss and its weight,
     0-dim tensors; 0 if nobody needs them. `unreduced`: as :attr:`Said.unreduced`.
     """

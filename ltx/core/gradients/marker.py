@@ -298,7 +298,7 @@ class Marker(Peeled):
         tensors = [*grads, *ctx.saved_tensors]
         if _plain():
             started = ctx.schedule.start(ctx.bucket, ctx.dims, tensors)
-            # A process schedule knows its results: these tensors are only memory, so release them.
+            # A process schedule keeps the results itself, so release the memory of these tensors.
             return (None, None, None, None, *(started if ctx.schedule.threaded else (None,) * len(tensors)))
         index = _index(ctx.schedule.plan.axis, ctx.dims)
         return (None, None, None, None, *Launch.apply(ctx.schedule, ctx.bucket, ctx.dims, index, link, *tensors))
