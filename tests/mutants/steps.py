@@ -101,9 +101,9 @@ MUTANTS = (
     ),
     Mutant(
         name="transforms: a Weighted step is divided by the weights alone",
-        where="_weighted_scale",
-        old="return schedule.among.size / weight",
-        new="return 1 / weight",
+        where="scale_of",
+        old="return Scale(schedule.among.size / number / work.loss_scale)",
+        new="return Scale(1 / number / work.loss_scale)",
         breaks="gradients of weighted steps are n times too small, between processes",
         tests=(
             "tests/contract/training/test_uneven.py::test_training_by_samples_is_one_process_with_all_batches",

@@ -40,7 +40,11 @@ def meshes_are_used() -> bool:
 def on_mesh(leaves: Iterable[Any]) -> list[int]:
     """The indices of the leaves that are DTensors, or that torch.func has wrapped around DTensors."""
     cls = _dtensor_class()
-    return [] if cls is None else [i for i, x in enumerate(leaves) if isinstance(private.unwrapped(x), cls)]
+    if cls is None:
+        return []
+    kinds = [*map(type, map(private.unwrapped, leaves) if private.in_transform() else leaves)]
+    placed = {kind for kind in {*kinds} if issubclass(kind, cls)}  # few classes are asked, and not each leaf
+    return [i for i, kind in enumerate(kinds) if kind in placed] if placed else []
 
 
 @at_trace_time

@@ -102,7 +102,7 @@ def requires_grad(leaves: Iterable[Any]) -> bool:
 
 def differentiable(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The indices of the tensors that can have a gradient."""
-    if all(map(torch.is_floating_point, tensors)):
+    if all(map(torch.Tensor.is_floating_point, tensors)):
         return list(range(len(tensors)))
     return [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
 

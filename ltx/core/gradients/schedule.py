@@ -233,7 +233,8 @@ class ProcessSchedule(Schedule):
         self.pending.send_summary(name, self.plan.agreement, total, weight, self.unreduced())
 
     def in_forward(self) -> AbstractContextManager[None]:
-        return self.among.recovery.forward.entered(_issued_by_user)
+        issued = lambda: sum(axis.comm.user.issued for axis in comm.open_axes() if axis.comm is not None)  # noqa: E731
+        return self.among.recovery.forward.entered(issued)
 
     def begin(self) -> None:
         if self.fenced:  # the caller, which waits for the buckets, has begun the pass and watches it
@@ -346,10 +347,6 @@ class ProcessSchedule(Schedule):
         pending = self.pending
         self._reset()
         return pending.finish()
-
-
-def _issued_by_user() -> int:
-    return sum(axis.comm.user.issued for axis in comm.open_axes() if axis.comm is not None)
 
 
 def _issued_in_graphs() -> int:

@@ -209,22 +209,16 @@ def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale
     summary = schedule.pending.summary
     assert summary is not None
     if not summary.stays_on_device:
-        return Scale(_weighted_scale(schedule, float(summary.wait().weight)) / work.loss_scale)
+        if number := float(summary.wait().weight):
+            return Scale(schedule.among.size / number / work.loss_scale)
+        if schedule.among is schedule.comm:
+            schedule.pending.flush()  # every rank raises: keep the channels in step
+            schedule.finish()
+            raise no_mean(state="The state is as before the step. ")
+        return Scale(1 / work.loss_scale)  # no data on the ranks that share these gradients; other ranks continue
     weight = summary.enqueued().weight
     empty = weight == 0  # the host raises later, when it reads the summary; until then nothing may change
     return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty)
-
-
-def _weighted_scale(schedule: ProcessSchedule, weight: float) -> float:
-    alone = schedule.among is not schedule.comm
-    # neither this rank nor the ranks that share its gradients have data; other ranks continue
-    if weight == 0 and alone:
-        return 1.0
-    if weight == 0:
-        schedule.pending.flush()  # every rank raises here, so all have to use their channels equally
-        schedule.finish()
-        raise no_mean(state="The state is as before the step. ")
-    return schedule.among.size / weight
 
 
 class Completion:
@@ -296,7 +290,7 @@ class UpdateBuckets(Completion):
         self._scale, self._params, self._opt_state = scale, work.state.held("params"), work.state.held("opt_state")
         if not work.donate:
             self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
-        self._leaves = tree.flatten(self._params)[0]
+        self._leaves = work.forward.leaves if work.donate else tree.flatten(self._params)[0]
         self._leaf_states = work.optimizer.leaf_states(self._opt_state, self._params)
         self._applied = scale.conditional(work.optimizer, self._leaves)
 

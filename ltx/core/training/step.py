@@ -102,6 +102,7 @@ class Step:
 
     train: TrainSettings
     state: TrainState
+    flat: tuple[list[torch.Tensor], Any]  # the leaves of the state's trained parameters, and their structure
     batch: Batch
     seen: tuple[str, ...]  # the parts of `state` whose tensors the user may hold references to
     info: StepInfo
@@ -114,7 +115,7 @@ class Step:
     def __post_init__(self) -> None:
         self._checks = checks_finite(self.train)
         self._in_place = self.train.donate and (self.post_update_hook is not None or not self.late)
-        self._params, self._spec = tree.flatten(self.state.held("params"))
+        self._params, self._spec = self.flat
 
     def run(self) -> tuple[TrainState, Metrics]:
         drawn = torch_states() if may_raise(self.train) else {}
@@ -154,7 +155,7 @@ class Step:
         given = tree.unflatten(self._spec, leaves)
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
-        options = CallOptions(deferred=True, step=self.info.step, hook=hook, frozen=self.state.frozen)
+        options = CallOptions(True, self.info.step, hook, self.state.frozen, (leaves, self._spec))
         with comm.span("forward"), torch.enable_grad():
             arguments = arguments_of(given, held, self.batch)
             run = train.step.run(arguments, self.batch.named, options)

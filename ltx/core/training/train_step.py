@@ -167,12 +167,18 @@ class TrainStep(TrainSettings):
             raise StepError(
                 f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
             )
-        if not traced.recording() and torch.is_inference_mode_enabled():
+        if traced.recording():
+            return step_purely(self, state, batch)
+        if torch.is_inference_mode_enabled():
             raise StepError(
                 "a train step was called in torch.inference_mode(), where nothing is differentiated: its gradients "
                 "would be zeros. Call it outside of that mode; torch.no_grad() around it does no harm."
             )
-        if traced.recording() or self._is_differentiated(state, batch):
+        state.check_owned()
+        flat = tree.flatten(state.held("params"))
+        others = tree.flatten((state.held("buffers"), () if self._may_donate else batch))[0]
+        # Somebody may differentiate the next state. If the step reuses memory, the batch doesn't count.
+        if is_transforming() or (torch.is_grad_enabled() and requires_grad([*flat[0], *others])):
             return step_purely(self, state, batch)
         state.check_whole()
         # read `seen` now, since the comparison looks at the state too
@@ -193,7 +199,7 @@ class TrainStep(TrainSettings):
             with ranks.in_step(state.step) as commit, comm.span("step"):
                 if strategy.communicates_besides:
                     pending = strategy.begin(params, sync.leaves, info, pending)
-                return Step(self, state, batch, seen, info, shared, pending, late, hook, commit).run()
+                return Step(self, state, flat, batch, seen, info, shared, pending, late, hook, commit).run()
         except BaseException as error:
             if pending is not None and pending is not state.pending and axis.comm is not None:
                 axis.comm.recovery.abort(error)  # the exchange that this rank has begun won't be completed
@@ -211,11 +217,6 @@ class TrainStep(TrainSettings):
     def _may_donate(self) -> bool:
         """Whether steps reuse their state's memory: not under derivatives or batching, which need the old values."""
         return self.donate and not is_transforming() and not in_step.get()
-
-    def _is_differentiated(self, state: TrainState, batch: Batch) -> bool:
-        """Whether somebody may differentiate the next state. If the step reuses memory, the batch doesn't count."""
-        parts = (state.held("params"), state.held("buffers"), () if self._may_donate else (batch.args, batch.named))
-        return is_transforming() or (torch.is_grad_enabled() and requires_grad(tree.flatten(parts)[0]))
 
     def _compare(self, state: TrainState, axis: Axis) -> None:
         """Compare the values that should be the same on all ranks: every `check_every` steps, and at a world's first.

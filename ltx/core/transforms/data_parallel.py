@@ -28,7 +28,6 @@ from ltx.core.transforms.marking import mark, mark_in_graph, sync_gradients
 from ltx.core.transforms.run import (
     PLAIN_CALL,
     CallOptions,
-    Marked,
     Run,
     StepSettings,
     averaged,
@@ -110,7 +109,7 @@ class DataParallel(StepSettings):
         params, sync_state = self._params_of(args) if options.step is None else self.params_of(args)
         if self.strategy.auto_hook and sync_state is not None and not (self.blocked or traced.recording()):
             return self.hook_as_chosen(sync_state).run(args, kwargs, options)
-        leaves, spec = tree.flatten(params)
+        leaves, spec = options.flat or tree.flatten(params)
         whole_leaves, step, placements, recorded = leaves, options.step, PLAIN, traced.recording()
         if recorded:
             refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
@@ -138,26 +137,23 @@ class DataParallel(StepSettings):
         if placements:
             given = placed(placements, given)
             leaves, spec = tree.flatten(given)
+        args = self._replaced(args, given)
         if recorded:
-            output = self.fn(*self._replaced(args, given), **kwargs)
+            output = self.fn(*args, **kwargs)
         else:
             with marked.schedule.in_forward() if marked.schedule and options.step is None else nullcontext():
-                output = self._call(self._replaced(args, given), kwargs, marked, options.deferred)
+                token, before = in_step.set(True), private.nodes_made()
+                try:
+                    with look_at_modules(self.fn, tensors_in_place):
+                        output = whole_scalars(self.fn(*args, **kwargs))
+                finally:
+                    in_step.reset(token)
+                if marked.schedule is not None and not private.in_transform():  # side effects
+                    held, made = (marked.leaves, args, kwargs), private.nodes_made() - before
+                    refuse_captured(self.fn, output, held, made, options.deferred)
         refuse_gradients(output, leaves, spec)
         mean = self.outputs == "mean" and not self.blocked
         return Run(marked.tied(output), self.axis, marked.schedule, mean, local, within, marked.inputs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: Marked, deferred: bool) -> Any:
-        """Call the user's step, and check its side effects."""
-        token, before = in_step.set(True), private.nodes_made()
-        try:
-            with look_at_modules(self.fn, tensors_in_place):
-                output = whole_scalars(self.fn(*args, **kwargs))
-        finally:
-            in_step.reset(token)
-        if marked.schedule is not None and not private.in_transform():
-            refuse_captured(self.fn, output, (marked.leaves, args, kwargs), private.nodes_made() - before, deferred)
-        return output
 
     def params_of(self, args: tuple[Any, ...]) -> tuple[Tree, SyncState | None]:
         """The parameters among the arguments of a call, and the communication state that came with them."""

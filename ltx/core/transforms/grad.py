@@ -77,12 +77,15 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
                 _check_differentiable(args[n].params if isinstance(args[n], Synced) else args[n], n)
         if sync_state is not None:
             check_state(sync_state)
-        leaves = tree.flatten(args[argnums])[0] if isinstance(argnums, int) else []
+        leaves, spec = tree.flatten(args[argnums]) if isinstance(argnums, int) else ([], None)
         placements = Placements.of(leaves)
         if placements and isinstance(argnums, int):  # only first derivatives are taken
-            args = (*args[:argnums], tree.map(torch.Tensor.detach, args[argnums]), *args[argnums:][1:])
-        if isinstance(argnums, int) and leaves and _is_plain(step, argnums, args, kwargs, sync_state):
-            return _by_plain_autograd(step, argnums, args, kwargs, sync_state, checked_output)
+            leaves = [x.detach() for x in leaves]
+            args = (*args[:argnums], tree.unflatten(spec, leaves), *args[argnums:][1:])
+        if isinstance(argnums, int) and leaves and _is_plain(step, argnums, args, sync_state):
+            others = tree.flatten((at_places(args, [argnums], [None]), kwargs))[0]
+            if not requires_grad([*leaves, *others]):
+                return _by_plain_autograd(step, argnums, (leaves, spec), args, kwargs, sync_state, checked_output)
         if placements and isinstance(argnums, int):
             if sync_state is not None:
                 raise UnsupportedError(
@@ -147,10 +150,8 @@ def _by_torch_func(
     return grads[0] if only else grads, value
 
 
-def _is_plain(
-    step: Step, argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], sync_state: SyncState | None
-) -> TypeGuard[DataParallel]:
-    """Whether plain autograd gives torch.func's result: no transform is active, only parameters are differentiated."""
+def _is_plain(step: Step, argnum: int, args: tuple[Any, ...], sync_state: SyncState | None) -> TypeGuard[DataParallel]:
+    """Whether plain autograd gives torch.func's result for parameters alone: no transform is active."""
     if not isinstance(step, DataParallel) or not isinstance(step.argnums, int) or step.returns != "value":
         return False
     if argnum % len(args) != step.argnums % len(args) or isinstance(args[argnum], Synced):
@@ -160,29 +161,28 @@ def _is_plain(
     if private.has_tangents() or torch.is_inference_mode_enabled():
         return False
     hook = step.hook_as_chosen(sync_state).hook(0 if sync_state is None else sync_state.checked_step())
-    if not marks_on_wire(step, hook, comm.resolve(step.axis)):
-        return False
-    return not requires_grad(tree.flatten((args, kwargs))[0])
+    return marks_on_wire(step, hook, comm.resolve(step.axis))
 
 
 def _by_plain_autograd(
     step: DataParallel,
     argnum: int,
+    flat: tuple[list[torch.Tensor], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     sync_state: SyncState | None,
     checked_output: Callable[[Any], Any],
 ) -> Any:
-    """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`."""
+    """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`. `flat`: the parameters, flattened."""
     params = args[argnum]
     filled = at_places(args, [argnum], [params if sync_state is None else Synced(params, sync_state)])
     with comm.span("forward"), torch.enable_grad():
-        run = step.run(tuple(filled), kwargs, CallOptions(deferred=True))
+        run = step.run(tuple(filled), kwargs, CallOptions(deferred=True, flat=flat))
         output = checked_output(run.value())
     schedule = run.schedule
     assert isinstance(schedule, ProcessSchedule)
     assert run.inputs is not None
-    leaves, spec = tree.flatten(params)
+    leaves, spec = flat
     placements = Placements.of(leaves)
     grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
     try:
@@ -228,7 +228,7 @@ def _check_differentiable(params: Tree, number: int) -> None:
     """Raise unless argument `number` is a tree of tensors that have gradients."""
     leaves = tree.flatten(params)[0]
     tree.check_leaves(leaves, params, f"argument {number} of the step")
-    dense = all(map(torch.is_floating_point, leaves)) and {*map(attrgetter("layout"), leaves)} == {torch.strided}
+    dense = all(map(torch.Tensor.is_floating_point, leaves)) and {*map(attrgetter("layout"), leaves)} == {torch.strided}
     for place, x in () if dense else enumerate(leaves):
         if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS:
             raise StepError(

@@ -162,7 +162,10 @@ def mark(
     `leaves` are the local parts of the `given` tensors.
     """
     hook = options.hook or hook
-    own = {} if options.deferred else _with_grads(given, axis)
+    below = () if options.deferred else given
+    if private.in_transform():
+        below = [*map(unwrapped, below)] if axis.ranks.levels else ()
+    own = {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}  # whose .grad a backward pass may write
     if hook is None or _marks_nothing(step_fn, hook, axis):
         if hook is not None and (wanted := all_tracked(leaves)):  # patterns must match here too, as on many ranks
             by_path(
@@ -236,13 +239,6 @@ def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncStat
 
 # The attribute that marks a leaf whose .grad was written by a step whose gradients stay local.
 _LOCAL = "_ltx_local"
-
-
-def _with_grads(given: Sequence[torch.Tensor], axis: Axis) -> dict[int, torch.Tensor]:
-    """{place: leaf} of the `given` leaves whose ``.grad`` a backward pass may write."""
-    active = private.in_transform()
-    below = () if active and not axis.ranks.levels else map(unwrapped, given) if active else given
-    return {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}
 
 
 def _noted(outs: list[torch.Tensor], leaves: Collection[torch.Tensor]) -> list[torch.Tensor]:

@@ -144,6 +144,7 @@ class CallOptions(NamedTuple):
     step: int | None = None
     hook: CommHook | None = None  # the hook for what ranks share instead of gradients; None for the strategy's hook
     frozen: Tree = None  # the frozen parameters, which fill the places of None among the step's parameters
+    flat: tuple[list[torch.Tensor], Any] | None = None  # the step's parameters, flattened, if the caller has done that
 
 
 PLAIN_CALL = CallOptions()

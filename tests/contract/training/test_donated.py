@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -45,6 +46,15 @@ def test_every_read_of_a_donated_state_raises(name: str) -> None:
     with pytest.raises(DonatedStateError, match=r"this TrainState \(step 0\) was donated .* copy\.deepcopy\(state\)"):
         READS[name](best)
     assert (best.step, state.step) == (0, 1)
+
+
+def test_a_step_from_it_raises_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no tensor can be a DTensor, and nobody has asked the state for one."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
+    train, best, x = made()
+    train(best, x)
+    with pytest.raises(DonatedStateError, match=r"this TrainState \(step 0\) was donated"):
+        train(best, x)
 
 
 USES: dict[str, Callable[[torch.Tensor], Any]] = {
