@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "world's ranks (srun ltx doctor; ltx run -n 2 -m ltx doctor), alone of two workers. Its exit status is 1 if "
         "something is wrong.",
     )
-    doctor.add_argument("--json", action="store_true", help="the same as JSON, of every rank")
+    doctor.add_argument("--json", action="store_true", help="print every rank's report, as JSON")
     doctor.add_argument(
         "--timeout",
         type=demo_train.positive,

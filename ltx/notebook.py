@@ -37,11 +37,11 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="%%ltx", add_help=False, description="Run the cell on every worker.")
     parser.add_argument("-h", "--help", action="store_true", help="print this, and run nothing")
-    parser.add_argument("-n", type=_count, help="so many workers; if there are others, with --restart")
-    parser.add_argument("--restart", action="store_true", help="end the workers that there are, with what they keep")
+    parser.add_argument("-n", type=_count, help="number of workers; add --restart to change it")
+    parser.add_argument("--restart", action="store_true", help="end the workers, and lose what they keep")
     parser.add_argument("--rank", type=int, help="run on this rank alone")
     parser.add_argument("--out", type=_name, help="assign the last value of each rank, a PerRank, to this name")
-    parser.add_argument("--in", dest="given", default="", help="names of the notebook to send along: model,data")
+    parser.add_argument("--in", dest="given", default="", help="names in the notebook whose values to send: model,data")
     parser.add_argument("--timeout", type=_seconds, help="seconds that the cell may take")
     return parser
 

@@ -190,9 +190,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=positive, default=Options.batch_size, help="sequences a rank (default: %(default)s)"
     )
-    parser.add_argument("--strategy", choices=CONFIGURATIONS, help="this configuration alone (default: all of them)")
+    parser.add_argument("--strategy", choices=CONFIGURATIONS, help="train only this configuration (default: all)")
     parser.add_argument("--out", type=Path, default=Options.out, help=out)
-    parser.add_argument("--seed", type=int, default=Options.seed, help="of parameters and batches (default: 0)")
+    parser.add_argument("--seed", type=int, default=Options.seed, help="seed of parameters and batches (default: 0)")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

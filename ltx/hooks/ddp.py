@@ -69,7 +69,7 @@ class LookAlike:
         """Raises UnsupportedError."""
         # The error is kept, since a future turns an error in its callback into a RuntimeError.
         self.refused = UnsupportedError(
-            f"{self._owner!r} asks for the bucket's parameters, which a step of ltx doesn't change: it gives new ones. "
+            f"{self._owner!r} asks for the bucket's parameters, which a step of ltx doesn't change; it makes new ones. "
             'Hooks that update parameters while gradients arrive are ltx.train_step(..., overlap="update") here.'
         )
         raise self.refused

@@ -291,9 +291,9 @@ class QSGD(CompressedAllReduce):
         arguments.check_whole(self, 1, "block", most=2**24)
         if self.error_feedback and self.block >= self.levels**2:
             raise StrategyError(
-                f"QSGD(levels={self.levels}, block={self.block}) with error feedback: of a block of levels^2 = "
-                f"{self.levels**2} numbers or more rounding may lose more than there is, and what is fed back would "
-                "grow without end. Use shorter blocks, or leave error feedback out."
+                f"QSGD(levels={self.levels}, block={self.block}) with error feedback: in blocks of levels^2 = "
+                f"{self.levels**2} numbers or more, rounding may lose more than the numbers, and the residual would "
+                "grow without bound. Use shorter blocks, or leave error feedback out."
             )
 
     def multiple(self) -> int:

@@ -353,8 +353,8 @@ class ElasticRun:
             place = self._new_place(loss)
         if not done:
             raise ReplicaDivergedError(
-                f"elastic: rank {place.rank}: ranks have done as many steps and have different values, none of them "
-                "most ranks', and there is no snapshot to go on from. Give a directory for snapshots=."
+                f"elastic: rank {place.rank}: ranks have done as many steps and have different values, none of "
+                "which has a majority, and there is no snapshot to go on from. Give a directory for snapshots=."
             )
 
     def _new_place(self, loss: Exception) -> Placement:

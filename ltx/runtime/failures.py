@@ -105,7 +105,7 @@ def failure_error(
             f"{name} didn't return on rank{'s' * (len(late) > 1)} {listed} of {size} within {timeout_s:g} s"
             + (f", while it returned on {done}" if done else "")
             + f": {'; '.join(f'rank {rank} {told_where(answers.get(rank))}' for rank in late)}. A rank that waits in a "
-            "collective waits for one that doesn't take part. Give a longer timeout if it only needs that."
+            "collective waits for one that doesn't take part. Give a longer timeout if the ranks only need more time."
             + f" {after}".rstrip()
         )
     told_s = {r: (a.type_name in CONSEQUENCES, a.at_s) for r, a in failed.items() if isinstance(a, Failure)}

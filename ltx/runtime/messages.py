@@ -272,7 +272,7 @@ def pack_call(number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
     except Exception as error:
         raise WorkerError(
             f"{name_of(fn)} and its arguments can't be sent to the workers: {type(error).__name__}: {error}. Open "
-            "files, locks, process groups and generators don't travel: make them inside the function."
+            "files, locks, process groups and generators can't be sent: make them inside the function."
         ) from error
     finally:
         pickler.unregister()

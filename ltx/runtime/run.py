@@ -81,10 +81,10 @@ class _Parser(argparse.ArgumentParser):
 
 #: The options of torchrun that ``ltx run --help`` lists, with their texts.
 _HELP = {
-    "module": "it is a module, as of python -m",
-    "max_restarts": "start all ranks again so many times after a failure (default: 0)",
-    "log_dir": "keep the ranks' output there: with -r 3 in place of showing it, with -t 3 besides",
-    "nnodes": "machines, of which each runs this, with --node-rank, --master-addr and --master-port",
+    "module": "the script is a module, as with python -m",
+    "max_restarts": "restart all ranks after a failure, at most this many times (default: 0)",
+    "log_dir": "keep the ranks' output in this folder: -r 3 doesn't show it, -t 3 shows it too",
+    "nnodes": "number of machines; run this on each, with --node-rank, --master-addr and --master-port",
 }
 
 

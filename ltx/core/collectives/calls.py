@@ -146,13 +146,13 @@ def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) 
     batched = bool(axis.ranks.levels) and all(level == private.TransformType.Vmap for level in levels)
     if private.has_tangents() or (levels and not batched):
         raise UnsupportedError(
-            f"async_: ltx.{name} under a transform of torch.func or forward mode: what is waited for later can't be "
+            f"async_: ltx.{name} under a transform of torch.func or forward mode: an asynchronous collective can't be "
             f"differentiated or batched. Use ltx.{name} itself."
         )
     if grads := torch.is_grad_enabled() and [i for i, x in enumerate(leaves) if x.requires_grad]:
         raise UnsupportedError(
-            f"async_: ltx.{name} of leaf {tree.leaf_paths(value)[grads[0]]!r}, which requires a gradient: what is "
-            f"waited for later has none. Use x.detach() or torch.no_grad(), or ltx.{name} itself."
+            f"async_: ltx.{name} of leaf {tree.leaf_paths(value)[grads[0]]!r}, which requires a gradient: an "
+            f"asynchronous collective has none. Use x.detach() or torch.no_grad(), or ltx.{name} itself."
         )
 
 

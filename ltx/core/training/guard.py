@@ -107,9 +107,9 @@ def not_finite_error(
     by_rank, together = [texts for texts, _ in told], sorted({text for _, texts in told for text in texts})
     found = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
     if not found and not together and train.step.placements:
-        found = ["parts of the parameters (DTensors) that other ranks of their mesh hold have the ones that aren't"]
+        found = ["they are in parts of the parameters (DTensors) that are on other ranks of the mesh"]
     elif not found:
-        found = [f"each rank's own are finite when taken again, what came of them together isn't: {_listed(together)}"]
+        found = [f"each rank's own, computed again, are finite, but the reduced ones aren't: {_listed(together)}"]
     limit = train.max_skipped if over_limit(train, state) else None
     before = "" if limit is None else f" Nor were those of {limit} steps before, which were skipped."
     fix = 'guard="skip" leaves such steps out' if limit is None else f"max_skipped={limit} allows no more in a row"

@@ -152,8 +152,8 @@ def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
 
 
 _SHARED = (
-    "What isn't split over a dimension of the parameters' mesh is one value to all of its ranks. Fix: make it alike by "
-    "torch.manual_seed before the model is made; or, if ranks hold parts of it, make a DTensor of these "
+    "A tensor that isn't split over a dimension of the parameters' mesh must be equal on its ranks. Fix: call "
+    "torch.manual_seed before the model is made; or, if ranks hold parts of the tensor, make a DTensor of these "
     "(DTensor.from_local)."
 )
 

@@ -23,7 +23,7 @@ State = TypeVar("State")
 
 _REPAIR = (
     "Take the values of a rank that has the right ones: ltx.sync_params(state, src={right}), or "
-    "train.broadcast(state, src={right}) for all of a training state, what is each rank's own included."
+    "train.broadcast(state, src={right}) for a whole training state, also parts that differ between ranks."
 )
 
 

@@ -177,7 +177,7 @@ def test_what_only_the_sum_makes_infinite(ranks: Ranks) -> None:
         return str(error.value)
 
     (said,) = set(ranks(2).run(on_a_rank))
-    what = "each rank's own are finite when taken again, what came of them together isn't"
+    what = "each rank's own, computed again, are finite, but the reduced ones aren't"
     assert f"{what}: leaf '<the tree itself>' (infinite, 1 of 2 elements)." in said
 
 
