@@ -248,7 +248,7 @@ def _start_world(connection: Connection, threads: int) -> None:
 _hosted: list[Any] = []  # keeps the store's server alive as long as this process
 
 
-# With garbage collection, importing torch takes a fifth longer; the worker enables it when it is ready.
+# Collecting garbage takes a fifth of the time of importing torch; the worker enables it when it is ready.
 _WORKER = """import gc, sys; gc.disable()
 from multiprocessing.connection import Connection; from ltx.runtime.worker import serve
 serve(Connection(int(sys.argv[1])))"""

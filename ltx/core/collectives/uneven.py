@@ -294,6 +294,7 @@ def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | N
         raise misfit
 
 
+@in_step
 @checked("src")
 def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     """Give every rank the object of rank `src`.
@@ -324,6 +325,7 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     return _objects("broadcast_object", obj, axis, src)[0]
 
 
+@in_step
 def all_gather_object(obj: T, axis: Any = None) -> list[T]:
     """Gather every rank's object on every rank.
 
@@ -373,6 +375,7 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
     return [obj if rank == found.ranks.rank else pickle.loads(rows[rank][0]) for rank in senders]
 
 
+@in_step
 @checked("name")
 def barrier(name: str | None = None, axis: Any = None) -> None:
     """Wait until every rank of the axis is here, and its accelerator has done all work enqueued before.

@@ -117,6 +117,8 @@ UNLIKE: dict[str, Callable[[int], object]] = {
     "another shape": lambda r: ltx.psum(torch.ones(2 + r)),
     "a source": lambda r: ltx.broadcast(torch.ones(2), src="first" if r else 0),  # type: ignore[arg-type]
     "pairs": lambda r: ltx.ppermute(torch.ones(2), "ab" if r else [(0, 1)]),  # type: ignore[arg-type]
+    "a barrier's name": lambda r: ltx.barrier(3 if r else "three"),  # type: ignore[arg-type]
+    "an object's source": lambda r: ltx.broadcast_object(1, src=7 if r else 0),
     "a meta tensor": lambda r: ltx.psum(torch.ones(2, device="meta" if r else "cpu")),
     "a sparse tensor": lambda r: ltx.all_gather(torch.eye(2).to_sparse() if r else torch.eye(2)),
     "of reduce": lambda r: ltx.reduce(torch.ones(2), "no such" if r else "sum"),
