@@ -92,7 +92,7 @@ NAMES: dict[str, dict[str, str]] = {
         **shared("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
         "**bagua_kwargs": HERE + "test_baguas_fields",
         **shared("barrier", "broadcast", "reduce"),
-        "teardown": "internal/strategies/test_async.py::test_ranks_go_at_their_own_pace_and_end_together",
+        "teardown": "internal/strategies/test_async.py::test_nodes_go_at_their_own_pace_and_end_together",
         "lightning_module": "contract/transforms/test_data_parallel.py::test_ways_to_wrap",
     },
     "DDPStrategy": {

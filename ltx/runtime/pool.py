@@ -275,7 +275,7 @@ def launch(
         timeout: how long the call may take: seconds or a timedelta; None is without limit.
         threads: the number of threads that each process computes on; None is ``OMP_NUM_THREADS`` if that is set, else
             an equal share of the processors. A fork computes on one thread: OpenMP hangs in a fork of a process that
-                has used it.
+            has used it.
         strategy: its ``start_method`` is used if `start_method` is left out.
 
     Returns:

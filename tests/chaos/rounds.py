@@ -57,7 +57,7 @@ def _train(folder: Path, troubles: Sequence[Trouble], sockets: bool, streams: bo
     """What the ranks that came to the end say; starts all of them again where the troubles want that."""
     for generation in range(2):
         body = partial(training, folder, troubles, generation)
-        world = Ranks(SIZE, body(), sockets=sockets, streams=streams, heartbeat_s=_HEARTBEAT_S)
+        world = Ranks(SIZE, body(), sockets=sockets, streams=streams, timeout_s=20.0, heartbeat_s=_HEARTBEAT_S)
         try:
             ended = _watch(world, body)
         finally:

@@ -294,7 +294,6 @@ def _agree(what: str, splits: tuple[Any, ...], axis: Axis, misfit: AxisError | N
         raise misfit
 
 
-@in_step
 @checked("src")
 def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     """Give every rank the object of rank `src`.
@@ -325,7 +324,6 @@ def broadcast_object(obj: T, src: int = 0, axis: Any = None) -> T:
     return _objects("broadcast_object", obj, axis, src)[0]
 
 
-@in_step
 def all_gather_object(obj: T, axis: Any = None) -> list[T]:
     """Gather every rank's object on every rank.
 
@@ -349,6 +347,19 @@ def all_gather_object(obj: T, axis: Any = None) -> list[T]:
     return _objects("all_gather_object", obj, axis)
 
 
+@in_step  # what raises later, raises once the objects have been exchanged
+def _axis_for_objects(what: str, src: int | None, axis: Any) -> Axis:
+    found = comm.resolve(axis)
+    if src is not None:
+        checked_index(what, "src", src, found.size)
+    found.ranks.need(
+        "objects",
+        f"{what} has no form under ltx.vmap: the ranks of axis {found.name!r} share all objects. Use the object "
+        "itself, or ltx.broadcast for tensors; or give each rank its own with ltx.simulate.",
+    )
+    return found
+
+
 def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
     """The objects of all ranks, or of `src` only."""
 
@@ -358,14 +369,7 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
         except Exception as failure:
             return f"{type(failure).__name__}: {failure}".encode(), True
 
-    found = comm.resolve(axis)
-    if src is not None:
-        checked_index(what, "src", src, found.size)
-    found.ranks.need(
-        "objects",
-        f"{what} has no form under ltx.vmap: the ranks of axis {found.name!r} share all objects. Use the object "
-        "itself, or ltx.broadcast for tensors; or give each rank its own with ltx.simulate.",
-    )
+    found = _axis_for_objects(what, src, axis)
     rows = found.ranks.objects(what, dumped, src)
     senders = range(len(rows)) if src is None else [src]
     for rank in senders:

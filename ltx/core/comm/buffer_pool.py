@@ -39,27 +39,37 @@ class BufferPool:
     def __init__(self, room: Callable[[int], torch.UntypedStorage | None] = lambda nbytes: None) -> None:
         self._room = room  # where new memory comes from, if it has so many bytes
         self._plan: Hashable = None
-        self._kept: dict[int, list[torch.UntypedStorage]] = {}
+        self._kept: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
 
     def clear(self) -> None:
         """Give the memory back, except buffers in use."""
         self._plan, self._kept = None, {}
 
     def take(
-        self, plan: Hashable, place: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self,
+        plan: Hashable,
+        place: int,
+        summed: bool,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> torch.Tensor:
-        """An uninitialised tensor for the bucket at `place` of `plan`; memory of other plans is given back."""
+        """An uninitialised tensor for the bucket at `place` of `plan`; memory of other plans is given back.
+
+        `summed`: it is for a sum of all ranks. Other hooks may resize it, as torch's batched PowerSGD does, which no
+        shared memory allows.
+        """
         if storage_uses is None or device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         if self._plan is not plan and self._plan != plan:
             self._plan, self._kept = plan, {}
-        kept, nbytes = self._kept.setdefault(place, []), prod(shape) * dtype.itemsize
+        kept, nbytes = self._kept.setdefault((place, summed), []), prod(shape) * dtype.itemsize
         for storage in kept:
             # `storage_uses` counts tensors and arrays; `getrefcount` counts references to the storage object.
             if storage.nbytes() == nbytes and storage_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED:
                 again: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
                 return again if len(shape) == 1 else again.view(shape)
-        storage = self._room(nbytes) or torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        storage = (self._room(nbytes) if summed else None) or torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
         kept[:] = [*(other for other in kept if other.nbytes() == nbytes), storage][-_KEPT:]
         made: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
         return made.view(shape)

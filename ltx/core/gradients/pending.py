@@ -264,7 +264,7 @@ class Exchange:
         background: bool = False,
         midway: bool = False,
     ):
-        self._midway = midway or background  # steps are counted, beside which the background's exchanges run
+        self._midway = midway
         self._plan = plan
         self._pending: Pending | None = None
         self._completed: list[Reduced] = []

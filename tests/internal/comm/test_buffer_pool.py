@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def take(of: BufferPool, plan: Any = "plan", place: int = 0, shape: tuple[int, ...] = (1000,)) -> Tensor:
-    return of.take(plan, place, shape, torch.float32, CPU)
+    return of.take(plan, place, True, shape, torch.float32, CPU)
 
 
 def test_memory_that_nobody_looks_at_is_taken_again() -> None:
@@ -84,7 +84,7 @@ def test_places_plans_and_sizes_are_kept_apart() -> None:
     larger = take(found, shape=(2000,))
     assert larger.untyped_storage().nbytes() == 8000
     del larger
-    assert [x.nbytes() for x in found._kept[0]] == [8000]
+    assert [x.nbytes() for x in found._kept[0, True]] == [8000]
     take(found, plan="another")
     assert len(found._kept) == 1
     found.clear()
@@ -93,7 +93,7 @@ def test_places_plans_and_sizes_are_kept_apart() -> None:
 
 def test_other_devices_and_other_torches_get_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = BufferPool()
-    assert found.take("plan", 0, (3,), torch.float32, torch.device("meta")).device.type == "meta"
+    assert found.take("plan", 0, True, (3,), torch.float32, torch.device("meta")).device.type == "meta"
     monkeypatch.setattr(buffer_pool, "storage_uses", None)
     assert take(found).shape == (1000,)
     assert not found._kept
