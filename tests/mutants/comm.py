@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         name="comm: a chunk is taken before all have reduced it",
         where="SharedMemoryTransport._empty",
-        old="if entry is None or self._least(REDUCED) <= entry.place:",
-        new="if entry is None or self._counters[self.rank][REDUCED] <= entry.place:",
+        old="self._counters[self.rank][REDUCED] if chunk.reduce is None else self._least(REDUCED)",
+        new="self._counters[self.rank][REDUCED]",
         breaks="parts of a sum that other ranks add up are read too early",
         tests=("tests/internal/comm/test_shared_memory.py",),
     ),

@@ -6,7 +6,7 @@ chunks, and each chunk goes through three phases:
     1. every rank copies its input into a slot of its own segment, unless it lies there already -> filled
     2. in a reduction, rank r reduces part r of the chunk over all segments, in rank order,
        into its own slot                                                                        -> reduced
-    3. every rank copies its result out of the slots                                            -> emptied
+    3. every rank copies its result out of the slots, or reduces a small chunk out of them      -> emptied
 
 Buckets of gradients are packed in the segment (:meth:`SharedMemoryTransport.room`): a rank tells for each chunk where
 its input begins.
@@ -51,7 +51,7 @@ import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import message_of
-from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, Job, part, sum_of
+from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, Job, in_rank_order, part, sum_of
 from ltx.core.comm.operations import OPERATIONS
 
 SLOTS = 8  # for chunks
@@ -297,20 +297,19 @@ class SharedMemoryTransport:
                 if self._overwritten == entry.place:  # an exception interrupted the lines below
                     self._give(chunk, slot * CHUNK_BYTES)
                 self._overwritten = entry.place
-                # In rank order on every rank; the last step writes into this rank's own slot.
-                total = shares[0]
-                for share in shares[1:-1]:
-                    total = chunk.reduce(total, share)
-                chunk.reduce(total, shares[-1], out=result)
+                in_rank_order(chunk.reduce, shares, result)
             self._sums[self.rank][SUMS + slot] = math.nan if work.sums is None else sum_of(result)
         self._tell(entry, REDUCED)
         return True
 
     def _empty(self) -> bool:
         entry = self._next(EMPTIED)
-        if entry is None or self._least(REDUCED) <= entry.place:
+        if entry is None:
             return False
         chunk, work = entry.chunk, entry.work
+        # A chunk that this rank has reduced, all ranks have filled. Parts that others reduce have to be waited for.
+        if (self._counters[self.rank][REDUCED] if chunk.reduce is None else self._least(REDUCED)) <= entry.place:
+            return False
         if not work.refused:
             chunk.take(self._slots(entry))
             if work.sums is not None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.core.comm.chunks import CHUNK_BYTES
+from ltx.core.comm.chunks import CHUNK_BYTES, SMALL_BYTES
 from ltx.core.comm.shared_memory import SEGMENT_BYTES, SLOTS, SharedMemoryTransport, progress_everywhere
 from tests.forks import settles
 
@@ -53,7 +53,7 @@ def roomy(transport: SharedMemoryTransport, x: torch.Tensor) -> torch.Tensor:
 def test_sums_are_those_of_the_buffers_in_rank_order(
     ranks: Callable[[int], Any], seed: int, n: int, in_room: list[int], dtype: Any
 ) -> None:
-    sizes = [1, 7, 1000, CHUNK_BYTES // 4 + 3, (SLOTS + 2) * CHUNK_BYTES // dtype.itemsize]
+    sizes = [1, 7, 1000, SMALL_BYTES, CHUNK_BYTES // 4 + 3, (SLOTS + 2) * CHUNK_BYTES // dtype.itemsize]
     got = ranks(n).run(sums, seed, sizes, dtype, in_room).replicated()  # bitwise equal on all ranks
     draws = [torch.Generator().manual_seed(seed + rank) for rank in range(n)]
     for size, total in zip(sizes, got, strict=True):
@@ -105,7 +105,7 @@ def totals(seed: int, sizes: list[int], dtype: torch.dtype, asks: Sequence[bool]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.complex128])
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_sum_of_all_elements(ranks: Callable[[int], Any], seed: int, n: int, dtype: Any) -> None:
-    sizes = [1, 2, 1000, (SLOTS + 2) * CHUNK_BYTES // dtype.itemsize + 5]
+    sizes = [SMALL_BYTES // dtype.itemsize + 1, SMALL_BYTES, (SLOTS + 2) * CHUNK_BYTES // dtype.itemsize + 5]
     for total, value in ranks(n).run(totals, seed, sizes, dtype, [True] * n).replicated():
         parts = torch.view_as_real(value) if value.is_complex() else value
         rounding = 1e-13 if dtype.itemsize >= 8 else 1e-6
@@ -113,7 +113,7 @@ def test_the_sum_of_all_elements(ranks: Callable[[int], Any], seed: int, n: int,
 
 
 def test_the_sum_is_known_only_to_who_asks_and_if_all_do(ranks: Callable[[int], Any], seed: int) -> None:
-    for rank, own in enumerate(ranks(3).run(totals, seed, [1000], torch.float32, [True, False, True])):
+    for rank, own in enumerate(ranks(3).run(totals, seed, [SMALL_BYTES], torch.float32, [True, False, True])):
         assert own[0][0] is None if rank == 1 else math.isnan(own[0][0])
 
 
@@ -125,10 +125,10 @@ def total_of_no_sum(operation: str, arguments: tuple[int, ...]) -> float | None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "arguments"), [("all_gather", ()), ("psum_scatter", ()), ("ppermute", (0, 1, 1, 0))]
+    ("operation", "arguments"), [("psum", ()), ("all_gather", ()), ("psum_scatter", ()), ("ppermute", (0, 1, 1, 0))]
 )
 def test_what_isnt_summed_in_parts_has_no_sum(ranks: Callable[[int], Any], operation: str, arguments: Any) -> None:
-    """Nobody adds it up, and what lies there is of another piece."""
+    """Nobody adds it up, and what lies there is of another piece. A small sum is taken as a whole."""
     assert ranks(2).run(total_of_no_sum, operation, arguments).replicated() is None
 
 

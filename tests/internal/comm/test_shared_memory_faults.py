@@ -15,7 +15,7 @@ import torch
 
 import ltx
 from ltx.core.comm import operations, shared_memory
-from ltx.core.comm.chunks import CHUNK_BYTES, Chunk
+from ltx.core.comm.chunks import CHUNK_BYTES, SMALL_BYTES, Chunk
 from ltx.core.comm.operations import Operation
 from ltx.core.comm.shared_memory import SEGMENT_BYTES, SLOTS, SharedMemoryTransport, SharedMemoryWork
 
@@ -39,14 +39,17 @@ Begun = list[tuple[SharedMemoryWork, torch.Tensor, torch.Tensor]]
 
 
 def begin(
-    transports: list[SharedMemoryTransport], operations: dict[str, tuple[int, ...]], asks: bool = True
+    transports: list[SharedMemoryTransport],
+    operations: dict[str, tuple[int, ...]],
+    asks: bool = True,
+    width: int = SMALL_BYTES // 4,
 ) -> list[Begun]:
     """Each rank's operations, with what is expected of them."""
     begun: list[Begun] = []
     for transport in transports:
         of_rank: Begun = []
         for place, (operation, arguments) in enumerate(operations.items()):
-            xs = torch.arange(12.0).view(2, 2, 3) * (place + 1)  # rank r's is xs[r]
+            xs = torch.arange(4.0 * width).view(2, 2, width) * (place + 1)  # rank r's is xs[r]
             expected = {
                 "psum": xs.sum(0),
                 "psum_scatter": xs.sum(0)[transport.rank],
@@ -128,17 +131,25 @@ class Fault:
             sys.settrace(before)
 
 
-def test_inputs_in_the_room_and_in_slots() -> None:
+@pytest.mark.parametrize("width", [3, SMALL_BYTES // 4], ids=["small", "in parts"])
+def test_inputs_in_the_room_and_in_slots(width: int) -> None:
     with two_transports() as transports:
-        begun = begin(transports, OPERATIONS)
+        begun = begin(transports, OPERATIONS, width=width)
         drive(transports, begun)
         check(begun)
 
 
-def interrupted(operations: dict[str, tuple[int, ...]], error: Any, event: str, at: int, on: Sequence[int]) -> int:
+def interrupted(
+    operations: dict[str, tuple[int, ...]],
+    error: Any,
+    event: str,
+    at: int,
+    on: Sequence[int],
+    width: int = SMALL_BYTES // 4,
+) -> int:
     """Raise at one place on some ranks; afterwards every value is right, and so is what is issued next."""
     with two_transports() as transports:
-        begun = begin(transports, operations)
+        begun = begin(transports, operations, width=width)
         faults = [Fault(error, at, event, rank) for rank in on]
         by_rank = {fault.rank: fault for fault in faults}
         drive(
@@ -169,11 +180,12 @@ def test_an_exception_at_any_line_leaves_ranks_in_step(error: Any, on: Sequence[
 
 
 @pytest.mark.full
-def test_an_interrupt_between_any_two_instructions_of_a_sum_leaves_ranks_in_step() -> None:
-    places = interrupted({"psum": ()}, KeyboardInterrupt, "opcode", 0, (0,))
+@pytest.mark.parametrize("width", [3, SMALL_BYTES // 4], ids=["small", "in parts"])
+def test_an_interrupt_between_any_two_instructions_of_a_sum_leaves_ranks_in_step(width: int) -> None:
+    places = interrupted({"psum": ()}, KeyboardInterrupt, "opcode", 0, (0,), width)
     assert places > 300
     for at in range(1, places + 1):
-        interrupted({"psum": ()}, KeyboardInterrupt, "opcode", at, (0,))
+        interrupted({"psum": ()}, KeyboardInterrupt, "opcode", at, (0,), width)
 
 
 def broken(whole: Operation, phase: str) -> Operation:
@@ -196,7 +208,7 @@ def test_progress_that_always_raises_fails_the_transport_and_tells(phase: str, o
     with two_transports() as transports, pytest.MonkeyPatch.context() as patch:
         for transport in transports:
             patch.setitem(operations.OPERATIONS, "psum", broken(whole, phase) if transport.rank in on else whole)
-            transport.begin("psum", torch.ones(3), (), 0)
+            transport.begin("psum", torch.ones(SMALL_BYTES), (), 0)
         for _ in range(20):
             for transport in transports:
                 transport.progress()
@@ -214,7 +226,7 @@ def fail_in(phase: str, on: Sequence[int]) -> list[str]:
             patch.setitem(operations.OPERATIONS, "psum", broken(operations.OPERATIONS["psum"], phase))
         for _ in range(3):
             try:
-                said.append(str(ltx.psum(torch.ones(3)).tolist()))
+                said.append(str(ltx.psum(torch.ones(SMALL_BYTES))[:3].tolist()))
             except ltx.errors.TransportError as error:
                 said.append(str(error))
     return said
