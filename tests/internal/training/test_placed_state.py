@@ -155,7 +155,7 @@ def test_all_ranks_of_the_mesh_skip_together(ranks: Ranks, seed: int) -> None:
         assert skipped
         assert scaled
         torch.testing.assert_close(after, w)
-        assert ("rank 1: leaf 'w' (NaN, 2 of 2 elements)" if rank % 2 else "other ranks of their mesh") in text
+        assert ("rank 1: leaf 'w' (NaN, 2 of 2 elements)" if rank % 2 else "on other ranks of the mesh") in text
     for skipped, scaled, after, _ in ranks(4).run(run, w, False):
         assert not skipped
         assert not scaled
