@@ -67,9 +67,10 @@ class BufferPool:
         for storage in kept:
             # `storage_uses` counts tensors and arrays; `getrefcount` counts references to the storage object.
             if storage.nbytes() == nbytes and storage_uses(storage._cdata) == 1 and sys.getrefcount(storage) == _UNUSED:
-                again: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
-                return again if len(shape) == 1 else again.view(shape)
-        storage = (self._room(nbytes) if summed else None) or torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
-        kept[:] = [*(other for other in kept if other.nbytes() == nbytes), storage][-_KEPT:]
-        made: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
-        return made.view(shape)
+                break
+        else:
+            new = self._room(nbytes) if summed else None
+            storage = new or torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+            kept[:] = [*(other for other in kept if other.nbytes() == nbytes), storage][-_KEPT:]
+        taken: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
+        return taken if len(shape) == 1 else taken.view(shape)

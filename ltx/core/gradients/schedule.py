@@ -233,8 +233,9 @@ class ProcessSchedule(Schedule):
         self.pending.send_summary(name, self.plan.agreement, total, weight, self.unreduced())
 
     def in_forward(self) -> AbstractContextManager[None]:
-        issued = lambda: sum(axis.comm.user.issued for axis in comm.open_axes() if axis.comm is not None)  # noqa: E731
-        return self.among.recovery.forward.entered(issued)
+        return self.among.recovery.forward.entered(
+            lambda: sum(axis.comm.user.issued for axis in comm.open_axes() if axis.comm is not None)
+        )
 
     def begin(self) -> None:
         if self.fenced:  # the caller, which waits for the buckets, has begun the pass and watches it
