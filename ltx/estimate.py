@@ -21,7 +21,7 @@ from ltx.core.base import tree
 from ltx.core.base.readable import format_bytes as format_bytes  # re-exported for strategies
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.comm_hook import reduce_at_once, states_of
-from ltx.core.gradients.pending import Exchange
+from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import Plan, arrival_order, differentiable, make_plan
 from ltx.core.gradients.reduction import REQUESTS, Bucket, LeafState, Reduced
 from ltx.core.optim.base import Update, advanced

@@ -92,9 +92,22 @@ from ltx.core.collectives.reduce import wide
 from ltx.core.collectives.uneven import told
 from ltx.core.comm.backends import HOST_BLOCKING
 from ltx.core.comm.operations import as_bytes, view_as
-from ltx.core.gradients.comm_hook import AllReduce, CommHook, HookOffers, around, states_of, unchanging
-from ltx.core.gradients.packing import CHUNK, chunks, is_plain, pack, prefers_few_calls, unpack
-from ltx.core.gradients.pending import Exchange, Pending
+from ltx.core.gradients.comm_hook import (
+    CHUNK,
+    AllReduce,
+    CommHook,
+    HookOffers,
+    around,
+    chunks,
+    is_plain,
+    pack,
+    prefers_few_calls,
+    states_of,
+    unchanging,
+    unpack,
+)
+from ltx.core.gradients.exchange import Exchange
+from ltx.core.gradients.pending import Pending
 from ltx.core.gradients.planning import BucketSettings
 from ltx.core.gradients.reduction import (
     Bucket,

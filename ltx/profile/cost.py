@@ -21,7 +21,7 @@ from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked, number, whole
 from ltx.core.base.readable import Shown, Table, format_bytes, format_seconds, many
 from ltx.core.comm.operations import OPERATIONS
-from ltx.core.gradients.pending import Exchange
+from ltx.core.gradients.exchange import Exchange
 from ltx.core.training import TrainState
 from ltx.core.training.train_state import counted
 from ltx.core.training.train_step import TrainStep

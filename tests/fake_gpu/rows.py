@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ltx
-from ltx.core.gradients import packing
+from ltx.core.gradients import comm_hook
 from ltx.extend import comm
 from tests.contract.conformance.table import OPS
 from tests.contract.hooks.table import HOOKS
@@ -152,7 +152,7 @@ def tried(build: Callable[[], tuple[Any, Run]], seed: int, in_pieces: frozenset[
         torch.manual_seed(seed)
         given, run = build()
         torch.manual_seed(seed)
-        with patch.object(packing, "IN_PIECES", in_pieces):
+        with patch.object(comm_hook, "IN_PIECES", in_pieces):
             expected = run(given)
         torch.manual_seed(seed)
         with device():
@@ -174,6 +174,6 @@ if __name__ == "__main__":
     chosen = {name: build for name, build in rows().items() if name.startswith(f"{kind} ")}
     found = {}
     for name, build in chosen.items():
-        in_pieces = frozenset() if IN_ANOTHER_ORDER in name.lower() else packing.IN_PIECES
+        in_pieces = frozenset() if IN_ANOTHER_ORDER in name.lower() else comm_hook.IN_PIECES
         found[name] = tried(build, seed, in_pieces)
     print(json.dumps(found))

@@ -1,4 +1,8 @@
-"""A pending pass: its step summary, and several buckets at once on the bucket channels of an axis.
+"""What ranks that are processes do in a backward pass: its step summary, and several buckets at once on channels.
+
+:class:`ProcessSchedule` takes the gradients from the markers and makes the buckets' programs. Its :class:`Pending`, a
+new one for each pass, owns what the pass sends. An :class:`ltx.core.gradients.exchange.Exchange` and
+:func:`ltx.hooks.to_torch` have a :class:`Pending` too.
 
 Each phase of a hook (its first collective, its second, ...) has a channel of its own. On each channel collectives go
 out in bucket order, so all ranks issue in the same order, in whatever order gradients come and collectives complete.
@@ -6,38 +10,35 @@ out in bucket order, so all ranks issue in the same order, in whatever order gra
 On stream-ordered backends an axis has one communicator, and the host needn't wait between two phases: a program is
 enqueued as a whole when it is launched, on the communication stream. So collectives go out bucket by bucket, phase by
 phase.
-
-Train steps, :func:`ltx.grad`, ``loss.backward()``, :func:`ltx.sync_gradients` and :func:`ltx.hooks.to_torch` have a
-:class:`Pending` for each pass. An :class:`Exchange` sends buckets outside of a backward pass. A strategy writes what it
-does with parameters as a communication hook too, so the same lines run between processes, on simulated ranks, and on
-the meta device, where :func:`ltx.profile.explain` counts what they send.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ltx.core import comm
-from ltx.core.base.errors import LtxError, StrategyError, UnsupportedError
-from ltx.core.base.needs import require
+from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.base.private import graph_task
 from ltx.core.comm.backends import StreamFence
-from ltx.core.gradients.comm_hook import CommHook, program_of, reduce_at_once
-from ltx.core.gradients.packing import pack, pack_pure, unpack
-from ltx.core.gradients.planning import Plan, any_derivative
+from ltx.core.gradients.comm_hook import CommHook, pack, program_of, unpack
+from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
     Bucket,
     BucketInput,
     CollectiveRequest,
     LeafState,
     Program,
+    ProgramOf,
     Reduced,
     advance,
     collective_alone,
 )
+from ltx.core.gradients.schedule import Dims, GraphSchedule, ImmediateSchedule, Schedule
 
 
 @dataclass
@@ -243,114 +244,175 @@ class Pending:
             pass
 
 
-class Exchange:
-    """The pending buckets of a plan.
+class ProcessSchedule(Schedule):
+    """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`Pending`).
 
-    Args:
-        plan: what is exchanged; all ranks have compared it.
-        tensors: one for each leaf of the plan. The tensors are packed at once, and not read again.
-        states: the hook's state of each leaf; empty for a hook without states.
-        background: use the background channel, where peers may come much later. The buckets' channels go through shared
-            memory between ranks of one machine, but progress only while ranks wait.
-        midway: another exchange of the same step follows, so a rank that has completed this one hasn't completed the
-            step.
+    With `deferred` there is no fence: the caller of the step begins the pass and waits for its buckets one by one.
+
+    If the hook stays within a part of the axis, the step summary does too: other ranks needn't be in this pass.
+
+    On a stream-ordered backend buckets share a communicator with the user's collectives. If the graph has such
+    collectives, their backward passes come before or after a bucket, not always the same on all ranks. So buckets then
+    wait until the backward pass is over.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        tensors: Sequence[torch.Tensor],
-        states: Sequence[LeafState] = (),
-        background: bool = False,
-        midway: bool = False,
-    ):
-        self._midway = midway
-        self._plan = plan
-        self._pending: Pending | None = None
-        self._completed: list[Reduced] = []
-        self._failed: LtxError | None = None
-        self._states = list(states) or [{} for _ in tensors]
-        if background:
-            require("background, hook", plan.hook, "", plan.axis.size)
-        if plan.axis.comm is not None:
-            if any_derivative(tensors):
-                raise UnsupportedError(
-                    f"what ranks exchange beside their gradients ({plan.hook!r}) has no derivative on real ranks, and "
-                    "a step that does so is differentiated. Use a strategy that exchanges gradients alone, such as "
-                    "ltx.DDPStrategy(); or, if no derivative is wanted, detach the state and the batch, or call the "
-                    "step under torch.no_grad()."
-                )
-            try:
-                self._launch(plan.axis.comm, tensors, background)
-            except LtxError as error:
-                if not background:
-                    raise
-                self._failed = error  # wait() raises it, once the caller has finished other work
-        else:
-            if plan.agreement is not None:
-                plan.axis.ranks.announce(plan.agreement)
-            self._completed = [self.at_once(place, tensors) for place in range(len(plan.buckets))]
+    threaded = False
 
-    def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:
-        return [tensors[m] for m in bucket.members], [self._states[m] for m in bucket.members]
-
-    def at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
-        """The result for bucket `place` of `tensors`; :mod:`ltx.estimate` replaces it to count bytes."""
-        plan, bucket = self._plan, self._plan.buckets[place]
-        mine, own = self._of(bucket, tensors)
-        hook = plan.hook_of(bucket)
-        flat = pack_pure(mine, bucket, hook, plan.axis.size, own)
-        return reduce_at_once(hook, plan.axis, plan.bucket_input(bucket, flat, own))
-
-    def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
-        plan, name = self._plan, "an exchange of the strategy"
-        if background:
-            axis_comm.recovery.recover()
-            axis_comm.under_way = name
-            assert plan.agreement is not None
-            axis_comm.background.advance(plan.agreement)
-            self._pending = Pending(axis_comm, channel_of=lambda on, phase: on.background, what="background")
-        else:
-            self._pending = Pending(axis_comm, what="exchange")
-            self._pending.send_summary(name, plan.agreement)
-        for bucket in plan.buckets:
-            mine, states = self._of(bucket, tensors)
-            hook = plan.hook_of(bucket)
-            flat = pack(mine, bucket, hook, plan.axis.size, states)
-            self._pending.reduce(hook, plan.bucket_input(bucket, flat, states))
+    def __init__(self, plan: Plan, deferred: bool = False):
+        super().__init__(plan)
+        assert plan.axis.comm
+        self.fenced = not deferred
+        self.comm: comm.AxisComm = plan.axis.comm
+        #: Called when the backward pass is over.
+        self.on_end: Callable[[], None] = lambda: None
+        #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
+        self.program_of: ProgramOf | None = None
+        part = plan.hook.within(plan.axis)
+        self._part = None if part is None or part.comm is None else part.comm
+        self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
+        self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
+        self._reset()
 
     @property
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return self._failed is not None or self._pending is None or self._pending.done
+    def among(self) -> comm.AxisComm:
+        """The communicator of the ranks that are in this pass together."""
+        return self.comm if self._part is None or self.again else self._part
 
-    def wait(self) -> tuple[list[torch.Tensor], list[LeafState]]:
-        """(the result for each leaf, its next state), once all buckets are complete; new tensors, views of buckets.
+    def send_summary(
+        self,
+        name: str = "a backward pass",
+        total: torch.Tensor | float = 0.0,
+        weight: torch.Tensor | float = 0.0,
+        sums: bool = False,
+    ) -> None:
+        """Begin a deferred pass, `name` in errors, with its step summary. `sums`: :meth:`total` will be called."""
+        self.pending.summed = sums
+        self.pending.send_summary(name, self.plan.agreement, total, weight, self.unreduced())
 
-        Raises:
-            PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: the exchange can't complete.
-                RankMismatchError: ranks have issued different collectives before the exchange.
-        """
-        results = [torch.empty(0)] * len(self._states)
-        states: list[LeafState] = [{} for _ in self._states]
-        for bucket, (flat, advanced) in self.wait_buckets():
-            for member, tensor in zip(bucket.members, unpack(flat, bucket), strict=True):
-                results[member] = tensor
-            if advanced:
-                for member, state in zip(bucket.members, advanced, strict=True):
-                    states[member] = dict(state)
-        return results, states
+    def in_forward(self) -> AbstractContextManager[None]:
+        return self.among.recovery.forward.entered(
+            lambda: sum(axis.comm.user.issued for axis in comm.open_axes() if axis.comm is not None)
+        )
 
-    def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
-        """:meth:`wait`, bucket by bucket: (bucket, (the hook's result, the next states))."""
-        if self._failed is not None:
-            raise self._failed
-        if self._pending is not None:
-            try:
-                self._completed = list(self._pending.wait_each())
-                self._pending.finish(self._midway)
-            except BaseException as error:
-                self._pending.abandon(error)  # not in the background, where a wait may be repeated
-                raise
-            self._pending = None
-        return list(zip(self._plan.buckets, self._completed, strict=True))
+    def begin(self) -> None:
+        if self.fenced:  # the caller, which waits for the buckets, has begun the pass and watches it
+            self._reset()
+            self.pending.enter(self.has_later_phases)
+            self.pending.send_summary("a backward pass", self.plan.agreement, unreduced=self.unreduced())
+        self._held = self._shared and _issued_in_graphs() != self._in_graphs
+
+    def abandon(self, reason: BaseException) -> None:
+        """Tell the peers that this pass won't continue, if it has begun."""
+        self.program_of = None
+        self.pending.abandon(reason)
+
+    def _reset(self) -> None:
+        self.pending = Pending(self.comm, self.among)
+        self._batches: dict[int, torch.Size] = {}
+        self._ready: dict[int, Program] = {}
+
+    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Make the program of a bucket whose gradients are ready, and launch the buckets whose turn it is."""
+        bucket = self.plan.buckets[index]
+        grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
+        try:
+            self._check_batchable(dims, states)
+            self._batches[index] = tensors[0].shape[: len(dims)]
+            program = self.program_of or self.program
+            self._ready[index] = program(bucket, grads, self.plan.states_of(bucket, states))
+            if self.fenced and self.has_later_phases:
+                self.pending.flush_others()
+            if not self._held:
+                self.pending.launch(self._due(), self.hook)
+            self.pending.poll()
+        except BaseException as error:
+            self._failed(error)
+            raise
+        return tuple(tensors)
+
+    def _failed(self, error: BaseException) -> None:
+        """An exception of a hook or of the network aborts this pass, and the peers are told."""
+        if isinstance(error, UnsupportedError) and not len(self.pending):
+            self.pending.forget()  # the user's mistake, which all ranks find before the first bucket
+        else:
+            self.abandon(error)
+
+    def backward(self, objective: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
+        """Run a deferred pass from `objective`; None if no parameter is reached."""
+        if objective is not None:
+            with comm.span("backward"):
+                torch.autograd.backward(objective, inputs=inputs)
+        self.launch()
+
+    def launch(self) -> None:
+        """The backward pass is over: launch the buckets that weren't launched."""
+        on_end, self.on_end = self.on_end, lambda: None
+        on_end()
+        self.pending.launch(self._due(), self.hook)
+        self.program_of = None  # it holds the step
+
+    def _due(self) -> Iterator[Program]:
+        """The programs whose turn it is, each after the programs before it were launched."""
+        while (program := self._ready.pop(len(self.pending), None)) is not None:
+            yield program
+
+    def program(
+        self,
+        bucket: Bucket,
+        tensors: Sequence[torch.Tensor],
+        states: Sequence[LeafState],
+        update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+    ) -> Program:
+        """The program that reduces `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
+        hook, plan, batch = self.hook_of(bucket), self.plan, self._batches[bucket.index]
+        room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index, hook.exact)
+        flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
+        return program_of(hook, plan.bucket_input(bucket, flat.view(-1), states, update))
+
+    def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
+        """The buckets in order, each as soon as it is complete, with what its program returned."""
+        return zip(self.plan.buckets, self.pending.wait_each(), strict=False)
+
+    def unpack(self, bucket: Bucket, reduced: Reduced) -> list[torch.Tensor]:
+        return unpack(reduced[0].view(*self._batches[bucket.index], bucket.numel), bucket)
+
+    def total(self, bucket: Bucket) -> float | None:
+        """The sum of all gradients of a complete bucket, or NaN; None if no sum was taken."""
+        same = self.hook_of(bucket).wire_dtype(bucket.dtype) == bucket.dtype
+        return self.pending.total(bucket.index) if same else None
+
+    @property
+    def has_later_phases(self) -> bool:
+        """Whether a bucket may issue more than one collective."""
+        return bool(self.hook.phases_on(self.plan.axis.size) > 1)
+
+    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        try:
+            self.launch()
+            outs = [
+                t
+                for bucket, reduced in self.wait_buckets()
+                for t in (*self.unpack(bucket, reduced), *self.plan.flatten_states(bucket, reduced[1]))
+            ]
+        except BaseException as error:
+            self._failed(error)
+            raise
+        self.finish()
+        return tuple(outs)
+
+    def finish(self) -> comm.StepSummary | None:
+        """After the last bucket: finish the step summary, and release the reduced buckets."""
+        pending = self.pending
+        self._reset()
+        return pending.finish()
+
+
+def _issued_in_graphs() -> int:
+    return sum(axis.comm.issued_in_graphs for axis in comm.open_axes() if axis.comm is not None)
+
+
+def schedule_for(plan: Plan, deferred: bool = False, compiled: bool = False) -> Schedule:
+    """The schedule of `plan`, eager or in a compiled graph; `deferred` is that of :class:`ProcessSchedule`."""
+    if not plan.axis.ranks.overlaps:
+        return ImmediateSchedule(plan)
+    return GraphSchedule(plan) if compiled else ProcessSchedule(plan, deferred)

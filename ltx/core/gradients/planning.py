@@ -28,8 +28,7 @@ from ltx.core.base.arguments import brief, check_fields, check_whole, seconds, w
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.base.readable import Readable
 from ltx.core.comm import Network
-from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.packing import pack_pure
+from ltx.core.gradients.comm_hook import CommHook, pack_pure
 from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree

@@ -10,33 +10,19 @@ dimensions; `dims` lists them, outermost first, True for the simulated axis itse
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from ltx.core import comm
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm.operations import OPERATIONS
-from ltx.core.gradients.comm_hook import CommHook, ExactSum, program_of, reduce_at_once
-from ltx.core.gradients.packing import pack, unpack
-from ltx.core.gradients.pending import Pending
+from ltx.core.gradients.comm_hook import CommHook, ExactSum, reduce_at_once, unpack
 from ltx.core.gradients.planning import Plan
-from ltx.core.gradients.reduction import (
-    Bucket,
-    CollectiveRequest,
-    LeafState,
-    Program,
-    ProgramOf,
-    Reduced,
-    Reduction,
-    advance,
-    collective_alone,
-)
+from ltx.core.gradients.reduction import Bucket, CollectiveRequest, Reduction, advance, collective_alone
 from ltx.core.ranks.axis import Axis
 
 Dims = tuple[bool, ...]
@@ -185,177 +171,3 @@ class GraphSchedule(Schedule):
             outs.extend(unpack(flat, bucket))
             outs.extend(self.plan.flatten_states(self.plan.buckets[index], states))
         return tuple(outs)
-
-
-class ProcessSchedule(Schedule):
-    """Asynchronous reductions on the bucket channels of an axis, launched in bucket order (:class:`Pending`).
-
-    With `deferred` there is no fence: the caller of the step begins the pass and waits for its buckets one by one.
-
-    If the hook stays within a part of the axis, the step summary does too: other ranks needn't be in this pass.
-
-    On a stream-ordered backend buckets share a communicator with the user's collectives. If the graph has such
-    collectives, their backward passes come before or after a bucket, not always the same on all ranks. So buckets then
-    wait until the backward pass is over.
-    """
-
-    threaded = False
-
-    def __init__(self, plan: Plan, deferred: bool = False):
-        super().__init__(plan)
-        assert plan.axis.comm
-        self.fenced = not deferred
-        self.comm: comm.AxisComm = plan.axis.comm
-        #: Called when the backward pass is over.
-        self.on_end: Callable[[], None] = lambda: None
-        #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
-        self.program_of: ProgramOf | None = None
-        part = plan.hook.within(plan.axis)
-        self._part = None if part is None or part.comm is None else part.comm
-        self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
-        self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
-        self._reset()
-
-    @property
-    def among(self) -> comm.AxisComm:
-        """The communicator of the ranks that are in this pass together."""
-        return self.comm if self._part is None or self.again else self._part
-
-    def send_summary(
-        self,
-        name: str = "a backward pass",
-        total: torch.Tensor | float = 0.0,
-        weight: torch.Tensor | float = 0.0,
-        sums: bool = False,
-    ) -> None:
-        """Begin a deferred pass, `name` in errors, with its step summary. `sums`: :meth:`total` will be called."""
-        self.pending.summed = sums
-        self.pending.send_summary(name, self.plan.agreement, total, weight, self.unreduced())
-
-    def in_forward(self) -> AbstractContextManager[None]:
-        return self.among.recovery.forward.entered(
-            lambda: sum(axis.comm.user.issued for axis in comm.open_axes() if axis.comm is not None)
-        )
-
-    def begin(self) -> None:
-        if self.fenced:  # the caller, which waits for the buckets, has begun the pass and watches it
-            self._reset()
-            self.pending.enter(self.has_later_phases)
-            self.pending.send_summary("a backward pass", self.plan.agreement, unreduced=self.unreduced())
-        self._held = self._shared and _issued_in_graphs() != self._in_graphs
-
-    def abandon(self, reason: BaseException) -> None:
-        """Tell the peers that this pass won't continue, if it has begun."""
-        self.program_of = None
-        self.pending.abandon(reason)
-
-    def _reset(self) -> None:
-        self.pending = Pending(self.comm, self.among)
-        self._batches: dict[int, torch.Size] = {}
-        self._ready: dict[int, Program] = {}
-
-    def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Make the program of a bucket whose gradients are ready, and launch the buckets whose turn it is."""
-        bucket = self.plan.buckets[index]
-        grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
-        try:
-            self._check_batchable(dims, states)
-            self._batches[index] = tensors[0].shape[: len(dims)]
-            program = self.program_of or self.program
-            self._ready[index] = program(bucket, grads, self.plan.states_of(bucket, states))
-            if self.fenced and self.has_later_phases:
-                self.pending.flush_others()
-            if not self._held:
-                self.pending.launch(self._due(), self.hook)
-            self.pending.poll()
-        except BaseException as error:
-            self._failed(error)
-            raise
-        return tuple(tensors)
-
-    def _failed(self, error: BaseException) -> None:
-        """An exception of a hook or of the network aborts this pass, and the peers are told."""
-        if isinstance(error, UnsupportedError) and not len(self.pending):
-            self.pending.forget()  # the user's mistake, which all ranks find before the first bucket
-        else:
-            self.abandon(error)
-
-    def backward(self, objective: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
-        """Run a deferred pass from `objective`; None if no parameter is reached."""
-        if objective is not None:
-            with comm.span("backward"):
-                torch.autograd.backward(objective, inputs=inputs)
-        self.launch()
-
-    def launch(self) -> None:
-        """The backward pass is over: launch the buckets that weren't launched."""
-        on_end, self.on_end = self.on_end, lambda: None
-        on_end()
-        self.pending.launch(self._due(), self.hook)
-        self.program_of = None  # it holds the step
-
-    def _due(self) -> Iterator[Program]:
-        """The programs whose turn it is, each after the programs before it were launched."""
-        while (program := self._ready.pop(len(self.pending), None)) is not None:
-            yield program
-
-    def program(
-        self,
-        bucket: Bucket,
-        tensors: Sequence[torch.Tensor],
-        states: Sequence[LeafState],
-        update: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
-    ) -> Program:
-        """The program that reduces `tensors`, which are packed now; `update` as in :class:`BucketInput`."""
-        hook, plan, batch = self.hook_of(bucket), self.plan, self._batches[bucket.index]
-        room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index, hook.exact)
-        flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
-        return program_of(hook, plan.bucket_input(bucket, flat.view(-1), states, update))
-
-    def wait_buckets(self) -> Iterator[tuple[Bucket, Reduced]]:
-        """The buckets in order, each as soon as it is complete, with what its program returned."""
-        return zip(self.plan.buckets, self.pending.wait_each(), strict=False)
-
-    def unpack(self, bucket: Bucket, reduced: Reduced) -> list[torch.Tensor]:
-        return unpack(reduced[0].view(*self._batches[bucket.index], bucket.numel), bucket)
-
-    def total(self, bucket: Bucket) -> float | None:
-        """The sum of all gradients of a complete bucket, or NaN; None if no sum was taken."""
-        same = self.hook_of(bucket).wire_dtype(bucket.dtype) == bucket.dtype
-        return self.pending.total(bucket.index) if same else None
-
-    @property
-    def has_later_phases(self) -> bool:
-        """Whether a bucket may issue more than one collective."""
-        return bool(self.hook.phases_on(self.plan.axis.size) > 1)
-
-    def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        try:
-            self.launch()
-            outs = [
-                t
-                for bucket, reduced in self.wait_buckets()
-                for t in (*self.unpack(bucket, reduced), *self.plan.flatten_states(bucket, reduced[1]))
-            ]
-        except BaseException as error:
-            self._failed(error)
-            raise
-        self.finish()
-        return tuple(outs)
-
-    def finish(self) -> comm.StepSummary | None:
-        """After the last bucket: finish the step summary, and release the reduced buckets."""
-        pending = self.pending
-        self._reset()
-        return pending.finish()
-
-
-def _issued_in_graphs() -> int:
-    return sum(axis.comm.issued_in_graphs for axis in comm.open_axes() if axis.comm is not None)
-
-
-def schedule_for(plan: Plan, deferred: bool = False, compiled: bool = False) -> Schedule:
-    """The schedule of `plan`, eager or in a compiled graph; `deferred` is that of :class:`ProcessSchedule`."""
-    if not plan.axis.ranks.overlaps:
-        return ImmediateSchedule(plan)
-    return GraphSchedule(plan) if compiled else ProcessSchedule(plan, deferred)

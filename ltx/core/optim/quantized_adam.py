@@ -21,7 +21,7 @@ from torch import Tensor
 from ltx.core.base.arguments import checked, whole
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import describe, flatten
-from ltx.core.gradients.packing import prefers_few_calls
+from ltx.core.gradients.comm_hook import prefers_few_calls
 from ltx.core.optim.base import LeafStates, OptimizerOffers, Rate, Tensors, TorchState, leaf_name
 from ltx.core.optim.from_torch import TorchOptimizer
 from ltx.typing import Tree

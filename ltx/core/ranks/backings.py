@@ -71,7 +71,7 @@ class Ranks:
     lasting: bool = True  # plans made for these ranks are worth keeping
     # makes a result from (operation, buffer, arguments, ranks)
     answer: Callable[..., Any] | None = None
-    exchanges: Callable[..., Any] | None = None  # makes a strategy's exchanges, in place of gradients.pending.Exchange
+    exchanges: Callable[..., Any] | None = None  # makes a strategy's exchanges, in place of gradients.exchange.Exchange
     compared: Any = None  # notes on what ranks have compared (ltx.core.comm.signature.Seen), if they are kept
     futures: list[Any]  # where ranks overlap: the futures that weren't waited for yet, oldest first
     level: int = 0  # the innermost vmap level of ranks that isn't taken off yet; 0 if there is none

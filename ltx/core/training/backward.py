@@ -1,10 +1,9 @@
-"""The two halves of an eager training step: the results of the forward pass, and the backward pass with its results."""
+"""The results of the two halves of an eager training step, and the losses and factors between them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +12,14 @@ from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.errors import UnusedParameterWarning, no_mean
 from ltx.core.gradients.marker import Marker
-from ltx.core.gradients.packing import refuse_sparse, unpack
+from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import Plan
-from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
-from ltx.core.gradients.schedule import ProcessSchedule
-from ltx.core.optim.base import Optimizer, advanced, apply_leaves, unless
+from ltx.core.gradients.reduction import LeafState
+from ltx.core.optim.base import Optimizer, unless
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.accumulate import MicroBatches
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.run import Run
-from ltx.core.transforms.strategy_update import Old, PostUpdateHook, take_updated, with_overwriting
-from ltx.core.transforms.sync_state import states_after
 from ltx.typing import Tree
 
 
@@ -219,159 +215,3 @@ def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale
     weight = summary.enqueued().weight
     empty = weight == 0  # the host raises later, when it reads the summary; until then nothing may change
     return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty)
-
-
-class Completion:
-    """The base of classes that process each bucket of a backward pass when it is complete."""
-
-    def __init__(self, work: Backward, schedule: ProcessSchedule):
-        self.updated = 0  # the number of buckets that the optimizer has updated
-        #: The mean loss, if ranks don't share gradients and so have no step summary of it.
-        self.mean: torch.Tensor | None = None
-        self._work, self._schedule, self._plan = work, schedule, schedule.plan
-        self._states: dict[int, LeafState] = {}
-
-    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        """The program of `bucket` has returned `reduced`."""
-        raise NotImplementedError
-
-    def result(self) -> BackwardResult:
-        """The results of all buckets."""
-        raise NotImplementedError
-
-    def _begin_update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
-        """The optimizer is about to update the parameters of `bucket`, whose gradients are `grads`."""
-        if self._work.unused:
-            self._work.look(bucket.members, grads)
-        self.updated += 1
-        if self._work.donate:
-            self._work.state.begin_writing()
-
-    def _states_after(self, params: Tree) -> dict[str, LeafState]:
-        before = self._work.state.held("sync_state").leaves
-        return states_after(self._plan, self._states, before, params)
-
-
-class CollectGradients(Completion):
-    """Collects gradients (``overlap="backward"``) for an optimizer that needs all at once. The state doesn't change."""
-
-    def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
-        super().__init__(work, schedule)
-        self._scale, self._scales, self._probes = scale, not is_one(scale.factor), work.probes
-        self._grads: dict[int, torch.Tensor] = {}
-        self._sums: list[torch.Tensor | float] = []
-
-    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        grads = unpack(reduced[0].view(-1), bucket)
-        self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
-        # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
-        known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
-        total = self._schedule.total(bucket) if self._probes is not None and known else None
-        if self._scales:
-            self._scale.apply(grads)
-        if total is not None:
-            self._sums.append(total)
-        elif self._probes is not None:
-            self._sums += self._probes(grads)  # now, while the gradients are in the cache
-        self._grads.update(zip(bucket.members, grads, strict=True))
-
-    def result(self) -> BackwardResult:
-        after = self._states_after(self._work.state.held("params"))
-        sums = self._sums if self._probes is not None else None
-        grads = [*map(self._grads.__getitem__, range(len(self._work.forward.leaves)))]
-        return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
-
-
-class UpdateBuckets(Completion):
-    """Runs the optimizer on each bucket (``overlap="update"``): in the state's memory with `donate`, else in copies."""
-
-    def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
-        super().__init__(work, schedule)
-        self._scale, self._params, self._opt_state = scale, work.state.held("params"), work.state.held("opt_state")
-        if not work.donate:
-            self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
-        self._leaves = work.forward.leaves if work.donate else tree.flatten(self._params)[0]
-        self._leaf_states = work.optimizer.leaf_states(self._opt_state, self._params)
-        self._applied = scale.conditional(work.optimizer, self._leaves)
-
-    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        """Update the bucket's parameters with its gradients; the gradients are overwritten."""
-        grads = unpack(reduced[0].view(-1), bucket)
-        self._begin_update(bucket, grads)
-        self._scale.apply(grads)
-        states, params = [self._leaf_states[m] for m in bucket.members], [self._leaves[m] for m in bucket.members]
-        with comm.span("update"):
-            apply_leaves(self._applied, grads, states, params, self._opt_state)
-        self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
-
-    def result(self) -> BackwardResult:
-        return BackwardResult(None, self._states_after(self._params), self._params, advanced(self._opt_state))
-
-
-class UpdateThenSend(Completion):
-    """Updates a bucket and sends it as soon as its gradients are ready (:mod:`ltx.core.transforms.strategy_update`).
-
-    The backward pass may still need the old parameters, so parameters change only when the pass is over; the
-    optimizer's state changes at once. `total`, `weight`: as in :class:`Forward`.
-    """
-
-    def __init__(
-        self,
-        hook: PostUpdateHook,
-        work: Backward,
-        schedule: ProcessSchedule,
-        total: torch.Tensor,
-        weight: torch.Tensor | None,
-    ):
-        # Don't keep `total`: its graph holds the schedule, which holds this object during the pass, and the garbage
-        # collector can't free a cycle that goes through a graph.
-        super().__init__(work, schedule)
-        self._hook, self._axis = hook, self._plan.axis
-        state, optimizer = work.state, work.optimizer
-        opt_state = hook.own(state.held("opt_state"), self._axis)
-        self._opt_state = opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
-        self._opt_states = optimizer.leaf_states(opt_state, state.held("params"))
-        paths = tree.leaf_paths(state.held("params")) if any(self._plan.state_names) else []
-        known = [state.sync_state.leaves[path] for path in paths] or [{} for _ in work.forward.leaves]
-        old = Old([x.detach() for x in work.forward.leaves], known, self._axis.size)
-        self._old = with_overwriting(hook, old, work.donate, opt_state)
-        self._params = list(old.params)
-        self._optimizer = optimizer
-        if hook.shares_gradients:
-            self._scale = scale_of(work, schedule, weighted=weight is not None)
-            self._optimizer = self._scale.conditional(optimizer, self._params)
-        else:
-            self.mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
-
-    def program(self, bucket: Bucket, grads: Sequence[torch.Tensor], states: Sequence[LeafState]) -> Program:
-        """The program of a bucket. The optimizer runs inside it on shared gradients, or before it on the rank's own."""
-        if self._hook.shares_gradients:
-            return self._schedule.program(bucket, grads, states, partial(self._update_shared, bucket))
-        refuse_sparse(grads)
-        with comm.span("update"):
-            # Kernels need contiguous gradients. Not in place: two parameters may have the same gradient tensor.
-            given = self._updated(bucket, self._work.divided([g.contiguous() for g in grads], self._divisor))
-        return self._schedule.program(bucket, given, self._hook.begun(self._old.of(bucket)))
-
-    def _update_shared(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's new parameters, from shared gradients, which may be overwritten."""
-        with comm.span("update"):
-            self._scale.apply(grads)
-            return self._updated(bucket, list(grads))
-
-    def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
-        self._begin_update(bucket, grads)
-        opt_states = [self._opt_states[member] for member in bucket.members]
-        apply_leaves(self._optimizer, grads, opt_states, given, self._opt_state)
-        return given
-
-    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
-        finish = take_updated(self._hook, bucket, reduced, self._old, self._params, self._states)
-        if finish is not None:
-            finish()
-
-    def result(self) -> BackwardResult:
-        spec = tree.flatten(params := self._work.state.held("params"))[1]
-        opt_state = self._hook.held(advanced(self._opt_state), self._axis)
-        return BackwardResult(None, self._states_after(params), tree.unflatten(spec, self._params), opt_state)

@@ -1,40 +1,35 @@
-"""One training step, eager (:class:`Step`), or without side effects (:func:`step_purely`)."""
+"""One eager training step (:class:`Step`), and what it does with each bucket as its gradients arrive."""
 
 from __future__ import annotations
 
 import importlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from ltx.core import collectives, comm
-from ltx.core.base import private, traced, tree
-from ltx.core.base.errors import LtxError, UnsupportedError, WeightError
-from ltx.core.base.placements import refuse_in_graph as refuse_meshes
-from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
-from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.planning import any_derivative
-from ltx.core.gradients.schedule import ProcessSchedule
-from ltx.core.optim.base import Update, with_loss
+from ltx.core import comm
+from ltx.core.base import tree
+from ltx.core.base.errors import LtxError, WeightError
+from ltx.core.gradients.comm_hook import CommHook, refuse_sparse, unpack
+from ltx.core.gradients.pending import ProcessSchedule
+from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
+from ltx.core.optim.base import Update, advanced, apply_leaves, with_loss
 from ltx.core.optim.from_torch import TorchOptimizer
-from ltx.core.ranks.axis import Axis
 from ltx.core.training.backward import (
     Backward,
     BackwardResult,
-    CollectGradients,
-    Completion,
     Forward,
-    UpdateBuckets,
-    UpdateThenSend,
+    Scale,
+    is_one,
     mean_at_once,
     scale_of,
     unreached,
@@ -52,14 +47,23 @@ from ltx.core.training.guard import (
     runs_ahead,
     should_raise,
 )
-from ltx.core.training.outputs import Batch, GivenGradients, arguments_of, outputs_of, unshared
-from ltx.core.training.replicas import check_replicas
-from ltx.core.training.settings import TrainSettings, check_layout, check_weighted, refuse_in_graph
+from ltx.core.training.outputs import Batch, arguments_of, outputs_of, unshared
+from ltx.core.training.settings import TrainSettings, check_weighted
 from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Weighted
-from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, Updated, check_next, check_updated
-from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
+from ltx.core.transforms.strategy_update import (
+    Old,
+    PostUpdateHook,
+    StepInfo,
+    Updated,
+    check_next,
+    check_updated,
+    take_updated,
+    with_overwriting,
+)
+from ltx.core.transforms.sync_state import Synced, states_after
+from ltx.typing import Tree
 
 
 @contextmanager
@@ -94,6 +98,162 @@ def uninterrupted(wanted: bool) -> Iterator[None]:
 # Python's wrappers look for each handler among the members of an enumeration, which would take most of the time here.
 _signals: Any = importlib.import_module("_signal")
 _SIGNALS = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
+
+
+class Completion:
+    """The base of classes that process each bucket of a backward pass when it is complete."""
+
+    def __init__(self, work: Backward, schedule: ProcessSchedule):
+        self.updated = 0  # the number of buckets that the optimizer has updated
+        #: The mean loss, if ranks don't share gradients and so have no step summary of it.
+        self.mean: torch.Tensor | None = None
+        self._work, self._schedule, self._plan = work, schedule, schedule.plan
+        self._states: dict[int, LeafState] = {}
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        """The program of `bucket` has returned `reduced`."""
+        raise NotImplementedError
+
+    def result(self) -> BackwardResult:
+        """The results of all buckets."""
+        raise NotImplementedError
+
+    def _begin_update(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
+        """The optimizer is about to update the parameters of `bucket`, whose gradients are `grads`."""
+        if self._work.unused:
+            self._work.look(bucket.members, grads)
+        self.updated += 1
+        if self._work.donate:
+            self._work.state.begin_writing()
+
+    def _states_after(self, params: Tree) -> dict[str, LeafState]:
+        before = self._work.state.held("sync_state").leaves
+        return states_after(self._plan, self._states, before, params)
+
+
+class CollectGradients(Completion):
+    """Collects gradients (``overlap="backward"``) for an optimizer that needs all at once. The state doesn't change."""
+
+    def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
+        super().__init__(work, schedule)
+        self._scale, self._scales, self._probes = scale, not is_one(scale.factor), work.probes
+        self._grads: dict[int, torch.Tensor] = {}
+        self._sums: list[torch.Tensor | float] = []
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        grads = unpack(reduced[0].view(-1), bucket)
+        self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
+        # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
+        known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
+        total = self._schedule.total(bucket) if self._probes is not None and known else None
+        if self._scales:
+            self._scale.apply(grads)
+        if total is not None:
+            self._sums.append(total)
+        elif self._probes is not None:
+            self._sums += self._probes(grads)  # now, while the gradients are in the cache
+        self._grads.update(zip(bucket.members, grads, strict=True))
+
+    def result(self) -> BackwardResult:
+        after = self._states_after(self._work.state.held("params"))
+        sums = self._sums if self._probes is not None else None
+        grads = [*map(self._grads.__getitem__, range(len(self._work.forward.leaves)))]
+        return BackwardResult(grads, after, sums=sums, skip=self._scale.skip)
+
+
+class UpdateBuckets(Completion):
+    """Runs the optimizer on each bucket (``overlap="update"``): in the state's memory with `donate`, else in copies."""
+
+    def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
+        super().__init__(work, schedule)
+        self._scale, self._params, self._opt_state = scale, work.state.held("params"), work.state.held("opt_state")
+        if not work.donate:
+            self._params, self._opt_state = tree.map(torch.clone, (self._params, self._opt_state))
+        self._leaves = work.forward.leaves if work.donate else tree.flatten(self._params)[0]
+        self._leaf_states = work.optimizer.leaf_states(self._opt_state, self._params)
+        self._applied = scale.conditional(work.optimizer, self._leaves)
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        """Update the bucket's parameters with its gradients; the gradients are overwritten."""
+        grads = unpack(reduced[0].view(-1), bucket)
+        self._begin_update(bucket, grads)
+        self._scale.apply(grads)
+        states, params = [self._leaf_states[m] for m in bucket.members], [self._leaves[m] for m in bucket.members]
+        with comm.span("update"):
+            apply_leaves(self._applied, grads, states, params, self._opt_state)
+        self._states.update(self._plan.states_by_leaf(bucket, reduced[1]))
+
+    def result(self) -> BackwardResult:
+        return BackwardResult(None, self._states_after(self._params), self._params, advanced(self._opt_state))
+
+
+class UpdateThenSend(Completion):
+    """Updates a bucket and sends it as soon as its gradients are ready (:mod:`ltx.core.transforms.strategy_update`).
+
+    The backward pass may still need the old parameters, so parameters change only when the pass is over; the
+    optimizer's state changes at once. `total`, `weight`: as in :class:`Forward`.
+    """
+
+    def __init__(
+        self,
+        hook: PostUpdateHook,
+        work: Backward,
+        schedule: ProcessSchedule,
+        total: torch.Tensor,
+        weight: torch.Tensor | None,
+    ):
+        # Don't keep `total`: its graph holds the schedule, which holds this object during the pass, and the garbage
+        # collector can't free a cycle that goes through a graph.
+        super().__init__(work, schedule)
+        self._hook, self._axis = hook, self._plan.axis
+        state, optimizer = work.state, work.optimizer
+        opt_state = hook.own(state.held("opt_state"), self._axis)
+        self._opt_state = opt_state = opt_state if work.donate else tree.map(torch.clone, opt_state)
+        self._opt_states = optimizer.leaf_states(opt_state, state.held("params"))
+        paths = tree.leaf_paths(state.held("params")) if any(self._plan.state_names) else []
+        known = [state.sync_state.leaves[path] for path in paths] or [{} for _ in work.forward.leaves]
+        old = Old([x.detach() for x in work.forward.leaves], known, self._axis.size)
+        self._old = with_overwriting(hook, old, work.donate, opt_state)
+        self._params = list(old.params)
+        self._optimizer = optimizer
+        if hook.shares_gradients:
+            self._scale = scale_of(work, schedule, weighted=weight is not None)
+            self._optimizer = self._scale.conditional(optimizer, self._params)
+        else:
+            self.mean, self._divisor = mean_at_once(total, weight, self._axis, local=True)
+
+    def program(self, bucket: Bucket, grads: Sequence[torch.Tensor], states: Sequence[LeafState]) -> Program:
+        """The program of a bucket. The optimizer runs inside it on shared gradients, or before it on the rank's own."""
+        if self._hook.shares_gradients:
+            return self._schedule.program(bucket, grads, states, partial(self._update_shared, bucket))
+        refuse_sparse(grads)
+        with comm.span("update"):
+            # Kernels need contiguous gradients. Not in place: two parameters may have the same gradient tensor.
+            given = self._updated(bucket, self._work.divided([g.contiguous() for g in grads], self._divisor))
+        return self._schedule.program(bucket, given, self._hook.begun(self._old.of(bucket)))
+
+    def _update_shared(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's new parameters, from shared gradients, which may be overwritten."""
+        with comm.span("update"):
+            self._scale.apply(grads)
+            return self._updated(bucket, list(grads))
+
+    def _updated(self, bucket: Bucket, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        given = [self._hook.part(x, self._axis).clone() for x in self._old.of(bucket).params]
+        self._begin_update(bucket, grads)
+        opt_states = [self._opt_states[member] for member in bucket.members]
+        apply_leaves(self._optimizer, grads, opt_states, given, self._opt_state)
+        return given
+
+    def complete(self, bucket: Bucket, reduced: Reduced) -> None:
+        finish = take_updated(self._hook, bucket, reduced, self._old, self._params, self._states)
+        if finish is not None:
+            finish()
+
+    def result(self) -> BackwardResult:
+        spec = tree.flatten(params := self._work.state.held("params"))[1]
+        opt_state = self._hook.held(advanced(self._opt_state), self._axis)
+        return BackwardResult(None, self._states_after(params), tree.unflatten(spec, self._params), opt_state)
 
 
 @dataclass(eq=False)
@@ -316,122 +476,3 @@ class Step:
             of_state = state.held("params"), grads, opt_state
             update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting)
             return check_updated(strategy, strategy.update(update, states, self.info, self.pending), update, states)
-
-
-# --- without side effects --------------------------------------------------------------------------------------------
-
-
-def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> None:
-    """Raise if the step is differentiated and the derivative would be incomplete."""
-    parts = state.trained, state.frozen, state.buffers, batch.args, batch.named
-    if not any_derivative([x for x in tree.flatten(parts)[0] if isinstance(x, torch.Tensor)]):
-        return
-    strategy = train.step.strategy
-    if any(isinstance(fn, GivenGradients) for fn in (train.step.fn, getattr(train.step.fn, "fn", None))):
-        what = (
-            'a step with returns="grads" gives gradients whose own derivative is unknown. Let the step return its loss'
-        )
-    elif state.sync_state.leaves and strategy.communicates_besides:
-        what = f"what {type(strategy).__name__} keeps from step to step has no derivative. Use ltx.DDPStrategy()"
-    else:
-        return
-    raise UnsupportedError(
-        f"train_step: the state or the batch of this step is differentiated, and {what}; or, if no derivative is "
-        "wanted, detach them, or call the step under torch.no_grad()."
-    )
-
-
-def _leaf(x: torch.Tensor) -> torch.Tensor:
-    """A new leaf with the value and tangent of `x`, to take gradients with respect to it."""
-    tangent = forward_ad.unpack_dual(x).tangent if private.has_tangents() else None
-    leaf = x.detach().requires_grad_()
-    return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
-
-
-def _mean_in_graph(key: str, loss: torch.Tensor, step: int, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean loss, clock one step later). The sum includes the step's number, which ranks compare."""
-    number = comm.number_in_graph(step, clock).to(loss.device)
-    sums = collectives.psum(torch.stack([loss.double(), number, number * number]), key)
-    return (sums[0] / traced_size(key)).to(loss.dtype), comm.count_in_graph(key, step, clock, sums[1], sums[2])
-
-
-def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """A step without side effects, for transforms of torch.func (also simulated ranks) and for compiled graphs."""
-    if traced.recording():
-        refuse_meshes(tuple([type(x).__name__ for x in tree.flatten(state.trained)[0]]))
-    else:
-        state.check_owned()
-        if train.check_every is not None and state.step % train.check_every == 0:
-            check_replicas(state, train.step.axis)
-    strategy, sync = train.step.strategy, state.sync_state
-    if traced.recording():
-        refuse_in_graph(strategy, checks_finite(train), may_raise(train))
-        axis = Axis("data", 1)
-    else:
-        axis = comm.resolve(train.step.axis)
-        strategy.check_axis(axis)
-    info = StepInfo(sync.checked_step(), axis)
-    check_layout(strategy, info.step)
-    if not traced.recording():
-        _check_derivative(train, state, batch)
-    drawn = torch_states() if may_raise(train) else {}
-    stateful = bool(sync.leaves) or strategy.stateful
-    loss_scale = loss_scale_of(train, state)
-    others: list[Any] = []
-
-    def mean(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        arguments = arguments_of(tree.unflatten(spec, leaves), state.buffers, batch)
-        run = train.step.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
-        loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux, detached=False)
-        if isinstance(loss, Weighted):
-            check_weighted(strategy, info.step)
-        value = run._replace(output=loss).value()
-        # torch.func accepts only tensors as aux.
-        rest, structure = tree.flatten((buffers, aux))
-        others[:] = [structure, isinstance(loss, Weighted), [None if isinstance(x, torch.Tensor) else x for x in rest]]
-        tensors = [value, *(x for x in rest if isinstance(x, torch.Tensor))]
-        return value if loss_scale is None else value * loss_scale, tensors
-
-    pending = strategy.begin(state.trained, sync.leaves, info, None)
-    # torch.func treats None as a leaf, and None stands in the places of frozen parameters.
-    flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
-    if traced.recording() or private.in_transform():
-        flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
-    else:  # under plain autograd, a user of the step may differentiate with respect to its batch
-        with torch.enable_grad():
-            inputs = [x.view_as(x) if x.requires_grad else _leaf(x) for x in flat]
-            total, (loss, *tensors) = mean(inputs)
-            flat_grads = torch.autograd.grad(
-                total, inputs, create_graph=True, allow_unused=True, materialize_grads=True
-            )
-    grads = tree.unflatten(spec, flat_grads)
-    structure, weighted, rest = others
-    aux_tensors = iter(tensors)
-    buffers, aux = tree.unflatten(structure, [next(aux_tensors) if x is None else x for x in rest])
-    hook, clock = None if traced.recording() else strategy.hook(info.step), sync.clock + 1
-    if torch.compiler.is_compiling() and traced_processes(key := prepare_trace(train.step.axis)):
-        mean_loss, clock = _mean_in_graph(key, loss, info.step, sync.clock)
-        loss = loss if weighted else mean_loss
-    elif not weighted and (traced.recording() or hook is not None):
-        loss = collectives.pmean(loss, train.step.axis if hook is None else hook.within(axis) or train.step.axis)
-    states = grads.sync_state.leaves if stateful else sync.leaves
-    grads = grads.params if stateful else grads
-    if loss_scale is not None:
-        inverse = 1 / loss_scale
-        grads = tree.map(lambda g: (g * inverse).to(g.dtype), grads)
-    finite = all_finite(train, tree.flatten(tree.detached(grads))[0], info) if checks_finite(train) else None
-    if isinstance(finite, torch.Tensor) and should_raise(train, state) and not bool(plain_values(finite).all()):
-        raise not_finite_error(train, state, batch, info, tree.flatten(grads)[0], drawn, loss_scale)
-    states, buffers = kept_if_skipped(train, finite, state, states, buffers)
-    update = Update(train.optimizer, state.trained, grads, with_loss(state.opt_state, loss), finite=finite)
-    updated = check_updated(strategy, strategy.update(update, states, info, pending), update, states)
-    if updated.pending is not None:
-        raise UnsupportedError(
-            f"{strategy!r} leaves work under way between two steps, which transforms can't carry. It has to complete "
-            "within a step there."
-        )
-    if traced.recording():  # a step number in the structure would make every step compile anew
-        next_sync = SyncState(updated.states, sync.uses, clock, sync.step, sync.choice)
-    else:
-        next_sync = sync.advanced(updated.states)
-    return next_state(train, state, updated, buffers, next_sync, Metrics(loss, aux), finite)

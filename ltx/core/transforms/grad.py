@@ -19,9 +19,9 @@ from ltx.core.base.arguments import checked, outcome
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.base.placements import Placements
 from ltx.core.collectives.linear import at_places
+from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import requires_grad
 from ltx.core.gradients.reduction import LeafState
-from ltx.core.gradients.schedule import ProcessSchedule
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.plain_autograd import gradients

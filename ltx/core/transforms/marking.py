@@ -26,6 +26,7 @@ from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, states_of
 from ltx.core.gradients.marker import LeafHooks, reduce_gradients
+from ltx.core.gradients.pending import ProcessSchedule, schedule_for
 from ltx.core.gradients.planning import (
     Names,
     Plan,
@@ -36,7 +37,7 @@ from ltx.core.gradients.planning import (
     make_plan,
     tracked,
 )
-from ltx.core.gradients.schedule import ImmediateSchedule, ProcessSchedule, Schedule, schedule_for
+from ltx.core.gradients.schedule import ImmediateSchedule, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
 from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values

@@ -14,7 +14,7 @@ from ltx.core.base import tree
 from ltx.core.base.arguments import Offering, follows
 from ltx.core.base.needs import require
 from ltx.core.gradients.comm_hook import CommHook, unchanging
-from ltx.core.gradients.pending import Exchange
+from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import BucketSettings, Plan, make_plan
 from ltx.core.gradients.reduction import LeafState
 from ltx.core.optim.base import Optimizer, Update

@@ -5,7 +5,7 @@
 
 Two drivers run the same hook. A step that commits whole runs the optimizer on all parameters, then the hook on all
 buckets (:func:`communicate_after_update`). With ``overlap="update"`` each bucket runs its part of both as soon as its
-gradients are ready (:class:`ltx.core.training.backward.UpdateThenSend`), so messages are sent during the backward pass.
+gradients are ready (:class:`ltx.core.training.step.UpdateThenSend`), so messages are sent during the backward pass.
 
 Until a bucket is complete, a peer may still fail, and then every rank must have its old parameters. So the optimizer
 doesn't run in place on them. Later work, such as adding the differences that have arrived, can't fail: it may write
@@ -23,9 +23,8 @@ import torch
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, outcome
 from ltx.core.base.errors import StrategyError
-from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.packing import is_plain, prefers_few_calls
-from ltx.core.gradients.pending import Exchange
+from ltx.core.gradients.comm_hook import CommHook, is_plain, prefers_few_calls
+from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.reduction import Bucket, LeafState, Reduced
 from ltx.core.optim.base import Update
 from ltx.core.ranks.axis import Axis

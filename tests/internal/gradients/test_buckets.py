@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ltx import hooks
-from ltx.core.gradients.packing import pack, pack_pure, unpack
+from ltx.core.gradients.comm_hook import pack, pack_pure, unpack
 from ltx.core.gradients.planning import plan_buckets
 from ltx.core.gradients.reduction import Bucket, Leaf
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltx
 from ltx.core.base import noise
-from ltx.core.gradients import packing
+from ltx.core.gradients import comm_hook
 from ltx.core.gradients.reduction import Bucket
 from ltx.core.optim.kernel import run_aligned
 
@@ -51,21 +51,21 @@ def convolutions() -> list[Tensor]:
 
 @pytest.mark.parametrize("hook", [ltx.hooks.AllReduce(), ltx.hooks.BF16()], ids=repr)
 def test_packing_copies_together_what_lies_alike(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "IN_PIECES", frozenset())
+    monkeypatch.setattr(comm_hook, "IN_PIECES", frozenset())
     grads = convolutions()
     bucket, states = Bucket.of(0, grads), [{} for _ in grads]
-    seen = counted(lambda: packing.pack(grads, bucket, hook, 4, states))
+    seen = counted(lambda: comm_hook.pack(grads, bucket, hook, 4, states))
     several = next(k for k in seen if "foreach_mul" in k)
     assert seen == {"aten::_foreach_copy_": 1, several: 1, "aten::mul": 2}, "what lies otherwise is scaled on its way"
-    alone = counted(lambda: packing.pack(grads, bucket, hook, 1, states))
+    alone = counted(lambda: comm_hook.pack(grads, bucket, hook, 1, states))
     assert alone == {"aten::_foreach_copy_": 1, "aten::mul": 2}, "no list is multiplied by 1"
     expected = torch.cat([(g / 4).to(hook.wire_dtype(g.dtype)).reshape(-1) for g in grads])
-    assert torch.equal(packing.pack(grads, bucket, hook, 4, states), expected)
+    assert torch.equal(comm_hook.pack(grads, bucket, hook, 4, states), expected)
 
 
 def test_optimizers_copy_gradients_that_lie_otherwise_alone() -> None:
     params, ran = convolutions(), []
-    grads = packing.unpack(torch.randn(sum(p.numel() for p in params)), Bucket.of(0, params))
+    grads = comm_hook.unpack(torch.randn(sum(p.numel() for p in params)), Bucket.of(0, params))
     states = [{"exp_avg": torch.zeros_like(p)} for p in params]
     seen = counted(lambda: run_aligned(lambda *given: ran.append(given), grads, states, params))
     assert (seen, len(ran)) == ({"aten::copy_": 2}, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ltx import hooks
-from ltx.core.gradients import packing
+from ltx.core.gradients import comm_hook
 from ltx.core.gradients.reduction import Bucket, LeafState
 
 HOOKS = [hooks.AllReduce(), hooks.FP16(), hooks.error_feedback(hooks.ByteGrad()), hooks.PowerSGD()]
@@ -23,17 +23,17 @@ def test_it_comes_to_the_same(hook: hooks.CommHook, dtype: torch.dtype, seed: in
     grads[2] = grads[2].T.contiguous().T  # as of a linear layer
     bucket = Bucket.of(0, grads)
     states: list[LeafState] = [{k: torch.randn_like(x) for k, x in hook.init(g).items()} for g in grads]
-    expected = packing.pack(grads, bucket, hook, 3, states)
+    expected = comm_hook.pack(grads, bucket, hook, 3, states)
     flat = torch.empty_like(expected)
     terms = [hook.extra_terms(state, 3) for state in states]
-    packing._pack_by_foreach(grads, flat, bucket, hook.scale(3), terms)
+    comm_hook._pack_by_foreach(grads, flat, bucket, hook.scale(3), terms)
     torch.testing.assert_close(flat, expected)
 
 
 def test_accelerators_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
-    monkeypatch.setattr(packing, "_pack_by_foreach", lambda *arguments: used.append(arguments))
+    monkeypatch.setattr(comm_hook, "_pack_by_foreach", lambda *arguments: used.append(arguments))
     leaf: Tensor = torch.ones(2, device="meta")
     bucket = Bucket.of(0, [leaf])
-    packing.pack([leaf], bucket, hooks.AllReduce(), 2, [{}])
+    comm_hook.pack([leaf], bucket, hooks.AllReduce(), 2, [{}])
     assert len(used) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ltx.core.gradients import packing
+from ltx.core.gradients import comm_hook
 from ltx.hooks.powersgd import multiply_all, orthonormal_all, row_norms
 
 #: (rows, columns, rank): two of one shape apart from each other, and one that is too large to be copied for it.
@@ -21,7 +21,7 @@ def test_accelerators(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         return [products, row_norms(products), orthonormal_all(products)]
 
     one_by_one = run()
-    monkeypatch.setattr(packing, "IN_PIECES", frozenset())
+    monkeypatch.setattr(comm_hook, "IN_PIECES", frozenset())
     for mine, expected in zip(run(), one_by_one, strict=True):
         torch.testing.assert_close(mine, expected)
     assert (multiply_all([], []), row_norms([]), orthonormal_all([])) == ([], [], [])

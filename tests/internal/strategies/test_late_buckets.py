@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.core.training.backward import BackwardResult, UpdateThenSend
+from ltx.core.training.backward import BackwardResult
+from ltx.core.training.step import UpdateThenSend
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
 from tests.contract.strategies.test_failures import BrokenError
 from tests.contract.strategies.test_late import LATE, Overlap, adam, loss, problem, trained

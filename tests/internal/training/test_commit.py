@@ -189,7 +189,7 @@ def test_an_error_after_the_first_write_by_bucket(seed: int, ranks: Ranks) -> No
         train = ltx.train_step(ltx.data_parallel(_loss), SGD, overlap="update")
         state, _ = train(train.init(_start()), x)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ltx.core.gradients.schedule.ProcessSchedule.abandon", lambda *_: _runs_out())
+            patch.setattr("ltx.core.gradients.pending.ProcessSchedule.abandon", lambda *_: _runs_out())
             patch.setattr(type(SGD), "update_leaves", lambda *_: _runs_out())
             with pytest.raises(MemoryError):
                 train(state, x)
