@@ -36,8 +36,9 @@ _SPREAD = 0x9E3779B97F4A7C15  # an odd factor, so that different step numbers gi
 _EXPLAINING_S = 10.0
 #: The advice in errors about gradients that weren't reduced.
 UNREDUCED = (
-    "gradients of a step under ltx.block_backward_sync are each rank's own: add nothing reduced to them. Take "
-    "ltx.accumulate(step, n) for micro-batches; or reduce their sum by ltx.sync_gradients(grads); or set .grad to None"
+    "gradients of a function that isn't data parallel, or of a step under ltx.block_backward_sync, are each rank's "
+    "own: add nothing reduced to them. Take ltx.accumulate(step, n) for micro-batches; or reduce their sum by "
+    "ltx.sync_gradients(grads); or set .grad to None"
 )
 
 #: The size of the summed buffer in bytes.

@@ -7,7 +7,7 @@ run. A step without communication gets no marks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -172,11 +172,7 @@ def mark(
             by_path(
                 step_fn.strategy, hook, lambda: [*map(tree.spec_paths(spec).__getitem__, wanted)], range(len(wanted))
             )
-        unmarked = _mark_nothing(step_fn, leaves, sync_state, axis)
-        if hook is not None or not own or axis.size == 1:
-            return unmarked
-        tie = unmarked.tie
-        return unmarked._replace(tie=lambda outs: _noted(outs if tie is None else tie(outs), own.values()))
+        return _mark_nothing(step_fn, leaves, sync_state, axis)
     axis.ranks.need(
         "whole",
         f"data_parallel: axis {axis.name!r} is a part of a simulated axis, whose ranks are in one batch with others. "
@@ -204,15 +200,18 @@ def mark(
         spec,
     )
     # Ranks that share gradients start from equal parameters; ranks that communicate after the update needn't.
+    sharing = hook.within(axis) or axis
     if step_fn.strategy.layout.params == "replicated" or not isinstance(hook, PostUpdateHook):
-        sharing = hook.within(axis) or axis
         check_in_debug(sharing, params)
         if options.step is None:  # a train step compares its whole state
             agreed = plan.agreement
             check_params_once(sharing, params, step_fn.fn, agreed, None if agreed is None else agreed.signature)
     schedule = schedule_for(plan, options.deferred)
-    if own:
-        schedule.unreduced = functools.partial(_unreduced, axis, given, own, paths)
+    if own and axis.size > 1:
+        hooks_of = ((plan.hook_of(bucket), bucket.members) for bucket in plan.buckets)
+        stay_local = {wanted[i] for each, members in hooks_of if not each.alike for i in members}
+        shared = {i: x for i, x in own.items() if i not in stay_local}
+        schedule.unreduced = functools.partial(_unreduced, sharing, given, shared, paths)
     if isinstance(schedule, ProcessSchedule) and source is not None and not marker.can_raise_priority():
         hooks = LeafHooks(schedule, mine, tensors)
         schedule.on_end = hooks.finish
@@ -238,43 +237,41 @@ def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncStat
     return Marked(leaves, lambda outs: marker.tie(nothing, [], outs, kept), as_given=True)
 
 
-# The attribute that marks a leaf whose .grad was written by a step whose gradients stay local.
-_LOCAL = "_ltx_local"
-
-
-def _noted(outs: list[torch.Tensor], leaves: Collection[torch.Tensor]) -> list[torch.Tensor]:
-    """`outs`, whose backward pass marks the `leaves` whose ``.grad`` it writes as local gradients."""
-
-    def begun(_: torch.Tensor) -> None:
-        for x in filter(_accumulates, leaves):
-            setattr(x, _LOCAL, True)
-
-    for x in map(unwrapped, outs):
-        if x.requires_grad:
-            x.register_hook(begun)
-    return outs
+# The attribute of a .grad that a reduced pass has written: its version after that pass.
+_REDUCED = "_ltx_reduced"
 
 
 def _unreduced(
     axis: Axis, given: Sequence[torch.Tensor], leaves: dict[int, torch.Tensor], paths: Callable[[], Sequence[str]]
 ) -> str:
-    """A text on the leaves whose local ``.grad`` this backward pass adds to, with a digest; "" if there are none.
-
-    Ranks compare the digest (simulated ranks do it here): a ``.grad`` that was reduced meanwhile is equal on all.
+    """A text on each ``.grad`` that this backward pass adds to, and that no reduced pass has left so; "" if there is
+    none. The text has a digest, which ranks compare (simulated ranks do it here): another ``.grad`` may be equal on
+    all ranks too, as one that was reduced by hand, or clipped.
     """
-    grads = []
-    for i, x in leaves.items():
-        if hasattr(x, _LOCAL) and _accumulates(x):
-            if x.grad is not None and local(x.grad).any():
-                grads.append((f"{paths()[i]}.grad", _wrapped_as(given[i], x.grad + 0)))  # + 0: no zero is negative
-            else:
-                delattr(x, _LOCAL)  # the local gradients were cleared
+    before = {i: _version_of(x.grad) for i, x in leaves.items()}
+
+    def ended() -> None:
+        for i, x in leaves.items():
+            if (version := _version_of(x.grad)) is not None and version != before[i]:
+                setattr(x.grad, _REDUCED, version[1])
+
+    private.at_end_of_pass(ended)
+    written = [i for i, version in before.items() if version and version[1] != getattr(leaves[i].grad, _REDUCED, None)]
+    found = [(i, grad) for i in written if (grad := leaves[i].grad) is not None and _accumulates(leaves[i])]
+    used = torch.stack([local(grad).any().to(found[0][1].device) for _, grad in found]).tolist() if found else []
+    # Zeros, as of zero_grad(set_to_none=False), are left out; + 0: no zero is negative.
+    grads = [(f"{paths()[i]}.grad", _wrapped_as(given[i], x + 0)) for (i, x), u in zip(found, used, strict=True) if u]
     if axis.ranks.levels:
         check_leaves(axis, grads, f"Fix: {comm.UNREDUCED}.")
     if axis.ranks.levels or not grads:
         return ""
     more = f" and {len(grads) - 1} more" if len(grads) > 1 else ""
     return f"{grads[0][0]!r}{more} (digest {hash_of(digest(values(x)) for _, x in grads)[:12]})"
+
+
+def _version_of(grad: torch.Tensor | None) -> tuple[int, int] | None:
+    """The identity and version of a ``.grad``; one that was made in inference mode has no version."""
+    return None if grad is None else (id(grad), -1 if grad.is_inference() else grad._version)
 
 
 def _wrapped_as(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -83,10 +83,20 @@ CHANGED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 }
 
 
-def mixed(seed: int, name: str) -> str:
+# Whose gradients are each rank's own.
+OWN: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
+    "blocked": lambda w, x: [LOCAL(w, y).backward() for y in (x, x + 1)],
+    "half of blocked": lambda w, x: (LOCAL(w, x) / 2).backward(),
+    "plain": lambda w, x: (loss(w, x) / 2).backward(),
+    "after a reduced pass": lambda w, x: (STEP(w, x).backward(), loss(w, x).backward()),
+    "noise": lambda w, x: (STEP(w, x).backward(), w["a"].grad.add_(x), w["b"].grad.sub_(x)),  # type: ignore[union-attr]
+    "assigned": lambda w, x: [setattr(v, "grad", x.clone()) for v in w.values()],
+}
+
+
+def mixed(seed: int, name: str, own: str = "blocked") -> str:
     w, xs, means = problem(seed)
-    LOCAL(w, xs[0]).backward()
-    LOCAL(w, xs[1]).backward()
+    OWN[own](w, xs[0])
     CHANGED[name](w)
     before = copy.deepcopy({k: v.detach() for k, v in of(w).items()})
     for _ in range(2):
@@ -107,6 +117,13 @@ def test_a_reduced_pass_refuses_what_a_blocked_one_has_left(ranks: Ranks, seed: 
     assert "rank 1: 'a.grad' and 1 more (digest" in first
     for text in ("block_backward_sync", "ltx.accumulate(", "ltx.sync_gradients(", "set .grad to None"):
         assert text in first
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_so_it_does_whatever_has_made_them(ranks: Ranks, seed: int, own: str) -> None:
+    first, second = ranks(N).run(mixed, seed, "nothing", own)
+    assert first == second
+    assert "rank 1: 'a.grad' and 1 more (digest" in first
 
 
 def both(seed: int) -> None:
@@ -205,6 +222,19 @@ def reduced_twice(w: dict[str, Tensor], xs: Tensor) -> None:
     STEP(w, xs[1]).backward()
 
 
+def same_everywhere(w: dict[str, Tensor], xs: Tensor) -> None:
+    """A plain loss without data, and reduced gradients that are scaled and clipped, are the same on all ranks."""
+    sum(v.square().sum() for v in w.values()).backward()  # type: ignore[union-attr]
+    STEP(w, xs[0]).backward()
+    for v in w.values():
+        v.grad.sub_(2 * v.detach()).mul_(2.0)  # type: ignore[union-attr]
+    clip = torch.nn.utils.clip_grad_norm_(w.values(), 1e6)
+    assert clip > 0
+    for v in w.values():
+        v.grad = v.grad / 2  # type: ignore[operator]
+    STEP(w, xs[1]).backward()
+
+
 def given_to_the_caller(w: dict[str, Tensor], xs: Tensor) -> None:
     """What torch.autograd.grad returns isn't added to a .grad; nor are those of a blocked pass, there, in one."""
     torch.autograd.grad(LOCAL(w, xs[1]), w.values())
@@ -234,6 +264,7 @@ ALLOWED: dict[str, tuple[Callable[[dict[str, Tensor], Tensor], None], list[int]]
     "local, zeros, reduced": (lambda w, xs: after_zeros(w, xs, False), [1]),
     "local, zeros by .data, reduced": (after_zeros_of_data, [1]),
     "torch.autograd.grad": (given_to_the_caller, [0]),
+    "the same on all ranks": (same_everywhere, [0, 1]),
     "accumulate": (accumulated, [0, 1]),
 }
 
@@ -258,6 +289,22 @@ def test_nor_is_anything_refused_alone(name: str, seed: int) -> None:
     ALLOWED[name][0](w, xs)
     LOCAL(w, xs[0]).backward()
     STEP(w, xs[0]).backward()
+
+
+def experts(seed: int) -> None:
+    """Gradients that a hook leaves on each rank may differ."""
+    w, xs, means = problem(seed)
+    hook = ltx.hooks.partition({"b": ltx.hooks.Noop(), "*": ltx.hooks.AllReduce()})
+    step = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=hook))
+    for x in xs:
+        step(w, x).backward()
+        for v in w.values():
+            v.grad.mul_(0.5)  # type: ignore[union-attr]
+    torch.testing.assert_close(w["a"].grad, sum(m["a"] / 2 ** (3 - i) for i, m in enumerate(means)))
+
+
+def test_of_hooks_that_leave_gradients_alone(ranks: Ranks, seed: int) -> None:
+    ranks(N).run(experts, seed)
 
 
 def with_state(seed: int) -> None:
