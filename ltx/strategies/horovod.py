@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 
@@ -199,9 +199,9 @@ class HorovodStrategy(Strategy):
     def communicates_after_update(self, step: int) -> bool:
         return self.op == "adasum" and self._synchronises(step)
 
-    def post_update_hook(self, optimizer: Optimizer, step: int) -> AdasumOfWaysBack | None:
-        whole = self.op != "adasum" or self.backward_passes_per_step > 1 or not optimizer.offers.moves_params
-        return None if whole else AdasumOfWaysBack(self._short)
+    def post_update_hook(self, optimizer: Optimizer, step: int) -> AdasumOfMoves | None:
+        whole = self.op != "adasum" or self.backward_passes_per_step > 1
+        return None if whole else AdasumOfMoves(self._short)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         super().check_optimizer(optimizer)
@@ -239,13 +239,8 @@ class HorovodStrategy(Strategy):
         """The parameters moved by the adaptive sum of all ranks' optimizer steps, and this rank's next state."""
         if info.axis.size == 1 or update.finite is False:
             return Updated(*update.apply(), states)
-        optimizer, hook = update.optimizer, AdasumOfMoves(self._short)
-        # then packing forms the differences, and no pass over memory is needed for them
-        if optimizer.offers.moves_params:
-            given, opt_state = optimizer.apply(update.grads, update.opt_state, update.params)
-            hook = AdasumOfWaysBack(self._short)
-        else:
-            given, opt_state = optimizer.update(update.grads, update.opt_state, update.params)
+        given, opt_state = update.optimizer.apply(update.grads, update.opt_state, update.params)
+        hook = AdasumOfMoves(self._short)
         moved = communicate_after_update(self.exchange, hook, update, given, opt_state, states, info)
         params, opt_state = update.if_finite((moved.params, opt_state), (update.params, update.opt_state))
         return replace(moved, params=params, opt_state=opt_state)
@@ -382,30 +377,11 @@ START = "start"
 
 @dataclass(frozen=True)
 class AdasumOfMoves(hooks.Adasum, PostUpdateHook):
-    """Moves the old parameters by the adaptive sum of the ranks' moves."""
+    """Moves the old parameters by the adaptive sum of the ranks' moves.
 
-    sign: ClassVar[int] = 1
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        total, _ = yield from super().reduce(inputs)
-        return total, ()
-
-    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
-        moves = unpack(reduced[0], bucket)
-        if old.may_overwrite:
-            return PostUpdateResult(old.params, old.states, partial(_move, old.params, moves, self.sign))
-        moved = [torch.sub(p, move, alpha=-self.sign) for p, move in zip(old.params, moves, strict=True)]
-        return PostUpdateResult(moved, old.states)
-
-
-@dataclass(frozen=True)
-class AdasumOfWaysBack(AdasumOfMoves):
-    """The same by the negated moves: each rank gives its new parameters, and packing subtracts them from the old.
-
-    Adasum of negated moves is the negated adasum, to the bit, and packing reads old and new parameters in one pass.
+    Each rank gives its new parameters. Packing subtracts them from the old ones, so it reads both in one pass, and what
+    is summed are negated moves: their adaptive sum is the negated adaptive sum of the moves, to the bit.
     """
-
-    sign: ClassVar[int] = -1
 
     def begun(self, old: Old) -> list[LeafState]:
         return [{START: start} for start in old.params]
@@ -416,7 +392,12 @@ class AdasumOfWaysBack(AdasumOfMoves):
     def scale(self, axis_size: int) -> float:
         return -1.0
 
+    def reduce(self, inputs: BucketInput) -> Reduction:
+        total, _ = yield from super().reduce(inputs)
+        return total, ()
 
-@torch.no_grad()
-def _move(params: Sequence[torch.Tensor], moves: list[torch.Tensor], sign: int) -> None:
-    torch._foreach_add_(list(params), moves, alpha=sign)
+    def finish_bucket(self, bucket: Bucket, reduced: Reduced, old: Old) -> PostUpdateResult:
+        back = unpack(reduced[0], bucket)
+        if old.may_overwrite:
+            return PostUpdateResult(old.params, old.states, partial(torch._foreach_sub_, [*old.params], back))
+        return PostUpdateResult([torch.sub(p, b) for p, b in zip(old.params, back, strict=True)], old.states)
