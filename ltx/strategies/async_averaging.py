@@ -24,7 +24,7 @@ from ltx import hooks
 from ltx.errors import StrategyError
 from ltx.extend import Axis, Exchange, StateLayout, States, StepInfo, Update, Updated, arguments, brief, negotiate, tree
 from ltx.optim import Optimizer
-from ltx.strategies.nodes import AmongNodes, ByNode, FromParts, NodeStrategy, WithinNode, node
+from ltx.strategies.nodes import ByNode, NodeStrategy, WithinNode, node
 from ltx.typing import Tree
 
 _MEAN = hooks.AllReduce()
@@ -186,7 +186,7 @@ class AsyncAveraging(NodeStrategy):
 
     @property
     def _round(self) -> hooks.CommHook:
-        return _MEAN if self.together == 1 else AmongNodes(self.together, _MEAN)
+        return _MEAN if self.together == 1 else ByNode(self.together, _MEAN, (2,))
 
     def _due(self, info: StepInfo, pending: Round | None) -> tuple[bool, bool]:
         """Whether this step takes the result of a round, and whether the next round begins at its end."""
@@ -242,7 +242,7 @@ class AsyncAveraging(NodeStrategy):
         if self.together == 1:
             return reduced
         there = StepInfo(info.step, node(info.axis, self.together))
-        return self.exchange(FromParts(self.together), reduced, self._message(params, 0)[1], there).wait()[0]
+        return self.exchange(ByNode(self.together, steps=(3,)), reduced, self._message(params, 0)[1], there).wait()[0]
 
     def _exchange(self, params: Tree, info: StepInfo, finishing: int) -> Exchange:
         return self.exchange(self._round, *self._message(params, finishing), info, background=True)

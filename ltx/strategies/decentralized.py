@@ -60,17 +60,7 @@ from ltx.extend import (
     unpack,
 )
 from ltx.hooks import AllReduce, ByteGrad, CommHook
-from ltx.strategies.nodes import (
-    AmongNodes,
-    FromParts,
-    NodeHook,
-    NodeStrategy,
-    ToParts,
-    across,
-    gathered,
-    node,
-    scattered,
-)
+from ltx.strategies.nodes import ByNode, NodeHook, NodeStrategy
 from ltx.typing import Tree
 
 
@@ -160,8 +150,8 @@ class Decentralized(GossipStrategy):
         gossip = AllReduce() if self.peer_selection_mode == "all" else ShiftOne(self.communication_interval)
         if self.node_size is None:
             return self.exchange(gossip, given, paths, info)
-        given, _ = self.exchange(ToParts(self.node_size), given, paths, info, midway=True).wait()
-        return self.exchange(AmongNodes(self.node_size, gossip), given, paths, info, midway=True)
+        given, _ = self.exchange(ByNode(self.node_size, steps=(1,)), given, paths, info, midway=True).wait()
+        return self.exchange(ByNode(self.node_size, gossip, (2,)), given, paths, info, midway=True)
 
     def update(self, update: Update, states: States, info: StepInfo, pending: Exchange | None) -> Updated:
         if pending is None:
@@ -169,7 +159,7 @@ class Decentralized(GossipStrategy):
         spec, paths = tree.flatten(update.params)[1], [*tree.leaf_paths(update.params), "number of steps"]
         reduced, _ = pending.wait()
         if self.node_size is not None:
-            reduced, _ = self.exchange(FromParts(self.node_size), reduced, paths, info).wait()
+            reduced, _ = self.exchange(ByNode(self.node_size, steps=(3,)), reduced, paths, info).wait()
         *reduced, tag = reduced
         if isinstance(info.axis.rank, int) and not tag.is_meta:
             self._check(info.axis.ranks.read(tag, "the number of steps"), info, info.axis.rank)
@@ -329,13 +319,11 @@ class Ring(NodeHook, PostUpdateHook):
         return self.state_names[: 2 if axis_size == 2 * min(self.node_size, axis_size) else 3]
 
     def reduce(self, inputs: BucketInput) -> Reduction:
-        m = self.node_size
         if not inputs.flat.numel():
             return inputs.flat, ()
-        assert inputs.axis is not None
-        nodes = across(inputs.axis, m)
+        mates, nodes = self.axes(inputs.axis)
         names = self.known(inputs.axis_size)
-        z = yield from scattered(inputs, m)
+        z = yield from self.scattered(inputs)
         messages = [_CODEC.encode(z[None], None)[0]]
         for by in (1, -1)[: len(names) - 1]:
             message = messages[0]
@@ -343,8 +331,8 @@ class Ring(NodeHook, PostUpdateHook):
                 message = yield CollectiveRequest("ppermute", message.clone(), None, _shifted(nodes.size, by), nodes)
             messages.append(message)
         # The ranks of a node decode the same messages as the ranks of other nodes that hold copies of their weights.
-        if node(inputs.axis, m).size > 1:
-            arrived = list((yield from gathered(torch.stack(messages), inputs, m)).unbind(1))
+        if mates.size > 1:
+            arrived = list((yield from self.gathered(torch.stack(messages), inputs)).unbind(1))
         else:
             arrived = [message[None] for message in messages]
         messages_of = dict(zip(names, arrived, strict=True))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -81,6 +81,9 @@ def across(axis: Axis, size: int) -> Axis:
     return outer(axis, min(size, axis.size))
 
 
+Steps = Generator[CollectiveRequest, torch.Tensor, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class NodeHook(CommHook):
     """A hook with collectives within nodes of `node_size` ranks, and among nodes."""
@@ -90,74 +93,88 @@ class NodeHook(CommHook):
 
     node_size: int
 
-    def axes(self, axis: Axis) -> tuple[Axis, ...]:
+    def axes(self, axis: Axis | None) -> tuple[Axis, Axis]:
+        assert axis is not None
         return node(axis, self.node_size), across(axis, self.node_size)
+
+    def scattered(self, inputs: BucketInput) -> Steps:
+        """This rank's part of the sum over its node."""
+        mates, _ = self.axes(inputs.axis)
+        if mates.size == 1:
+            return inputs.flat
+        return (yield CollectiveRequest("psum_scatter", _parts(inputs.flat, mates.size), axis=mates))
+
+    def gathered(self, mine: torch.Tensor, inputs: BucketInput) -> Steps:
+        """The tensors `mine` of all ranks of the node, stacked along a new first dimension."""
+        mates, _ = self.axes(inputs.axis)
+        if mates.size == 1:
+            return mine[None]
+        return (yield CollectiveRequest("all_gather", mine, axis=mates))
 
 
 @around("hook")
 @dataclass(frozen=True)
 class ByNode(NodeHook):
-    """`hook`, which has no state, applied to the nodes' sums."""
+    """`hook`, which has no state, applied to the nodes' sums; or some of the three steps alone.
 
-    hook: CommHook
+    Without step 1 the ranks of a node have the same values. Without step 3 a rank gets zeros except in its part.
+    """
+
+    hook: CommHook = EXACT
+    steps: tuple[int, ...] = (1, 2, 3)
+
+    @property
+    def exact(self) -> bool:
+        return len(self.steps) == 3 and self.hook.exact
 
     @property
     def phases(self) -> int:
-        return int(self.hook.phases) + 2
+        return (1 in self.steps) + (3 in self.steps) + (int(self.hook.phases) if 2 in self.steps else 0)
+
+    def scale(self, axis_size: int) -> float:
+        m = min(self.node_size, axis_size)
+        return self.hook.scale((m if 1 in self.steps else 1) * (axis_size // m if 2 in self.steps else 1))
 
     def derivative_scale(self, axis_size: int) -> float:
         return self.hook.scale(axis_size)
 
     def reduce(self, inputs: BucketInput) -> Reduction:
-        part = yield from scattered(inputs, self.node_size)
-        part = yield from among_nodes(self.hook, part, inputs, self.node_size)
-        parts = yield from gathered(part, inputs, self.node_size)
-        return parts.reshape(-1)[: inputs.flat.numel()], inputs.states
+        mates, nodes = self.axes(inputs.axis)
+        numel, place = inputs.flat.numel(), inputs.rank % mates.size
+        part = (yield from self.scattered(inputs)) if 1 in self.steps else _part(inputs.flat, mates.size, place)
+        if 2 in self.steps:
+            part = yield from self._among(nodes, part, inputs, inputs.rank // mates.size)
+        if 3 in self.steps:
+            parts = yield from self.gathered(part, inputs)
+        else:
+            parts = torch.where(torch.arange(mates.size, device=part.device)[:, None] == place, part, 0.0)
+        return parts.reshape(-1)[:numel], inputs.states
+
+    def _among(self, nodes: Axis, part: torch.Tensor, inputs: BucketInput, rank: Any) -> Steps:
+        """`hook` applied to a part, among the ranks that have the same part in their nodes."""
+        bucket = Bucket.of(inputs.bucket.index, [part])
+        there = replace(inputs, flat=part, bucket=bucket, axis_size=nodes.size, rank=rank, states=({},), axis=nodes)
+
+        def on_nodes(request: CollectiveRequest) -> Steps:
+            request.axis = nodes
+            return (yield request)
+
+        result, _ = yield from drive_within(self.hook.reduce(there), on_nodes)
+        return cast(torch.Tensor, result)
 
 
-@dataclass(frozen=True)
-class ToParts(NodeHook):
-    """Step 1 alone: this rank's part of the node's mean, and zeros in place of the other parts."""
-
-    exact: ClassVar[bool] = False
-
-    def scale(self, axis_size: int) -> float:
-        return 1.0 / min(self.node_size, axis_size)
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        part = yield from scattered(inputs, self.node_size)
-        return _in_place(part, inputs, self.node_size), inputs.states
+def _part(flat: torch.Tensor, m: int, place: Any) -> torch.Tensor:
+    """The part at `place` of `flat`, which all m ranks of the node have."""
+    parts = _parts(flat, m)
+    if isinstance(place, int):
+        return parts[place]
+    return parts.gather(0, place.reshape(1, 1).expand(1, parts.shape[1]))[0]
 
 
-@around("hook")
-@dataclass(frozen=True)
-class AmongNodes(NodeHook):
-    """Step 2 alone: `hook` applied to this rank's part, between nodes."""
-
-    exact: ClassVar[bool] = False
-
-    hook: CommHook
-
-    def scale(self, axis_size: int) -> float:
-        return self.hook.scale(axis_size // min(self.node_size, axis_size))
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        part = yield from among_nodes(self.hook, part_of(inputs.flat, inputs, self.node_size), inputs, self.node_size)
-        return _in_place(part, inputs, self.node_size), inputs.states
-
-
-@dataclass(frozen=True)
-class FromParts(NodeHook):
-    """Step 3 alone: all parts of the node's ranks."""
-
-    exact: ClassVar[bool] = False
-
-    def scale(self, axis_size: int) -> float:
-        return 1.0
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        parts = yield from gathered(part_of(inputs.flat, inputs, self.node_size), inputs, self.node_size)
-        return parts.reshape(-1)[: inputs.flat.numel()], inputs.states
+def _parts(flat: torch.Tensor, m: int) -> torch.Tensor:
+    """m equal rows. The padding repeats the last number, since zeros would widen the range of a codec's grid."""
+    missing = -flat.numel() % m
+    return (torch.cat([flat, flat[-1:].expand(missing)]) if missing else flat).view(m, -1 if flat.numel() else 0)
 
 
 @dataclass(frozen=True)
@@ -201,69 +218,3 @@ class WithinNode(CommHook):
             return (yield from EXACT.reduce(inputs))
         total = yield CollectiveRequest("psum", inputs.flat, axis=inner(inputs.axis, self.ranks))
         return total, inputs.states
-
-
-# --- the steps --------------------------------------------------------------------------------------------------------
-
-Steps = Generator[CollectiveRequest, torch.Tensor, torch.Tensor]
-
-
-def scattered(inputs: BucketInput, node_size: int) -> Steps:
-    """This rank's part of the sum over its node."""
-    assert inputs.axis is not None
-    mates = node(inputs.axis, node_size)
-    if mates.size == 1:
-        return inputs.flat
-    return (yield CollectiveRequest("psum_scatter", _parts(inputs.flat, mates.size), axis=mates))
-
-
-def gathered(mine: torch.Tensor, inputs: BucketInput, node_size: int) -> Steps:
-    """The tensors `mine` of all ranks of the node, stacked along a new first dimension."""
-    assert inputs.axis is not None
-    mates = node(inputs.axis, node_size)
-    if mates.size == 1:
-        return mine[None]
-    return (yield CollectiveRequest("all_gather", mine, axis=mates))
-
-
-def among_nodes(hook: CommHook, part: torch.Tensor, inputs: BucketInput, node_size: int) -> Steps:
-    """`hook` applied to a part, among the ranks that have the same part in their nodes."""
-    assert inputs.axis is not None
-    nodes = across(inputs.axis, node_size)
-    there = replace(
-        inputs,
-        flat=part,
-        bucket=Bucket.of(inputs.bucket.index, [part]),
-        axis_size=nodes.size,
-        rank=inputs.rank // min(node_size, inputs.axis_size),
-        states=({},),
-        axis=nodes,
-    )
-
-    def on_nodes(request: CollectiveRequest) -> Steps:
-        request.axis = nodes
-        return (yield request)
-
-    result, _ = yield from drive_within(hook.reduce(there), on_nodes)
-    return cast(torch.Tensor, result)
-
-
-def part_of(flat: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Tensor:
-    """This rank's part of `flat`, which all ranks of the node have."""
-    parts = _parts(flat, min(node_size, inputs.axis_size))
-    place = inputs.rank % len(parts)
-    if isinstance(place, int):
-        return parts[place]
-    return parts.gather(0, place.reshape(1, 1).expand(1, parts.shape[1]))[0]
-
-
-def _parts(flat: torch.Tensor, m: int) -> torch.Tensor:
-    """m equal rows. The padding repeats the last number, since zeros would widen the range of a codec's grid."""
-    missing = -flat.numel() % m
-    return (torch.cat([flat, flat[-1:].expand(missing)]) if missing else flat).view(m, -1 if flat.numel() else 0)
-
-
-def _in_place(part: torch.Tensor, inputs: BucketInput, node_size: int) -> torch.Tensor:
-    """A flat bucket of zeros with this rank's part in its place."""
-    rows = torch.arange(min(node_size, inputs.axis_size), device=part.device)[:, None]
-    return torch.where(rows == inputs.rank % len(rows), part, 0.0).reshape(-1)[: inputs.flat.numel()]

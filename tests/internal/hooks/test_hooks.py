@@ -12,13 +12,13 @@ import ltx
 from ltx import hooks
 from ltx.errors import StrategyError, UnsupportedError
 from ltx.strategies.horovod import Scaled
-from ltx.strategies.nodes import AmongNodes, ByNode, WithinNode
+from ltx.strategies.nodes import ByNode, WithinNode
 from ltx.strategies.qadam import MeanMomentum
 from tests.kinds import Ranks
 
 HOOKS = {"allreduce": hooks.AllReduce(), "fp16": hooks.FP16(), "bf16": hooks.BF16()}
 SHORT = {"allreduce": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-OUTER = [Scaled(hooks.FP16()), ByNode(2, hooks.FP16()), AmongNodes(2, hooks.FP16()), MeanMomentum(0.9)]
+OUTER = [Scaled(hooks.FP16()), ByNode(2, hooks.FP16()), ByNode(2, hooks.FP16(), (2,)), MeanMomentum(0.9)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
