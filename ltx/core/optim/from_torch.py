@@ -47,12 +47,12 @@ _PROPORTIONAL = _ELEMENTWISE - {torch.optim.ASGD, torch.optim.Rprop} | {torch.op
 _SKIPPING = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, repr=False)
 class TorchOptimizer(ClassOptimizer):
     """A ``torch.optim`` class with its hyperparameters; made by :func:`from_torch`."""
 
-    kernel: Kernel = field(init=False)
-    _skip: Tensor | None = field(default=None, init=False)  # set for one update by `_unless`
+    kernel: Kernel = field(init=False, compare=False)
+    _skip: Tensor | None = field(default=None, init=False, compare=False)  # set for one update by `_unless`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +61,7 @@ class TorchOptimizer(ClassOptimizer):
         # the schedule may start at 0, but torch makes the momentum's buffer only if momentum isn't 0
         if not values.get("momentum", 1):
             values["momentum"] = 0.9
-        object.__setattr__(self, "kernel", build(self.cls, fixed_lr | self._kwargs | values))
+        object.__setattr__(self, "kernel", build(self.cls, fixed_lr | self.kwargs | values))
 
     @property
     def offers(self) -> OptimizerOffers:

@@ -14,11 +14,10 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import repeat
 from numbers import Real
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +35,7 @@ _REAL_ONLY = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 _TAKE_SPARSE_GRADS = (torch.optim.Adagrad, torch.optim.SGD, torch.optim.SparseAdam)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, repr=False)
 class ClassOptimizer(Optimizer):
     """Base of the optimizers that :func:`ltx.optim.from_torch` makes."""
 
@@ -44,14 +43,13 @@ class ClassOptimizer(Optimizer):
 
     cls: type[torch.optim.Optimizer]
     lr: float | Callable[[int], float] | None
-    kwargs: Mapping[str, Any]
-    _kwargs: ClassVar[dict[str, Any]]  # `kwargs` as a dict
+    kwargs: dict[str, Any] = field(compare=False)
+    _compared: frozenset[tuple[str, Any]] = field(init=False)  # `kwargs`, in any order
     _varying: ClassVar[dict[str, Any]]  # scheduled or adjustable hyperparameters
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
-        # Dynamo can't read a mapping proxy in a compiled step that has changed a dict before.
-        object.__setattr__(self, "_kwargs", dict(self.kwargs))
+        object.__setattr__(self, "_compared", frozenset(self.kwargs.items()))
         given = {"lr": self.lr, **self.kwargs}
         varying = {name: value for name, value in given.items() if _varies(self.cls, name, value)}
         object.__setattr__(self, "_varying", varying)
@@ -87,29 +85,18 @@ class ClassOptimizer(Optimizer):
         # Nobody else holds `news`, so they can be overwritten.
         return spec.unflatten([new.sub_(old) for new, old in zip(news, leaves, strict=True)]), new_state
 
-    @property
-    def _given(self) -> tuple[Any, ...]:
-        return self.cls, self.lr, self.kwargs
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClassOptimizer) and type(other) is type(self) and other._given == self._given
-
-    def __hash__(self) -> int:
-        return hash((self.cls, self.lr, frozenset(self.kwargs.items())))
-
     def __reduce__(self) -> Any:
-        cls, lr, kwargs, *others = self._given
-        return type(self), (cls, lr, dict(kwargs), *others)
+        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     def __repr__(self) -> str:
         is_torchs = getattr(torch.optim, self.cls.__name__, None) is self.cls
-        arguments = ({} if self.lr is None else {"lr": self.lr}) | dict(self.kwargs)
+        arguments = ({} if self.lr is None else {"lr": self.lr}) | self.kwargs
         written = (f", {name}={getattr(value, '__qualname__', repr(value))}" for name, value in arguments.items())
         return f"from_torch({'torch.optim.' * is_torchs}{self.cls.__qualname__}{''.join(written)})"
 
 
-def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check `cls`, `lr` and the names in `kwargs`; return `kwargs` as an immutable mapping of hashable values."""
+def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Check `cls`, `lr` and the names in `kwargs`; return `kwargs` with hashable values."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         hint = f" Pass the class, {type(cls).__name__}." if isinstance(cls, torch.optim.Optimizer) else ""
         raise OptimError(f"from_torch expected a class of torch.optim, got {brief(cls)}.{hint}")
@@ -139,7 +126,7 @@ def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> Mapping[str
     if not (lr is None or callable(lr) or isinstance(lr, Real | Adjustable)):
         hint = " A schedule may return a tensor: lr=lambda count: tensor." if isinstance(lr, Tensor) else ""
         raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got {brief(lr)}.{hint}")
-    return MappingProxyType({key: _hashable(name, key, value) for key, value in kwargs.items()})
+    return {key: _hashable(name, key, value) for key, value in kwargs.items()}
 
 
 def _hashable(name: str, key: str, value: Any) -> Any:
@@ -210,7 +197,7 @@ def check_grad_layouts(cls: type, grads: Sequence[Tensor | None], params: Tree =
 _NUMBER, _NONE, _BEGUN = "number ", "none ", "has begun"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, repr=False)
 class OpaqueOptimizer(ClassOptimizer):
     """A class without ``_init_group``, with its hyperparameters; made by :func:`ltx.optim.from_torch`.
 
@@ -274,7 +261,7 @@ class OpaqueOptimizer(ClassOptimizer):
         return spec.unflatten(targets), TorchState(per_param, state.count + 1, self._hyper_after(state))
 
     def _instance(self, params: list[Tensor], count: int, hyper: Tree) -> Any:
-        arguments = ({} if self.lr is None else {"lr": self.lr}) | self._kwargs | self._values(count, hyper)
+        arguments = ({} if self.lr is None else {"lr": self.lr}) | self.kwargs | self._values(count, hyper)
         if isinstance(lr := arguments.get("lr"), Tensor):
             self._refuse_if(differentiated([lr]))
             arguments["lr"] = float(lr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, check_fields, whole
@@ -23,25 +23,6 @@ if TYPE_CHECKING:
     from ltx.core.training.mixed_precision import Precision
 
 
-def check_pieces(step: Any, optimizer: Any) -> None:
-    """Raise unless a train step can be made of these arguments."""
-    if not isinstance(step, DataParallel):
-        raise StepError(
-            f"train_step takes a step made by ltx.data_parallel, got {type(step).__name__}. Wrap it: "
-            "ltx.train_step(ltx.data_parallel(loss_fn), optimizer)."
-        )
-    if step.blocked:
-        raise StepError("train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge.")
-    if step.argnums != 0:
-        raise StepError(f"train_step passes the parameters first: the step needs argnums=0, got {brief(step.argnums)}.")
-    if not isinstance(optimizer, Optimizer):
-        raise OptimError(
-            f"optimizer must be an ltx.optim.Optimizer, got {brief(optimizer)}. Use "
-            "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
-        )
-    step.strategy.check_optimizer(optimizer)
-
-
 def check_devices(axis: Axis, value: Tree, what: str) -> None:
     """Raise unless all tensors of `value` are on this rank's accelerator, if it computes on one.
 
@@ -59,51 +40,10 @@ def check_devices(axis: Axis, value: Tree, what: str) -> None:
             )
 
 
-def check_every(steps: Any, strategy: Strategy) -> None:
-    """Raise unless parameters of `strategy` can be compared every `steps` steps."""
-    if steps is None:
-        return
-    whole("train_step: check_every", steps, 1, StrategyError, besides="None or ")
-    require("check_every, strategy", strategy)
-
-
 def check_weighted(strategy: Strategy, step: int) -> None:
     """Raise unless training step `step`, counted from 0, may return :class:`ltx.Weighted`."""
     require("weighted, strategy", strategy, "", step)
     require("weighted, hook", strategy.hook(step))
-
-
-def check_loss_scale(step: DataParallel) -> None:
-    """Raise if a hook adds gradients, which have the loss scale as a factor, to tensors that don't have it."""
-    scale = None if step.precision is None else step.precision.loss_scale
-    if scale is None or scale == 1:
-        return
-    for hook in hooks_ahead(step.strategy):
-        require("loss scale, hook", hook, f"train_step: loss_scale={scale!r}")
-
-
-def check_overlap(overlap: Any, step: DataParallel, optimizer: Optimizer, guard: str) -> None:
-    """Raise unless a step with these arguments can run the optimizer as `overlap` says."""
-    if overlap == "backward":
-        return
-    require("overlap, strategy", step.strategy)
-    require("overlap, optimizer", optimizer)
-    asks = None if step.precision is None else step.precision.dynamic
-    asked = f'guard="{guard}"' if guard != "off" else repr(asks) if asks is not None else ""
-    if asked:
-        require("guard, overlap", 'overlap="update"', asked)
-
-
-def check_max_skipped(steps: Any, guard: str, step: DataParallel) -> None:
-    """Raise unless this many steps in a row may be skipped."""
-    if steps is None:
-        return
-    whole("train_step: max_skipped", steps, 1, StrategyError, besides="None or ")
-    if guard != "skip" and (step.precision is None or step.precision.dynamic is None):
-        raise StrategyError(
-            f'train_step: max_skipped={steps} is a limit on skipped steps, and guard="{guard}" skips none. Use '
-            'guard="skip", or an ltx.DynamicLossScale.'
-        )
 
 
 @traced.at_trace_time
@@ -174,8 +114,44 @@ class TrainSettings(Readable):
         if isinstance(self.trainable, list):
             object.__setattr__(self, "trainable", tuple(self.trainable))
         check_fields(self, StrategyError, "guard", "overlap")
-        check_pieces(self.step, self.optimizer)
-        check_every(self.check_every, self.step.strategy)
-        check_loss_scale(self.step)
-        check_overlap(self.overlap, self.step, self.optimizer, self.guard)
-        check_max_skipped(self.max_skipped, self.guard, self.step)
+        step, optimizer = self.step, self.optimizer
+        if not isinstance(step, DataParallel):
+            raise StepError(
+                f"train_step takes a step made by ltx.data_parallel, got {type(step).__name__}. Wrap it: "
+                "ltx.train_step(ltx.data_parallel(loss_fn), optimizer)."
+            )
+        if step.blocked:
+            raise StepError(
+                "train_step: the step's gradients are blocked (block_backward_sync), so ranks would diverge."
+            )
+        if step.argnums != 0:
+            raise StepError(
+                f"train_step passes the parameters first: the step needs argnums=0, got {brief(step.argnums)}."
+            )
+        if not isinstance(optimizer, Optimizer):
+            raise OptimError(
+                f"optimizer must be an ltx.optim.Optimizer, got {brief(optimizer)}. Use "
+                "ltx.optim.from_torch(torch.optim.AdamW, lr=...) or ltx.optim.from_functions(init, update)."
+            )
+        strategy, precision = step.strategy, step.precision
+        strategy.check_optimizer(optimizer)
+        if self.check_every is not None:
+            whole("train_step: check_every", self.check_every, 1, StrategyError, besides="None or ")
+            require("check_every, strategy", strategy)
+        scale, dynamic = (None, None) if precision is None else (precision.loss_scale, precision.dynamic)
+        # Such a hook adds gradients, which have the loss scale as a factor, to tensors that don't have it.
+        for hook in () if scale is None or scale == 1 else hooks_ahead(strategy):
+            require("loss scale, hook", hook, f"train_step: loss_scale={scale!r}")
+        if self.overlap == "update":
+            require("overlap, strategy", strategy)
+            require("overlap, optimizer", optimizer)
+            if self.guard != "off" or dynamic is not None:
+                asks = f'guard="{self.guard}"' if self.guard != "off" else repr(dynamic)
+                require("guard, overlap", 'overlap="update"', asks)
+        if self.max_skipped is not None:
+            whole("train_step: max_skipped", self.max_skipped, 1, StrategyError, besides="None or ")
+            if self.guard != "skip" and dynamic is None:
+                raise StrategyError(
+                    f"train_step: max_skipped={self.max_skipped} is a limit on skipped steps, and "
+                    f'guard="{self.guard}" skips none. Use guard="skip", or an ltx.DynamicLossScale.'
+                )
