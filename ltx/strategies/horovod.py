@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from typing import Any, Literal, TypeGuard
 
@@ -278,19 +277,12 @@ def _consecutive(count: int, arrival: tuple[int, ...]) -> tuple[int, ...]:
 def _matching(groups: tuple[tuple[str, ...], ...], paths: tuple[str, ...]) -> tuple[int, ...]:
     found: dict[str, int] = {}
     for place, patterns in enumerate(groups):
-        for pattern in patterns:
-            matched = [path for path in paths if path == pattern or fnmatchcase(path, pattern)]
-            if not matched:
+        for path in sorted(tree.wanted(patterns, paths, StrategyError, "HorovodStrategy.groups: ")):
+            if found.setdefault(path, place) != place:
                 raise StrategyError(
-                    f"HorovodStrategy.groups: {pattern!r} is the path of no parameter with a gradient; there are "
-                    f"{', '.join(map(repr, paths[:8]))}{', ...' if len(paths) > 8 else ''}."
+                    f"HorovodStrategy.groups: parameter {path!r} is in groups {found[path]} and {place}; it can travel "
+                    "with one of them."
                 )
-            for path in matched:
-                if found.setdefault(path, place) != place:
-                    raise StrategyError(
-                        f"HorovodStrategy.groups: parameter {path!r} is in groups {found[path]} and {place}; it can "
-                        "travel with one of them."
-                    )
     return tuple(found.get(path, -1) for path in paths)
 
 

@@ -67,25 +67,6 @@ class Accumulated:
         last = call.run(leaves, range(self.steps - 1, self.steps), first.carry)
         return call.finish(_add(first, last))
 
-    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tree, list[bool], int | None, bool]:
-        """(arguments by position and by keyword, which leaves are split, the batch's length, whether it has records)"""
-        whole = {n % len(args) for n in ((self.argnums,) if isinstance(self.argnums, int) else self.argnums)}
-        if self.carry is not None:
-            if not -len(args) <= self.carry < len(args):
-                raise StepError(f"accumulate: carry={self.carry}, and the step was called with {len(args)} arguments.")
-            whole.add(self.carry % len(args))
-        batch = {f"argument {n}": arg for n, arg in enumerate(args) if n not in whole} | kwargs
-        # Dynamo can't flatten an empty dict
-        parts, length = batches.opened(batch, "accumulate") if batch else (batch, None)
-        given = tuple(arg if n in whole else parts[f"argument {n}"] for n, arg in enumerate(args))
-        named = tuple(parts[name] for name in kwargs)
-        split: list[bool] = []
-        for n, arg in enumerate((*given, *named)):
-            for cell in (tree.flatten if n in whole or parts is batch else batches.cells)(arg)[0]:
-                cuts = n not in whole and isinstance(cell, torch.Tensor) and cell.ndim > 0
-                split += [cuts] * (len(tree.flatten(cell)[0]) if batches.is_records(cell) else 1)
-        return (given, named), split, length, parts is not batch
-
 
 class _Call:
     """One call of an accumulated step. The batch's leaves are split into chunks, other leaves aren't.
@@ -95,10 +76,25 @@ class _Call:
 
     def __init__(self, step: Accumulated, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.step, self.names = step, tuple(kwargs)
-        arguments, split, self.length, self.has_records = step.opened(args, kwargs)
-        self.leaves, self.spec = tree.flatten(arguments)
-        pairs = zip(self.leaves, split, strict=True)
-        self.chunks = [leaf.tensor_split(step.steps) if splits else None for leaf, splits in pairs]
+        whole = {n % len(args) for n in ((step.argnums,) if isinstance(step.argnums, int) else step.argnums)}
+        if step.carry is not None:
+            if not -len(args) <= step.carry < len(args):
+                raise StepError(f"accumulate: carry={step.carry}, and the step was called with {len(args)} arguments.")
+            whole.add(step.carry % len(args))
+        batch = {f"argument {n}": arg for n, arg in enumerate(args) if n not in whole} | kwargs
+        # Dynamo can't flatten an empty dict
+        self.length: int | None
+        parts, self.length = batches.opened(batch, "accumulate") if batch else (batch, None)
+        self.has_records = parts is not batch
+        given = tuple(arg if n in whole else parts[f"argument {n}"] for n, arg in enumerate(args))
+        named = tuple(parts[name] for name in kwargs)
+        self.leaves, self.spec = tree.flatten((given, named))
+        self.chunks: list[Any] = []
+        for n, arg in enumerate((*given, *named)):
+            for cell in (batches.cells if self.has_records and n not in whole else tree.flatten)(arg)[0]:
+                cuts = n not in whole and isinstance(cell, torch.Tensor) and cell.ndim > 0
+                count = len(tree.flatten(cell)[0]) if batches.is_records(cell) else 1
+                self.chunks += [cell.tensor_split(step.steps) if cuts else None] * count
         self._structure: tuple[Any, list[Any]] = (None, [])
         self._positions: list[int] = []  # the places of tensors among the leaves
         self.wanted: tuple[int, ...] = ()  # the places, among the tensors, of those that are differentiated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ltx.typing import Tree
 #: Selects the trained leaves: patterns of paths (as in :mod:`fnmatch`), or a function of a path.
 Trainable = str | Sequence[str] | Callable[[str], bool] | None
 
-# A module's parameters are broadcast in pieces of this many bytes, since a piece needs a second copy.
+# A module's parameters are broadcast in pieces of about this many bytes, since a piece needs a second copy.
 _PIECE_BYTES = 64 << 20
 
 
@@ -100,9 +101,11 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
         tree.check_values(list(parameters.values()), parameters, "train.init(module)")
     trained, frozen = split(parameters, trainable)
     with torch.no_grad():
-        for piece in _pieces(list(parameters.values())) if axis.size > 1 else ():
-            given = collectives.broadcast([parameter.detach() for parameter in piece], axis=axis)
-            for parameter, value in zip(piece, given, strict=True):
+        totals = zip(parameters.values(), accumulate(x.nbytes for x in parameters.values()), strict=True)
+        for _, piece in groupby(totals, lambda pair: pair[1] // _PIECE_BYTES) if axis.size > 1 else ():
+            mine = [parameter for parameter, _ in piece]
+            given = collectives.broadcast([x.detach() for x in mine], axis=axis)
+            for parameter, value in zip(mine, given, strict=True):
                 parameter.data = value
     held: tuple[Tree, Tree] = tree.map(torch.Tensor.detach, (trained, frozen))
     give_away(
@@ -112,18 +115,6 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
         "with ltx.to_module(module, state). train.init(dict(module.named_parameters())) copies instead.",
     )
     return held
-
-
-def _pieces(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    pieces: list[list[torch.Tensor]] = []
-    room = 0
-    for x in tensors:
-        room -= x.nbytes
-        if room < 0:
-            pieces.append([])
-            room = _PIECE_BYTES - x.nbytes
-        pieces[-1].append(x)
-    return pieces
 
 
 # The place of a parameter or buffer: a dict of a module, and the key in it.

@@ -83,7 +83,7 @@ BY_PATH: dict[str, tuple[Any, str]] = {
     ),
     "groups": (
         lambda name: ltx.HorovodStrategy(groups=[[name, "last"]]),
-        r"groups: 'q\*' is the path of no parameter .* there are 'bias', 'embed'",
+        r"groups: 'q\*' fits no parameter\. Their paths: bias, embed",
     ),
 }
 WAYS: dict[str, Any] = {
