@@ -161,11 +161,11 @@ class AsyncAveraging(NodeStrategy):
             return super().update(update, states, info, pending)
         # This comes before the optimizer's update: if a peer is lost, the state is unchanged.
         waits, begins = self._due(info, pending)
-        deltas: list[torch.Tensor] | None = None
+        deltas: Tree = None
         if waits:
             deltas, states, pending = self._take_round(update.params, states, info, pending)
         params, opt_state = update.apply()
-        params = _moved(params, deltas)
+        params = params if deltas is None else tree.map(torch.add, params, deltas)
         if begins:
             pending, states = self._begin(params, states, info)
         return Updated(params, opt_state, states, pending)
@@ -174,7 +174,7 @@ class AsyncAveraging(NodeStrategy):
         if info.axis.size == 1:
             return params, states
         deltas, states, _ = self._take_round(params, states, info, pending)
-        params = _moved(params, deltas)
+        params = params if deltas is None else tree.map(torch.add, params, deltas)
         finished, count = False, info.axis.size // self.together
         while not finished:
             # This rank takes no steps meanwhile: x + S / n - s is the mean itself, with the same bits on all ranks.
@@ -226,14 +226,15 @@ class AsyncAveraging(NodeStrategy):
 
     def _take_round(
         self, params: Tree, states: States, info: StepInfo, pending: Round | None
-    ) -> tuple[list[torch.Tensor] | None, States, Round | None]:
-        """Wait for the round under way: (its S / n - s, the states without it, the round without its exchange)."""
+    ) -> tuple[Tree, States, Round | None]:
+        """Wait for the round under way: (its S / n - s or None, the states without it, the round without exchange)."""
+        spec = tree.flatten(params)[1]
         if pending is not None and pending.mean is not None:
             reduced = self._wait_round(pending.mean, params, info)
             deltas = [y - s for y, s in zip(reduced, pending.snapshot, strict=False)]
-            return deltas, states, Round(pending.began_s)
+            return tree.unflatten(spec, deltas), states, Round(pending.began_s)
         if states:
-            return [states[path][_DELTA] for path in tree.leaf_paths(params)], {}, pending
+            return tree.unflatten(spec, [states[path][_DELTA] for path in tree.leaf_paths(params)]), {}, pending
         return None, states, pending
 
     def _wait_round(self, mean: Exchange, params: Tree, info: StepInfo) -> list[torch.Tensor]:
@@ -254,10 +255,3 @@ class AsyncAveraging(NodeStrategy):
             return leaves, paths
         device = leaves[0].device if leaves else None
         return [*leaves, torch.full((), float(finishing), dtype=torch.float64, device=device)], [*paths, _FINISHING]
-
-
-def _moved(params: Tree, deltas: Sequence[torch.Tensor] | None) -> Tree:
-    if deltas is None:
-        return params
-    leaves, spec = tree.flatten(params)
-    return tree.unflatten(spec, [x + delta for x, delta in zip(leaves, deltas, strict=True)])

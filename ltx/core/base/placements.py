@@ -100,6 +100,11 @@ class Placement:
     shape: torch.Size  # the whole tensor's shape
     stride: tuple[int, ...]
 
+    @staticmethod
+    def of(x: Any) -> Placement | None:
+        """The placement of a DTensor; None for a plain tensor."""
+        return Placement(x.device_mesh, tuple(x.placements), x.shape, x.stride()) if on_mesh([x]) else None
+
     @property
     def split_over(self) -> tuple[dist.ProcessGroup, ...]:
         """The process groups over which the tensor is split, one for each mesh dimension that splits it."""
@@ -162,11 +167,7 @@ class Placements:
                 "derivatives by loss.backward(), torch.autograd.grad, ltx.grad or ltx.train_step; torch.func.grad can "
                 "where parameters don't require gradients (x.detach()). For simulated ranks take x.full_tensor()."
             )
-        found: list[Placement | None] = [None] * len(leaves)
-        for i in places:
-            x = leaves[i]
-            found[i] = Placement(x.device_mesh, tuple(x.placements), x.shape, x.stride())
-        return Placements(tuple(found))
+        return Placements(tuple(map(Placement.of, leaves)))
 
     def __bool__(self) -> bool:
         return bool(self.leaves)

@@ -103,13 +103,16 @@ def collective(
         check_sums(name, leaves, value, "sums" if RULES[name].coded is None else "extrema")
     if RULES[name].weights is not None:
         refuse_leaves(name, leaves, value, torch.is_complex, f"and {name} takes real numbers alone.")
+
+    def restored(moved: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Tree:
+        all_three = zip(leaves, moved, results, strict=True)
+        return tree.unflatten(spec, [then(y if m is x else from_bytes(y, x.dtype)) for x, m, y in all_three])
+
     if traced.recording():
         key = prepare_trace(axis)
         size = traced_size(key)
         sent = [movable(name, x) for x in leaves]
-        in_graphs = [in_graph(name, static(x, size), key, m)[0] for x, m in zip(leaves, sent, strict=True)]
-        values = [y if m is x else from_bytes(y, x.dtype) for x, m, y in zip(leaves, sent, in_graphs, strict=True)]
-        return tree.unflatten(spec, [then(y) for y in values])
+        return restored(sent, [in_graph(name, static(x, size), key, m)[0] for x, m in zip(leaves, sent, strict=True)])
     check_dense(name, leaves, value)
     found, background = comm.resolve(axis), axis if isinstance(axis, comm.InBackground) else None
     if found.ranks.overlaps:
@@ -119,25 +122,22 @@ def collective(
     groups = [static(x, found.size) for x in leaves]
     moved = [movable(name, x) for x in leaves]
     negotiate_tree(name, value, leaves, spec, groups, found, moved)
-
-    def restored(results: Sequence[torch.Tensor]) -> Tree:
-        all_three = zip(leaves, moved, results, strict=True)
-        return tree.unflatten(spec, [then(y if m is x else from_bytes(y, x.dtype)) for x, m, y in all_three])
-
     if background and found.ranks.overlaps:
         label = f"async {background.name}"
         begun = [found.ranks.begin(RULES[name], group, x, label) for x, group in zip(moved, groups, strict=True)]
         return Future(
             background.name,
             [work for work, _ in begun],
-            lambda ys: restored([finish(y) for (_, finish), y in zip(begun, ys, strict=True)]),
+            lambda ys: restored(moved, [finish(y) for (_, finish), y in zip(begun, ys, strict=True)]),
             found.ranks.futures,
         )
     if len(set(groups)) == 1:
         results = apply(name, groups[0], found, moved)
     else:
         results = [y for x, group in zip(moved, groups, strict=True) for y in apply(name, group, found, [x])]
-    return Future(background.name, finish=lambda _: restored(results)) if background else restored(results)
+    return (
+        Future(background.name, finish=lambda _: restored(moved, results)) if background else restored(moved, results)
+    )
 
 
 def check_plain(name: str, leaves: list[torch.Tensor], value: Tree, axis: Axis) -> None:

@@ -58,11 +58,9 @@ def _runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def not_finite(grads: Sequence[torch.Tensor], sums: Sequence[torch.Tensor | float] | None = None) -> torch.Tensor:
     """Whether any element isn't finite, exactly: a 0-dim bool tensor. `sums`: :func:`probes` of `grads`, if known."""
     sums = probes(grads) if sums is None else sums
-    numbers = [x for x in sums if isinstance(x, float) or x.device.type == "cpu"]
-    tensors = [x.isfinite() for x in sums if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
-    suspicious = not all(cmath.isfinite(x) for x in numbers) or (tensors and not bool(torch.stack(tensors).all()))
-    # The sum of finite numbers may overflow, so look at the elements.
-    return any_not_finite(grads) if suspicious else torch.tensor(False, device=grads[0].device if grads else None)
+    if all(map(cmath.isfinite, sums)):
+        return torch.tensor(False, device=grads[0].device if grads else None)
+    return any_not_finite(grads)  # the sum of finite numbers may overflow, so look at the elements
 
 
 def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:

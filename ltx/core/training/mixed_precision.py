@@ -11,7 +11,7 @@ dynamic scale is that of torch.amp.GradScaler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,14 +173,11 @@ class Casted:
         def answered(x: Any) -> Any:
             return x.to(output) if isinstance(x, torch.Tensor) and x.dtype == compute else x
 
-        def inside(arg: Any) -> Any:
+        def inside(arg: Any, kept: Collection[str] = ()) -> Any:
             leaves, spec = tree.flatten(arg)
             tree.check_open(leaves, arg, "mixed_precision", "cast")
-            return tree.unflatten(spec, [given(leaf) for leaf in leaves])
-
-        def params(arg: Any) -> Any:
-            leaves, spec = tree.flatten(arg)
-            pairs = zip(tree.leaf_paths(arg), leaves, strict=True)
+            paths = tree.leaf_paths(arg) if kept else [""] * len(leaves)
+            pairs = zip(paths, leaves, strict=True)
             return tree.unflatten(spec, [leaf if path in kept else given(leaf) for path, leaf in pairs])
 
         numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
@@ -188,11 +185,11 @@ class Casted:
         some = {n % len(args) for n in numbers} if patterns and args else set()
         paths = [path for place in sorted(some) for path in tree.leaf_paths(args[place])]
         if callable(patterns):
-            kept: Sequence[str] = [path for path in paths if patterns(path)]
+            kept: Collection[str] = [path for path in paths if patterns(path)]
         else:
             kept = _fitting(patterns, tuple(paths)) if some else ()
         cast_args = [
-            arg if place in keep else params(arg) if place in some else inside(arg) for place, arg in enumerate(args)
+            arg if place in keep else inside(arg, kept if place in some else ()) for place, arg in enumerate(args)
         ]
         value = self.fn(*cast_args, **{name: inside(arg) for name, arg in kwargs.items()})
         return value if output is None else tree.map(answered, value)

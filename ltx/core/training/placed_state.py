@@ -19,7 +19,7 @@ from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.base.needs import require
-from ltx.core.base.placements import PLAIN, Placements, local, meshes_are_used, on_mesh
+from ltx.core.base.placements import PLAIN, Placement, Placements, local, meshes_are_used, on_mesh
 from ltx.core.optim import Optimizer
 from ltx.core.optim.averages import Ema
 from ltx.core.optim.combine import Chain
@@ -38,13 +38,17 @@ Result = TypeVar("Result")
 _PARTS = ("params", "buffers", "opt_state", "frozen")
 
 
+def _parts(state: TrainState) -> list[Tree]:
+    return [state.held(name) for name in _PARTS]
+
+
 @dataclass(frozen=True)
 class PlacedState:
     """The placements on meshes of a train state's parts: how each DTensor is divided among ranks."""
 
     given: Placements  # the parameters as the step gets them, trained and frozen ones together
     trained: Placements  # the parameters that are trained
-    parts: tuple[Placements, ...]  # in the order of :data:`_PARTS`
+    parts: Placements = PLAIN  # all leaves of :data:`_PARTS`
 
     @staticmethod
     def of(state: Any) -> PlacedState | None:
@@ -56,19 +60,18 @@ class PlacedState:
         given = Placements.of(tree.flatten(trained if frozen is None else tree.filled(trained, frozen))[0])
         if not given:
             return None
-        parts = tuple(Placements.of(tree.flatten(state.held(name))[0]) for name in _PARTS)
-        return PlacedState(given, parts[0], parts)
+        return PlacedState(given, *(Placements.of(tree.flatten(part)[0]) for part in (trained, _parts(state))))
 
     def local(self, state: TrainState) -> TrainState:
         """`state` with this rank's parts in place of DTensors, in the same memory; it is donated when `state` is."""
         with torch.no_grad():
-            return _with_parts(state, [tree.map(local, state.held(name)) for name in _PARTS])
+            return _with_parts(state, tree.map(local, _parts(state)))
 
     def placed(self, state: TrainState) -> TrainState:
         """The inverse of :meth:`local`."""
-        pairs = zip((state.held(name) for name in _PARTS), self.parts, strict=True)
+        leaves, spec = tree.flatten(_parts(state))
         with torch.no_grad():
-            return _with_parts(state, [_placed(part, how) for part, how in pairs])
+            return _with_parts(state, tree.unflatten(spec, self.parts.placed(leaves)))
 
     def train(self, train: Train) -> Train:
         """`train` in a form that works on :meth:`local` states."""
@@ -83,11 +86,6 @@ def _with_parts(state: TrainState, parts: Sequence[Tree]) -> TrainState:
     """`state` with other :data:`_PARTS`; it is donated when `state` is."""
     held = {name: state.held(name) for name in ("sync_state", "loss_scale")}
     return replace(state, **dict(zip(_PARTS, parts, strict=True)), **held).unseen()
-
-
-def _placed(part: Tree, placements: Placements) -> Tree:
-    leaves, spec = tree.flatten(part)
-    return tree.unflatten(spec, placements.placed(leaves))
 
 
 def on_parts(
@@ -133,22 +131,22 @@ def init_on_parts(train: Any, params: Tree, buffers: Tree) -> TrainState | None:
     check_placements(axis, given, train.step.strategy, 0, lambda: tree.leaf_paths(params), "train_step")
     pairs = zip(leaves, given.leaves, strict=True)
     parts = tree.unflatten(spec, [x if how is None else _parameter_part(x) for x, how in pairs])
-    train = PlacedState(given, given, (PLAIN,) * len(_PARTS)).train(train)
+    train = PlacedState(given, given).train(train)
     state = train.init(parts, tree.map(local, buffers))
     trained, frozen = state.held("params"), state.frozen
     _check_shared(given, trained if frozen is None else tree.filled(trained, frozen))
     by_path = dict(zip(tree.leaf_paths(params), given.leaves, strict=True))
     shapes = dict(zip(tree.leaf_paths(parts), (x.shape for x in tree.flatten(parts)[0]), strict=True))
 
-    def of(part: Tree) -> Placements:
+    def of(part: Tree) -> list[Placement | None]:
         """The placements of parameters, or of the optimizer's state for them."""
         pairs = zip(tree.leaf_paths(part), tree.flatten(part)[0], strict=True)
         paths = [(_parameter_of(path, by_path), x) for path, x in pairs]
-        found = tuple(by_path[path] if path is not None and shapes[path] == x.shape else None for path, x in paths)
-        return Placements(found) if any(found) else PLAIN
+        return [by_path[path] if path is not None and shapes[path] == x.shape else None for path, x in paths]
 
-    found = (of(trained), Placements.of(tree.flatten(buffers)[0]), of(state.held("opt_state")), of(frozen))
-    return PlacedState(given, found[0], found).placed(state)
+    of_buffers = map(Placement.of, tree.flatten(buffers)[0])
+    found = Placements((*of(trained), *of_buffers, *of(state.held("opt_state")), *of(frozen)))
+    return PlacedState(given, given, found).placed(state)
 
 
 _SHARED = (
