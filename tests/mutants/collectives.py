@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         name="collectives: all_to_all's transpose is itself",
         where="add_rule all_to_all",
-        old='transpose=lambda shape, static: ("all_to_all", (static[1], static[0])),',
+        old='transpose=lambda shape, static: ("all_to_all", (static[1], static[0], static[2])),',
         new='transpose=lambda shape, static: ("all_to_all", static),',
         breaks="the gradient of an all_to_all along two dimensions has parts in wrong places",
         tests=("tests/contract/collectives/test_permute.py", "tests/contract/conformance/test_conformance.py"),

@@ -6,8 +6,7 @@ ppermute:    y_dst = x_src, 0 without a source    transpose:  ppermute with reve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,33 +14,34 @@ import torch
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked, is_whole, shown
 from ltx.core.base.errors import AxisError
-from ltx.core.collectives.calls import collective, grouped, tensors_of
+from ltx.core.collectives.calls import collective, grouped
 from ltx.core.collectives.futures import one_message
 from ltx.core.collectives.gather import split, spread
 from ltx.core.collectives.linear import Static, add_rule
 from ltx.core.collectives.psum import axis_size
 from ltx.core.collectives.uneven import all_to_all_uneven, dim_of, is_even
-from ltx.core.comm.operations import as_it_is, view_as
+from ltx.core.comm.operations import view_as
 from ltx.typing import Tree
 
 
 def _exchanged(xs: torch.Tensor, n: int, static: Static) -> tuple[torch.Tensor, bool]:
-    split_dim, concat = static
-    chunks = split(xs, n, (split_dim + 1, True))  # (destination, source, *chunk)
+    split_dim, concat, tiled = static
+    chunks = split(xs, n, (split_dim + 1, tiled))  # (destination, source, *chunk)
     # This makes a single copy, in a layout in which the parts can be joined as a view.
     laid_out = chunks.movedim(1, concat + 1).clone(memory_format=torch.contiguous_format)
-    return laid_out.flatten(concat + 1, concat + 2), True
+    return (laid_out.flatten(concat + 1, concat + 2) if tiled else laid_out), True
 
 
 add_rule(
     name="all_to_all",
     operation="all_to_all",
     moves=True,
-    before=lambda x, n, static: split(x, n, (static[0], True)).contiguous(),
-    after=lambda result, x, rank, n, static: spread(result, (static[1], True)),
+    before=lambda x, n, static: split(x, n, static[::2]).contiguous(),
+    after=lambda result, x, rank, n, static: spread(result, static[1:]),
     stacked=_exchanged,
-    transpose=lambda shape, static: ("all_to_all", (static[1], static[0])),
-    batched=lambda static: (static[0] + 1, static[1] + 1),
+    alone=lambda x, static: spread(split(x, 1, static[::2]), static[1:]),
+    transpose=lambda shape, static: ("all_to_all", (static[1], static[0], static[2])),
+    batched=lambda static: (static[0] + 1, static[1] + 1, static[2]),
 )
 
 
@@ -120,27 +120,26 @@ def all_to_all(
     Source: ``jax.lax.all_to_all``, whose `tiled` is False by default; Horovod's ``alltoall`` for `splits`.
     """
     axis = grouped(axis, axis_index_groups, equal="all_to_all")
-    then: Callable[[torch.Tensor], torch.Tensor] = as_it_is
-    if not tiled:
-        if splits is not None:
-            raise AxisError("all_to_all: splits= are lengths of parts that are concatenated, so they need tiled=True.")
-        value = _in_front(tensors_of(value, axis), split_dim, concat_dim, axis_size(axis))
-        then = partial(torch.movedim, source=0, destination=concat_dim)
-        split_dim = concat_dim = 0
+    if not tiled and splits is not None:
+        raise AxisError("all_to_all: splits= are lengths of parts that are concatenated, so they need tiled=True.")
     even = is_even(splits, axis)
     if splits is not None and not even:
         return all_to_all_uneven(value, split_dim, concat_dim, axis, splits)
 
     def static(x: torch.Tensor, n: int) -> Static:
         dims = dim_of("all_to_all", x, split_dim, "split_dim"), dim_of("all_to_all", x, concat_dim, "concat_dim")
-        if x.shape[split_dim] % n:
+        length, of, must = x.shape[split_dim], "", f"a multiple of {n}"
+        fix = 'Pad it, or give splits= or splits="infer".'
+        if not tiled:
+            of, must, fix = " with tiled=False", f"{n}", f"tiled=True takes multiples of {n}."
+        if length % n if tiled else length != n:
             raise AxisError(
-                f"all_to_all over {n} ranks: dimension {split_dim} of a tensor of shape {list(x.shape)} must be a "
-                f'multiple of {n}, got {x.shape[split_dim]}. Pad it, or give splits= or splits="infer".'
+                f"all_to_all over {n} ranks{of}: dimension {split_dim} of a tensor of shape {list(x.shape)} must be "
+                f"{must}, got {length}. {fix}"
             )
-        return dims
+        return *dims, int(tiled)
 
-    exchanged = collective("all_to_all", value, axis, static, then)
+    exchanged = collective("all_to_all", value, axis, static)
     if not even:
         return exchanged
     n = axis_size(axis)
@@ -148,24 +147,6 @@ def all_to_all(
     if len(set(lengths)) > 1:
         raise AxisError(f"all_to_all: the leaves' chunks have lengths {lengths}, and splits= are those of all of them.")
     return exchanged, (*lengths[:1],) * n
-
-
-def _in_front(value: Tree, split_dim: int, concat_dim: int, n: int) -> Tree:
-    """`value` with `split_dim`, which must have size n, moved to the front."""
-
-    def moved(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x  # `collective` raises for it
-        dim_of("all_to_all", x, split_dim, "split_dim")
-        dim_of("all_to_all", x, concat_dim, "concat_dim")
-        if x.shape[split_dim] != n:
-            raise AxisError(
-                f"all_to_all over {n} ranks with tiled=False: dimension {split_dim} of a tensor of shape "
-                f"{list(x.shape)} must be {n}, got {x.shape[split_dim]}. tiled=True takes multiples of {n}."
-            )
-        return x.movedim(split_dim, 0)
-
-    return tree.map(moved, value)
 
 
 _NO_PAIRS = (str, bytes, Mapping, torch.Tensor)

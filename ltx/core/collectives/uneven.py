@@ -218,7 +218,7 @@ def all_to_all_uneven(
     def parts(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([padded(chunk, split_dim % x.ndim, most) for chunk in x.split(splits, split_dim)])
 
-    arrived = collective("all_to_all", tree.map(parts, value), found, lambda x, n: (0, 0))
+    arrived = collective("all_to_all", tree.map(parts, value), found, lambda x, n: (0, 0, 1))
     return tree.map(lambda x, ys: _joined(ys, received, split_dim % x.ndim, concat_dim), value, arrived), received
 
 

@@ -107,7 +107,7 @@ REQUESTS: dict[str, Static] = {
     "psum": (),
     "all_gather": (0, 0),
     "psum_scatter": (0, 0),
-    "all_to_all": (0, 0),
+    "all_to_all": (0, 0, 1),
     "ppermute": (),
 }
 #: The collectives whose buffer has a row for each rank.
