@@ -106,10 +106,8 @@ class HorovodStrategy(Strategy):
         resolve_hook(self, "compression", "none")
         arguments.check_fields(self, StrategyError, "op", "scale_lr")
         arguments.check_whole(self, 1, "backward_passes_per_step")
-        if (factor := self.gradient_predivide_factor) is not None:
-            what = "HorovodStrategy.gradient_predivide_factor"
-            factor = arguments.number(what, factor, 0, StrategyError, more=True, besides="None or ")
-            object.__setattr__(self, "gradient_predivide_factor", factor)
+        if self.gradient_predivide_factor is not None:
+            arguments.check_number(self, 0, "gradient_predivide_factor", more=True, besides="None or ")
             if self.op != "average":
                 raise self._wrong("gradient_predivide_factor", f'None with op="{self.op}", which has nothing to divide')
         if arguments.is_whole(groups := self.groups) and groups > 0:

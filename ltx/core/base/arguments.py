@@ -220,10 +220,10 @@ def seconds(what: str, value: timedelta | float, error: type[LtxError] = InputEr
     return float(length)
 
 
-def check_number(owner: object, least: float, name: str, below: float = math.inf) -> None:
-    """Raise unless field `name` of a hook or strategy is a number from `least` on and less than `below`."""
+def check_number(owner: object, least: float, name: str, **limits: Any) -> None:
+    """Raise unless field `name` of a hook or strategy is a number from `least` on; `limits` are :func:`number`'s."""
     what = f"{type(owner).__name__}.{name}"
-    object.__setattr__(owner, name, number(what, getattr(owner, name), least, StrategyError, below=below))
+    object.__setattr__(owner, name, number(what, getattr(owner, name), least, StrategyError, **limits))
 
 
 @functools.lru_cache(maxsize=256)

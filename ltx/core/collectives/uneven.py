@@ -62,7 +62,22 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
         raise TreeError(f"gather_all_tensors takes one tensor, got {shown(tensor)}. Call it for each leaf of a tree.")
     tree.check_dense([tensor], tensor, "gather_all_tensors")
     found = _real(axis, "gather_all_tensors", "Use ltx.all_gather, or ltx.simulate.")
-    shapes, agreed = _shapes_of_all(tensor, found)
+    if tensor.ndim > _MOST_DIMS:
+        raise UnsupportedError(f"gather_all_tensors: {tree.describe(tensor)} can't be sent; cast or reshape it first.")
+    header = [tensor.ndim, _DTYPES.index(tensor.dtype), *tensor.shape, *(0 for _ in range(_MOST_DIMS - tensor.ndim))]
+    signature = comm.Signature("gather_all_tensors", (), f"{len(header)} lengths")
+    heads = told("gather_all_tensors", header, found, signature)  # at every call
+    shapes = [torch.Size(head[2 : 2 + head[0]]) for head in heads]
+    if len({head[1] for head in heads}) > 1:
+        each = "; ".join(
+            f"rank {rank}: {tree.describe(torch.empty(shape, dtype=_DTYPES[head[1]], device='meta'))}"
+            for rank, (head, shape) in enumerate(zip(heads, shapes, strict=True))
+        )
+        raise RankMismatchError(
+            f"axis {found.name!r}: ranks disagree on gather_all_tensors: {each}. Shapes may differ, dtypes may not: "
+            "cast them to one dtype."
+        )
+    agreed = comm.Agreement(signature, signature.fingerprint, None)
     moved = movable("all_gather", tensor)  # as bytes, if torch can't pad its dtype
     width = 1 if moved is tensor else tensor.itemsize
     lengths = [shape.numel() * width for shape in shapes]
@@ -70,26 +85,6 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
     # Clone, so that elements are aligned.
     parts = rows if moved is tensor else [row.clone().view(tensor.dtype) for row in rows]
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _shapes_of_all(tensor: torch.Tensor, axis: Axis) -> tuple[list[torch.Size], comm.Agreement]:
-    """(all ranks' shapes, the agreement). Ranks exchange shapes at every call. Raises if dtypes differ."""
-    if tensor.ndim > _MOST_DIMS:
-        raise UnsupportedError(f"gather_all_tensors: {tree.describe(tensor)} can't be sent; cast or reshape it first.")
-    header = [tensor.ndim, _DTYPES.index(tensor.dtype), *tensor.shape, *(0 for _ in range(_MOST_DIMS - tensor.ndim))]
-    signature = comm.Signature("gather_all_tensors", (), f"{len(header)} lengths")
-    rows = told("gather_all_tensors", header, axis, signature)
-    shapes = [torch.Size(row[2 : 2 + row[0]]) for row in rows]
-    if len({row[1] for row in rows}) > 1:
-        each = "; ".join(
-            f"rank {rank}: {tree.describe(torch.empty(shape, dtype=_DTYPES[row[1]], device='meta'))}"
-            for rank, (row, shape) in enumerate(zip(rows, shapes, strict=True))
-        )
-        raise RankMismatchError(
-            f"axis {axis.name!r}: ranks disagree on gather_all_tensors: {each}. Shapes may differ, dtypes may not: "
-            "cast them to one dtype."
-        )
-    return shapes, comm.Agreement(signature, signature.fingerprint, None)
 
 
 def told(what: str, numbers: list[int], axis: Axis, call: comm.Signature | None = None) -> list[list[int]]:
@@ -184,10 +179,7 @@ def psum_scatter_uneven(value: Tree, axis: Any, dim: int, splits: Sequence[int] 
     lengths = [_equal_splits(x, dim, found.size) if given is None else given for x in leaves]
     misfits = [_misfit("psum_scatter", x, dim, each, found) for x, each in zip(leaves, lengths, strict=True)]
     _agree("psum_scatter", tuple(lengths) if given is None else given, found, next(filter(None, misfits), None))
-    parts = [
-        torch.stack([padded(part, dim % x.ndim, max(each)) for part in x.split(each, dim)])
-        for x, each in zip(leaves, lengths, strict=True)
-    ]
+    parts = [_rows(x, each, dim, max(each)) for x, each in zip(leaves, lengths, strict=True)]
     sums = tree.flatten(collective("psum_scatter", tree.unflatten(spec, parts), found, lambda x, n: (0, 0)))[0]
     here = int(found.rank)
     return tree.unflatten(spec, [y.narrow(dim % y.ndim, 0, each[here]) for y, each in zip(sums, lengths, strict=True)])
@@ -215,11 +207,14 @@ def all_to_all_uneven(
             f"can't be concatenated along dimension {concat_dim}. Use concat_dim={split_dim}."
         )
 
-    def parts(x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([padded(chunk, split_dim % x.ndim, most) for chunk in x.split(splits, split_dim)])
-
-    arrived = collective("all_to_all", tree.map(parts, value), found, lambda x, n: (0, 0, 1))
+    rows = tree.map(lambda x: _rows(x, splits, split_dim, most), value)
+    arrived = collective("all_to_all", rows, found, lambda x, n: (0, 0, 1))
     return tree.map(lambda x, ys: _joined(ys, received, split_dim % x.ndim, concat_dim), value, arrived), received
+
+
+def _rows(x: torch.Tensor, lengths: Sequence[int], dim: int, most: int) -> torch.Tensor:
+    """The parts of `x` along `dim`, of these lengths, each padded to `most`, stacked."""
+    return torch.stack([padded(part, dim % x.ndim, most) for part in x.split(list(lengths), dim)])
 
 
 def _joined(parts: torch.Tensor, lengths: Sequence[int], at: int, dim: int) -> torch.Tensor:

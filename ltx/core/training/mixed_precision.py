@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ltx.core.base import traced, tree
-from ltx.core.base.arguments import brief, check_whole, is_whole, number
+from ltx.core.base.arguments import brief, check_number, check_whole, is_whole, number
 from ltx.core.base.errors import StepError, StrategyError
 from ltx.core.base.readable import Readable
 from ltx.core.training.accumulate import Accumulated
@@ -54,12 +54,11 @@ class DynamicLossScale:
     least: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, low, high in (("init", 0.0, float("inf")), ("growth", 1.0, float("inf")), ("backoff", 0.0, 1.0)):
-            what = f"DynamicLossScale.{name}"
-            value = number(what, getattr(self, name), low, StrategyError, more=True, below=high)
-            object.__setattr__(self, name, value)
+        check_number(self, 0, "init", more=True)
+        check_number(self, 1, "growth", more=True)
+        check_number(self, 0, "backoff", more=True, below=1)
         check_whole(self, 1, "growth_interval")
-        number("DynamicLossScale.least", self.least, 0.0, StrategyError, below=self.init)
+        check_number(self, 0, "least", below=self.init)
 
     def start(self) -> LossScale:
         """The state before the first step."""

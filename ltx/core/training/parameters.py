@@ -14,7 +14,7 @@ from ltx.core.base.arguments import brief
 from ltx.core.base.errors import StepError, TreeError
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.train_state import TrainState, give_away
-from ltx.core.transforms.closure_check import same_values
+from ltx.core.transforms.closure_check import Members, same_values
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.typing import Tree
 
@@ -117,10 +117,6 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
     return held
 
 
-# The place of a parameter or buffer: a dict of a module, and the key in it.
-_Slot = tuple[dict[str, Any], str]
-
-
 def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Module:
     """`module` with the parameters and buffers of a train state, as copies, for evaluation or saving.
 
@@ -134,6 +130,7 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
     Raises:
         TreeError: the module has no tensor of this name or shape; or two names of one parameter have different values.
         DonatedStateError: the state was donated.
+        UnsupportedError: the module's tensors can't be replaced: it is scripted, or under fully_shard.
 
     A rank calls this alone, since each rank has its own state. Not differentiable: the copies are new leaves. Make
     objects that hold the module's parameters, such as torch's optimizers or DDP, after this call.
@@ -149,8 +146,6 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
         >>> ltx.to_module(model, state)(torch.ones(1, 2))
         tensor([[-2.]], grad_fn=<MmBackward0>)
     """
-    if not isinstance(module, torch.nn.Module):
-        raise TreeError(f"to_module: the first argument is a torch.nn.Module, got {brief(module)}.")
     if not isinstance(state, dict | TrainState):
         raise TreeError(
             f"to_module: the second argument is an ltx.TrainState or a dict of tensors, got {brief(state)}."
@@ -159,7 +154,7 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
     for part in (state,) if isinstance(state, dict) else (state.params, state.buffers):
         tree.check_tensors(part, "to_module: the state")
         values |= tensors_by_path(part)
-    slots = _slots(module)
+    slots = Members(module, "to_module").slots
     trainable = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in values.items():
         if name not in slots:
@@ -173,20 +168,20 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
                 f"to_module: {name!r} has shape {list(value.shape)} in the state, and {list(table[key].shape)} in the "
                 f"{type(module).__name__}. Give the module that the state was made of."
             )
-    together: dict[int, dict[str, _Slot]] = {}  # {id of a tensor: its names}; a tied tensor has several
+    together: dict[int, list[str]] = {}  # {id of a tensor: its names}; a tied tensor has several
     for name, (table, key) in slots.items():
-        together.setdefault(id(table[key]), {})[name] = table, key
+        together.setdefault(id(table[key]), []).append(name)
     with torch.inference_mode(False):  # tensors copied in inference mode could never be trained again
         for tied in together.values():
             given = [name for name in tied if name in values]
             if not given:
                 continue
             _check_equal(given, values)
-            table, key = tied[given[0]]
+            table, key = slots[given[0]]
             old, new = table[key], values[given[0]].detach().clone()
             if given[0] in trainable:
                 new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-            for table, key in tied.values():
+            for table, key in map(slots.__getitem__, tied):
                 table[key] = new
     return module
 
@@ -200,14 +195,3 @@ def _check_equal(names: list[str], values: dict[str, torch.Tensor]) -> None:
                 f"to_module: {names[0]!r} and {name!r} are one parameter of the module (tied weights), and their "
                 "values differ in the state. Give one of them alone, or a module in which they aren't tied."
             )
-
-
-def _slots(module: torch.nn.Module) -> dict[str, _Slot]:
-    """The place of each parameter and buffer, by all of its names."""
-    found = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        for table in (owner._parameters, owner._buffers):
-            for key, value in table.items():
-                if value is not None:
-                    found[f"{prefix}.{key}" if prefix else key] = table, key
-    return found

@@ -228,11 +228,11 @@ def same_values(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> bool:
 class Members:
     """The places of a module's tensors by name, found in one pass through the module."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, what: str = "functional_call"):
         if not isinstance(module, nn.Module):
-            raise TreeError(f"functional_call takes a torch.nn.Module, got {type(module).__name__}.")
+            raise TreeError(f"{what} takes a torch.nn.Module, got {type(module).__name__}.")
         if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
-            raise UnsupportedError(f"functional_call can't put tensors into a {type(module).__name__}.")
+            raise UnsupportedError(f"{what} can't put tensors into a {type(module).__name__}.")
         self.module = module
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that holds the tensor, and its key
         self.tied: dict[int, list[str]] = {}  # the names of tensors with several names, by id
@@ -244,7 +244,7 @@ class Members:
             if is_fully_sharded(part):
                 which = f"{prefix[:-1]!r} of " if prefix else ""
                 raise UnsupportedError(
-                    f"functional_call: {which}{type(module).__name__} is under torch's fully_shard, which puts "
+                    f"{what}: {which}{type(module).__name__} is under torch's fully_shard, which puts "
                     "parameters of its own into it. Call the module itself, and reduce its gradients: "
                     "loss.backward(), then ltx.sync_gradients({name: p.grad for name, p in "
                     "module.named_parameters()}, axis=...)."
