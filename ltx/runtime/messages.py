@@ -31,14 +31,12 @@ import linecache
 import mmap
 import os
 import pickle
-import struct
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate, pairwise
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -138,7 +136,6 @@ class Failure:
 INLINE_BYTES = 1 << 16
 _ALIGNMENT = 64
 _MAY_SHARE = hasattr(os, "memfd_create")
-_HEAD = struct.Struct("<I?")  # the number of buffers, and whether they are in shared memory; the buffers' sizes follow
 
 
 class Message:
@@ -156,10 +153,10 @@ class Message:
 
     def send(self, connection: Connection) -> None:
         """Write the message to `connection`. Raises OSError if the other end is closed."""
-        sizes = struct.pack(f"<{len(self._views)}q", *(view.nbytes for view in self._views))
-        head = [_HEAD.pack(len(self._views), self._shared is not None), sizes]
-        connection.send_bytes(b"".join([*head, *(self._views if self._shared is None else ())]))
-        if self._shared is not None:
+        if self._shared is None:
+            connection.send([bytearray(view) for view in self._views])
+        else:
+            connection.send([view.nbytes for view in self._views])
             reduction.send_handle(connection, self._shared.fileno(), 0)
 
     def close(self) -> None:
@@ -177,20 +174,15 @@ def pack(value: Any) -> Message:
 
 def receive(connection: Connection) -> Callable[[], Any]:
     """Read a message; calls of the result unpickle its objects. Raises EOFError or OSError if the sender is gone."""
-    received = memoryview(connection.recv_bytes())
-    count, shared = _HEAD.unpack_from(received)
-    sizes = struct.unpack_from(f"<{count}q", received, _HEAD.size)
-    buffers: list[Any]
-    if shared:
-        handle, offsets = reduction.recv_handle(connection), _offsets(sizes)
+    buffers: list[Any] = connection.recv()
+    if isinstance(buffers[-1], int):  # the sizes of buffers in shared memory
+        sizes, handle = buffers, reduction.recv_handle(connection)
+        offsets = _offsets(sizes)
         try:
             whole = memoryview(mmap.mmap(handle, offsets[-1], access=mmap.ACCESS_COPY))
         finally:
             os.close(handle)
         buffers = [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]
-    else:
-        ends = accumulate(sizes, initial=_HEAD.size + 8 * count)
-        buffers = [bytearray(received[begin:end]) for begin, end in pairwise(ends)]
     return pickle.Unpickler(io.BytesIO(buffers.pop()), buffers=buffers).load
 
 
@@ -293,22 +285,22 @@ class _Pickler(Pickler):
 
     def __init__(self, number: int, own_module: str):
         super().__init__()
-        self._number = number
+        self._number, self._own_module = number, own_module
         self.sources: dict[str, tuple[str, list[str]]] = {}  # code that is in no file: {file name: (label, lines)}
-        self._seen: set[str] = set()
-        self._registered: list[str] = []
-        self._look_at(own_module, importable=False)
+        self._by_value: dict[str, bool] = {}  # by the name of a module: whether its functions and classes go by value
+        self._registered: list[ModuleType] = []
+        self._goes_by_value(own_module)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _Globals):
             return _new_globals, (self._number, dict(obj))
-        if isinstance(obj, FunctionType | type):
-            self._look_at(getattr(obj, "__module__", None) or "")
-        if isinstance(obj, functools._lru_cache_wrapper) and self._goes_by_value(obj):
-            return _cached, (obj.__wrapped__, obj.cache_parameters())
-        if isinstance(obj, FunctionType):
-            if self._goes_by_value(obj):
+        if isinstance(obj, FunctionType | type | functools._lru_cache_wrapper):
+            by_value = self._goes_by_value(getattr(obj, "__module__", None) or "")
+            if by_value and isinstance(obj, functools._lru_cache_wrapper):
+                return _cached, (obj.__wrapped__, obj.cache_parameters())
+            if by_value and isinstance(obj, FunctionType):
                 self.globals_ref.setdefault(id(obj.__globals__), _Globals(obj.__globals__))
+        if isinstance(obj, FunctionType):
             name = obj.__code__.co_filename
             entry = linecache.cache.get(name)
             # without a modification time it isn't a file
@@ -318,27 +310,22 @@ class _Pickler(Pickler):
         return super().reducer_override(obj)
 
     def unregister(self) -> None:
-        for name in self._registered:
-            with suppress(ValueError, KeyError):
-                cloudpickle.unregister_pickle_by_value(sys.modules[name])
+        for module in self._registered:
+            with suppress(ValueError):
+                cloudpickle.unregister_pickle_by_value(module)
 
-    def _goes_by_value(self, obj: Any) -> bool:
-        name = getattr(obj, "__module__", None) or ""
-        self._look_at(name)
-        return name == "__main__" or name in cloudpickle.list_registry_pickle_by_value()
-
-    def _look_at(self, name: str, importable: bool | None = None) -> None:
-        if name in self._seen:
-            return
-        self._seen.add(name)
-        module = sys.modules.get(name)
-        if module is None or name == "__main__" or is_installed(getattr(module, "__file__", None)):
-            return
-        if importable is None:
-            importable = _finds(name, module.__file__)
-        if not importable and name not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            self._registered.append(name)
+    def _goes_by_value(self, name: str) -> bool:
+        """Whether functions and classes of the module `name` go by value; if so, cloudpickle is told."""
+        if name not in self._by_value:
+            module: Any = sys.modules.get(name)
+            by_value = name == "__main__" or name in cloudpickle.list_registry_pickle_by_value()
+            users = module is not None and not is_installed(getattr(module, "__file__", None))
+            if users and not by_value and (name == self._own_module or not _finds(name, module.__file__)):
+                cloudpickle.register_pickle_by_value(module)
+                self._registered.append(module)
+                by_value = True
+            self._by_value[name] = by_value
+        return self._by_value[name]
 
 
 class _Globals(dict[str, Any]):
@@ -423,17 +410,15 @@ class Modules:
     """The user's modules in this process, with the state of each file when it was read."""
 
     def __init__(self) -> None:
-        self._known = set(sys.modules)
-        self._stamps: dict[str, tuple[int, int] | None] = {}
+        #: Of each module that was imported: the state of its file; None if it isn't the user's, and isn't reloaded.
+        self._stamps: dict[str, tuple[int, int] | None] = dict.fromkeys(sys.modules)
         self._old: dict[Any, Any] = {}  # functions and classes of modules before a reload
 
     def note(self) -> None:
         """Remember the files of newly imported modules."""
-        for name in [name for name in sys.modules if name not in self._known]:
-            self._known.add(name)
-            file = getattr(sys.modules.get(name), "__file__", None)
-            if file is not None and file.endswith(".py") and not is_installed(file):
-                self._stamps[name] = _stamp(file)
+        for name in sys.modules.keys() - self._stamps.keys():
+            file = getattr(sys.modules.get(name), "__file__", None) or ""
+            self._stamps[name] = _stamp(file) if file.endswith(".py") and not is_installed(file) else None
 
     def refresh(self) -> None:
         """Reload modules whose files have changed; other modules then hold their new functions and classes.
@@ -442,7 +427,8 @@ class Modules:
         edited too. Raises WorkerError if a module can't be reloaded: it stays as it was until the next call's attempt.
         """
         self.note()
-        now = {name: _stamp(getattr(sys.modules.get(name), "__file__", None) or "") for name in self._stamps}
+        known = [name for name, stamp in self._stamps.items() if stamp is not None]
+        now = {name: _stamp(getattr(sys.modules.get(name), "__file__", None) or "") for name in known}
         edited = {name for name, stamp in now.items() if stamp not in (None, self._stamps[name])}
         uses = {name: edited & _imports(sys.modules[name]) if len(edited) > 1 else () for name in edited}
         order: Iterable[str] = edited

@@ -306,7 +306,7 @@ class Channel:
     def wait_for_host(self, copy: HostCopy, label: str) -> torch.Tensor:
         """The value of `copy`. While the host waits for the device, it checks deadlines, peers and interrupts."""
         try:
-            self._watch(copy.ready, time.sleep, label)
+            self._watch(copy.ready, label)
             self.check_device(self.stream_group, self.begun, label)
         except LtxError as error:
             self.failed = error
@@ -315,21 +315,19 @@ class Channel:
 
     def wait_for_future(self, future: torch.futures.Future[Any], label: str) -> None:
         """Wait, as :meth:`wait_for_host` does, for a collective that another library has issued beside this channel."""
-        completed = threading.Event()
-        future.add_done_callback(lambda _: completed.set())
         try:
-            self._watch(completed.is_set, completed.wait, label)
+            self._watch(future.done, label)
         except CollectiveTimeoutError:  # the usual text lists issues of this channel, which this collective isn't
             raise CollectiveTimeoutError(
                 f"rank {self.rank}: {label} on axis {self.axis_name!r} didn't complete within {self.timeout_s:g} s."
             ) from None
 
-    def _watch(self, ready: Callable[[], bool], pause: Callable[[float], object], label: str) -> None:
+    def _watch(self, ready: Callable[[], bool], label: str) -> None:
         began, looked, pause_s = time.perf_counter(), time.perf_counter(), 1e-5
         try:
             while not ready():
                 progress_everywhere()  # peers may wait for this rank's progress in shared memory
-                pause(pause_s)
+                time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)
                 if time.perf_counter() - looked > TICK.total_seconds():
                     looked = time.perf_counter()

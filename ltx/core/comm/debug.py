@@ -32,7 +32,7 @@ BUCKETS = "buckets "
 
 
 _SAID = "{0.__class__.__name__}: {0}".format
-#: The address of the compared calls in the store.
+#: The prefix of the places of compared calls in the store.
 CHECKS = "checks"
 
 # Ranks may call these from different branches: a source and its receivers, or work that one rank does first.
@@ -92,33 +92,26 @@ class Checks:
         """Every rank's post for this call, with equal signatures and each rank's `value`."""
         if axis_comm not in self._axes:
             self._axes[axis_comm] = None
-            axis_comm.negotiation.next_check = (axis_comm.negotiation.next_check[0] + 1, 0)
-        session, call = axis_comm.negotiation.take_check()
-        place, before = (f"{CHECKS}/{session}/{n}" for n in (call, call - 1))
+            axis_comm.negotiation.begin_session()
+        place, before = axis_comm.negotiation.take_check()
         issued = {channel.address: channel.issued for channel in axis_comm.channels}
         post = Post(signature, value, caller(), issued, axis_comm.negotiation.next_check)
         try:
-            posts = self._exchange(axis_comm, place, before, post)
+            posts: list[Post] = axis_comm.negotiation.exchange(place, post)
         except BaseException as error:
+            if isinstance(error, CollectiveTimeoutError):
+                text = f"{error} This is {post.call}."
+                for rank in axis_comm.store_exchange.absent(place):
+                    last = axis_comm.negotiation.peek(before, rank)
+                    text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
+                error.args = (text,)
             self._told = error
             if not isinstance(error, RankMismatchError):
                 with suppress(LtxError, dist.DistError):
                     axis_comm.negotiation.withdraw(place, post, f"nothing: {brief(error, _SAID)}")
             raise
-        if call:
-            axis_comm.store_exchange.forget(before, [axis_comm.rank])
+        axis_comm.store_exchange.forget(before, [axis_comm.rank])
         return posts
-
-    def _exchange(self, axis_comm: AxisComm, place: str, before: str, post: Post) -> list[Post]:
-        try:
-            posts: list[Post] = axis_comm.negotiation.exchange(place, post)
-            return posts
-        except CollectiveTimeoutError as error:
-            text = f"{error} This is {post.call}."
-            for rank in axis_comm.store_exchange.absent(place):
-                last = axis_comm.negotiation.peek(before, rank)
-                text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
-            raise CollectiveTimeoutError(text) from None
 
     def abort(self, error: BaseException) -> None:
         """Let the peers know that this rank won't come to their next call, without waiting for them."""
@@ -126,9 +119,9 @@ class Checks:
             return  # the peers know it already: all ranks have raised it
         signature = Signature(f"nothing: it has left debug_checks() by {brief(error, _SAID)}", ())
         for axis_comm in self.open():
-            session, call = axis_comm.negotiation.take_check()
+            place, _ = axis_comm.negotiation.take_check()
             with suppress(LtxError, dist.DistError):  # the first error is the one to show
-                axis_comm.negotiation.announce(f"{CHECKS}/{session}/{call}", Post(signature, None, caller()))
+                axis_comm.negotiation.announce(place, Post(signature, None, caller()))
 
     def open(self) -> list[AxisComm]:
         """The axes on which calls were compared and that are still open."""

@@ -60,7 +60,7 @@ class Negotiation:
         # the wait and the records of the last search
         self._looked: tuple[object, ...] = ()
         self._gone = ""  # what :meth:`missing_peers` has found
-        self.next_check = (0, 0)  # (session, call) of ltx.debug_checks() on this axis; the same on all ranks
+        self.next_check = 0  # the number of the next call of ltx.debug_checks() on this axis; the same on all ranks
         self._posted: deque[str] = deque()  # the places where the store still holds values of this rank, oldest first
 
     def exchange(self, place: str, post: Post) -> list[Post]:
@@ -119,11 +119,14 @@ class Negotiation:
                 self._store.forget(self._posted.popleft(), [self._rank])
         return [peers.value for peers in posts]
 
-    def take_check(self) -> tuple[int, int]:
-        """:attr:`next_check`, which moves on."""
-        session, call = self.next_check
-        self.next_check = (session, call + 1)
-        return session, call
+    def begin_session(self) -> None:
+        """Go on at a number that all ranks find, although some may have left the last session earlier than others."""
+        self.next_check += _CALLS - self.next_check % _CALLS
+
+    def take_check(self) -> tuple[str, str]:
+        """The places of the next call of ltx.debug_checks() and of the call before; :attr:`next_check` moves on."""
+        self.next_check += 1
+        return f"{CHECKS}/call/{self.next_check - 1}", f"{CHECKS}/call/{self.next_check - 2}"
 
     def announce(self, place: str, post: Post) -> None:
         """Put this rank's `post` at `place`, without waiting for the others."""
@@ -211,8 +214,7 @@ class Negotiation:
 
     def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
         """The numbers of collectives that this rank has issued and compared, and the threads that did so."""
-        session, call = self.next_check
-        counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (session * _CALLS + call, ()), OPENED: (1, ())}
+        counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (self.next_check, ()), OPENED: (1, ())}
         counts[EXCHANGES], counts[AGAIN] = (self._store.begun, ()), (self._recovery.come, ())
         counts[LEFT] = self._recovery.times_left, ()
         for channel in self._comm.channels:
@@ -243,10 +245,8 @@ class Negotiation:
     def _refuse_deadlock(self, place: str, post: Post, in_pass: bool) -> None:
         """Raise if a peer won't come to `place` because it waits in vain itself."""
         address, number, detail, *_ = place.split("/")
-        if address == CHECKS:
-            awaited = CHECKS, int(number) * _CALLS + int(detail) + 1
-        elif address == EXCHANGES:
-            awaited = EXCHANGES, int(detail)
+        if address in (CHECKS, EXCHANGES):
+            awaited = address, int(detail) + (address == CHECKS)
         else:
             awaited = f"{address}/compared", int(number) + 1
         try:

@@ -84,7 +84,7 @@ class Post:
     value: Any = None  # the rank's own value for its peers, as JSON
     caller: str = ""  # file and line of the call, known under ltx.debug_checks()
     issued: Mapping[str, int] = field(default_factory=dict)  # the number of issued buffers, by channels' addresses
-    next_check: tuple[int, int] = (0, 0)  # the number of the rank's next call under ltx.debug_checks()
+    next_check: int = 0  # the number of the rank's next call under ltx.debug_checks()
     # the number of comparisons begun, by channels' addresses
     compared: Mapping[str, int] = field(default_factory=dict)
 
@@ -100,7 +100,7 @@ class Post:
     @staticmethod
     def of(fields: list[Any]) -> Post:
         signature, value, caller, issued, next_check, compared = fields
-        return Post(Signature.from_json(signature), value, caller, issued, tuple(next_check), compared)
+        return Post(Signature.from_json(signature), value, caller, issued, next_check, compared)
 
 
 #: Operations that take tensors of different lengths.

@@ -119,39 +119,23 @@ class StoreCaller:
 
 
 class TimeoutStore:
-    """The interface of `store`; calls that wait for an answer go through `caller` and can time out."""
+    """The methods of `store`; calls that wait for an answer go through `caller` and can time out."""
 
     def __init__(self, store: Store, caller: StoreCaller):
-        self.store = store
+        self.store: Any = store
         self._caller = caller
 
     def close(self) -> None:
-        del self.store
+        self.store = None
 
-    def set(self, key: str, value: str) -> None:
-        self._caller.tell(lambda: self.store.set(key, value))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.store, name)
+        call: Callable[[Callable[[], Any]], Any] = self._caller.tell if name in _TELLS else self._caller.ask
+        return lambda *arguments: call(lambda: method(*arguments))
 
-    def get(self, key: str) -> bytes:
-        return self._caller.ask(lambda: self.store.get(key))
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._caller.ask(lambda: self.store.multi_get(keys))
-
-    def check(self, keys: list[str]) -> bool:
-        return self._caller.ask(lambda: bool(self.store.check(keys)))
-
-    def append(self, key: str, value: str) -> None:
-        self._caller.tell(lambda: self.store.append(key, value))  # type: ignore[attr-defined]
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._caller.ask(lambda: self.store.compare_set(key, expected, desired))
-
-    def add(self, key: str, number: int) -> int:
-        return self._caller.ask(lambda: self.store.add(key, number))
-
-    def delete_key(self, key: str) -> bool:
-        return self._caller.ask(lambda: bool(self.store.delete_key(key)))
-
+#: A store's methods that wait for no answer.
+_TELLS = ("set", "append")
 
 #: The prefix of the places that :meth:`StoreExchange.new_place` returns.
 EXCHANGES = "exchanges"
@@ -225,7 +209,7 @@ class StoreExchange:
 
     def has(self, place: str, ranks: Iterable[int] | None = None) -> bool:
         """Whether all of `ranks`, or of the axis, have announced something at `place`."""
-        return self._store.check(self._keys(place, ranks))
+        return bool(self._store.check(self._keys(place, ranks)))
 
     def absent(self, place: str, ranks: Iterable[int] | None = None) -> list[int]:
         """The ranks among `ranks` (None: the axis) that haven't announced anything at `place`."""

@@ -156,12 +156,12 @@ def test_a_peer_that_comes_to_nothing(on_new_axis: OnNewAxis) -> None:
     """Rank 1 calls one psum fewer and then nothing for as long as rank 0 waits."""
 
     def run() -> tuple[str, str]:
-        axis_comm = axes_in_scope()[-1].comm
+        axis_comm, place = axes_in_scope()[-1].comm, f"checks/call/{2**32 + 2}"
 
         @ltx.debug_checks()
         def calls() -> None:
             ltx.psum({"w": torch.ones(2)})
-            while int(ltx.axis_index()) == 1 and "nothing: " not in str(axis_comm.negotiation.peek("checks/1/2", 0)):
+            while int(ltx.axis_index()) == 1 and "nothing: " not in str(axis_comm.negotiation.peek(place, 0)):
                 time.sleep(0.01)
             ltx.all_gather(torch.ones(2))
 
@@ -361,7 +361,10 @@ def test_one_comparison_a_call_and_a_store_that_stays_small(on_new_axis: OnNewAx
             for _ in range(5):
                 ltx.psum([torch.ones(2), torch.ones(3), torch.ones(2)])
             # The entry is call 0; of the last call the peers may still read.
-            return [axis_comm.negotiation.peek(f"checks/1/{call}", axis_comm.rank) is not None for call in range(6)]
+            return [
+                axis_comm.negotiation.peek(f"checks/call/{2**32 + call}", axis_comm.rank) is not None
+                for call in range(6)
+            ]
 
     assert on_new_axis(run).replicated() == [False] * 5 + [True]
 
@@ -369,10 +372,10 @@ def test_one_comparison_a_call_and_a_store_that_stays_small(on_new_axis: OnNewAx
 @pytest.mark.full
 @pytest.mark.slow_compile
 def test_compiled_calls_are_not_compared(on_new_axis: OnNewAxis) -> None:
-    def run() -> tuple[list[float], tuple[int, int]]:
+    def run() -> tuple[list[float], int]:
         compiled = torch.compile(torch.func.grad(ltx.data_parallel(step)), fullgraph=True, backend="aot_eager")
         with ltx.debug_checks():
             got = compiled(torch.ones(2) * (1 + ltx.axis_index()))
             return got.tolist(), axes_in_scope()[-1].comm.negotiation.next_check
 
-    assert on_new_axis(run).replicated() == ([3.0, 3.0], (1, 1))
+    assert on_new_axis(run).replicated() == ([3.0, 3.0], 2**32 + 1)
