@@ -143,7 +143,11 @@ def prune(path: Path, keep: int, committed: int, run: str) -> None:
 
     Checkpoints of other runs, and of later steps, stay.
     """
-    before = [step for step in steps(path) if step < committed and _is_of(run, step_path(path, step))]
+    before = list[int]()
+    for step in steps(path):
+        with suppress(OSError):
+            if step < committed and run_of(step_path(path, step)) == run:
+                before.append(step)
     for step in before[keep - 1 :]:
         _remove(step_path(path, step))
 
@@ -182,13 +186,6 @@ def run_of(directory: Path) -> str | None:
         return str(read_manifest(directory).get("run", ""))
     except CheckpointError:
         return None
-
-
-def _is_of(run: str, directory: Path) -> bool:
-    try:
-        return run_of(directory) == run
-    except OSError:
-        return False
 
 
 def verify(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:

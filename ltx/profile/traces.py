@@ -37,7 +37,6 @@ class Trace(Recording):
     """The events that a recording has seen so far; a trace can be read during the recording, and pickled.
 
     Attributes:
-        events: what was issued, in its order.
         events: the collectives that were issued, in their order.
         spans: the times of computing, in the order in which they began: the parts of a train step; for a data-parallel
             step that is called by itself "forward", and "backward" if ``torch.func.grad`` runs it.

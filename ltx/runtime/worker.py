@@ -110,8 +110,6 @@ class _WorkerLoop:
         self.running: int | None = None  # the number of the call that runs
         self.cancelled: int | None = None  # the number of the last call that the driver asked to give up
         self._connection = connection
-        self._delivering = False
-        self._interrupted = False
         self._raised: int | None = None  # the number of the last call in which KeyboardInterrupt was raised
         self._sending = threading.Lock()  # the user's threads may show things at the same time
         self._modules = Modules()
@@ -147,9 +145,8 @@ class _WorkerLoop:
         place.close()
 
     def interrupt(self, _signal: int, _frame: object) -> None:
-        """The handler of SIGINT, which is ignored outside of calls, and put off while a message is being sent."""
-        self._interrupted = self.running is not None and self._delivering
-        if self.running is not None and not self._delivering:
+        """The handler of SIGINT, which is ignored outside of calls."""
+        if self.running is not None:
             self._raised = self.running
             raise KeyboardInterrupt
 
@@ -216,19 +213,15 @@ class _WorkerLoop:
         return fn, args, kwargs
 
     def _deliver(self, message: Message) -> None:
-        shields = threading.current_thread() is threading.main_thread()
         with self._sending:
-            self._delivering = shields
             try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # an interrupt waits until all is sent
                 message.send(self._connection)
             except OSError:  # the driver is gone, or this process is a fork of the worker
                 os._exit(1)
             finally:
                 message.close()
-                self._delivering = False
-        if shields and self._interrupted:
-            self._interrupted = False
-            raise KeyboardInterrupt
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _start_world(connection: Connection, threads: int) -> None:

@@ -178,6 +178,7 @@ def _joining_placement(variables: Variables) -> Placement:
 
 
 _BY_TORCHRUN = "Start the processes with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+_BY_JOINING = f"Set {JOIN_VARIABLE} to the MASTER_ADDR:MASTER_PORT of ranks that run ltx.elastic"
 _BY_SRUN, _BY_MPIRUN = "Start the processes with srun", "Start the processes with mpirun"
 _pmi = partial(
     mpi_placement,
@@ -194,7 +195,12 @@ def _mpirun(name: str, prefix: str, *job: str) -> Launcher:
     placement = partial(
         mpi_placement, rank=rank, size=size, local_rank=(local_rank,), local_size=(local_size,), job=job
     )
-    return Launcher(name, (rank, size), lambda env: rank in env, placement, _BY_MPIRUN)
+    return Launcher(name, (rank, size), _has(rank), placement, _BY_MPIRUN)
+
+
+def _has(*names: str) -> Callable[[Mapping[str, str]], bool]:
+    """A function that tells whether an environment has all of the variables `names`."""
+    return lambda environ: all(name in environ for name in names)
 
 
 #: Launchers whose ranks don't know for sure which node they are on, and compare their nodes when they meet.
@@ -203,33 +209,15 @@ UNSURE = ("arguments", "openmpi", "mvapich2", "pmi")
 #: The known launchers. The first row that recognises the environment counts. A launcher that uses another one stands
 #: above it: mpirun starts processes on other nodes by srun, and then the variables of both are set.
 LAUNCHERS: tuple[Launcher, ...] = (
-    Launcher(
-        "pool",
-        (POOL_VARIABLE, "RANK"),
-        lambda env: POOL_VARIABLE in env and "RANK" in env,
-        _torchrun_placement,
-        _BY_TORCHRUN,
-    ),
-    Launcher(
-        "join",
-        (JOIN_VARIABLE,),
-        lambda env: JOIN_VARIABLE in env,
-        _joining_placement,
-        f"Set {JOIN_VARIABLE} to the MASTER_ADDR:MASTER_PORT of ranks that run ltx.elastic",
-    ),
-    Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "RANK" in env, _torchrun_placement, _BY_TORCHRUN),
+    Launcher("pool", (POOL_VARIABLE, "RANK"), _has(POOL_VARIABLE, "RANK"), _torchrun_placement, _BY_TORCHRUN),
+    Launcher("join", (JOIN_VARIABLE,), _has(JOIN_VARIABLE), _joining_placement, _BY_JOINING),
+    Launcher("torchrun", ("RANK", "WORLD_SIZE"), _has("RANK"), _torchrun_placement, _BY_TORCHRUN),
     _mpirun("openmpi", "OMPI_COMM_WORLD", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     _mpirun("mvapich2", "MV2_COMM_WORLD"),
     # The variables of MPICH's and Intel MPI's hydra; srun sets only the first two.
-    Launcher(
-        "pmi",
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-        lambda env: "PMI_RANK" in env and "MPI_LOCALRANKID" in env,
-        _pmi,
-        _BY_MPIRUN,
-    ),
+    Launcher("pmi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), _has("PMI_RANK", "MPI_LOCALRANKID"), _pmi, _BY_MPIRUN),
     Launcher("slurm", ("SLURM_STEP_ID", "SLURM_PROCID"), is_slurm_task, slurm_placement, _BY_SRUN),
-    Launcher("pmi", ("PMI_RANK", "PMI_SIZE"), lambda env: "PMI_RANK" in env, _pmi, _BY_MPIRUN),
+    Launcher("pmi", ("PMI_RANK", "PMI_SIZE"), _has("PMI_RANK"), _pmi, _BY_MPIRUN),
     # The last row, since job scripts may set this variable for processes that srun starts.
-    Launcher("torchrun", ("RANK", "WORLD_SIZE"), lambda env: "WORLD_SIZE" in env, _torchrun_placement, _BY_TORCHRUN),
+    Launcher("torchrun", ("RANK", "WORLD_SIZE"), _has("WORLD_SIZE"), _torchrun_placement, _BY_TORCHRUN),
 )
