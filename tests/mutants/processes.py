@@ -179,8 +179,8 @@ MUTANTS = (
     Mutant(
         name="checkpoint: another run's are removed",
         where="prune",
-        old="if step < committed and _is_of(run, step_path(path, step))]",
-        new="if step < committed]",
+        old="if step < committed and run_of(step_path(path, step)) == run:",
+        new="if step < committed:",
         breaks="keep= removes checkpoints of others",
         tests=("tests/internal/checkpoint/test_runs.py::test_another_runs_checkpoints_stay",),
     ),

@@ -70,11 +70,8 @@ def measured(axis_comm: AxisComm) -> Network:
     """The network of `axis_comm` between its bucket channels. All ranks make the first call together: it measures."""
     if axis_comm.network is None:
         axis_comm.recovery.recover()
-        try:
+        with axis_comm.recovery.aborted_by(BaseException):  # peers may be measuring too
             axis_comm.network = _measure(axis_comm.bucket_channel(0), axis_comm.device)
-        except BaseException as error:
-            axis_comm.recovery.abort(error)  # peers may be measuring too
-            raise
     network: Network = axis_comm.network
     return network
 

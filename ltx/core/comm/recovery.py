@@ -148,6 +148,15 @@ class Recovery:
             self._under_way = []
 
     @contextmanager
+    def aborted_by(self, *kinds: type[BaseException]) -> Iterator[None]:
+        """A context in which an error of one of these `kinds` aborts the pass, on the peers too."""
+        try:
+            yield
+        except kinds as error:
+            self.abort(error)
+            raise
+
+    @contextmanager
     def leaving_with_peers(self) -> Iterator[None]:
         """A context in which ranks compare a signature on a bucket channel.
 
@@ -156,11 +165,8 @@ class Recovery:
         """
         self._find_dropped(private.graph_task())
         self.recover()
-        try:
+        with self.aborted_by(DeadlockDetectedError, ReplicaDivergedError):
             yield
-        except (DeadlockDetectedError, ReplicaDivergedError) as error:
-            self.abort(error)
-            raise
 
     def flush_others(self, mine: BackwardPass) -> None:
         """Wait for the collectives of other passes before the pass `mine` issues more.

@@ -172,11 +172,8 @@ def read_last_summary(among: AxisComm) -> None:
     if among.unread is None:
         return
     unread, among.unread = among.unread, None
-    try:
+    with among.recovery.aborted_by(BaseException):
         unread.wait()
-    except BaseException as error:
-        among.recovery.abort(error)
-        raise
 
 
 def confirm(among: AxisComm) -> None:
@@ -184,13 +181,10 @@ def confirm(among: AxisComm) -> None:
     stream, channel = among.stream_of(among.device), among.bucket_channel(0)
     if stream is None:
         return
-    try:
+    with among.recovery.aborted_by(BaseException):
         with stream.behind_current():
             copy = channel.issue("psum", torch.zeros(1, device=among.device), "confirmation").read()
         channel.wait_for_host(copy, "confirmation")
-    except BaseException as error:
-        among.recovery.abort(error)
-        raise
 
 
 def begin_pass(
