@@ -25,22 +25,22 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1841, 11),
-    "all": Size(41078, 164),
-    "checkpoint": Size(1612, 7),
+    "all": Size(41013, 164),
+    "checkpoint": Size(1609, 7),
     "core": Size(1, 1),
     "core/base": Size(2205, 11),
     "core/collectives": Size(3122, 11),
-    "core/comm": Size(6270, 22),
+    "core/comm": Size(6242, 22),
     "core/gradients": Size(2332, 8),
     "core/optim": Size(2995, 11),
     "core/ranks": Size(1173, 5),
     "core/training": Size(3464, 13),
     "core/transforms": Size(3262, 12),
-    "core/world": Size(1596, 7),
+    "core/world": Size(1584, 7),
     "demo": Size(480, 3),
     "hooks": Size(2638, 13),
-    "profile": Size(1108, 4),
-    "runtime": Size(4275, 14),
+    "profile": Size(1107, 4),
+    "runtime": Size(4254, 14),
     "strategies": Size(2704, 11),
 }
 
