@@ -1,4 +1,4 @@
-"""Real slow links on one machine: each rank in a network namespace of its own, joined by a shaped bridge.
+"""Real slow links on one machine: each rank, or node of ranks, in a network namespace, joined by a shaped bridge.
 
 Needs root and iproute2 with tbf. Bytes are counted on the ranks' interfaces. Burst 256 kB keeps the error of the rate
 at 0.1%.
@@ -52,8 +52,8 @@ def _ip(*words: str) -> None:
 
 
 @contextmanager
-def link(name: str, ranks: int) -> Iterator[Link]:
-    """A link called `name`: "loopback", or a rate of :data:`RATES` with a namespace for each rank."""
+def link(name: str, ranks: int, node_size: int = 1) -> Iterator[Link]:
+    """A link called `name`: "loopback", or a rate of :data:`RATES` with a namespace for each `node_size` ranks."""
     if name == "loopback":
         yield Link(name, ((),) * ranks, "127.0.0.1", {"GLOO_SOCKET_IFNAME": "lo"})
         return
@@ -61,7 +61,7 @@ def link(name: str, ranks: int) -> Iterator[Link]:
         raise RuntimeError(reason)
     tag = f"ltx{os.getpid()}"
     switch = f"{tag}sw"
-    spaces = [f"{tag}r{rank}" for rank in range(ranks)]
+    spaces = [f"{tag}r{rank}" for rank in range(ranks // node_size)]
     try:
         for space in (switch, *spaces):
             _ip("netns", "add", space)
@@ -76,7 +76,7 @@ def link(name: str, ranks: int) -> Iterator[Link]:
             for where, device in ((space, "eth0"), (switch, f"port{rank}")):
                 shape = f"tc qdisc add dev {device} root tbf rate {RATES[name]}bit burst 256kb latency 50ms"
                 _ip("netns", "exec", where, *shape.split())
-        prefixes = tuple(("ip", "netns", "exec", space) for space in spaces)
+        prefixes = tuple(("ip", "netns", "exec", space) for space in spaces for _ in range(node_size))
         yield Link(name, prefixes, "10.77.0.1", {"GLOO_SOCKET_IFNAME": "eth0"})
     finally:
         for space in (*spaces, switch):

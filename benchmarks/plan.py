@@ -1,11 +1,12 @@
 """What ltx.profile.plan predicts of a step on a shaped link, and what a step takes there.
 
-    python -m benchmarks.plan [--links 1gbit 100mbit] [--iterations 30] [--strategies ddp ...]
+    python -m benchmarks.plan [--links 1gbit 100mbit] [--ranks 2] [--waiting] [--iterations 30] [--strategies ddp ...]
     python -m benchmarks.plan --scale
 
 The model, the batch and the optimizer are those of benchmarks.step_time. The step of one rank alone and the latency are
 measured in the same run, the steps in turns; the bandwidth is the link's, less what the headers of its packets take.
-What processors do for a message isn't in the plan, so it is short by that. `--scale` times plans for many ranks.
+What processors do for a message isn't in the plan, so it is short by that. With `--waiting` the model waits instead of
+computing, so that 4 or 8 ranks don't contend for two cores. `--scale` times plans for many ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 
 import ltx
 from benchmarks.hooks import HOOKS
+from benchmarks.links import RATES
+from benchmarks.models import Transformer, Waiting
 from benchmarks.ranks import Variant, backend_on, found_by_ranks, interleaved, ratio
 from benchmarks.step_time import Setting
 
@@ -42,7 +45,6 @@ STRATEGIES: dict[str, ltx.Strategy] = {
 }
 OPTIMIZERS = {"qadam": ltx.optim.qadam(1e-4, warmup_steps=2)}
 
-BITS_S = {"1gbit": 1e9, "100mbit": 1e8}
 PAYLOAD = 1448 / 1514  # of an Ethernet frame
 GOAL = 0.15
 
@@ -74,7 +76,7 @@ def worker(arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
     with ltx.init(backend=backend_on("cpu")) as world:
-        setting = Setting(world.rank)
+        setting = Setting(world.rank, model=Waiting if arguments.waiting else Transformer)
         numbers = torch.ones(8)
         made: dict[str, Variant] = {
             "alone": alone(setting),
@@ -89,17 +91,18 @@ def worker(arguments: argparse.Namespace) -> None:
             print(json.dumps({**took, "sum": statistics.median(times["sum"])}))
 
 
-def compare(link: str, names: list[str], ranks: int, iterations: int) -> None:
+def compare(link: str, names: list[str], ranks: int, iterations: int, waiting: bool) -> None:
     """Run on `link`, plan for it, print both."""
     command = ["-m", "benchmarks.plan", "--iterations", str(iterations), "--strategies", *names]
+    command += ["--waiting"] * waiting
     took: dict[str, float] = found_by_ranks(command, link, ranks)
     by_itself, latency = took["alone"], took["sum"] / (2 * (ranks - 1))
-    params = Setting(0).params
-    print(f"\n{link}: {1e3 * by_itself:.1f} ms alone, latency {1e6 * latency:.0f} us\n")
+    params = Setting(0, model=Waiting if waiting else Transformer).params
+    print(f"\n{link}, {ranks} ranks: {1e3 * by_itself:.1f} ms alone, latency {1e6 * latency:.0f} us\n")
     print("| strategy | predicted ms | measured ms | ratio |\n|---|---|---|---|")
     for name in names:
         strategy = STRATEGIES[name]
-        network = {"bandwidth": PAYLOAD * BITS_S[link], "latency": latency, "compute_s": by_itself}
+        network = {"bandwidth": PAYLOAD * RATES[link], "latency": latency, "compute_s": by_itself}
         cost = ltx.profile.plan(strategy, params, world=ranks, optimizer=OPTIMIZERS.get(name), **network)
         measured = took[name] / strategy.cycle[1]
         share = cost.time_s / measured
@@ -130,8 +133,9 @@ def scale() -> None:
 def main() -> None:
     """Parse, run, print Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", choices=list(BITS_S), default=list(BITS_S))
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--links", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2])
+    parser.add_argument("--waiting", action="store_true", help="a model that waits instead of computing")
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--scale", action="store_true", help="what planning takes for many ranks")
@@ -143,7 +147,8 @@ def main() -> None:
         scale()
     else:
         for link in arguments.links:
-            compare(link, arguments.strategies, arguments.ranks, arguments.iterations)
+            for ranks in arguments.ranks:
+                compare(link, arguments.strategies, ranks, arguments.iterations, arguments.waiting)
 
 
 if __name__ == "__main__":

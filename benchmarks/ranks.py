@@ -24,9 +24,11 @@ Variant = Callable[[], object]
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 
 
-def found_by_ranks(arguments: list[str], link_name: str, ranks: int, *, keep_memory: bool = True) -> Any:
+def found_by_ranks(
+    arguments: list[str], link_name: str, ranks: int, *, keep_memory: bool = True, node_size: int = 1
+) -> Any:
     """Run ``python *arguments --worker`` as each rank on a link of that name: the last line rank 0 prints, as JSON."""
-    with link(link_name, ranks) as made:
+    with link(link_name, ranks, node_size) as made:
         printed = run_ranks([*arguments, "--worker"], made, ranks, keep_memory=keep_memory)
     return json.loads(printed.strip().splitlines()[-1])
 
