@@ -14,14 +14,13 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
-from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from ltx.core.base import private, traced
 from ltx.core.base.arguments import Offering, check_fields, follows
-from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.base.errors import StrategyError
 from ltx.core.base.needs import require
 from ltx.core.base.readable import Readable
 from ltx.core.gradients.reduction import (
@@ -293,7 +292,6 @@ def pack(
         flat = torch.empty(shape, dtype=wire_dtype, device=bucket.device)
     else:
         flat = empty(shape, wire_dtype, bucket.device)
-    refuse_sparse(grads)
     if bucket.device.type not in IN_PIECES:
         _pack_by_foreach(grads, flat, bucket, scale, [hook.extra_terms(state, axis_size) for state in states])
         return flat
@@ -339,16 +337,6 @@ def _pack_by_foreach(
             what.append(term)
     for (_, times), (to, what) in added.items():
         torch._foreach_add_(to, what, alpha=times)
-
-
-def refuse_sparse(grads: Sequence[torch.Tensor]) -> None:
-    """Raise unless all gradients are dense."""
-    for grad in () if {*map(attrgetter("layout"), grads)} == {torch.strided} else grads:
-        if grad.layout is not torch.strided:
-            raise UnsupportedError(
-                f"a gradient of shape {list(grad.shape)} has layout {grad.layout}, and buckets hold dense ones. Use "
-                "nn.Embedding(sparse=False), or ltx.sync_gradients on the local gradients."
-            )
 
 
 def _pack_one(grad: torch.Tensor, view: torch.Tensor, scale: float, extra_terms: Terms) -> None:

@@ -164,6 +164,18 @@ class Plan:
             flags += [True for member in bucket.members for _ in self.state_names[member]]
         return tuple(flags)
 
+    def refuse_sparse(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
+        """Raise unless all gradients of a bucket are dense."""
+        for place, grad in () if {*map(attrgetter("layout"), grads)} == {torch.strided} else enumerate(grads):
+            if grad.layout is not torch.strided:
+                member, known = bucket.members[place], self.agreement
+                path = member if known is None else known.signature.leaves[member][0]
+                raise UnsupportedError(
+                    f"rank {self.axis.rank}: the gradient of leaf {path!r} (shape {list(grad.shape)}) has layout "
+                    f"{grad.layout}, and buckets hold dense ones. Use nn.Embedding(sparse=False), or "
+                    "ltx.sync_gradients on the local gradients."
+                )
+
     def packed(self, hook: CommHook, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> BucketInput:
         """The input of `hook`, from a bucket's ``[*gradients, *state tensors]``, packed without in-place operations."""
         count = len(bucket.members)

@@ -100,7 +100,10 @@ class Backward(NamedTuple):
         if self.unused:
             paths = list(self.unused.values())
             said = ", ".join(map(repr, paths[:6])) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
-            todo = f"Leave them out: train_step(..., trainable=lambda path: path not in {{{paths[0]!r}, ...}})."
+            todo = (
+                "Leave out those that no step uses: train_step(..., trainable=lambda path: path not in "
+                f"{{{paths[0]!r}, ...}}). Keep those that other steps or ranks use, such as idle experts."
+            )
             if len(paths) == len(self.forward.leaves):
                 todo = "These are all: use the parameters that the step is given, and don't detach the loss."
             warnings.warn(

@@ -19,7 +19,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.errors import LtxError, WeightError
-from ltx.core.gradients.comm_hook import CommHook, refuse_sparse, unpack
+from ltx.core.gradients.comm_hook import CommHook, unpack
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
 from ltx.core.optim.base import Update, advanced, apply_leaves, with_loss
@@ -226,7 +226,7 @@ class UpdateThenSend(Completion):
         """The program of a bucket. The optimizer runs inside it on shared gradients, or before it on the rank's own."""
         if self._hook.shares_gradients:
             return self._schedule.program(bucket, grads, states, partial(self._update_shared, bucket))
-        refuse_sparse(grads)
+        self._schedule.plan.refuse_sparse(bucket, grads)
         with comm.span("update"):
             # Kernels need contiguous gradients. Not in place: two parameters may have the same gradient tensor.
             given = self._updated(bucket, self._work.divided([g.contiguous() for g in grads], self._divisor))

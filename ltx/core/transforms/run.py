@@ -301,7 +301,7 @@ def check_placements(
         return
     shared = placements.first_shared
     for hook in _hooks_in((*vars(strategy).values(), strategy.hook(step), *hooks_ahead(strategy))):
-        require("parts, hook", hook, lambda: f"{what}: leaf {paths()[place]!r}, a DTensor of which ranks hold parts,")
+        require("parts, hook", hook, lambda: f"{what}: leaf {paths()[place]!r}, a DTensor that is split over ranks,")
         require(
             "beside parts, hook",
             None if shared is None else hook,

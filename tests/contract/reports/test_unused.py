@@ -71,6 +71,7 @@ def assert_said(found: list[str]) -> None:
     (text,) = found
     assert text.startswith("train_step: the loss of the first step doesn't depend on 'pooler'. ")
     assert "trainable=" in text
+    assert "Keep those that other steps or ranks use, such as idle experts." in text
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -282,13 +282,15 @@ def test_sparse_gradients_that_cant_be_reduced() -> None:
 
 def test_a_sparse_gradient_in_a_bucket_is_refused(ranks: Ranks) -> None:
     def run() -> str:
-        table = torch.ones(4, 2, requires_grad=True)
-        step = ltx.data_parallel(lambda t: torch.nn.functional.embedding(torch.tensor([1]), t, sparse=True).sum())
+        table, at = torch.ones(4, 2, requires_grad=True), torch.tensor([1])
+        step = ltx.data_parallel(lambda p: torch.nn.functional.embedding(at, p["table"], sparse=True).sum())
         with pytest.raises(UnsupportedError) as raised:
-            step(table).backward()
+            step({"table": table}).backward()
         return str(raised.value)
 
-    assert "has layout torch.sparse_coo, and buckets hold dense ones" in ranks(2).run(run).replicated()
+    text = "the gradient of leaf '{}' (shape [4, 2]) has layout torch.sparse_coo, and buckets hold dense ones"
+    for rank, said in enumerate(ranks(2).run(run)):
+        assert f"rank {rank}: {text.format('table')}" in said
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])

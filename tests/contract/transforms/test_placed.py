@@ -300,7 +300,7 @@ def test_what_is_refused(ranks: Ranks) -> None:
                 _text(compiled, lambda: torch.compile(wrapped, fullgraph=True, backend="eager")(w)),
             ]
 
-    split = "leaf 'w', a DTensor of which ranks hold parts, needs"
+    split = "leaf 'w', a DTensor that is split over ranks, needs"
     beside = ["leaf 'b', which ranks share, beside parts of leaf 'w', needs", "ltx.hooks.FP16()"]
     wanted = [
         ["which PowerSGD(start_step=0) doesn't offer", split, "ltx.hooks.FP16()"],
