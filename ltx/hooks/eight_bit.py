@@ -88,15 +88,18 @@ class EightBitHook(CompressedAllReduce):
         count = self.groups(m)
         head = 2 * count * rows.element_size()
         messages = torch.empty((k, head + m), dtype=torch.uint8)
-        memory = rows.new_empty(min(CHUNK, m))
-        for row, message in zip(rows.view(k, count, -1), messages, strict=True):
-            codes, grids = message[head:].view(torch.int8).view(row.shape), rows.new_empty(2, count, 1)
-            for some in chunks(*row.shape):
-                base, offset, step, inverse = grid = self.grid(row[some])
-                grids[0, some], grids[1, some] = centre, _ = grid.centre, step
+        codes, memory = messages[:, head:].view(torch.int8), rows.new_empty(min(CHUNK, rows.numel()))
+        # Rows of one group are processed together: a call costs as much as thousands of numbers.
+        alike = (1, k, m) if count == 1 else (k, count, -1)
+        grids: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for row, row_codes in zip(rows.view(alike), codes.view(alike), strict=True):
+            several = max(1, CHUNK // row.shape[1]) if count > 1 else k
+            for groups, group_codes in zip(row.split(several), row_codes.split(several), strict=True):
+                base, offset, step, inverse = grid = self.grid(groups)
+                grids.append((centre := grid.centre, step))
                 based = bool(base.any())
-                for columns in chunks(row.shape[1]):
-                    chunk, code = row[some, columns], codes[some, columns]
+                columns = max(1, CHUNK // len(groups))
+                for chunk, code in zip(groups.split(columns, 1), group_codes.split(columns, 1), strict=True):
                     scaled = memory[: chunk.numel()].view(chunk.shape)
                     if based:
                         torch.sub(chunk, base, out=scaled).mul_(inverse)
@@ -105,7 +108,8 @@ class EightBitHook(CompressedAllReduce):
                     code.copy_(scaled.round_().sub_(offset).clamp_(-128, 127))
                     if keep:  # computed from the codes, which are arbitrary for values that aren't finite
                         chunk.sub_(scaled.copy_(code).mul_(step).add_(centre))
-            message[:head].copy_(to_message(grids.view(-1)))
+        heads = torch.cat([torch.cat(parts).view(k, -1) for parts in zip(*grids, strict=True)], 1)
+        messages[:, :head].copy_(to_message(heads))
         return messages
 
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
@@ -124,12 +128,16 @@ class EightBitHook(CompressedAllReduce):
         # instead of zeros, since an infinite range must give NaN.
         return torch.where(scaled == -centre, scaled - scaled, scaled + centre).view(k, m)
 
-    def add_decoded(self, message: torch.Tensor, to: torch.Tensor) -> None:
-        if not is_plain(message):
-            super().add_decoded(message, to)
-            return
-        for at, chunk in self.decoded_in_turn(message, to.numel(), to.dtype):
-            to[at].add_(chunk)
+    def decoded_sum(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
+        if not is_plain(messages):
+            return super().decoded_sum(messages, m, dtype)
+        total = torch.empty(m, dtype=dtype)
+        first, *others = messages
+        turns = (self.decoded_in_turn(message, m, dtype) for message in others)
+        for (_, chunk), *added in zip(self.decoded_in_turn(first, m, dtype, total), *turns, strict=True):
+            for _, other in added:
+                chunk.add_(other)
+        return total
 
     def decoded_in_turn(
         self, message: torch.Tensor, m: int, dtype: torch.dtype, row: torch.Tensor | None = None
@@ -157,9 +165,9 @@ class EightBitHook(CompressedAllReduce):
 def _extremes(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # The extremes pass NaN on, so that the grid and everything decoded from it are NaN. Along a dimension aminmax takes
     # twenty times as long as amin and amax.
-    if len(groups) == 1 and is_plain(groups):
-        low, high = groups.aminmax()
-        return low.view(1, 1), high.view(1, 1)
+    if groups.shape[1] >= CHUNK and is_plain(groups):
+        low, high = map(torch.stack, zip(*(group.aminmax() for group in groups), strict=True))
+        return low.view(-1, 1), high.view(-1, 1)
     return groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
 
 
@@ -175,7 +183,7 @@ def _around_zero(low: torch.Tensor, high: torch.Tensor) -> Grid:
     half = high / 2 - low / 2  # high - low may overflow
     inverse = 127.5 / torch.where(half >= 1275 * _BAGUA_EPSILON, half + _BAGUA_EPSILON / 2, half)
     inverse = inverse.clamp(max=torch.finfo(low.dtype).max)
-    step = torch.where(half == 0, 0, 1 / inverse)
+    step = half.sign() / inverse  # 0 if all numbers are 0
     return Grid(torch.zeros_like(low), torch.round(high * inverse) - 127, step, inverse)
 
 
@@ -210,8 +218,8 @@ class ByteGrad(EightBitHook):
     def grid(self, groups: torch.Tensor) -> Grid:
         low, high = _extremes(groups)
         around = (low <= 0) & (high >= 0)
-        if is_plain(groups) and len(groups) == 1:
-            return (_around_zero if bool(around) else _from_least)(low, high)
+        if is_plain(groups) and bool(around.all()):
+            return _around_zero(low, high)
         pairs = zip(_around_zero(low, high), _from_least(low, high), strict=True)
         return Grid(*(torch.where(around, a, b) for a, b in pairs))
 

@@ -178,9 +178,12 @@ class CompressedAllReduce(LossyHook):
         """Decode messages to rows of shape ``(k, m)``, in new memory."""
         raise NotImplementedError(f"{type(self).__name__} must define decode(messages, m, dtype)")
 
-    def add_decoded(self, message: torch.Tensor, to: torch.Tensor) -> None:
-        """Decode one message, and add the result to the row `to` in place."""
-        to.add_(self.decode(message[None], to.numel(), to.dtype)[0])
+    def decoded_sum(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
+        """The sum of the decoded rows, of shape ``(m,)``, in new memory. Each is added while it is in the cache."""
+        total = self.decode(messages[:1], m, dtype)[0]
+        for place in range(1, 1 if messages.is_meta else len(messages)):  # meta tensors have nothing to add
+            total.add_(self.decode(messages[place : place + 1], m, dtype)[0])
+        return total
 
     def encode_and_keep(self, rows: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
         """As :meth:`encode`. Also replaces `rows`, in place, by their encoding error.
@@ -219,10 +222,7 @@ class CompressedAllReduce(LossyHook):
         # Decode before sending: the channel may overwrite the buffer.
         mine = self.decode(outgoing, m, dtype) if feedback and not in_place else None
         incoming = yield CollectiveRequest("all_to_all", outgoing)
-        # Each message is decoded and added while it is in the cache.
-        part = self.decode(incoming[:1], m, dtype)[0]
-        for place in range(1, 1 if incoming.is_meta else n):  # meta tensors have nothing to add
-            self.add_decoded(incoming[place], part)
+        part = self.decoded_sum(incoming, m, dtype)
         if own_of_last < m and not self._fills_with_zeros:  # the sum of paddings isn't the padding of the sum
             if not isinstance(rank, int):
                 part = torch.where(rank == last, self._filled(part[:own_of_last], m, m), part)
@@ -253,7 +253,9 @@ class CompressedAllReduce(LossyHook):
 
     def _filled(self, own: torch.Tensor, length: int, m: int) -> torch.Tensor:
         """`own`, which begins at the start of a row of `m` numbers, padded to `length`."""
-        if len(own) == length or self._fills_with_zeros:  # after a cat, Inductor computes wrong numbers for QSGD
+        if len(own) == length:
+            return own
+        if self._fills_with_zeros:  # after a cat, Inductor computes wrong numbers for QSGD
             return torch.nn.functional.pad(own, (0, length - len(own)))
         block = m if self.multiple() == 1 else self.multiple()
         filling = self.filling(own[(len(own) - 1) // block * block :])

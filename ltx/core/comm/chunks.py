@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = (1 << 20) + (1 << 12)  # a bucket of 4 MiB in eight bits a number, and the head of its message
 #: Each rank reduces all of a buffer of at most so many bytes, which takes less time than one more wait for the others.
 SMALL_BYTES = 1 << 12
 

@@ -414,8 +414,8 @@ def _is_eager(x: torch.Tensor) -> bool:
 
 
 #: The length of a chunk. ``benchmarks.codecs`` tried 2^15 to 2^20: shorter chunks need too many calls, longer ones
-#: don't fit into the cache.
-CHUNK = 1 << 19
+#: and what is made of them don't fit into a cache of 2 MB.
+CHUNK = 1 << 17
 
 
 def chunks(length: int, width: int = 1) -> Iterator[slice]:
