@@ -182,7 +182,7 @@ MUTANTS = (
         old="if step < committed and run_of(step_path(path, step)) == run:",
         new="if step < committed:",
         breaks="keep= removes checkpoints of others",
-        tests=("tests/internal/checkpoint/test_runs.py::test_another_runs_checkpoints_stay",),
+        tests=("tests/internal/checkpoint/test_torn.py::test_another_runs_checkpoints_stay",),
     ),
     Mutant(
         name="checkpoint: save_async writes the state itself",

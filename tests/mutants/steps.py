@@ -49,7 +49,7 @@ MUTANTS = (
         old="state.donate()",
         new="",
         breaks="an old state shows the new parameters without a word",
-        tests=("tests/contract/training/test_donated.py", "tests/contract/training/test_train_state.py"),
+        tests=("tests/contract/training/test_train_state.py", "tests/contract/training/test_train_state.py"),
     ),
     Mutant(
         name="transforms: tensors read off a donated state stay readable",
@@ -57,7 +57,7 @@ MUTANTS = (
         old="x.__class__ = kind if part is x else",
         new="_ = kind if part is x else",
         breaks="`best = state.params` turns into NaN without a word",
-        tests=("tests/contract/training/test_donated.py",),
+        tests=("tests/contract/training/test_train_state.py",),
     ),
     Mutant(
         name="transforms: recomputation with the module's own parameters",

@@ -108,7 +108,7 @@ MUTANTS = (
         old='{**group, "params": first, "dampening": 0.0}',
         new='{**group, "params": first}',
         breaks="SGD with dampening isn't torch's",
-        tests=("tests/contract/optim/test_kernel.py", "tests/contract/optim/test_from_torch.py"),
+        tests=("tests/contract/optim/test_opaque.py", "tests/contract/optim/test_from_torch.py"),
     ),
     Mutant(
         name="optim: clipping scales small gradients up",

@@ -9,11 +9,12 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Muon, SparseAdam
 
 import ltx
-from ltx.errors import OptimError
-from ltx.optim import Optimizer, apply_updates, from_functions
-from tests.contract.optim.cases import same_bits
+from ltx.errors import LtxError, OptimError
+from ltx.optim import Optimizer, apply_updates, from_functions, from_torch
+from tests.contract.optim.cases import FUSED_CASES, Case, same_bits
 
 
 class Trace(NamedTuple):
@@ -123,3 +124,207 @@ def test_torchopts_signature(ranks: Callable[[int], ltx.Pool]) -> None:
         return state.params["w"]
 
     assert ranks(2).run(run).replicated().tolist() == [0.25, 0.25]
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "text"),
+    [
+        (torch.optim.LBFGS, {}, "from_torch(LBFGS): LBFGS evaluates the loss several times a step through a closure"),
+        (AdamW, {"params": []}, "from_torch(AdamW): parameters aren't given here but to init(params) and apply(...)."),
+        (
+            SGD,
+            {"beta": 1, "weight_decai": 2},
+            "from_torch(SGD): no argument beta, weight_decai; allowed are lr, momentum, dampening, weight_decay, "
+            "nesterov, maximize, foreach, differentiable, fused.",
+        ),
+        (
+            Adam,
+            {"betas": (2.0, 0.9)},
+            "from_torch(Adam): Adam refused its arguments: Invalid beta parameter at index 0",
+        ),
+        (Adam, {"lr": -1.0}, "from_torch(Adam): Adam refused its arguments: Invalid learning rate: -1.0"),
+        (SGD, {"nesterov": True}, "Nesterov momentum requires a momentum and zero dampening"),
+        (Adam, {"fused": True, "foreach": True}, "`fused` and `foreach` cannot be `True` together."),
+        (
+            Adam,
+            {"lr": torch.tensor(0.5)},
+            "from_torch(Adam): lr must be a number or a function of the step, got tensor(0.5000). A schedule may "
+            "return a tensor: lr=lambda count: tensor.",
+        ),
+        (Adam, {"lr": "0.1"}, "lr must be a number or a function of the step, got '0.1'."),
+        (Adam, {"betas": (torch.tensor(0.5), 0.9)}, "from_torch(Adam): betas holds a tensor; optimizers compare by"),
+        (Adam, {"eps": {}}, "from_torch(Adam): eps must be hashable, got {}."),
+        (
+            torch.nn.Linear,
+            {},
+            "from_torch expected a class of torch.optim, got <class 'torch.nn.modules.linear.Linear'>",
+        ),
+        (SGD([torch.ones(1)]), {}, "Pass the class, SGD."),
+    ],
+)
+def test_refused_when_made(cls: Any, kwargs: dict[str, Any], text: str) -> None:
+    with pytest.raises(OptimError, match=re.escape(text)):
+        from_torch(cls, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "leaf", "text"),
+    [
+        (
+            Muon,
+            {},
+            torch.ones(3),
+            "from_torch(Muon): leaf 'layers.1' is float32[3]: Muon takes 2-D parameters only; give the others to an "
+            "optimizer of their own, such as AdamW.",
+        ),
+        (Muon, {}, torch.ones(3, 3, dtype=torch.complex64), "leaf 'layers.1' is complex64[3, 3]: Muon takes real"),
+        (AdamW, {}, torch.ones(3).int(), "leaf 'layers.1' is int32[3]: parameters must be floating or complex."),
+        (
+            AdamW,
+            {},
+            torch.ones(3).to_sparse(),
+            "leaf 'layers.1' is float32[3] (sparse in 1 dim): parameters must be dense.",
+        ),
+        (
+            AdamW,
+            {"fused": True},
+            torch.ones(3, dtype=torch.complex64),
+            "leaf 'layers.1' is complex64[3]: torch has no fused kernel that works for it on cpu; leave fused out.",
+        ),
+        (SGD, {"fused": True}, torch.ones(3).half(), "leaf 'layers.1' is float16[3]: torch has no fused kernel that"),
+        (AdamW, {}, 3, "params must be a tree of tensors, but leaf 'layers.1' is of type int."),
+    ],
+)
+def test_refused_parameters(cls: Any, kwargs: dict[str, Any], leaf: Any, text: str) -> None:
+    with pytest.raises(LtxError, match=re.escape(text)):
+        from_torch(cls, **kwargs).init({"layers": [torch.ones(2, 2), leaf]})
+
+
+def test_sparse_adam_wants_sparse_gradients() -> None:
+    params = {"table": torch.ones(2, 2)}
+    optimizer = from_torch(SparseAdam)
+    text = "from_torch(SparseAdam): the gradient of leaf 'table' is dense, but SparseAdam takes sparse gradients only"
+    with pytest.raises(OptimError, match=re.escape(text)):
+        optimizer.apply(params, optimizer.init(params), params)
+
+
+def test_capturable_is_passed_on() -> None:
+    optimizer = from_torch(Adam, capturable=True, fused=False)
+    params = {"w": torch.ones(2)}
+    with pytest.raises(AssertionError, match="capturable=True"):  # torch's own word on CPU tensors
+        optimizer.apply(params, optimizer.init(params), params)
+
+
+def test_schedulers_of_torch_are_refused_as_rates() -> None:
+    schedulers = torch.optim.lr_scheduler
+    instance = schedulers.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 1)
+    for lr, named in ((schedulers.CosineAnnealingLR, "CosineAnnealingLR"), (instance, "a StepLR")):
+        with pytest.raises(OptimError, match=rf"from_torch\(AdamW\): lr is {named}.* Give a function of the number"):
+            from_torch(AdamW, lr=lr)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("grad", [None, torch.ones(1)], ids=["none", "tensor"])
+def test_parameters_must_be_tensors(grad: Any) -> None:
+    optimizer = from_torch(torch.optim.SGD)
+    with pytest.raises(OptimError, match=r"params: leaf .* must be a tensor, got 2\."):
+        optimizer.apply({"w": grad}, optimizer.init({"w": torch.ones(1)}), {"w": 2})
+
+
+# --- kernel ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_class_itself_is_left_alone() -> None:
+    step = torch.optim.Adam.step
+    from_torch(torch.optim.Adam)
+    assert torch.optim.Adam.step is step
+
+
+# --- The fused CPU kernels ignore strides; ours must not -------------------------------------------------------------
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "contiguous": lambda: torch.randn(4, 6, 3, 2),
+    "transposed": lambda: torch.randn(6, 4, 3, 2).transpose(0, 1),
+    "channels_last": lambda: torch.randn(4, 6, 3, 2).to(memory_format=torch.channels_last),
+    "strided": lambda: torch.randn(8, 6, 3, 2)[::2],
+    "expanded": lambda: torch.randn(1, 6, 1, 1).expand(4, 6, 3, 2),
+}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("grad_layout", LAYOUTS)
+@pytest.mark.parametrize("param_layout", [name for name in LAYOUTS if name != "expanded"])
+@pytest.mark.parametrize("case", FUSED_CASES, ids=repr)
+def test_any_layout(case: Case, param_layout: str, grad_layout: str, donate: bool, seed: int) -> None:
+    params = {"a": LAYOUTS[param_layout](), "b": torch.randn(5)}
+    straight = {key: param.clone(memory_format=torch.contiguous_format) for key, param in params.items()}
+    optimizer = from_torch(case.cls, **case.kwargs)
+    state, straight_state = optimizer.init(params), optimizer.init(straight)
+    for _ in range(3):
+        grads = {"a": LAYOUTS[grad_layout](), "b": torch.randn(5)}
+        params, state = optimizer.apply(grads, state, params, donate=donate)
+        flat_grads = {key: grad.contiguous() for key, grad in grads.items()}
+        straight, straight_state = optimizer.apply(flat_grads, straight_state, straight, donate=True)
+    # Where vector lanes fall depends on the layout, and so does the last bit.
+    torch.testing.assert_close(params, straight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state.per_param, straight_state.per_param, rtol=1e-5, atol=1e-6)
+
+
+# --- Updates as nodes of compiled graphs: those of the same class eagerly, on lists of tensors where the class can
+
+
+CLASSES: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    (torch.optim.Rprop, {}),
+]
+
+
+@pytest.mark.slow_compile
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("cls", "options"), CLASSES, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_a_class(cls: Any, options: dict[str, Any], backend: str, seed: int) -> None:
+    optimizer = from_torch(cls, lr=0.02, **options)
+    params = {"a": torch.randn(3, 4), "b": torch.randn(5), "0-dim": torch.randn(())}
+    graphs: list[str] = []
+
+    def watched(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        lists = [n for n in graph.graph.nodes if "_foreach_" in str(n.target)]
+        graphs.append("lists" if lists else "tensors")
+        return graph
+
+    if backend == "aot_eager":
+        from torch._dynamo.backends.common import aot_autograd
+
+        compiler: Any = aot_autograd(fw_compiler=watched)
+    else:
+        compiler = backend
+    compiled = torch.compile(lambda g, s, p: optimizer.apply(g, s, p), fullgraph=True, backend=compiler)
+    mine = theirs = (params, optimizer.init(params))
+    for _ in range(4):
+        grads = ltx.tree.map(torch.randn_like, params)
+        mine, theirs = compiled(grads, mine[1], mine[0]), optimizer.apply(grads, theirs[1], theirs[0])
+    torch.testing.assert_close(dict(mine[0]), dict(theirs[0]), rtol=1e-5, atol=1e-6)
+    for own, other in zip(*(ltx.tree.flatten(pair[1])[0] for pair in (mine, theirs)), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+    assert set(graphs) == (set() if backend == "eager" else {"lists"})
+
+
+def test_one_that_reads_its_count_of_steps_is_refused() -> None:
+    optimizer, params = from_torch(torch.optim.Adagrad, lr=0.02), {"a": torch.randn(3)}
+    state = optimizer.init(params)
+    with pytest.raises(Exception, match=r"UnsupportedError: .* reads numbers off its state"):  # as Dynamo hands it on
+        torch.compile(lambda g, s, p: optimizer.apply(g, s, p), backend="eager")(params, state, params)

@@ -5,13 +5,11 @@ import pickle
 import random
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cloudpickle
 import optree
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
 
 from ltx.errors import LtxError, OptimError
@@ -188,28 +186,6 @@ def test_a_subset_of_leaves_at_a_time(case: Case, seed: int) -> None:
     assert same_bits((params, state), whole)
 
 
-def test_schedule_gets_the_number_of_updates_done(seed: int) -> None:
-    asked = []
-
-    def schedule(count: int) -> float:
-        asked.append(count)
-        return 0.1 / (1 + count)
-
-    params = random_params(Case(Adam))
-    twin = TorchRun(Case(Adam), params, lr=0.1, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(twin.optimizer, lambda count: 1 / (1 + count))
-    optimizer = from_torch(Adam, lr=schedule)
-    state = optimizer.init(params)
-    for _ in range(4):
-        grads = random_grads(Case(Adam), params)
-        params, state = optimizer.apply(grads, state, params, donate=True)
-        twin.step(grads)
-        scheduler.step()
-    assert asked == [0, 0, 1, 2, 3]  # init asks for that of step 0
-    for got, expected in zip(optree.tree_leaves(params), optree.tree_leaves(twin.params), strict=True):
-        torch.testing.assert_close(got, expected)
-
-
 def test_schedule_may_return_a_tensor_and_may_not_return_nonsense() -> None:
     params = {"w": torch.ones(2)}
     half = from_torch(SGD, lr=lambda count: torch.tensor(0.5))
@@ -356,46 +332,3 @@ def test_grads_and_state_must_fit() -> None:
 def test_errors_are_value_errors() -> None:
     assert issubclass(OptimError, ValueError)
     assert issubclass(OptimError, LtxError)
-
-
-class _MadeAtOnce(torch.optim.Optimizer):
-    """State made by the constructor, as that of torch 2.11's Adagrad."""
-
-    def __init__(self, params: Any, lr: float = 0.1, start: float = 1.0) -> None:
-        super().__init__(params, {"lr": lr, "start": start})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["sum"] = torch.full_like(p, start)
-
-    def _init_group(self, group: Any, params: list[Tensor], grads: list[Tensor], sums: list[Tensor]) -> bool:
-        for p in group["params"]:
-            if p.grad is not None:
-                params.append(p)
-                grads.append(p.grad)
-                sums.append(self.state[p]["sum"])
-        return False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            lists: tuple[list[Tensor], ...] = ([], [], [])
-            self._init_group(group, *lists)
-            for p, grad, total in zip(*lists, strict=True):
-                total.addcmul_(grad, grad)
-                p.addcdiv_(grad, total.sqrt(), value=-group["lr"])
-
-
-def test_state_of_the_constructor(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    params = {"w": torch.randn(3, 2, generator=generator), "b": torch.randn(4, generator=generator)}
-    theirs = {name: torch.nn.Parameter(x.clone()) for name, x in params.items()}
-    reference, mine = _MadeAtOnce(theirs.values(), start=2.0), from_torch(_MadeAtOnce, start=2.0)
-    state = mine.init(params)
-    for _ in range(3):
-        grads = {name: torch.randn(x.shape, generator=generator) for name, x in params.items()}
-        for name, p in theirs.items():
-            p.grad = grads[name]
-        reference.step()
-        params, state = mine.apply(grads, state, params)
-        for name, p in theirs.items():
-            assert torch.equal(params[name], p.detach())

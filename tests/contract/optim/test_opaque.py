@@ -160,6 +160,59 @@ class Gathers(torch.optim.Optimizer):
             p.sub_(new, alpha=self.param_groups[0]["lr"])
 
 
+class Built(torch.optim.Optimizer):
+    """Built as torch's are: its state is made where its tensors are gathered."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    def _init_group(self, group: Any, params: list[Any], grads: list[Any], momenta: list[Any]) -> None:
+        for p in group["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                params.append(p)
+                grads.append(p.grad)
+                momenta.append(state["momentum"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            lists: list[list[Any]] = [[], [], []]
+            self._init_group(group, *lists)
+            for p, g, m in zip(*lists, strict=True):
+                p.sub_(m.lerp(g, 0.1).sign(), alpha=group["lr"])
+                m.lerp_(g, 1 - group["beta"])
+
+
+class MadeAtOnce(torch.optim.Optimizer):
+    """State made by the constructor, as that of torch 2.11's Adagrad."""
+
+    def __init__(self, params: Any, lr: float = 0.1, start: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "start": start})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.full_like(p, start)
+
+    def _init_group(self, group: Any, params: list[Tensor], grads: list[Tensor], sums: list[Tensor]) -> bool:
+        for p in group["params"]:
+            if p.grad is not None:
+                params.append(p)
+                grads.append(p.grad)
+                sums.append(self.state[p]["sum"])
+        return False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lists: tuple[list[Tensor], ...] = ([], [], [])
+            self._init_group(group, *lists)
+            for p, grad, total in zip(*lists, strict=True):
+                total.addcmul_(grad, grad)
+                p.addcdiv_(grad, total.sqrt(), value=-group["lr"])
+
+
 def adafactor(params: Iterable[Tensor], **kwargs: Any) -> Any:
     return pytest.importorskip("transformers.optimization").Adafactor(params, **kwargs)
 
@@ -173,6 +226,8 @@ CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "decays": (lambda: Decays, {"lr": 0.1}),
     "schedule-free": (lambda: ScheduleFree, {"lr": 0.1}),
     "gathers": (lambda: Gathers, {"lr": 0.1}),
+    "built as torch's": (lambda: Built, {"lr": 0.1, "beta": 0.5}),
+    "state of the constructor": (lambda: MadeAtOnce, {"start": 2.0}),
     "transformers": (
         lambda: pytest.importorskip("transformers.optimization").Adafactor,
         {"scale_parameter": True, "relative_step": True, "warmup_init": True},

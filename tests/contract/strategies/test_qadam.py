@@ -217,10 +217,3 @@ def test_states_that_have_counted_other_steps_are_refused() -> None:
     later, _ = train(train.init(torch.ones(2)), torch.ones(2))
     with pytest.raises(StrategyError, match="optimizer's state has counted 0 steps and the communication state 1, so"):
         train(replace(later, opt_state=first.opt_state), torch.ones(2))
-
-
-def test_a_compiled_graph_holds_one_phase() -> None:
-    strategy = QAdam(warmup_steps=2)
-    with pytest.raises(UnsupportedError, match="a graph that is compiled at step 1 needs one reduction"):
-        strategy.hook_in_graph(1)
-    assert strategy.hook_in_graph(2) == strategy.hook(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.checkpoint import directory
+from ltx.checkpoint import directory, storage
 from ltx.errors import CheckpointError
 from tests.kinds import Ranks
 
@@ -305,3 +306,107 @@ def test_files_outside_are_not_read(tmp_path: Path) -> None:
     sealed(harmed)
     with pytest.warns(RuntimeWarning, match="which isn't in the manifest"):
         assert ltx.checkpoint.load(tmp_path, start()).step == 1
+
+
+# --- Checkpoints of another run: nobody removes or replaces them -----------------------------------------------------
+
+
+def state_of(step: int) -> Any:
+    train = ltx.train_step(
+        ltx.data_parallel(lambda w, x: (w * x).square()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+    )
+    state = train.init(torch.ones(()))
+    for _ in range(step):
+        state, _ = train(state, torch.ones(()))
+    return state
+
+
+@pytest.fixture
+def of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the checkpoints of steps 1, 2 and 5, of a process that has ended."""
+    for step in (1, 2, 5):
+        ltx.checkpoint.save(tmp_path, state_of(step))
+    monkeypatch.setattr(directory, "runs", {})
+    return tmp_path
+
+
+def test_another_runs_checkpoints_stay(of_others: Path) -> None:
+    for step in (3, 4):
+        ltx.checkpoint.save(of_others, state_of(step), keep=1)
+    assert directory.steps(of_others) == [5, 4, 2, 1]
+    with pytest.raises(CheckpointError, match=r"step_00000005 was saved by another run\. Give another directory"):
+        ltx.checkpoint.save(of_others, state_of(5), keep=1)
+    assert directory.steps(of_others) == [5, 4, 2, 1]
+    assert list(of_others.glob(".*")) == []
+
+
+def test_who_goes_on_from_them_continues_the_run(of_others: Path) -> None:
+    assert ltx.checkpoint.load(of_others, state_of(0)).step == 5
+    ltx.checkpoint.save(of_others, state_of(6), keep=2)
+    assert directory.steps(of_others) == [6, 5]
+
+
+# --- Checkpoints that a process can't read for reasons of its own: they count as whole, and nothing older is taken
+
+
+FAILURES: dict[str, tuple[Any, str, BaseException]] = {
+    "no memory": (storage, "read", MemoryError()),
+    "no memory of torch's": (storage, "read", RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+    "no memory for the metadata": (storage._Unpickler, "load", MemoryError()),
+    "no more files": (directory, "sha256", OSError(errno.EMFILE, "Too many open files")),
+    "not allowed": (Path, "read_bytes", PermissionError(errno.EACCES, "Permission denied")),
+    "no network": (Path, "stat", OSError(errno.ESTALE, "Stale file handle")),
+}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_what_says_nothing_of_the_checkpoint_is_raised(
+    failure: str, failing: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    """On all ranks, where the one before was taken. The next time the latest is loaded."""
+
+    def on_a_rank() -> tuple[str, int]:
+        saved(tmp_path)
+        ltx.barrier()
+        owner, name, error = FAILURES[failure]
+        done, path = getattr(owner, name), tmp_path / "step_00000002"
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            if owner is Path and path not in args[0].parents:
+                return done(*args, **kwargs)
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="error"):
+            if int(ltx.axis_index()) == failing:
+                patch.setattr(owner, name, fail)
+            with pytest.raises(CheckpointError) as raised:
+                ltx.checkpoint.load(tmp_path, start())
+        return str(raised.value), ltx.checkpoint.load(tmp_path, start()).step
+
+    (said, step), other = ranks(2).run(on_a_rank)
+    assert other == (said, step)
+    error = FAILURES[failure][2]
+    begin = re.escape(f"checkpoint.load: {tmp_path / 'step_00000002'} can't be read: rank {failing}: ")
+    assert re.match(
+        rf"{begin}{type(error).__name__}.*\. The checkpoint may be whole, so no older one is loaded in its place\. ",
+        said,
+    )
+    assert str(error) in said
+    assert step == 2
+
+
+def test_one_whose_run_cant_be_known_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another run's, so it is neither replaced nor removed."""
+    states, read = saved(tmp_path), Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path.parent.name == "step_00000001":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(CheckpointError, match="the checkpoint wasn't saved: PermissionError"):
+        ltx.checkpoint.save(tmp_path, states[1])
+    ltx.checkpoint.save(tmp_path, states[2], keep=1)
+    assert directory.steps(tmp_path) == [2, 1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltx
-from ltx.errors import InvalidStateError
+from ltx.errors import InvalidStateError, ReplicaDivergedError
 from ltx.typing import Tree
 from tests.kinds import Ranks
 
@@ -125,18 +127,19 @@ def test_an_error_at_each_operation(donate: bool, optimizer: ltx.optim.Optimizer
 
 
 @pytest.mark.parametrize(
-    ("number", "error"),
+    ("number", "error", "donate"),
     [
-        (signal.SIGINT, KeyboardInterrupt()),
-        (signal.SIGALRM, TimeoutError("an alarm")),
-        (signal.SIGTERM, SystemExit(143)),
-        (signal.SIGUSR1, None),
+        (signal.SIGINT, KeyboardInterrupt(), True),
+        (signal.SIGINT, KeyboardInterrupt(), False),
+        (signal.SIGALRM, TimeoutError("an alarm"), True),
+        (signal.SIGTERM, SystemExit(143), True),
+        (signal.SIGUSR1, None, True),
     ],
 )
-def test_a_signal_at_each_operation(number: int, error: BaseException | None, seed: int) -> None:
+def test_a_signal_at_each_operation(number: int, error: BaseException | None, donate: bool, seed: int) -> None:
     """Handlers of other signals than Ctrl-C's had raised in the middle of a commit. Each waits until it is over."""
     x = torch.randn(4, 3)
-    train, after = _steps(SGD, x)
+    train, after = _steps(SGD, x, donate=donate)
     steps = set()
     with _handled(number, error):
         for place in range(1000):
@@ -154,7 +157,7 @@ def test_a_signal_at_each_operation(number: int, error: BaseException | None, se
             assert raised == ("" if error is None else type(error).__name__)
             steps.add(step)
         assert signal.getsignal(number).__name__ == "handle"  # type: ignore[union-attr]
-    assert steps == ({2} if error is None else {1, 2})
+    assert steps == ({2} if error is None else {1, 2} if donate else {1})
 
 
 def test_two_signals_in_one_commit(seed: int) -> None:
@@ -198,3 +201,86 @@ def test_an_error_after_the_first_write_by_bucket(seed: int, ranks: Ranks) -> No
         return "done"
 
     assert ranks(2).run(run).replicated() == "done"
+
+
+# --- Ctrl-C in the middle of a step: the state that the caller holds is that of a whole step -------------------------
+
+
+def _squared(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return ((params["w"] * x).sum() - 1.0) ** 2
+
+
+def test_steps_outside_of_the_main_thread() -> None:
+    train = ltx.train_step(ltx.data_parallel(_squared), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+    steps: list[int] = []
+    thread = threading.Thread(
+        target=lambda: steps.append(train(train.init({"w": torch.ones(2)}), torch.ones(2))[0].step)
+    )
+    thread.start()
+    thread.join()
+    assert steps == [1]
+
+
+def test_ranks_that_were_interrupted_in_different_steps_are_told(ranks: Ranks) -> None:
+    """Each rank's state is whole, but they aren't of the same step: the first step in the new world says so."""
+
+    def train_step() -> Any:
+        return ltx.train_step(ltx.data_parallel(_squared), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+
+    def begin() -> None:
+        train = train_step()
+        state = train.init({"w": torch.tensor([1.0, 2.0])})
+        torch.ltx_test_state = train(state, torch.ones(2))[0]  # type: ignore[attr-defined]
+
+    def differ() -> None:
+        if ltx.world().rank == 1:
+            torch.ltx_test_state.params["w"].add_(1.0)  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    def go_on() -> str:
+        train, state = train_step(), torch.__dict__["ltx_test_state"]
+        try:
+            train(state, torch.ones(2))
+        except ReplicaDivergedError as error:
+            text = str(error)
+        state = train.broadcast(state, src=1)
+        state, _ = train(state, torch.ones(2))
+        del torch.ltx_test_state  # type: ignore[attr-defined]
+        return f"{state.step} {text}"
+
+    pool = ranks(2)
+    pool.run(begin)
+    with pytest.raises(ltx.errors.WorkerError):
+        pool.run(differ)
+    text = pool.run(go_on).replicated()
+    assert text.startswith("2 axis 'data': leaf 'params.w' (float32[2]) should be the same on every rank")
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.ZeroStrategy()])
+def test_between_the_last_bucket_and_the_next_state(strategy: ltx.Strategy, donate: bool, ranks: Ranks) -> None:
+    """With overlap="update" all parameters have their new values there, and nothing else has: the state is invalid."""
+
+    def run() -> str:
+        step = ltx.data_parallel(_squared, strategy)
+        sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+        train = ltx.train_step(step, sgd, overlap="update", donate=donate)
+        state = train.init({"w": torch.tensor([1.0, 2.0])})
+        with pytest.MonkeyPatch.context() as patch:
+
+            def interrupted(*_: Any) -> Any:
+                raise KeyboardInterrupt
+
+            patch.setattr(sys.modules["ltx.core.training.step"], "next_state", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train(state, torch.ones(2))
+        try:
+            told = str(state.params["w"].tolist())
+        except InvalidStateError as error:
+            told = str(error)
+        train(train.init({"w": torch.zeros(2)}), torch.ones(2))
+        return told
+
+    expected = "all buckets had been updated in place" if donate else "[1.0, 2.0]"
+    assert all(expected in told for told in ranks(2).run(run))
