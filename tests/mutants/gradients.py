@@ -49,8 +49,8 @@ MUTANTS = (
     Mutant(
         name="gradients: a bucket exceeds its size by one leaf",
         where="plan_buckets",
-        old="filled[kind] + leaf.nbytes > limit:",
-        new="filled[kind] > limit:",
+        old="filled[kind] + leaf.nbytes > (most if closed else first_bucket_bytes):",
+        new="filled[kind] > (most if closed else first_bucket_bytes):",
         breaks="buckets are larger than bucket_bytes",
         tests=("tests/internal/gradients/test_buckets.py",),
     ),

@@ -47,6 +47,8 @@ _START = 0.02
 _OWN_S = 1e-3
 #: The first bucket is this many times smaller than the others.
 _FIRST = 4
+#: Leaves are tiny beside a leaf that is this many times larger than all of them.
+_TINY = 64
 
 #: For each leaf, the names of its communication state's tensors.
 Names = tuple[tuple[str, ...], ...]
@@ -208,11 +210,12 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Fill buckets with `leaves` in the order in which their gradients are expected, given by the places in `arrival`.
 
-    A bucket is closed before its gradients would exceed its size; a larger leaf has a bucket of its own. The first
-    bucket is small, so that communication starts early. A bucket holds one dtype on one device. The leaves of a group
-    have a bucket of their own, whatever their sizes. `groups`: for each leaf the number of its group, -1 for none;
-    empty if there are no groups. `hooks`: for each leaf its hook. Leaves of a bucket have one hook, whose factor
-    multiplies its size. Empty if all leaves have the same hook.
+    A bucket is closed before its gradients would exceed its size; a larger leaf has a bucket of its own. Tiny leaves
+    just before the leaf that doesn't fit go into the next bucket with it: a layer's bias arrives with its weights, and
+    the closed bucket would wait for it. The first bucket is small, so that communication starts early. A bucket holds
+    one dtype on one device. The leaves of a group have a bucket of their own, whatever their sizes. `groups`: for each
+    leaf the number of its group, -1 for none; empty if there are no groups. `hooks`: for each leaf its hook. Leaves of
+    a bucket have one hook, whose factor multiplies its size. Empty if all leaves have the same hook.
 
     Buckets come in the order of launches, which is the order in which their last gradients are expected.
     """
@@ -224,20 +227,20 @@ def plan_buckets(
         group = groups[position] if groups else -1
         hook = hooks[position] if hooks else None
         kind = (leaf.dtype, leaf.device, group, hook)
-        limit = bucket_bytes * (hook.bucket_factor if hook else 1) if closed else first_bucket_bytes
-        if group < 0 and open_members.get(kind) and filled[kind] + leaf.nbytes > limit:
-            closed.append(open_members.pop(kind))
-        if kind not in open_members:
-            open_members[kind], filled[kind] = [], 0
+        most = bucket_bytes * (hook.bucket_factor if hook else 1)
+        mine = open_members.setdefault(kind, [])
+        if group < 0 and mine and filled[kind] + leaf.nbytes > (most if closed else first_bucket_bytes):
+            closed.append(mine)
+            open_members[kind], filled[kind], room = [], 0, min(leaf.nbytes // _TINY, most - leaf.nbytes)
+            while len(mine) > 1 and filled[kind] + leaves[mine[-1]].nbytes <= room:
+                filled[kind] += leaves[mine[-1]].nbytes
+                open_members[kind].insert(0, mine.pop())
         open_members[kind].append(position)
-        filled[kind] += leaf.nbytes
+        filled[kind] = filled.get(kind, 0) + leaf.nbytes
     closed.extend(open_members.values())
     due = {position: place for place, position in enumerate(arrival)}
     closed.sort(key=lambda members: max(due[position] for position in members))
-    return tuple(
-        Bucket(index, tuple(members), tuple(leaves[position] for position in members))
-        for index, members in enumerate(closed)
-    )
+    return tuple(Bucket(i, tuple(own), tuple(leaves[position] for position in own)) for i, own in enumerate(closed))
 
 
 @dataclass(frozen=True, kw_only=True)

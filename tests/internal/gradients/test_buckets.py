@@ -49,7 +49,7 @@ def test_every_plan(seed: int) -> None:
 
 
 def test_buckets_of_one_dtype_are_full(seed: int) -> None:
-    """Each takes what fits: the next leaf would have been too much."""
+    """Each takes what fits: the next leaf, after tiny ones that go with it, would have been too much."""
     for _ in DRAWS:
         leaves = _random_leaves(random.randrange(1, 30), [torch.float32], [CPU])
         arrival = tuple(random.sample(range(len(leaves)), len(leaves)))
@@ -59,7 +59,17 @@ def test_buckets_of_one_dtype_are_full(seed: int) -> None:
         for bucket, following in itertools.pairwise(buckets):
             limit = size if bucket.index else first_size
             assert len(bucket.members) == 1 or _bytes(bucket) <= limit
-            assert _bytes(bucket) + following.leaves[0].nbytes > limit
+            more = [leaf.nbytes for leaf in following.leaves]
+            tiny = [i for i, nbytes in enumerate(more) if 64 * sum(more[:i]) <= nbytes]  # what comes before is tiny
+            assert any(_bytes(bucket) + sum(more[: i + 1]) > limit for i in tiny)
+
+
+def test_a_bias_travels_with_its_weights() -> None:
+    head, bias, weights = (Bucket.of(0, [torch.zeros(n)]).leaves[0] for n in (300, 4, 400))
+    together = plan_buckets((weights, bias, head), (2, 1, 0), bucket_bytes=2000, first_bucket_bytes=2000)
+    assert [bucket.members for bucket in together] == [(2,), (1, 0)]
+    full = plan_buckets((weights, bias, head), (2, 1, 0), bucket_bytes=1600, first_bucket_bytes=1600)
+    assert [bucket.members for bucket in full] == [(2, 1), (0,)], "with the bias the weights wouldn't fit"
 
 
 def test_an_example() -> None:
