@@ -173,7 +173,7 @@ def to_module(module: torch.nn.Module, state: TrainState | Tree) -> torch.nn.Mod
         together.setdefault(id(table[key]), []).append(name)
     with torch.inference_mode(False):  # tensors copied in inference mode could never be trained again
         for tied in together.values():
-            given = [name for name in tied if name in values]
+            given = [name for name in values if name in tied]
             if not given:
                 continue
             _check_equal(given, values)
