@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ltx
-from ltx.errors import AxisError, CollectiveError, RankMismatchError, TreeError, UnsupportedError
+from ltx.errors import AxisError, CollectiveError, RankMismatchError, TreeError, UnsupportedError, WeightError
 from tests.kinds import Ranks
 
 
@@ -179,3 +180,232 @@ def test_horovod_s_gradients_compiled(ranks: Ranks) -> None:
         return torch.compile(fn, fullgraph=True, backend="aot_eager")(torch.ones(2))
 
     assert ranks(2).run(run).replicated().tolist() == [2.0, 2.0]
+
+
+# --- pmax and pmin: what the conformance table can't say -------------------------------------------------------------
+
+
+def _both(x: Tensor) -> tuple[Tensor, Tensor]:
+    return ltx.pmax(x), ltx.pmin(x)
+
+
+@pytest.mark.full
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("whose", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_nan_on_one_rank_is_nan_on_all(ranks: Ranks, whose: int, dtype: torch.dtype) -> None:
+    xs = torch.randn(3, 7).to(dtype)
+    xs[whose, 2], xs[(whose + 1) % 3, 4], xs[0, 5] = torch.nan, torch.inf, -torch.inf
+    want = (xs.amax(0), xs.amin(0))
+    real = ranks(3).run(lambda xs: _both(xs[ltx.axis_index()]), xs).replicated()
+    torch.testing.assert_close(real, want, rtol=0, atol=0, equal_nan=True)
+    compiled = ranks(3).run(lambda xs: torch.compile(_both, backend="aot_eager")(xs[ltx.axis_index()]), xs)
+    torch.testing.assert_close(compiled.replicated(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_nan_over_sockets(on_new_axis: Callable[..., Any], dtype: torch.dtype) -> None:
+    """gloo keeps or drops it by the order in which it meets it."""
+    xs = torch.tensor([[torch.nan, 1.0, torch.inf], [2.0, torch.nan, -torch.inf]]).to(dtype)
+    found = on_new_axis(lambda: (*_both(xs[ltx.axis_index()]), *_both(xs[:0])), sockets=True).replicated()
+    torch.testing.assert_close(found, (xs.amax(0), xs.amin(0), xs[:0], xs[:0]), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_backward_graph_waits_for_all_that_it_issues(ranks: Ranks) -> None:
+    """torch computes what depends on no cotangent in the forward graph, and issues it in the backward graph too."""
+    unwaited: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
+
+    def gradient(x: Tensor) -> tuple[Tensor, int]:
+        before, x = unwaited(), x.clone().requires_grad_()
+        loss = torch.compile(lambda x: (ltx.pmax(x) * x).sum(), backend="aot_eager_decomp_partition")
+        loss(x).backward()
+        assert x.grad is not None
+        return x.grad, unwaited() - before
+
+    xs = torch.tensor([[4.0, 1.0], [3.0, 1.0]])
+    for rank, (grad, left) in enumerate(ranks(2).run(lambda xs: gradient(xs[ltx.axis_index()]), xs)):
+        assert (grad.tolist(), left) == ([[4.0 + 7.0, 1.0 + 1.0], [4.0, 1.0 + 1.0]][rank], 0)
+
+
+def test_complex_numbers_have_no_order() -> None:
+    with pytest.raises(UnsupportedError, match=r"leaf 'z' is complex64\[2\]"):
+        ltx.pmax({"a": torch.ones(1), "z": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_no_gradient_for_integers() -> None:
+    assert not operator.attrgetter("requires_grad")(ltx.pmax(torch.arange(3)))
+
+
+# --- argextremum -----------------------------------------------------------------------------------------------------
+
+
+def some(dtype: torch.dtype) -> Tensor:
+    """With many ties."""
+    return torch.randint(3, (20,)).to(dtype) if dtype != torch.bool else torch.rand(20) < 0.5
+
+
+def first(xs: Tensor, which: str) -> Tensor:
+    """The first row with the extremum, column by column."""
+    best = {"pargmax": xs.float().amax(0), "pargmin": xs.float().amin(0)}[which]
+    return (xs.float() == best).long().argmax(0)
+
+
+@pytest.mark.parametrize("which", ["pargmax", "pargmin"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
+def test_is_the_first_that_has_it(dtype: torch.dtype, which: str, ranks: Ranks, seed: int) -> None:
+    xs = torch.stack([some(dtype) for _ in range(3)])
+    collective = getattr(ltx, which)
+    expected = first(xs, which)
+    assert torch.equal(ltx.vmap(collective)(xs), expected.expand(3, -1))
+    for found in ranks(3).run(lambda: collective({"x": xs[ltx.world().rank]})):
+        assert torch.equal(found["x"], expected)
+    assert torch.equal(collective(xs[0]), torch.zeros(20, dtype=torch.int64))
+
+
+def test_nan_is_the_extremum_wherever_it_is(ranks: Ranks) -> None:
+    xs = torch.tensor([[1.0, 5.0, -torch.inf], [torch.nan, 2.0, torch.nan], [torch.nan, 7.0, torch.inf]])
+
+    def both() -> list[Any]:
+        x = xs[ltx.world().rank]
+        return [ltx.pargmax(x).tolist(), ltx.pargmin(x).tolist()]
+
+    assert ranks(3).run(both)[2] == [[1, 2, 1], [1, 1, 1]]
+    assert ltx.vmap(ltx.pargmax)(xs)[0].tolist() == [1, 2, 1]
+
+
+def test_has_no_gradient_and_no_complex_numbers() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    assert not ltx.vmap(ltx.pargmax)(x).requires_grad
+    with pytest.raises(UnsupportedError, match="takes real numbers alone"):
+        ltx.pargmax(torch.zeros(2, dtype=torch.complex64))
+
+
+# --- weighted_mean: what the conformance table can't say -------------------------------------------------------------
+
+
+def _mean_and_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """On one rank, for a loss that weighs rank r by r + 1."""
+
+    def loss(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        mean = ltx.weighted_mean(x, w)
+        return (1 + ltx.axis_index()) * mean.sin().sum(), mean
+
+    gradients, mean = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(x, w)
+    return mean, gradients
+
+
+def _expected(xs: Tensor, ws: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    n = len(xs)
+
+    def loss(xs: Tensor, ws: Tensor) -> tuple[Tensor, Tensor]:
+        mean = (xs * ws.reshape(n, *[1] * (xs.ndim - 1))).sum(0) / ws.sum()
+        return n * (n + 1) / 2 * mean.sin().sum(), mean
+
+    gradients, mean = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(xs, ws)
+    return mean.expand(n, *mean.shape), gradients
+
+
+@pytest.mark.parametrize("nothing", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_of_zero_silences_whatever_there_is(ranks: Ranks, nothing: float, seed: int) -> None:
+    xs, ws = torch.randn(3, 4), torch.tensor([2.0, 0.0, 3.0])
+    xs[1, :2] = nothing
+    finite = xs.clone()
+    finite[1, :2] = 0.0
+    means, (dx, dw) = ltx.vmap(_mean_and_gradients)(xs, ws)
+    torch.testing.assert_close((means, (dx, dw)), _expected(finite, ws))
+    assert dx[1].tolist() == [0.0] * 4
+    for rank, got in enumerate(ranks(3).run(lambda: _mean_and_gradients(xs[ltx.axis_index()], ws[ltx.axis_index()]))):
+        torch.testing.assert_close(got, (means[rank], (dx[rank], dw[rank])))
+
+
+def test_finite_values_of_weight_zero_keep_the_weights_gradient(seed: int) -> None:
+    xs, ws = torch.randn(2, 3, dtype=torch.float64), torch.tensor([0.0, 1.5], dtype=torch.float64)
+    got, want = ltx.vmap(_mean_and_gradients)(xs, ws), _expected(xs, ws)
+    torch.testing.assert_close(got, want)
+    assert want[1][1][0].abs() > 1e-6, "the weight that is 0 has a gradient"
+
+
+def test_a_tree_of_every_dtype_goes_in_one_call(ranks: Ranks) -> None:
+    def run() -> tuple[Any, list[str], list[torch.dtype]]:
+        rank = int(ltx.axis_index())
+        value = {
+            "loss": torch.tensor(float(rank)),
+            "right": torch.tensor([rank, 7]),
+            "half": torch.full((2,), 60000.0, dtype=torch.float16),
+            "done": torch.tensor(rank == 0),
+            "wide": torch.tensor(rank, dtype=torch.float64),
+        }
+        with ltx.profile.record() as trace:
+            means = ltx.weighted_mean(value, [1, torch.tensor(3, dtype=torch.int32)][rank])
+        return (
+            ltx.tree.map(Tensor.tolist, means),
+            [e.operation for e in trace.events],
+            [m.dtype for m in means.values()],
+        )
+
+    means, operations, dtypes = ranks(2).run(run).replicated()
+    assert means == {"done": 0.25, "half": [60000.0] * 2, "loss": 0.75, "right": [0.75, 7.0], "wide": 0.75}
+    assert operations == ["psum"] * 6, "one psum: the five leaves, and the weights"
+    assert set(dtypes) == {torch.float16, torch.float32, torch.float64}
+
+
+def test_a_tree_without_leaves() -> None:
+    assert ltx.weighted_mean({"a": []}, 2) == {"a": []}
+
+
+NONE = (
+    "weighted_mean: the weights of all ranks add up to 0, so there is no mean. Give at least one rank a weight, or "
+    "leave the call out on all of them."
+)
+
+
+def _error(x: Tensor, w: Any) -> str:
+    with pytest.raises(WeightError) as caught:
+        ltx.weighted_mean(x, w)
+    return str(caught.value)
+
+
+def test_without_any_weight(ranks: Ranks) -> None:
+    assert ranks(2).run(_error, torch.ones(2), 0).replicated() == NONE
+    assert _error(torch.ones(()), 0.0) == NONE
+    with pytest.raises(WeightError, match="add up to 0"):
+        ltx.vmap(ltx.weighted_mean)(torch.ones(2), torch.zeros(2))
+    with pytest.raises(WeightError, match="add up to 0"):
+        ltx.vmap(torch.vmap(torch.func.grad(ltx.weighted_mean)))(torch.ones(2, 2), torch.tensor([[1.0, 0.0]] * 2))
+
+
+def test_a_negative_weight_raises_on_every_rank(ranks: Ranks) -> None:
+    first, second = ranks(2).run(lambda: (_error(torch.ones(2), [2, -1][ltx.axis_index()]), ltx.psum(torch.ones(()))))
+    assert first[0] == (
+        "weighted_mean: 1 of the 2 ranks' weights is negative; that of rank 0 is 2. Weights count samples: give 0 to a "
+        "rank whose value is to count for nothing."
+    )
+    assert "that of rank 1 is -1." in second[0]
+    assert first[1] == second[1] == 2, "ranks go on in step"
+    with pytest.raises(WeightError, match=r"1 of the 2 ranks' weights is negative; they are \[2.0, -1.0\]"):
+        ltx.vmap(ltx.weighted_mean)(torch.ones(2), torch.tensor([2.0, -1.0]))
+
+
+def test_weights_of_another_shape_and_values_that_are_no_tensors() -> None:
+    with pytest.raises(WeightError, match=r"the weight must be a number or a 0-dim tensor, got shape \[1\]\. Sum it\."):
+        ltx.weighted_mean(torch.ones(2), torch.ones(1))
+    with pytest.raises(TreeError, match=r"weighted_mean: its value must be a tree of tensors, but leaf 'a' is of type"):
+        ltx.weighted_mean({"a": "1.0"}, 1)
+
+
+@pytest.mark.full
+@pytest.mark.slow_compile
+@pytest.mark.parametrize("weight", [1.0, torch.tensor(1)], ids=["number", "tensor"])
+def test_in_a_compiled_graph_there_is_nan_instead_of_errors(ranks: Ranks, weight: Any) -> None:
+    def run() -> list[float]:
+        compiled = torch.compile(ltx.weighted_mean, fullgraph=True, backend="aot_eager")
+        rank = int(ltx.axis_index())
+        x = torch.tensor(float(rank))
+        found = [compiled(x, w * weight).item() for w in ([1, 3][rank], 0, [1, -3][rank])]
+        torch._dynamo.reset()
+        return found
+
+    mean, *rest = ranks(2).run(run).replicated()
+    assert mean == 0.75
+    assert torch.tensor(rest).isnan().tolist() == [True, True]

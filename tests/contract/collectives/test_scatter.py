@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import AxisError, RankMismatchError
+from tests import inside
 from tests.kinds import Ranks
 
 
@@ -125,4 +126,153 @@ def test_ranks_that_disagree(ranks: Ranks) -> None:
 def test_shapes_that_do_not_fit(call: Callable[[Tensor], Any], message: str) -> None:
     with pytest.raises(AxisError) as caught:
         ltx.vmap(call)(torch.ones(2, 3))
+    assert message in str(caught.value)
+
+
+# --- all_gather, psum_scatter and AllGatherGrad: what the conformance table can't say --------------------------------
+
+
+def test_all_gather_grad_on_a_subgroup(ranks: Ranks) -> None:
+    """Three ranks, loss_r = (r + 1) * sum(gathered): each gradient is 1 + 2 + 3."""
+
+    def gradient() -> tuple[Tensor, Tensor] | str:
+        group = dist.new_group([1, 2, 3])
+        try:
+            x = torch.full((2, 2), float(ltx.axis_index()), requires_grad=True)
+            gathered = ltx.AllGatherGrad.apply(x.T, group)
+            (gathered.sum() * dist.get_rank(group) + gathered.sum()).backward()
+            assert x.grad is not None
+            return gathered.detach(), x.grad
+        except AxisError as error:
+            return str(error)
+        finally:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                inside.close_axis(inside.resolve(group))
+
+    outside, *members = ranks(4).run(gradient)
+    assert "isn't a member" in str(outside)
+    for gathered, grad in members:
+        assert torch.equal(gathered, torch.tensor([1.0, 2.0, 3.0]).reshape(3, 1, 1).expand(3, 2, 2))
+        assert torch.equal(grad, torch.full((2, 2), 6.0))
+
+
+def test_without_sync_grads_the_result_is_a_constant(ranks: Ranks) -> None:
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: x.sum() + (ltx.all_gather(x, sync_grads=False) ** 2).sum())(x)
+
+    x = torch.tensor([2.0, 3.0])
+    assert torch.equal(gradient(x), torch.ones(2)), "alone"
+    assert torch.equal(ltx.vmap(gradient)(torch.stack([x, x])), torch.ones(2, 2)), "simulated"
+    assert torch.equal(ranks(2).run(gradient, x).replicated(), torch.ones(2)), "processes"
+
+    leaf = x.clone().requires_grad_()
+    assert ltx.all_gather(leaf).requires_grad
+    assert not ltx.all_gather(leaf, sync_grads=False).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "tiled", "message"),
+    [
+        ((3, 2), 0, False, "over 2 ranks: dimension 0 of a tensor of shape [3, 2] must be 2, got 3"),
+        ((3, 2), 0, True, "over 2 ranks: dimension 0 of a tensor of shape [3, 2] must be a multiple of 2, got 3"),
+        ((2, 3), -1, False, "dimension -1 of a tensor of shape [2, 3] must be 2, got 3"),
+        ((2,), 1, False, "dim=1 is out of range for a tensor of shape [2]"),
+        ((), 0, False, "dim=0 is out of range for a tensor of shape []"),
+    ],
+)
+def test_psum_scatter_of_what_cannot_be_split(
+    ranks: Ranks, shape: tuple[int, ...], dim: int, tiled: bool, message: str
+) -> None:
+    def text() -> str:
+        with pytest.raises(AxisError) as caught:
+            ltx.psum_scatter(torch.zeros(shape), dim=dim, tiled=tiled)
+        return str(caught.value)
+
+    assert message in ranks(2).run(text).replicated()
+    with pytest.raises(AxisError) as caught:
+        ltx.vmap(lambda x: ltx.psum_scatter(x, dim=dim, tiled=tiled))(torch.zeros(2, *shape))
+    assert message in str(caught.value)
+
+
+def test_all_gather_of_what_has_no_such_dimension() -> None:
+    with pytest.raises(AxisError, match=r"all_gather: dim=2 is out of range for a tensor of shape \[3\]\."):
+        ltx.all_gather(torch.zeros(3), dim=2)
+    with pytest.raises(AxisError, match=r"shape \[\]\. Stack 0-dim tensors with tiled=False\."):
+        ltx.all_gather(torch.zeros(()), tiled=True)
+
+
+# --- all_to_all and ppermute: what the conformance table can't say. For uneven splits see test_uneven ----------------
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (1, 0), (0, -1), (-1, 1)])
+def test_untiled(ranks: Ranks, n: int, split: int, concat: int, seed: int) -> None:
+    """As in JAX by default: the dimension of the parts goes away, one of the sources comes in."""
+    xs = torch.randn(n, *(n if dim == split % 3 else 3 + dim for dim in range(3)))
+    want = [torch.stack([x.select(split, rank) for x in xs], concat) for rank in range(n)]
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, pull = torch.func.vjp(lambda x: ltx.all_to_all(x, split, concat, tiled=False), x)
+        return y, pull(y)[0]  # the transpose brings every part back to where it came from
+
+    real = ranks(n).run(lambda xs: call(xs[ltx.axis_index()]), xs)
+    simulated = ltx.vmap(call)(xs)
+    for rank in range(n):
+        for y, back in (real.rank(rank), [part[rank] for part in simulated]):
+            assert torch.equal(y, want[rank])
+            assert torch.equal(back, xs[rank])
+
+
+def test_untiled_wants_one_part_a_rank() -> None:
+    with pytest.raises(AxisError, match=r"tiled=False: dimension 0 of a tensor of shape \[4\] must be 2, got 4"):
+        ltx.vmap(lambda x: ltx.all_to_all(x, 0, 0, tiled=False))(torch.ones(2, 4))
+    with pytest.raises(AxisError, match="need tiled=True"):
+        ltx.all_to_all(torch.ones(1), 0, 0, tiled=False, splits=[1])
+    with pytest.raises(AxisError, match="split_dim=2 is out of range"):
+        ltx.all_to_all(torch.ones(1), 2, 0, tiled=False)
+
+
+def test_pairs_of_any_kind(ranks: Ranks) -> None:
+    numpy = pytest.importorskip("numpy")
+    pairs = [(0, 1), (1, 0)]
+    kinds: dict[str, Callable[[], Any]] = {
+        "zip": lambda: zip([0, 1], [1, 0], strict=True),
+        "generator": lambda: (pair for pair in pairs),
+        "set": lambda: set(pairs),
+        "items": lambda: {0: 1, 1: 0}.items(),
+        "lists": lambda: [[0, 1], [1, 0]],
+        "array": lambda: numpy.array(pairs),
+        "numbers of NumPy": lambda: [(numpy.int64(a), numpy.int32(b)) for a, b in pairs],
+        "rows of an array": lambda: list(numpy.array(pairs)),
+    }
+
+    def run(x: Tensor) -> Any:
+        return [ltx.ppermute(x, make()) for make in kinds.values()]
+
+    xs = torch.tensor([3.0, 4.0])
+    real = ranks(2).run(lambda: run(xs[ltx.axis_index()]))
+    for kind, simulated, *both in zip(kinds, ltx.vmap(run)(xs), *real, strict=True):
+        assert torch.equal(simulated, xs.flip(0)), kind
+        assert torch.equal(torch.stack(both), xs.flip(0)), kind
+    assert ltx.ppermute(xs, numpy.zeros((1, 2), int)).tolist() == xs.tolist()  # alone
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: ltx.all_to_all(x, 0, 0), "dimension 0 of a tensor of shape [3, 4] must be a multiple of 2, got 3"),
+        (lambda x: ltx.all_to_all(x, 1, 2), "concat_dim=2 is out of range for a tensor of shape [3, 4]"),
+        (lambda x: ltx.all_to_all(x, -3, 0), "split_dim=-3 is out of range"),
+        (lambda x: ltx.ppermute(x, [(0, 2)]), "perm holds (0, 2), not a (source, destination) of ranks 0 to 1"),
+        (lambda x: ltx.ppermute(x, [(0, 1), (0, 0)]), "rank 0 is the source of more than one pair"),
+        (lambda x: ltx.ppermute(x, [(0, 1), (1, 1)]), "rank 1 is the destination of more than one pair"),
+        (lambda x: ltx.ppermute(x, [(0, 1, 1)]), "perm holds (0, 1, 1)"),
+        (lambda x: ltx.ppermute(x, [(0, 1.0)]), "perm holds (0, 1.0)"),
+        (lambda x: ltx.ppermute(x, {0: 1, 1: 0}), "got {0: 1, 1: 0} of type dict. Give perm.items()."),
+        (lambda x: ltx.ppermute(x, torch.tensor(1)), "got tensor(1) of type Tensor. Give perm.tolist()."),
+    ],
+)
+def test_arguments(call: Callable[[Tensor], Tensor], message: str) -> None:
+    with pytest.raises(AxisError) as caught:
+        ltx.vmap(call)(torch.ones(2, 3, 4))
     assert message in str(caught.value)
