@@ -431,14 +431,6 @@ def test_a_scheduler_that_ends_is_only_asked_for_what_it_has(kind: type[Exceptio
         schedule(5)
 
 
-def test_in_an_optimizer() -> None:
-    made = from_torch(SGD, lr=from_scheduler(partial(torchs.StepLR, step_size=1, gamma=0.5), lr=1.0))
-    params, state = {"w": torch.zeros(1)}, made.init({"w": torch.zeros(1)})
-    for _ in range(3):
-        params, state = made.apply({"w": torch.ones(1)}, state, params)
-    assert params["w"].item() == -1.75
-
-
 def test_are_values() -> None:
     step = partial(torchs.StepLR, step_size=2)
     for made in (linear(1, 0, 4), warmup_cosine(1.0, 2, 6), from_scheduler(step, 0.1)):

@@ -150,12 +150,6 @@ def test_refused(optimizers: Any, labels: Any, text: str) -> None:
         partition(optimizers, labels).init({"a": torch.zeros(1), "b": torch.zeros(1)})
 
 
-def test_zero_refuses_members_that_need_whole_parameters() -> None:
-    made = partition({"0": from_torch(Muon), "1": adamw}, {"a": "0", "*": "1"})
-    with pytest.raises(StrategyError, match="ZeroStrategy needs an elementwise update"):
-        ltx.train_step(ltx.data_parallel(loss_fn, ltx.ZeroStrategy()), made)
-
-
 def test_nothing_may_follow_a_partition_of_optimizers() -> None:
     with pytest.raises(OptimError, match="must come last in a chain"):
         chain(grouped, identity(), clip_by_global_norm(1.0))

@@ -300,9 +300,3 @@ def test_a_rank_that_waits_in_the_next_step_is_told(on_new_axis: OnNewAxis) -> N
     assert raised == ["DeadlockDetectedError", "RankMismatchError"]
     assert raised_1 == ["BrokenError", "RankMismatchError"]
     assert works == works_1 == 2.0
-
-
-def test_work_on_all_parameters_cant_be_done_by_bucket() -> None:
-    step = ltx.data_parallel(loss, ltx.BaguaStrategy("decentralized"))
-    with pytest.raises(StrategyError, match='overlap="update" needs an update of each bucket'):
-        ltx.train_step(step, SGD, overlap="update")

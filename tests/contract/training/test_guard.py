@@ -505,13 +505,6 @@ def test_passes_of_horovod_that_arent_finite_arent_added(ranks: Ranks) -> None:
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guard", ["skip", "raise"])
-def test_not_bucket_by_bucket(guard: Any) -> None:
-    step = ltx.data_parallel(lambda w: w.sum())
-    with pytest.raises(StrategyError, match=f'guard="{guard}" needs all gradients.*: use overlap="backward"'):
-        ltx.train_step(step, ADAM, guard=guard, overlap="update")
-
-
 def test_unknown() -> None:
     with pytest.raises(StrategyError, match="guard must be 'off' or 'skip' or 'raise', got True"):
         ltx.train_step(ltx.data_parallel(lambda w: w.sum()), ADAM, guard=True)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
-from ltx.errors import DonatedStateError, StrategyError
+from ltx.errors import DonatedStateError
 from tests.kinds import Ranks
 from tests.twins import training
 from tests.twins.cases import Params, assert_same_bits, params_of, plain_step, seeded
@@ -254,15 +254,6 @@ def test_a_skipped_step_has_a_norm_too() -> None:
     state, metrics = train(state, torch.tensor([torch.inf, 1.0]))
     assert (bool(metrics.skipped), float(metrics.grad_norm)) == (True, 5.0)  # of the last update
     assert state.params.tolist() == [-3.0, -4.0]
-
-
-def test_the_norm_needs_all_gradients() -> None:
-    with pytest.raises(StrategyError, match=r"by itself, .* chain\(measure_global_norm\(\), .* doesn't offer"):
-        ltx.train_step(
-            ltx.data_parallel(lambda w, x: (w * x).sum()),
-            ltx.optim.chain(ltx.optim.measure_global_norm(), sgd()),
-            overlap="update",
-        )
 
 
 def test_without_clipping_there_is_no_norm() -> None:

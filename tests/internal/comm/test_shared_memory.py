@@ -153,12 +153,6 @@ def die_or_wait(rank_that_dies: int) -> str:
     return "no error"
 
 
-def test_a_dead_peer_is_noticed(ranks: Callable[[int], Any]) -> None:
-    with pytest.raises(ltx.errors.WorkerError):  # the driver hears of the death itself
-        ranks(2).run(die_or_wait, 1)
-    assert ranks(2).run(lambda: transport_of() is not None).replicated()  # new workers have a new transport
-
-
 def die_or_compare(rank_that_dies: int) -> str:
     """The survivor is the first to come to a new collective."""
     if int(ltx.axis_index()) == rank_that_dies:

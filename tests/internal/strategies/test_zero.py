@@ -218,12 +218,6 @@ def test_state_that_isnt_of_vectors_is_refused() -> None:
         train.init(params_of_all_kinds())
 
 
-def test_buckets_cant_be_updated_before_a_norm_of_all_is_known() -> None:
-    clipped = ltx.optim.chain(ltx.optim.clip_by_global_norm(1.0), SGD)
-    with pytest.raises(StrategyError, match=r"each parameter by itself, .*clip_by_global_norm"):
-        ltx.train_step(ltx.data_parallel(loss, ltx.ZeroStrategy()), clipped, overlap="update")
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 def test_one_norm_is_measured_of_all_parts(n: int) -> None:
     x = torch.arange(1.0, 1 + 5 * n).reshape(n, 5)
