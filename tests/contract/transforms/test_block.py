@@ -162,7 +162,7 @@ def test_the_communication_state_passes_through_unchanged(ranks: Ranks, seed: in
     assert run(x[0])[0] == [0, 0, 1]
 
 
-# --- The reduction of gradients at hand; tests/contract/transforms/test_block.py has it after blocked steps ----------
+# --- the reduction of gradients at hand ------------------------------------------------------------------------------
 
 
 def test_trees_with_other_leaves_and_their_derivative() -> None:
