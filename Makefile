@@ -69,7 +69,7 @@ notebooks: $(VENV)/.test
 # One table: ltx, DDP, Fabric, accelerate and JAX on loopback and two shaped links. Others beside it:
 # python -m benchmarks.step_time, benchmarks.collectives, benchmarks.hooks, benchmarks.codecs, benchmarks.strategies,
 # benchmarks.plan, benchmarks.simulated, benchmarks.studies.hooks, benchmarks.studies.strategies,
-# benchmarks.import_time, benchmarks.checks, benchmarks.overhead, benchmarks.memory.
+# benchmarks.start, benchmarks.checks, benchmarks.overhead, benchmarks.memory.
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.table $(BENCH)
 
