@@ -5,7 +5,8 @@
 In the order of the backward pass:
 
 * **Tie** runs first. It takes a token from every marker, so that each marker takes part in the backward pass even if
-  the loss on this rank doesn't reach its parameters; otherwise the peers would wait for this rank forever.
+  the loss on this rank doesn't reach its parameters; otherwise the peers would wait for this rank forever. A train step
+  has no tie: it starts the buckets that its pass hasn't reached itself.
 * **Marker** has all parameters of one bucket as inputs, so the engine runs it exactly when all their gradients are
   there: it starts the bucket's reduction. Its node is older than the step's nodes, so the engine would run it last; a
   raised sequence number makes it run first.
@@ -424,7 +425,7 @@ class LeafHooks:
     """Leaves for the parameters of a schedule's plan, whose hooks start its buckets; `states`: each one's tensors."""
 
     def __init__(self, schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]):
-        self._schedule, self._states, self._begun = schedule, states, False
+        self._schedule, self._states = schedule, states
         self._missing = {bucket.index: len(bucket.members) for bucket in schedule.plan.buckets}
         self.leaves = [param.detach().requires_grad_() for param in params]
         for bucket in schedule.plan.buckets:
@@ -446,15 +447,12 @@ class LeafHooks:
         grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
-        if not self._begun:
-            self._begun = True
-            self._schedule.begin()
         with torch.no_grad():
             self._schedule.start(bucket.index, (), [*grads, *(t for m in bucket.members for t in self._states[m])])
 
-    def finish(self) -> None:
-        """The backward pass is over: start the buckets that it hasn't reached."""
-        for bucket in self._schedule.plan.buckets:
+    def finish(self, schedule: Schedule) -> None:
+        """The backward pass of `schedule` is over: start the buckets that it hasn't reached."""
+        for bucket in schedule.plan.buckets:
             if self._missing[bucket.index]:
                 self._missing[bucket.index] = 0
                 self._start(bucket)

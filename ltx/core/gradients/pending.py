@@ -263,8 +263,8 @@ class ProcessSchedule(Schedule):
         assert plan.axis.comm
         self.fenced = not deferred
         self.comm: comm.AxisComm = plan.axis.comm
-        #: Called when the backward pass is over.
-        self.on_end: Callable[[], None] = lambda: None
+        #: Called with this schedule when the backward pass is over, to start the buckets that the pass hasn't reached.
+        self.on_end: Callable[[ProcessSchedule], None] = lambda _: None
         #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
         self.program_of: ProgramOf | None = None
         part = plan.hook.within(plan.axis)
@@ -339,15 +339,24 @@ class ProcessSchedule(Schedule):
 
     def backward(self, objective: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
         """Run a deferred pass from `objective`; None if no parameter is reached."""
+        self.begin()
         if objective is not None:
             with comm.span("backward"):
                 torch.autograd.backward(objective, inputs=inputs)
         self.launch()
 
+    def start_unreached(self, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Start the buckets whose markers the loss on this rank doesn't reach, with zeros, for which peers wait."""
+        for bucket in self.plan.buckets if len(self._batches) < len(self.plan.buckets) else ():
+            if bucket.index not in self._batches:
+                tensors, count = self.plan.tensors_of(bucket, params, states), len(bucket.members)
+                with torch.no_grad():
+                    self.start(bucket.index, (), [*map(torch.zeros_like, tensors[:count]), *tensors[count:]])
+
     def launch(self) -> None:
         """The backward pass is over: launch the buckets that weren't launched."""
-        on_end, self.on_end = self.on_end, lambda: None
-        on_end()
+        on_end, self.on_end = self.on_end, lambda _: None
+        on_end(self)
         self.pending.launch(self._due(), self.hook)
         self.program_of = None  # it holds the step
 

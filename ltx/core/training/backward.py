@@ -160,7 +160,8 @@ def mean_at_once(
     """
     total, alone = total.detach(), local or axis.size == 1
     if weight is None:
-        mean: torch.Tensor = total if alone else collectives.pmean(total, axis)
+        # a copy, since a loss may be a parameter, which the optimizer overwrites
+        mean: torch.Tensor = total.clone() if alone else collectives.pmean(total, axis)
         return mean, None
     if not alone:
         total, weight = collectives.psum((total, weight), axis)

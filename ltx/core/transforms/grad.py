@@ -198,7 +198,9 @@ def _by_plain_autograd(
     except BaseException as error:
         schedule.abandon(error)
         raise
-    value = tree.detached(output)
+    # Scalars are copied: a loss that is a parameter itself may be changed in place (loss /= steps).
+    value = tree.map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x, output)
+    value = tree.detached(value)
     with torch.no_grad():
         found = tree.unflatten(spec, placements.placed([*map(grads.__getitem__, range(len(leaves)))]))
     if sync_state is None:

@@ -218,8 +218,9 @@ def mark(
         return Marked(at_places(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)
     marked, tokens = marker.put_on(schedule, mine, tensors, source)
     filled = marked if len(mine) == len(leaves) else at_places(leaves, wanted, marked)
-    if source is not None:
-        return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs), schedule, [source])
+    if source is not None and isinstance(schedule, ProcessSchedule):
+        schedule.on_end = functools.partial(ProcessSchedule.start_unreached, params=mine, states=tensors)
+        return Marked(filled, None, schedule, [source])
     carried = {paths()[i] for i in wanted} if sync_state is not None else set()
     kept = kept_beside(sync_state, carried, hook.state_names)
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)

@@ -154,7 +154,7 @@ class Marked(NamedTuple):
     """The parameters that a step gets, and the function that ties its output to their markers."""
 
     leaves: list[Any]  # the parameters: marked, or unchanged without communication
-    #: Ties floating tensors to the markers; None if there are none.
+    #: Ties floating tensors to the markers; None if there are none, or if `inputs` are given.
     tie: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
     schedule: Schedule | None = None  # the schedule of the coming backward pass on an axis; None in a compiled graph
     #: If the schedule keeps the gradients itself, the tensors with respect to which to differentiate; else None.
@@ -167,7 +167,7 @@ class Marked(NamedTuple):
             return output
         leaves, spec = tree.flatten(output)
         ties = _floating(leaves)
-        if self.inputs is not None or not (traced.recording() or private.in_transform()):
+        if not (traced.recording() or private.in_transform()):
             # Detached tensors stay detached. If all are, the loss reaches no parameter, but the rank takes part.
             ties = [i for i in ties if leaves[i].requires_grad] or ties
         if ties:
