@@ -44,6 +44,11 @@ from ltx.core.ranks.batched import in_front
 MARKER_PRIORITY = 1 << 62
 ACCUMULATE_PRIORITY = MARKER_PRIORITY + 1
 
+with torch.inference_mode(False):
+    #: A dummy input of markers, which makes autograd build the nodes where no parameter requires gradients, if a
+    #: schedule has no fence. The passes are differentiated with respect to it, and give it no gradient.
+    SOURCE = torch.zeros((), requires_grad=True)
+
 
 @cache
 def can_raise_priority() -> bool:
@@ -366,16 +371,11 @@ def put_on(
     schedule: Schedule,
     params: Sequence[torch.Tensor],
     states: Sequence[Sequence[torch.Tensor]],
-    source: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Put markers on `params`, each with its state tensors; returns (marked parameters, tokens).
-
-    `source`: a dummy input that makes autograd build the nodes where no parameter requires gradients, for a schedule
-    without a fence. Its own gradient is never used.
-    """
+    """Put markers on `params`, each with its state tensors; returns (marked parameters, tokens)."""
     plan = schedule.plan
     per_bucket = [plan.tensors_of(bucket, params, states) for bucket in plan.buckets]
-    index = _index(plan.axis) if source is None else source
+    index = _index(plan.axis) if schedule.fenced else SOURCE
     if schedule.fenced:
         # The fence takes its inputs in the order in which `wait` returns the results.
         fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))

@@ -179,13 +179,13 @@ def mark(
         "Nest two ltx.vmap, one for nodes and one for the ranks of a node.",
     )
     # A deferred caller takes the gradients from the schedule, so the graph needn't reach the parameters.
-    source = torch.zeros((), requires_grad=True) if options.deferred and axis.ranks.overlaps else None
-    wanted = all_tracked(leaves) if source is None else differentiable(leaves)
+    deferred = options.deferred and axis.ranks.overlaps
+    wanted = differentiable(leaves) if deferred else all_tracked(leaves)
     if not wanted:
         return Marked(leaves, as_given=True)
     paths = functools.partial(tree.spec_paths, spec)
     mine = [*map(leaves.__getitem__, wanted)]
-    states = states_of_leaves(sync_state, paths, wanted, hook, returned=source is not None)
+    states = states_of_leaves(sync_state, paths, wanted, hook, returned=deferred)
     tensors = [tuple(state.values()) for state in states] if hook.state_names else [()] * len(mine)
     plan = make_plan(
         step_fn.strategy,
@@ -212,15 +212,15 @@ def mark(
         stay_local = {wanted[i] for each, members in hooks_of if not each.alike for i in members}
         shared = {i: x for i, x in own.items() if i not in stay_local}
         schedule.unreduced = functools.partial(_unreduced, sharing, given, shared, paths)
-    if isinstance(schedule, ProcessSchedule) and source is not None and not marker.can_raise_priority():
+    if isinstance(schedule, ProcessSchedule) and deferred and not marker.can_raise_priority():
         hooks = LeafHooks(schedule, mine, tensors)
         schedule.on_end = hooks.finish
         return Marked(at_places(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)
-    marked, tokens = marker.put_on(schedule, mine, tensors, source)
+    marked, tokens = marker.put_on(schedule, mine, tensors)
     filled = marked if len(mine) == len(leaves) else at_places(leaves, wanted, marked)
-    if source is not None and isinstance(schedule, ProcessSchedule):
+    if isinstance(schedule, ProcessSchedule) and deferred:
         schedule.on_end = functools.partial(ProcessSchedule.start_unreached, params=mine, states=tensors)
-        return Marked(filled, None, schedule, [source])
+        return Marked(filled, None, schedule, [marker.SOURCE])
     carried = {paths()[i] for i in wanted} if sync_state is not None else set()
     kept = kept_beside(sync_state, carried, hook.state_names)
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
