@@ -88,7 +88,7 @@ class Exchange:
             self._pending = Pending(axis_comm, channel_of=lambda on, phase: on.background, what="background")
         else:
             self._pending = Pending(axis_comm, what="exchange")
-            self._pending.send_summary(name, plan.agreement)
+            self._pending.summary = comm.begin_pass(axis_comm, axis_comm, name, plan.agreement)
         for bucket in plan.buckets:
             mine, states = self._of(bucket, tensors)
             hook = plan.hook_of(bucket)

@@ -109,17 +109,6 @@ class Pending:
         if self._run is not None:
             self._among.recovery.flush_others(self._run)
 
-    def send_summary(
-        self,
-        name: str,
-        agreement: comm.Agreement | None,
-        total: torch.Tensor | float = 0.0,
-        weight: torch.Tensor | float = 0.0,
-        unreduced: str = "",
-    ) -> None:
-        """Issue the step summary, ahead of the buckets; arguments as in :func:`ltx.core.comm.begin_pass`."""
-        self.summary = comm.begin_pass(self._comm, self._among, name, agreement, total, weight, unreduced)
-
     def abandon(self, reason: BaseException) -> None:
         """Tell the peers that this pass won't continue, if they know that it has begun."""
         if self.summary is not None or (self._run is not None and not self._run.is_done):
@@ -285,9 +274,10 @@ class ProcessSchedule(Schedule):
         weight: torch.Tensor | float = 0.0,
         sums: bool = False,
     ) -> None:
-        """Begin a deferred pass, `name` in errors, with its step summary. `sums`: :meth:`total` will be called."""
-        self.pending.summed = sums
-        self.pending.send_summary(name, self.plan.agreement, total, weight, self.unreduced())
+        """Issue the step summary, ahead of the buckets, as `begin_pass` does. `sums`: :meth:`total` will be called."""
+        pending, agreement, unreduced = self.pending, self.plan.agreement, self.unreduced()
+        pending.summed = sums
+        pending.summary = comm.begin_pass(self.comm, self.among, name, agreement, total, weight, unreduced)
 
     def in_forward(self) -> AbstractContextManager[None]:
         return self.among.recovery.forward.entered(
@@ -298,7 +288,7 @@ class ProcessSchedule(Schedule):
         if self.fenced:  # the caller, which waits for the buckets, has begun the pass and watches it
             self._reset()
             self.pending.enter(self.has_later_phases)
-            self.pending.send_summary("a backward pass", self.plan.agreement, unreduced=self.unreduced())
+            self.send_summary()
         self._held = self._shared and _issued_in_graphs() != self._in_graphs
 
     def abandon(self, reason: BaseException) -> None:

@@ -29,7 +29,6 @@ from ltx.core.training.backward import (
     BackwardResult,
     Forward,
     Scale,
-    is_one,
     mean_at_once,
     scale_of,
     unreached,
@@ -136,7 +135,7 @@ class CollectGradients(Completion):
 
     def __init__(self, work: Backward, schedule: ProcessSchedule, scale: Scale):
         super().__init__(work, schedule)
-        self._scale, self._scales, self._probes = scale, not is_one(scale.factor), work.probes
+        self._scale, self._probes = scale, work.probes
         self._grads: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor | float] = []
 
@@ -146,8 +145,7 @@ class CollectGradients(Completion):
         # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
         known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
         total = self._schedule.total(bucket) if self._probes is not None and known else None
-        if self._scales:
-            self._scale.apply(grads)
+        self._scale.apply(grads)
         if total is not None:
             self._sums.append(total)
         elif self._probes is not None:

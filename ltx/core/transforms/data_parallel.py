@@ -137,7 +137,8 @@ class DataParallel(StepSettings):
         if placements:
             given = placed(placements, given)
             leaves, spec = tree.flatten(given)
-        args = self._replaced(args, given)
+        places, values = ([self.argnums], [given]) if isinstance(self.argnums, int) else (self.argnums, given)
+        args = tuple(at_places(args, places, values))
         if recorded:
             output = self.fn(*args, **kwargs)
         else:
@@ -182,10 +183,6 @@ class DataParallel(StepSettings):
                 "ltx.Synced(params, state)."
             )
         return params, state
-
-    def _replaced(self, args: tuple[Any, ...], params: Tree) -> tuple[Any, ...]:
-        places, values = ([self.argnums], [params]) if isinstance(self.argnums, int) else (self.argnums, params)
-        return tuple(at_places(args, places, values))
 
     def _check_given(self, args: tuple[Any, ...]) -> None:
         if self.blocked or (hook := self.strategy.hook(0)) is None:
