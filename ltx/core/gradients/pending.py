@@ -313,7 +313,7 @@ class ProcessSchedule(Schedule):
             if self.fenced and self.has_later_phases:
                 self.pending.flush_others()
             if not self._held:
-                self.pending.launch(self._due(), self.hook)
+                self.pending.launch(self._due(), self.hook_of())
             self.pending.poll()
         except BaseException as error:
             self._failed(error)
@@ -347,7 +347,7 @@ class ProcessSchedule(Schedule):
         """The backward pass is over: launch the buckets that weren't launched."""
         on_end, self.on_end = self.on_end, lambda _: None
         on_end(self)
-        self.pending.launch(self._due(), self.hook)
+        self.pending.launch(self._due(), self.hook_of())
         self.program_of = None  # it holds the step
 
     def _due(self) -> Iterator[Program]:
@@ -384,7 +384,7 @@ class ProcessSchedule(Schedule):
     @property
     def has_later_phases(self) -> bool:
         """Whether a bucket may issue more than one collective."""
-        return bool(self.hook.phases_on(self.plan.axis.size) > 1)
+        return bool(self.hook_of().phases_on(self.plan.axis.size) > 1)
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         try:

@@ -48,11 +48,6 @@ class Schedule(ABC):
         hook = self.plan.hook if bucket is None else self.plan.hook_of(bucket)
         return ExactSum(hook.derivative_scale(self.plan.axis.size)) if self.again else hook
 
-    @property
-    def hook(self) -> CommHook:
-        """The hook that this pass applies to its buckets."""
-        return self.hook_of()
-
     def in_forward(self) -> AbstractContextManager[None]:
         """A context around the forward pass of a plain step."""
         return self.plan.axis.ranks.in_forward()
@@ -70,9 +65,9 @@ class Schedule(ABC):
         """All buckets were started: return the reduced gradients and next states, bucket after bucket."""
 
     def _check_batchable(self, dims: Dims, states: Sequence[torch.Tensor]) -> None:
-        if dims and not (self.hook.elementwise and (self.again or not states)):
+        if dims and not ((hook := self.hook_of()).elementwise and (self.again or not states)):
             raise UnsupportedError(
-                f"{self.hook!r} can't reduce gradients of several samples at once between processes. For per-sample "
+                f"{hook!r} can't reduce gradients of several samples at once between processes. For per-sample "
                 "gradients use ltx.block_backward_sync(step) under vmap, then ltx.sync_gradients on their mean; for "
                 "several cotangents call the step once for each."
             )

@@ -36,11 +36,6 @@ class Forward(NamedTuple):
     aux: Any  # the other outputs of the step
     mean: torch.Tensor | None  # the mean loss, if it is asked for and has to be communicated
 
-    @property
-    def schedule(self) -> ProcessSchedule | None:
-        """The schedule that reduces the gradients, if ranks are processes that share them."""
-        return self.run.schedule if isinstance(self.run.schedule, ProcessSchedule) else None
-
 
 class Backward(NamedTuple):
     """The second half of an eager step: the backward pass."""

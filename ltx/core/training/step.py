@@ -279,13 +279,14 @@ class Step:
         drawn = torch_states() if may_raise(self.train) else {}
         forward = self._forward()
         work = self._second_half(forward)
-        if forward.schedule is None:
-            among, local = forward.run.within or self.info.axis, self.train.step.strategy.hook(self.info.step) is None
-            mean, divisor = mean_at_once(forward.total, forward.weight, among, local, forward.run.schedule is not None)
-            done = work.run_alone(forward.total, divisor)
-        else:
+        schedule = forward.run.schedule
+        if isinstance(schedule, ProcessSchedule):
             with torch.no_grad():  # recording views in autograd would be costly
-                done, mean = self._backward(forward, forward.schedule, work)
+                done, mean = self._backward(forward, schedule, work)
+        else:
+            among, local = forward.run.within or self.info.axis, self.train.step.strategy.hook(self.info.step) is None
+            mean, divisor = mean_at_once(forward.total, forward.weight, among, local, schedule is not None)
+            done = work.run_alone(forward.total, divisor)
         return self._apply(forward, work, done, mean if forward.mean is None else forward.mean, drawn)
 
     @property
