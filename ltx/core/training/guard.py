@@ -193,7 +193,7 @@ def runs_ahead(info: StepInfo, tensors: Sequence[torch.Tensor]) -> bool:
 def loss_scale_of(train: TrainSettings, state: TrainState) -> torch.Tensor | float | None:
     """The factor of the loss; None for 1."""
     if scaling(train) is None:
-        return None if train.step.precision is None else train.step.precision.fixed_scale
+        return None if train.step.precision is None else train.step.precision.loss_scale
     scale: Any = getattr(state.loss_scale, "scale", ())
     if isinstance(scale, tuple):
         raise StepError(

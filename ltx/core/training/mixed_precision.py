@@ -143,11 +143,6 @@ class Precision(Readable):
         """The dynamic loss scale; None for a fixed one."""
         return self.loss_scale if isinstance(self.loss_scale, DynamicLossScale) else None
 
-    @property
-    def fixed_scale(self) -> float | None:
-        """The fixed loss scale; None for a dynamic one, or for 1."""
-        return None if isinstance(self.loss_scale, DynamicLossScale) else self.loss_scale
-
 
 @traced.at_trace_time
 def _fitting(patterns: tuple[str, ...], paths: tuple[str, ...]) -> tuple[str, ...]:
