@@ -29,6 +29,7 @@ from ltx.core.training.backward import (
     BackwardResult,
     Forward,
     Scale,
+    is_one,
     mean_at_once,
     scale_of,
     unreached,
@@ -145,7 +146,8 @@ class CollectGradients(Completion):
         # If the sum of the unscaled gradients is finite, so is the sum after a factor of at most 1.
         known = not isinstance(factor := self._scale.factor, torch.Tensor) and abs(factor) <= 1
         total = self._schedule.total(bucket) if self._probes is not None and known else None
-        self._scale.apply(grads)
+        if not is_one(self._scale.factor):
+            self._scale.apply(grads)
         if total is not None:
             self._sums.append(total)
         elif self._probes is not None:
