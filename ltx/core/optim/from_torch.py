@@ -190,7 +190,13 @@ class TorchOptimizer(ClassOptimizer):
 
     def _per_param(self, state: TorchState, spec: optree.PyTreeSpec) -> LeafStates:
         check_state(self, state, TorchState)
-        return leaves_like(spec, state.per_param, "the optimizer's state")
+        states = leaves_like(spec, state.per_param, "the optimizer's state")
+        if not all(issubclass(kind, Tensor) for kind in {type(value) for own in states for value in own.values()}):
+            raise OptimError(
+                f"{self} expected the state that its init(params) made; this one is that of other parameters, which have "
+                "containers where these have tensors."
+            )
+        return states
 
     def _traced(self, lr: Rate | None, count: int) -> Tensor | None:
         """The learning rate if it is differentiated or batched, else None. Most of torch's classes convert the rate to
