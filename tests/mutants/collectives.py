@@ -57,7 +57,7 @@ MUTANTS = (
         old='transpose=lambda shape, static: ("all_to_all", (static[1], static[0], static[2])),',
         new='transpose=lambda shape, static: ("all_to_all", static),',
         breaks="the gradient of an all_to_all along two dimensions has parts in wrong places",
-        tests=("tests/contract/collectives/test_scatter.py", "tests/contract/conformance/test_conformance.py"),
+        tests=("tests/contract/collectives/test_permute.py", "tests/contract/conformance/test_conformance.py"),
     ),
     Mutant(
         name="collectives: ppermute's transpose goes on forwards",
@@ -81,7 +81,7 @@ MUTANTS = (
         old="return int(1 / torch.finfo(dtype).eps) - 1",
         new="return 0",
         breaks="pmin drops NaN over sockets, and pmax those with a sign",
-        tests=("tests/contract/collectives/test_reduce.py::test_nan_over_sockets",),
+        tests=("tests/contract/collectives/test_extremum.py::test_nan_over_sockets",),
     ),
     Mutant(
         name="collectives: weighted_mean divides by n",
@@ -89,7 +89,7 @@ MUTANTS = (
         old="whole = torch.where(negative > 0, torch.nan, whole)",
         new="whole = torch.where(negative > 0, torch.nan, torch.full_like(whole, axis_size(axis)))",
         breaks="a mean over samples is divided by the number of ranks instead of the weights' sum",
-        tests=("tests/contract/collectives/test_reduce.py",),
+        tests=("tests/contract/collectives/test_weighted_mean.py",),
     ),
     Mutant(
         name="collectives: weight 0 doesn't silence NaN",
@@ -97,7 +97,7 @@ MUTANTS = (
         old="return torch.where((w == 0) & ~torch.isfinite(x), nothing, x) * w",
         new="return x * w",
         breaks="a rank with an empty batch turns the mean of all into NaN",
-        tests=("tests/contract/collectives/test_reduce.py",),
+        tests=("tests/contract/collectives/test_weighted_mean.py",),
     ),
     Mutant(
         name="collectives: shard gives the neighbour's part",
@@ -105,7 +105,7 @@ MUTANTS = (
         old="return x.narrow(at, rank * length, length)",
         new="return x.narrow(at, (rank + 1) % size * length, length)",
         breaks="between processes each rank gets another one's samples than simulated",
-        tests=("tests/contract/collectives/test_index.py",),
+        tests=("tests/contract/collectives/test_ranks.py",),
     ),
     Mutant(
         name="collectives: rank_seed without the rank",
@@ -113,7 +113,7 @@ MUTANTS = (
         old="z = (seed + (found.ranks.rank + 1) * 0x9E3779B97F4A7C15)",
         new="z = (seed + 0x9E3779B97F4A7C15)",
         breaks="all ranks draw the same numbers",
-        tests=("tests/contract/collectives/test_index.py",),
+        tests=("tests/contract/collectives/test_ranks.py",),
     ),
     Mutant(
         name="collectives: uneven parts joined with their padding",
@@ -153,7 +153,7 @@ MUTANTS = (
         old="return by_group[part.order.to(xs.device)], True",
         new="return by_group, True",
         breaks="simulated ranks get what belongs to ranks of other groups",
-        tests=("tests/contract/collectives/test_axes.py::test_simulated_ranks",),
+        tests=("tests/contract/collectives/test_groups.py::test_simulated_ranks",),
     ),
     Mutant(
         name="collectives: unequal groups have one size",
@@ -161,7 +161,7 @@ MUTANTS = (
         old="n = _count(axis, axis_index_groups)",
         new="n = axis_size(axis)",
         breaks="means of simulated groups are divided by the size of the largest",
-        tests=("tests/contract/collectives/test_axes.py::test_simulated_ranks",),
+        tests=("tests/contract/collectives/test_groups.py::test_simulated_ranks",),
     ),
     Mutant(
         name="collectives: a begun collective reads its tensor later",

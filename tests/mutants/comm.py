@@ -70,7 +70,7 @@ MUTANTS = (
         old="[*map(mul, limbs[::2], limbs[::2])] != [*map(mul, limbs[1::2], repeat(self.channel.size))]",
         new="not limbs",
         breaks="ranks that have issued different collectives train on",
-        tests=("tests/internal/comm/test_signature.py",),
+        tests=("tests/internal/comm/test_step_summary.py",),
     ),
     Mutant(
         name="comm: the digest takes no note of the order",
@@ -169,7 +169,7 @@ MUTANTS = (
         old="if not hmac.compare_digest(seal, _seal(axis_comm, data, rank, issue)):",
         new="if len(seal) != _BYTES:",
         breaks="whoever reaches the port has a rank unpickle anything",
-        tests=("tests/internal/collectives/test_async.py::test_what_isnt_from_a_rank_of_this_job_is_not_unpickled",),
+        tests=("tests/internal/collectives/test_objects.py::test_what_isnt_from_a_rank_of_this_job_is_not_unpickled",),
     ),
     Mutant(
         name="comm: a seal holds for any issue",
@@ -177,7 +177,7 @@ MUTANTS = (
         old='about = f"{axis_comm.name} {axis_comm.watcher.world} {rank} {issue} "',
         new='about = f"{axis_comm.name} {axis_comm.watcher.world} {rank} "',
         breaks="an object that was sent once can be sent again",
-        tests=("tests/internal/collectives/test_async.py::test_a_seal_is_for_one_rank_issue_and_world",),
+        tests=("tests/internal/collectives/test_objects.py::test_a_seal_is_for_one_rank_issue_and_world",),
     ),
     Mutant(
         name="comm: memory that is in use is used again",

@@ -28,7 +28,7 @@ MUTANTS = (
         old="return all(earlier.completed is not None or earlier.phase > phase for earlier in self._launched[:place])",
         new="return True",
         breaks="second collectives of buckets go out as the first ones complete, which is another order on each rank",
-        tests=("tests/internal/gradients/test_buckets.py",),
+        tests=("tests/internal/gradients/test_pending.py",),
     ),
     Mutant(
         name="gradients: the hook's scale isn't applied to large gradients",

@@ -143,7 +143,7 @@ MUTANTS = (
         old="self.seed + self.epoch, self.shuffle)[self.done : self.done + self.step_size]",
         new="self.seed + self.epoch, self.shuffle)[max(0, self.done - 1) : max(0, self.done - 1) + self.step_size]",
         breaks="samples come twice, others never",
-        tests=("tests/contract/training/test_shares.py",),
+        tests=("tests/contract/training/test_data_position.py",),
     ),
     Mutant(
         name="precision: gradients keep the loss scale",

@@ -116,7 +116,7 @@ MUTANTS = (
         old="factor = torch.clamp(float(self.max_norm) / (norm + float(self.eps)), max=1.0)",
         new="factor = float(self.max_norm) / (norm + float(self.eps))",
         breaks="every gradient has the greatest norm that is allowed",
-        tests=("tests/contract/optim/test_chain.py",),
+        tests=("tests/contract/optim/test_clip.py",),
     ),
     Mutant(
         name="optim: the norm of norms is their sum",
@@ -124,7 +124,7 @@ MUTANTS = (
         old="total: Tensor = torch.linalg.vector_norm(torch.stack(norms))",
         new="total: Tensor = torch.stack(norms).sum()",
         breaks="under transforms several leaves are clipped too much",
-        tests=("tests/contract/optim/test_chain.py",),
+        tests=("tests/contract/optim/test_clip.py",),
     ),
     Mutant(
         name="optim: QAdam without bias correction",
@@ -156,7 +156,7 @@ MUTANTS = (
         old="targets = self.validation[1 : count * context + 1].view(count, context)",
         new="targets = self.validation[: count * context].view(count, context)",
         breaks="the model is asked for the character that it has just seen",
-        tests=("tests/internal/demo/test_train.py",),
+        tests=("tests/internal/demo/test_gpt.py",),
     ),
     Mutant(
         name="notebook: names of the notebook aren't sent",

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from tests.twins.cases import Params
 
 
@@ -109,30 +108,3 @@ WAYS: dict[str, Way] = {**FUNC_WAYS, "backward": backward, "torch.autograd.grad"
 
 def errors_of(state: ltx.SyncState) -> Params:
     return {path: entry["error"] for path, entry in state.leaves.items()}
-
-
-# --- Hooks whose buckets take several collectives, one after the other -----------------------------------------------
-
-
-@dataclass(frozen=True)
-class InTwoPhases(CommHook):
-    """The mean as a reduce-scatter and an all-gather: two collectives that wait for each other."""
-
-    phases: ClassVar[int] = 2
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        n, numel = inputs.axis_size, inputs.flat.numel()
-        padded = torch.nn.functional.pad(inputs.flat, (0, -numel % n))
-        part = yield CollectiveRequest("psum_scatter", padded.reshape(n, -1))
-        whole = yield CollectiveRequest("all_gather", part.contiguous())
-        return whole.reshape(-1)[:numel], inputs.states
-
-
-@dataclass(frozen=True)
-class OftenInTwoPhases(InTwoPhases):
-    """As above for the buckets with even indices, one sum for the others: phases of unequal lengths."""
-
-    def reduce(self, inputs: BucketInput) -> Reduction:
-        if inputs.bucket.index % 2 == 0:
-            return (yield from super().reduce(inputs))
-        return (yield CollectiveRequest("psum", inputs.flat)), inputs.states

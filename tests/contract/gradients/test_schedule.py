@@ -16,7 +16,7 @@ import ltx
 from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction
 from tests import inside
 from tests.kinds import Params, Ranks
-from tests.twins.feedback import InTwoPhases, OftenInTwoPhases
+from tests.twins.phases import InTwoPhases, OftenInTwoPhases
 
 NAMES = ["e", "c", "a", "f", "b", "d"]  # in the order of the forward pass
 

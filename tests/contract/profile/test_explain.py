@@ -23,7 +23,8 @@ from tests import inside
 from tests.contract.strategies.test_protocol import STRATEGIES, Gossip, LocalSGD, problem, trainer
 from tests.covering import some
 from tests.kinds import Params, Ranks
-from tests.twins.feedback import ErrorFeedback, InTwoPhases, OftenInTwoPhases
+from tests.twins.feedback import ErrorFeedback
+from tests.twins.phases import InTwoPhases, OftenInTwoPhases
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
 

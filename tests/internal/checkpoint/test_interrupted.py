@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import shutil
-import signal
-import socket
 import warnings
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import ltx
 from ltx.checkpoint import directory, loading, saving, storage
 from ltx.checkpoint.together import Together
 from ltx.core.comm.store_exchange import StoreExchange
-from ltx.errors import CheckpointError, InputError, LtxError, PeerLostError
+from ltx.errors import CheckpointError, LtxError, PeerLostError
 from tests.kinds import Ranks, Started
 
 TRAIN = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
@@ -218,216 +211,3 @@ def test_the_store_may_end_with_who_is_interrupted(started: Started, tmp_path: P
 
     world = started(2, body, held_by="rank 0")
     assert world.told(1) == "told"
-
-
-# --- A checkpoint that is saved again under its name: whoever is killed meanwhile, one of the two is there -----------
-
-
-def save(path: Path, data: str, **kwargs: Any) -> None:
-    ltx.checkpoint.save(path, TRAIN.init(torch.ones(3)), data=data, **kwargs)
-
-
-def loaded(path: Path) -> Any:
-    """The data of the latest; a warning is an error."""
-    return ltx.checkpoint.load(path, TRAIN.init(torch.zeros(3))).data
-
-
-def names(path: Path) -> list[str]:
-    return sorted(os.listdir(path))
-
-
-def sets_aside(source: Any, target: Any) -> bool:
-    return Path(source).name.startswith("step_") and Path(target).name.startswith(".")
-
-
-def puts_in_place(source: Any, target: Any) -> bool:
-    return Path(target).name.startswith("step_")
-
-
-def killed(path: Path, after: Callable[[Any, Any], bool], host: str) -> None:
-    """Save again in a process on `host` that is killed after a rename of which `after` is true."""
-
-    def saves() -> None:
-        rename = os.rename
-
-        def last_rename(source: Any, target: Any) -> None:
-            rename(source, target)
-            if after(source, target):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        os.rename = last_rename
-        socket.gethostname = lambda: host
-        save(path, "new")
-
-    process = get_context("fork").Process(target=saves)
-    process.start()
-    process.join(40)
-    assert process.exitcode == -signal.SIGKILL
-    process.close()
-
-
-HOSTS = [socket.gethostname(), "elsewhere"]
-
-
-@pytest.mark.parametrize("host", HOSTS, ids=["same host", "another host"])
-@pytest.mark.parametrize("then", ["latest", "load", "save"])
-def test_killed_between_the_renames(then: str, host: str, tmp_path: Path) -> None:
-    save(tmp_path, "old")
-    killed(tmp_path, sets_aside, host)
-    assert all(name.startswith(".") for name in names(tmp_path))  # the moment in question
-    if then == "latest":
-        found = ltx.checkpoint.latest(tmp_path)
-        assert found == tmp_path / "step_00000000"
-        assert found.is_dir()
-    elif then == "save":
-        state, _ = TRAIN(TRAIN.init(torch.ones(3)), torch.ones(3))
-        ltx.checkpoint.save(tmp_path, state, keep=2)
-        assert directory.steps(tmp_path) == [1, 0]
-        shutil.rmtree(tmp_path / "step_00000001")
-    assert loaded(tmp_path) == "old"
-    save(tmp_path, "newer")
-    assert loaded(tmp_path) == "newer"
-    assert [name for name in names(tmp_path) if "replaced" in name or ".old" in name] == []
-
-
-@pytest.mark.parametrize("host", HOSTS, ids=["same host", "another host"])
-def test_killed_after_the_renames(host: str, tmp_path: Path) -> None:
-    """The old one is of no use any more: it doesn't come back when the new one is removed."""
-    save(tmp_path, "old")
-    killed(tmp_path, puts_in_place, host)
-    assert len(names(tmp_path)) == 2
-    assert loaded(tmp_path) == "new"
-    shutil.rmtree(tmp_path / "step_00000000")
-    assert ltx.checkpoint.latest(tmp_path) is None
-
-
-def test_another_runs_is_put_back_before_it_could_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, "old")
-    killed(tmp_path, sets_aside, HOSTS[0])
-    monkeypatch.setattr(directory, "runs", {})
-    with pytest.raises(CheckpointError, match="step_00000000 was saved by another run"):
-        save(tmp_path, "of another run")
-    assert loaded(tmp_path) == "old"
-
-
-def test_who_looks_between_the_renames_finds_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And gives it its name back, which doesn't keep the new one from replacing it."""
-    save(tmp_path, "old")
-    rename, found = os.rename, []
-
-    def look(source: Any, target: Any) -> None:
-        rename(source, target)
-        if sets_aside(source, target) and len(found) < 2:
-            found.append(loaded(tmp_path))
-
-    monkeypatch.setattr(os, "rename", look)
-    save(tmp_path, "new")
-    assert found == ["old", "old"]
-    assert loaded(tmp_path) == "new"
-    assert names(tmp_path) == ["step_00000000"]
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error")], ids=["disk"])
-def test_one_that_cant_be_replaced_is_still_there(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, "old")
-    rename = os.rename
-
-    def fail(source: Any, target: Any) -> None:
-        if Path(target).name == "step_00000000" and Path(source).name.startswith(".step_"):
-            raise error
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises((CheckpointError, KeyboardInterrupt)):
-        save(tmp_path, "new")
-    monkeypatch.undo()
-    assert names(tmp_path) == ["step_00000000"]
-    assert loaded(tmp_path) == "old"
-
-
-def test_one_that_cant_be_put_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a reader that mustn't write."""
-    save(tmp_path, "old")
-    killed(tmp_path, sets_aside, HOSTS[0])
-
-    def fail(source: Any, target: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(CheckpointError, match=r"step_00000000 was renamed to .*/\.replaced_step_.*Permission"):
-        loaded(tmp_path)
-    with pytest.raises(CheckpointError, match="has ended, rename it to"):
-        ltx.checkpoint.latest(tmp_path)
-
-
-# --- What a checkpoint can't hold is refused by name, on all ranks, before anything is written -----------------------
-
-
-class OfItsOwn(torch.Tensor):
-    pass
-
-
-NOT_PLAIN: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "coo": (lambda: torch.eye(3).to_sparse(), "a tensor of the layout torch.sparse_coo"),
-    "csr": (lambda: torch.eye(3).to_sparse_csr(), "a tensor of the layout torch.sparse_csr"),
-    "meta": (lambda: torch.empty(3, device="meta"), "a tensor on the meta device"),
-    "quantized": (
-        lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.qint8),
-        "a quantized tensor (torch.qint8)",
-    ),
-    "nested": (lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]), "a nested tensor"),
-    "class": (lambda: torch.rand(3).as_subclass(OfItsOwn), "a OfItsOwn, a class of tensors of its own"),
-}
-
-
-@pytest.mark.parametrize("kind", NOT_PLAIN)
-def test_data_that_isnt_plain_is_one_error_on_all(kind: str, ranks: Ranks, tmp_path: Path) -> None:
-    def on_a_rank() -> str:
-        make, _ = NOT_PLAIN[kind]
-        with warnings.catch_warnings(action="ignore"):  # torch's own, of what it calls a prototype
-            data = {"seen": [torch.ones(2), make() if ltx.axis_index() == 1 else torch.ones(3)]}
-        state = TRAIN.init(torch.ones(3))
-        with pytest.raises(InputError) as raised:
-            ltx.checkpoint.save(tmp_path, state, data=data)
-        ltx.checkpoint.save(tmp_path, state, data=data["seen"][0])
-        return str(raised.value)
-
-    first, second = ranks(2).run(on_a_rank)
-    assert first == second
-    assert f"rank 1: checkpoint: data['seen'][1] is {NOT_PLAIN[kind][1]}, and a checkpoint holds" in first
-    assert [file.name for file in tmp_path.iterdir()] == ["step_00000000"]
-
-
-def test_data_that_cant_be_compared_is_one_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    """As where its device fails, which shows when it is read."""
-
-    def on_a_rank() -> str:
-        def fail(*args: Any, **kwargs: Any) -> str:
-            raise MemoryError
-
-        with pytest.MonkeyPatch.context() as patch:
-            if ltx.axis_index() == 1:
-                patch.setattr(saving, "digest", fail)
-            with pytest.raises(CheckpointError) as raised:
-                ltx.checkpoint.save(tmp_path, TRAIN.init(torch.ones(3)))
-        return str(raised.value)
-
-    (said,) = set(ranks(2).run(on_a_rank))
-    assert said == "the checkpoint wasn't saved: rank 1: MemoryError. Earlier ones are as they were."
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_data_inside_of_a_transform(tmp_path: Path) -> None:
-    state = TRAIN.init(torch.ones(3))
-    with pytest.raises(InputError, match=r"data\['x'\] is a tensor inside of a transform of torch.func"):
-        torch.func.vmap(lambda x: ltx.checkpoint.save(tmp_path, state, data={"x": x}))(torch.ones(2))
-
-
-def test_a_state_that_isnt_plain(tmp_path: Path) -> None:
-    """It was written, and could never be read."""
-    state = TRAIN.init(torch.ones(3).as_subclass(OfItsOwn))
-    with pytest.raises(InputError, match=re.escape("checkpoint: leaf 'params' is a OfItsOwn, a class of tensors of")):
-        ltx.checkpoint.save(tmp_path, state)
-    assert list(tmp_path.iterdir()) == []

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +15,7 @@ from torch import Tensor
 import ltx
 from ltx.core import comm
 from ltx.core.collectives.futures import _mover
-from ltx.core.comm import opened, sealed
-from ltx.errors import AuthenticationError, AxisError, LtxError, RankMismatchError, UnsupportedError
+from ltx.errors import AxisError, LtxError, RankMismatchError, UnsupportedError
 from tests.forks import Ranks as Forks
 from tests.kinds import Ranks
 
@@ -316,142 +311,3 @@ def test_a_failed_one_fails_again(on_new_axis: Callable[..., Any]) -> None:
     for rank, (first, second) in enumerate(on_new_axis(run)):
         assert first == second
         assert f"async {'pmax' if rank else 'psum'} on axis 'data'" in first
-
-
-# --- broadcast_object and barrier ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "obj",
-    [{"lr": 0.1, "steps": [1, 2]}, None, "", torch.arange(3), lambda: 7],
-    ids=["dict", "none", "empty", "tensor", "function"],
-)
-def test_objects_arrive(ranks: Ranks, obj: Any) -> None:
-    def run() -> Any:
-        mine = obj if int(ltx.axis_index()) == 1 else "not this one"
-        got = ltx.broadcast_object(mine, src=1)
-        return (got() if callable(got) else got), int(ltx.axis_index()) != 1 or got is mine
-
-    for got, same in ranks(2).run(run):
-        want = obj() if callable(obj) else obj
-        assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
-        assert same, "src keeps its own object"
-
-
-def test_an_object_that_cannot_be_pickled_raises_on_every_rank(ranks: Ranks) -> None:
-    def run() -> tuple[str, str, Any]:
-        rank = int(ltx.axis_index())
-        with pytest.raises(TypeError) as caught:
-            ltx.broadcast_object(None if rank else threading.Lock())
-        with pytest.raises(TypeError) as gathered:
-            ltx.all_gather_object((i for i in range(3)) if rank else 1)
-        return str(caught.value), str(gathered.value), ltx.broadcast_object("still in step")
-
-    text, gathered, after = ranks(2).run(run).replicated()
-    assert text.startswith("broadcast_object: rank 0's object can't be pickled: TypeError: cannot pickle")
-    assert "rank 1's object can't be pickled" in gathered
-    assert after == "still in step"
-
-
-def test_what_only_the_receivers_cannot_pickle_does_not_matter(ranks: Ranks) -> None:
-    def run() -> Any:
-        return ltx.broadcast_object(1 if int(ltx.axis_index()) == 0 else threading.Lock())
-
-    assert ranks(2).run(run).replicated() == 1
-
-
-def test_objects_have_no_simulated_form() -> None:
-    with pytest.raises(AxisError, match=r"broadcast_object has no form under ltx.vmap: the ranks of axis 'data'"):
-        ltx.vmap(lambda x: ltx.broadcast_object(x))(torch.ones(2))
-    with pytest.raises(AxisError, match=r"all_gather_object has no form under ltx\.vmap"):
-        ltx.vmap(lambda x: ltx.all_gather_object(1) and x)(torch.ones(2))
-
-
-def test_barriers(ranks: Ranks) -> None:
-    def run() -> int:
-        for name in ("one", "two", "one", None):
-            ltx.barrier(name)
-        return int(ltx.psum(torch.tensor(1)))
-
-    assert ranks(2).run(run).replicated() == 2
-    ltx.vmap(lambda x: ltx.barrier("simulated"))(torch.ones(2))
-    ltx.barrier("alone")
-
-
-def test_all_gather_object(ranks: Ranks) -> None:
-    """Objects of unequal sizes; at its own place each rank finds its very object."""
-
-    def run() -> Any:
-        rank = int(ltx.axis_index())
-        mine = {"rank": rank, "text": "x" * 1000 * rank, "tensor": torch.full((rank,), 1.0), "fn": lambda: rank}
-        found = ltx.all_gather_object(mine)
-        assert found[rank] is mine
-        return [(x["rank"], len(x["text"]), x["tensor"].tolist(), x["fn"]()) for x in found]
-
-    assert ranks(3).run(run).replicated() == [(0, 0, [], 0), (1, 1000, [1.0], 1), (2, 2000, [1.0, 1.0], 2)]
-    assert ltx.all_gather_object("alone") == ["alone"]
-
-
-def test_what_isnt_from_a_rank_of_this_job_is_not_unpickled(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Rank 1 has another key: the others look at nothing that it sends, and it at nothing of theirs."""
-    unsealed, sealed_ = tmp_path / "unsealed", tmp_path / "sealed"
-
-    def run() -> list[str]:
-        if int(ltx.axis_index()) == 1:
-            monkeypatch.setenv("LTX_KEY", "another")
-        texts = []
-        try:
-            for send in (
-                lambda: ltx.broadcast_object(Evil(unsealed), src=1),
-                lambda: ltx.all_gather_object(Evil(unsealed)),
-            ):
-                try:
-                    send()
-                    texts.append("sent")
-                except AuthenticationError as error:
-                    texts.append(str(error))
-        finally:
-            monkeypatch.undo()
-        ltx.broadcast_object(Evil(sealed_))
-        return [*texts, ltx.broadcast_object("still in step")]
-
-    by_rank = ranks(2).run(run)
-    assert (unsealed.exists(), sealed_.exists()) == (False, True)
-    assert by_rank.rank(0)[0].startswith("rank 0: an object from rank 1 on axis 'data' isn't sealed with the key of")
-    assert by_rank.rank(1)[0] == "sent"
-    assert all("This rank's LTX_KEY is set" in texts[1] for texts in by_rank)
-    assert all(texts[2] == "still in step" for texts in by_rank)
-
-
-@dataclass
-class Evil:
-    """Sent to another rank, it makes a directory there."""
-
-    path: Path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
-
-
-def test_a_seal_is_for_one_rank_issue_and_world(ranks: Ranks) -> None:
-    def run() -> list[bool]:
-        axis_comm: Any = comm.resolve(None).comm  # type: ignore[union-attr]
-        data = sealed(axis_comm, b"data", 7)
-        told = []
-        for received, rank, issue in [
-            (data, axis_comm.rank, 7),
-            (data, 1 - axis_comm.rank, 7),
-            (data, axis_comm.rank, 8),
-            (data[:-1] + b"b", axis_comm.rank, 7),
-            (b"", axis_comm.rank, 7),
-        ]:
-            try:
-                told.append(opened(axis_comm, received, rank, issue) == b"data")
-            except AuthenticationError:
-                told.append(False)
-        return told
-
-    for told in ranks(2).run(run):
-        assert told == [True, False, False, False, False]

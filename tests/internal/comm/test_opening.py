@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ltx
-from ltx.core.comm import backends
 from ltx.core.comm.watcher import hold_watcher
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
 from tests.forks import SILENT_S
@@ -153,33 +152,3 @@ def test_a_rank_that_has_given_up_leaves_nothing_and_tries_again(give_up: Callab
 
     world = started(2, body, timeout_s=6.0 if give_up is timed_out else 60.0)
     assert [world.told(rank) for rank in range(2)] == [2.0, 2.0]
-
-
-# --- Process groups whose ranks can't connect: a peer is gone, or isn't reached --------------------------------------
-
-
-THIRTY = timedelta(seconds=30) + backends.LATER
-
-
-@pytest.fixture
-def store() -> Any:
-    """In which a peer has left the address of a group that it doesn't connect any more."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=THIRTY)  # type: ignore[attr-defined]
-
-
-def test_who_connects_looks_out(store: Any) -> None:
-    began = time.monotonic()
-
-    def look() -> None:
-        if time.monotonic() - began > 0.2:
-            raise PeerLostError("rank 1 was lost")
-
-    with pytest.raises(PeerLostError, match="rank 1 was lost"), backends.connecting(look):
-        dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=THIRTY)
-    assert not dist.is_initialized()
-    assert dist.distributed_c10d.ProcessGroupGloo is dist.ProcessGroupGloo
-
-
-def test_a_connection_that_doesnt_come_about_names_the_interface(store: Any) -> None:
-    with pytest.raises(PeerLostError, match=r"(?s)rank 0 of 2: a connection of gloo .*set GLOO_SOCKET_IFNAME"):
-        backends.connect(store, 0, 2, timedelta(seconds=0.2) + backends.LATER)

@@ -10,9 +10,7 @@ from torch import Tensor
 
 import ltx
 from ltx import hooks
-from ltx.core.gradients import comm_hook
 from ltx.errors import StrategyError, UnsupportedError
-from ltx.hooks.powersgd import multiply_all, orthonormal_all, row_norms
 from ltx.strategies.horovod import Scaled
 from ltx.strategies.nodes import ByNode, WithinNode
 from ltx.strategies.qadam import MeanMomentum
@@ -151,25 +149,3 @@ def test_a_hook_around_another_forgets_no_member(outer: hooks.CommHook) -> None:
     mro = type(outer).__mro__
     defined = {name for cls in mro[: mro.index(hooks.CommHook)] for name in vars(cls)}
     assert {name for name in vars(hooks.CommHook) if not name.startswith("_")} - own - defined == set()
-
-
-# --- Products, norms and orthonormal rows of many matrices at once, as accelerators take them, are those one by one
-
-
-#: (rows, columns, rank): two of one shape apart from each other, and one that is too large to be copied for it.
-SHAPES = [(6, 5, 2), (3, 9, 1), (6, 5, 2), (2000, 600, 2), (3, 9, 1), (6, 5, 2)]
-
-
-def test_accelerators(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    lefts = [torch.randn(rows, columns, dtype=torch.float64) for rows, columns, _ in SHAPES]
-    rights = [torch.randn(r, columns, dtype=torch.float64).mT for _, columns, r in SHAPES]
-
-    def run() -> list[list[torch.Tensor]]:
-        products = multiply_all(lefts, rights)
-        return [products, row_norms(products), orthonormal_all(products)]
-
-    one_by_one = run()
-    monkeypatch.setattr(comm_hook, "IN_PIECES", frozenset())
-    for mine, expected in zip(run(), one_by_one, strict=True):
-        torch.testing.assert_close(mine, expected)
-    assert (multiply_all([], []), row_norms([]), orthonormal_all([])) == ([], [], [])

@@ -16,7 +16,8 @@ import ltx
 from ltx.core.training.backward import BackwardResult
 from ltx.core.training.step import UpdateThenSend
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
-from tests.contract.strategies.test_failures import LATE, BrokenError, Overlap, adam, loss, problem_of, trained
+from tests.contract.strategies.test_failures import BrokenError
+from tests.contract.strategies.test_late import LATE, Overlap, adam, loss, problem, trained
 from tests.kinds import OnNewAxis, Ranks
 
 IN_BUCKETS = [name for name in LATE if name != "adasum, passes"]
@@ -127,7 +128,7 @@ def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_invalid(
 
     def run() -> tuple[str, list[Tensor]]:
         torch.manual_seed(seed)
-        params, inputs = problem_of(2)
+        params, inputs = problem(2)
         rank, broken = int(ltx.axis_index()), [int(ltx.axis_index()) == 1]
 
         def fail(_: Tensor) -> None:
@@ -156,7 +157,7 @@ def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_invalid(
 
     def undisturbed() -> list[Tensor]:
         torch.manual_seed(seed)
-        params, inputs = problem_of(2)
+        params, inputs = problem(2)
         train = ltx.train_step(ltx.data_parallel(loss, strategy), adam())
         state = train.init(params)
         for x in inputs:
@@ -200,7 +201,7 @@ def test_zero_goes_on_from_a_gathered_state(donate: bool, ranks: Ranks, seed: in
 
     def run(overlap: Overlap) -> list[Tensor]:
         torch.manual_seed(seed)
-        params, inputs = problem_of(2)
+        params, inputs = problem(2)
         step = ltx.data_parallel(loss, LATE["zero"][1])
         train = ltx.train_step(step, adam(), overlap=overlap, donate=donate)
         state = train.init(params)
@@ -223,7 +224,7 @@ def test_without_any_weight(on_new_axis: OnNewAxis, seed: int) -> None:
 
     def run() -> tuple[str, list[Tensor]]:
         torch.manual_seed(seed)
-        params, inputs = problem_of(2)
+        params, inputs = problem(2)
         rank, weight = int(ltx.axis_index()), torch.zeros(())
 
         def weighted(params: dict[str, Tensor], x: Tensor) -> ltx.Weighted:
@@ -243,7 +244,7 @@ def test_without_any_weight(on_new_axis: OnNewAxis, seed: int) -> None:
     found = on_new_axis(run)
     assert [told for told, _ in found] == ["WeightError"] * 2
     torch.manual_seed(seed)
-    params, inputs = problem_of(2)
+    params, inputs = problem(2)
     both = ltx.data_parallel(lambda p, x: torch.stack([loss(p, one) for one in x]).mean())
     train = ltx.train_step(both, adam())
     state = train.init(params)
@@ -265,7 +266,7 @@ def test_explain_says_what_is_sent(
 
     def run() -> tuple[list[str], int, int]:
         torch.manual_seed(seed)
-        params, inputs = problem_of(2)
+        params, inputs = problem(2)
         precision = ltx.Precision(compute=torch.float32, reduce=reduce)
         step = ltx.mixed_precision(ltx.data_parallel(loss, strategy), precision)
         train = ltx.train_step(step, adam(), overlap=overlap)

@@ -1,0 +1,129 @@
+"""Numbers and NumPy's arrays as leaves, as in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.errors import TreeError
+
+
+def called(rank: int) -> dict[str, Any]:
+    numpy = pytest.importorskip("numpy")
+    tree = {"int": 1, "float": 0.5 + rank, "bool": rank == 0, "array": numpy.full((2,), rank, numpy.float32)}
+    gathered = ltx.all_gather({"int": rank, "scalar": numpy.int64(rank)})
+    return {
+        "sum": ltx.tree.map(lambda x: (x.tolist(), x.dtype), ltx.psum(tree)),
+        "mean": ltx.pmean(rank).item(),
+        "max": ltx.pmax(rank + 0.5).item(),
+        "gathered": ltx.tree.map(torch.Tensor.tolist, gathered),
+        "sent": ltx.broadcast(rank, 1).item(),
+        "ranks": ltx.psum(1).item(),
+        "at one": ltx.broadcast(ltx.psum_to(2, 1), 1).item(),
+    }
+
+
+WANT = {
+    "sum": {
+        "array": ([1.0, 1.0], torch.float32),
+        "bool": (1, torch.int64),
+        "float": (2.0, torch.float32),
+        "int": (2, torch.int64),
+    },
+    "mean": 0.5,
+    "max": 1.5,
+    "gathered": {"int": [0, 1], "scalar": [0, 1]},
+    "sent": 1,
+    "ranks": 2,
+    "at one": 4,
+}
+
+
+def test_on_processes(ranks: Callable[[int], Any]) -> None:
+    assert ranks(2).run(lambda: called(ltx.world().rank)).replicated() == WANT
+
+
+def test_alone_and_simulated() -> None:
+    assert ltx.psum(1).item() == 1
+    assert ltx.all_gather(2.5).tolist() == [2.5]
+    assert ltx.vmap(lambda x: x / ltx.psum(1))(torch.tensor([2.0, 4.0, 6.0])).tolist() == pytest.approx(
+        [2 / 3, 4 / 3, 2]
+    )
+    assert ltx.vmap(lambda x: x * ltx.pmax(3))(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+def test_compiled(ranks: Callable[[int], Any]) -> None:
+    def run() -> Any:
+        return torch.compile(lambda x: x * ltx.psum(1), backend="aot_eager", fullgraph=True)(torch.ones(2)).tolist()
+
+    assert ranks(2).run(run).replicated() == [2.0, 2.0]
+
+
+def test_arrays_however_they_lie_in_memory(ranks: Callable[[int], Any]) -> None:
+    numpy = pytest.importorskip("numpy")
+
+    def run() -> Any:
+        plain = numpy.arange(6.0, dtype="f4").reshape(2, 3)
+        fixed = plain.copy()
+        fixed.flags.writeable = False
+        arrays = [plain[:, ::-1], plain.T, fixed, numpy.broadcast_to(numpy.float32(2), (2,)), plain.astype(">f4")]
+        before = [x.copy() for x in arrays]
+        sums = ltx.psum(arrays)
+        for x, old, total in zip(arrays, before, sums, strict=True):
+            assert total.dtype == torch.float32
+            assert total.tolist() == (int(ltx.psum(1)) * old).tolist()
+            total.zero_()
+            assert (x == old).all(), "the result has memory of its own"
+
+    run()
+    ranks(2).run(run)
+    for array, text in (
+        (numpy.array(["a"]), "Its dtype is <U1, and torch has no such tensors"),
+        (numpy.array([object()]), "Its dtype is object"),
+        (numpy.datetime64("2020-01-01"), r"Its dtype is datetime64\[D\]"),
+    ):
+        with pytest.raises(TreeError, match=text):
+            ltx.psum({"x": array})
+
+
+def test_arrays_are_what_tensors_are(ranks: Callable[[int], Any], seed: int) -> None:
+    """Also where a collective does something to its argument ahead of what all of them do."""
+    numpy = pytest.importorskip("numpy")
+    x = torch.randint(0, 9, (2, 2, 2))
+
+    def run(as_leaf: Callable[[Any], Any]) -> Any:
+        mine = x[rank := int(ltx.axis_index())]
+        turned, flags = as_leaf(mine.numpy()), as_leaf((mine > 4).numpy())
+        unequal = ltx.all_gather(as_leaf(mine[: 1 + rank].numpy()), tiled=True, splits=[1, 2])
+        return ltx.all_to_all(turned, 1, 0, tiled=False), ltx.psum_scatter(flags), ltx.pmean(flags), unequal
+
+    for array, tensor in zip(
+        ranks(2).run(lambda: run(numpy.array)), ranks(2).run(lambda: run(torch.tensor)), strict=True
+    ):
+        for found, want in zip(array, tensor, strict=True):
+            assert found.dtype == want.dtype
+            assert torch.equal(found, want)
+
+
+def test_weighted_means_of_numbers(ranks: Callable[[int], Any]) -> None:
+    def run() -> Any:
+        rank = int(ltx.axis_index())
+        return ltx.weighted_mean({"accuracy": 0.5 + rank, "hits": 2 * rank}, 1 + rank)
+
+    assert run() == {"accuracy": 0.5, "hits": 0.0}
+    for found in ranks(2).run(run):
+        assert found == {"accuracy": pytest.approx((0.5 + 2 * 1.5) / 3), "hits": pytest.approx(4 / 3)}
+    assert ltx.vmap(lambda w: ltx.weighted_mean(3.0, w))(torch.tensor([1.0, 2.0])).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("leaf", ["1", None, object()], ids=["str", "None", "object"])
+def test_what_is_no_number(leaf: Any) -> None:
+    if leaf is None:
+        assert ltx.psum(None) is None  # an empty tree
+        return
+    with pytest.raises(TreeError, match="psum: its argument must be a tree of tensors, but leaf 'x' is of type"):
+        ltx.psum({"x": leaf})

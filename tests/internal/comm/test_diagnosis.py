@@ -1,0 +1,117 @@
+"""What follows from what ranks say of themselves: a table of records, without processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ltx.core.base.errors import said_of
+from ltx.core.comm.diagnosis import INIT, Left, Record, Status, ThreadWait, Told, Waiter, diagnose, silent_of
+from ltx.errors import DeadlockDetectedError, PeerLostError, ReplicaDivergedError
+
+AXIS = "ltx/data/1"
+#: Rank 1 of three, which are ranks 4, 6 and 9 of the world.
+ME = Waiter(1, "data", AXIS, [4, 6, 9], 10.0, generation=2, completed=5, issue=("user", 7))
+LEFT = Left(generation=2, completed=5, why="ValueError: x", what="step 5 of the training", lost=False)
+
+
+def says(beat: float = 1.0, silent: dict[int, float] | None = None, **status: object) -> Record:
+    return Record(beat, 0, silent or {}, {AXIS: Status(**status)})  # type: ignore[arg-type]
+
+
+#: What is said by ranks of the world; the error's type and words of it, None if there is none.
+TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
+    "nobody has said anything": ({}, None, ""),
+    "all go on": ({4: says(), 6: says(), 9: says()}, None, ""),
+    "a peer has left the pass": (
+        {4: says(left=LEFT)},
+        DeadlockDetectedError,
+        "rank 1: rank 0 has left step 5 of the training on axis 'data' halfway (ValueError: x), so what this rank "
+        "waits for won't come. Once every rank has left it",
+    ),
+    "which this rank had completed": (
+        {9: says(left=replace(LEFT, completed=4))},
+        ReplicaDivergedError,
+        "rank 1: rank 2 has left step 5 of the training on axis 'data' halfway (ValueError: x), so what this rank "
+        "waits for won't come. This rank had completed it.",
+    ),
+    "because a peer is lost": ({9: says(left=replace(LEFT, lost=True))}, PeerLostError, "rank 1: rank 2 has left"),
+    "a pass before the ranks recovered": ({9: says(left=replace(LEFT, generation=1))}, None, ""),
+    "this rank itself has left it": ({6: says(left=LEFT)}, None, ""),
+    "a peer's world ends": (
+        {9: says(abandoned=("KeyError: 3", False), left=LEFT)},
+        DeadlockDetectedError,
+        "rank 1: rank 2 has left axis 'data' because of an exception (KeyError: 3), so what this rank waits for won't",
+    ),
+    "a peer's world ends as it has lost one": ({4: says(abandoned=("gone", True))}, PeerLostError, "rank 0 has left"),
+    "another axis": ({4: Record(1.0, 0, {}, {"ltx/data/2": Status(left=LEFT, abandoned=("x", False))})}, None, ""),
+    "a peer finds another silent": (
+        {4: says(silent={9: 3.0}), 9: says(3.0)},
+        PeerLostError,
+        "rank 1: rank 2 on axis 'data' has shown no sign of life for 10 s: its process has been stopped",
+    ),
+    "which has shown a beat since": ({4: says(silent={9: 3.0}), 9: says(4.0)}, None, ""),
+    "one that isn't of the axis": ({4: says(silent={5: 3.0}), 5: says(3.0)}, None, ""),
+    "this rank was silent": ({4: says(silent={6: 3.0}), 6: says(3.0)}, None, ""),
+    "a silent one has ended in order": (
+        {4: says(silent={9: 3.0}), 9: says(3.0, ended=True, issued={"user": 9})},
+        PeerLostError,
+        "rank 1: on axis 'data', rank 2 has ended its part of the world in good order",
+    ),
+    "a peer has ended that issued it": ({9: says(0.0, ended=True, issued={"user": 7})}, None, ""),
+    "a peer has ended that didn't": (
+        {9: says(0.0, ended=True, issued={"user": 6})},
+        PeerLostError,
+        "rank 1: on axis 'data', rank 2 has ended its part of the world in good order",
+    ),
+    "a peer's world has ended, where it never had this axis": (
+        {9: Record(0.0, axes={INIT: Status(ended=True), "ltx/data/2": Status(abandoned=("KeyError: 3", False))})},
+        DeadlockDetectedError,
+        "rank 1: rank 2 has left axis 'data' because of an exception (KeyError: 3), so what this rank waits for won't",
+    ),
+    "a peer has closed all its axes, and may open others": (
+        {9: Record(0.0, axes={"ltx/data/2": Status(ended=True)})},
+        None,
+        "",
+    ),
+    "on another channel": ({9: says(0.0, ended=True, issued={"buckets 0": 6})}, None, ""),
+}
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_what_follows(row: str) -> None:
+    records, kind, words = TABLE[row]
+    error = diagnose(records, ME)
+    assert type(error) is (kind or type(None))
+    assert words in str(error or "")
+
+
+@pytest.mark.parametrize("said", ["left", "abandoned"])
+def test_the_first_cause_is_said_once(said: str) -> None:
+    """An error that goes from rank to rank says who raised first, and what."""
+    why = "ValueError: x"
+    for _ in range(3):
+        status: dict[str, object] = {"left": replace(LEFT, why=why)} if said == "left" else {"abandoned": (why, False)}
+        error = diagnose({4: says(**status)}, ME)
+        assert error is not None
+        why = said_of(error)
+        assert why == "after rank 0 had left: ValueError: x"
+    assert str(error).count("rank 0 had left: ValueError: x") == 1
+    assert said_of(ValueError("x")) == "ValueError: x"
+
+
+def test_who_waits_for_no_pass_goes_on_when_one_is_left() -> None:
+    assert diagnose({4: says(left=LEFT)}, replace(ME, generation=-1)) is None
+
+
+def test_a_record_survives_the_store() -> None:
+    wait = ThreadWait(7, 3, "ltx/data/1/user", 9, [4, 6], "psum (x.py:3)")
+    told = Told([wait], {"ltx/data/1/user": (8, [7, 8])}, ([(4, 7, 3)], "text"))
+    full = Status("exchanges/item/3", LEFT, ("KeyError: 3", True), True, {"user": 7})
+    for record in (Record(), Record(2.5, 11, {9: 3.25}, {AXIS: full, "other": Status()}, told)):
+        assert Record.of(record.text()) == record
+
+
+def test_silent_is_who_shows_no_beat_since_it_was_found_so() -> None:
+    assert silent_of({0: Record(1.0, 0, {1: 5.0, 2: 6.0}), 1: Record(5.0), 2: Record(6.5)}) == {1}

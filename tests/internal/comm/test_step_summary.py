@@ -1,0 +1,66 @@
+"""The header: sums of losses and weights, and digests that differ on any rank."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ltx.core.comm.step_summary import IssuedSummary, Said, send_summary
+from ltx.errors import RankMismatchError
+
+
+class Wire:
+    """Adds up what the ranks of an axis put on a channel."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.axis_name = "data"
+        self.sum: Tensor = torch.zeros(())
+
+    def orders_streams(self, device: torch.device) -> bool:
+        return False
+
+    def issue(self, operation: str, buffer: Tensor, label: str) -> Any:
+        assert operation == "psum"
+        self.sum = self.sum + buffer
+        return SimpleNamespace(wait=lambda: self.sum)
+
+
+def _send(digests: list[int], losses: list[float]) -> list[IssuedSummary]:
+    wire: Any = Wire(len(digests))
+    return [
+        IssuedSummary(send_summary(wire, torch.tensor(loss), torch.tensor(1), Said(digest), torch.device("cpu")), wire)
+        for digest, loss in zip(digests, losses, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 100])
+def test_equal_digests(n: int, seed: int) -> None:
+    losses = [random.uniform(-1, 1) for _ in range(n)]
+    for work in _send([random.getrandbits(62)] * n, losses):
+        header = work.wait()
+        assert header is work.wait(), "a second wait gives the same"
+        assert header.total.item() == pytest.approx(sum(torch.tensor(losses).double()).item(), rel=1e-12)
+        assert (header.weight.item(), header.total.dtype) == (n, torch.float64)
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("n", [2, 3, 100])
+def test_one_bit_on_one_rank(n: int, seed: int) -> None:
+    for bit in range(60):
+        digests = [random.getrandbits(60)] * n
+        digests[random.randrange(n)] ^= 1 << bit
+        for work in _send(digests, [0.0] * n)[:2]:
+            with pytest.raises(RankMismatchError, match=r"axis 'data': ranks have issued different collectives"):
+                work.wait()
+
+
+def test_a_loss_that_is_not_finite_leaves_the_digest_alone() -> None:
+    header = _send([5, 5], [float("nan"), 1.0])[0].wait()
+    assert header.total.isnan()
+    assert _send([5, 5], [float("inf"), 1.0])[0].wait().total.isinf()

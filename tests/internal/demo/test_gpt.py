@@ -1,0 +1,113 @@
+"""The demo's model: shapes and causality. Its text: cutting, encoding, batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from ltx.demo.gpt import GPT, PARAGRAPH, Corpus, read_topics, split, unigram_entropy
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocabulary=11, context=12, width=16, layers=2, heads=4)
+
+
+@pytest.mark.parametrize("time", [1, 7, 12])
+def test_logits_for_each_position(model: GPT, time: int) -> None:
+    assert model(torch.zeros(3, time, dtype=torch.int64)).shape == (3, time, 11)
+
+
+def test_a_position_sees_itself_and_what_is_before(model: GPT) -> None:
+    tokens = torch.randint(11, (1, 12))
+    changed = tokens.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 11
+    before, after = model(tokens)[0], model(changed)[0]
+    torch.testing.assert_close(before[:7], after[:7])
+    assert (before[7:] - after[7:]).abs().amax(dim=-1).gt(1e-6).all()
+
+
+def test_it_starts_as_ignorant_as_can_be(model: GPT) -> None:
+    tokens = torch.randint(11, (4, 12))
+    loss = cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    assert loss.item() == pytest.approx(math.log(11), rel=0.05)
+
+
+def test_a_functional_call_reads_the_parameters_given(model: GPT) -> None:
+    tokens = torch.randint(11, (2, 5))
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    assert functional_call(model, zeros, (tokens,)).eq(0).all()
+
+
+def test_the_demo_has_under_a_million_parameters() -> None:
+    assert 500_000 < sum(parameter.numel() for parameter in GPT(vocabulary=103).parameters()) < 1_000_000
+
+
+@pytest.fixture(scope="module")
+def topics() -> str:
+    return read_topics()
+
+
+@pytest.fixture(scope="module")
+def corpus(topics: str) -> Corpus:
+    return Corpus.of(topics)
+
+
+def test_the_text_is_what_cpython_ships(topics: str) -> None:
+    assert len(topics) > 300_000
+    assert 'The "assert" statement' in topics
+
+
+def test_the_held_out_text_is_the_end_and_none_of_it_was_trained_on(topics: str) -> None:
+    train, validation = split(topics)
+    assert topics.startswith(train)
+    assert topics.endswith(validation[-200:])
+    assert 0.05 < len(validation) / len(topics) <= 0.1
+    assert not set(train.split(PARAGRAPH)) & set(validation.split(PARAGRAPH))
+
+
+def test_a_text_without_paragraphs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"text: no paragraph ends in its last 10%"):
+        split("one line")
+
+
+def test_tokens_are_characters(topics: str, corpus: Corpus) -> None:
+    train, validation = split(topics)
+    assert (corpus.decode(corpus.train), corpus.decode(corpus.validation)) == (train, validation)
+    assert len(corpus.characters) == len(set(topics))
+    assert corpus.train.dtype == torch.int64
+    assert corpus.train.max() < len(corpus.characters)
+
+
+def test_a_batch_is_a_function_of_step_and_seed(corpus: Corpus) -> None:
+    x, y = corpus.batch(3, batch_size=4, context=16)
+    again, _ = corpus.batch(3, batch_size=4, context=16)
+    torch.testing.assert_close(x, again, rtol=0, atol=0)
+    assert x.shape == y.shape == (4, 16)
+    torch.testing.assert_close(x[:, 1:], y[:, :-1], rtol=0, atol=0)
+    assert not torch.equal(x, corpus.batch(4, batch_size=4, context=16)[0])
+    assert not torch.equal(x, corpus.batch(3, batch_size=4, context=16, seed=1)[0])
+
+
+def test_batches_come_from_the_training_text(corpus: Corpus) -> None:
+    x, _ = corpus.batch(0, batch_size=2, context=32)
+    train = corpus.decode(corpus.train)
+    assert all(corpus.decode(row) in train for row in x)
+
+
+def test_validation_windows_cover_the_held_out_text_once(corpus: Corpus) -> None:
+    x, y = corpus.validation_windows(64)
+    assert x.shape == y.shape
+    covered = x.flatten()
+    torch.testing.assert_close(covered, corpus.validation[: len(covered)], rtol=0, atol=0)
+    torch.testing.assert_close(y.flatten(), corpus.validation[1 : len(covered) + 1], rtol=0, atol=0)
+    assert len(corpus.validation) - len(covered) <= 64
+
+
+def test_unigram_entropy_of_equal_frequencies() -> None:
+    assert unigram_entropy(torch.arange(8)) == pytest.approx(math.log(8))
