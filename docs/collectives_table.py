@@ -49,7 +49,7 @@ ROWS = (
     Row("pvary", "x_r", rule="pvary"),
     Row("all_gather", "[x_0, ..., x_{n-1}], stacked or concatenated", rule="all_gather", static=(0, 0)),
     Row("psum_scatter", "part r of Σ_s x_s", rule="psum_scatter", static=(0, 0)),
-    Row("all_to_all", "[(x_0)_r, ..., (x_{n-1})_r]", rule="all_to_all", static=(0, 1)),
+    Row("all_to_all", "[(x_0)_r, ..., (x_{n-1})_r]", rule="all_to_all", static=(0, 1, True)),
     Row("ppermute", "x_src, 0 without a source", rule="ppermute", static=(0, 1)),
     Row("broadcast", "x_src", rule="broadcast", static=(0,)),
     Row("psum_to", "Σ_s x_s on dst, 0 elsewhere", rule="psum_to", static=(0,)),

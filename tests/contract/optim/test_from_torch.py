@@ -326,7 +326,7 @@ def test_grads_and_state_must_fit() -> None:
         optimizer.apply(params, (), params)
     for grad in (torch.ones(()), None):
         with pytest.raises(
-            OptimError, match="that of other parameters, which have containers where these have tensors"
+            OptimError, match="other parameters, which have containers where these have tensors"
         ):
             optimizer.apply(grad, state, torch.ones(()))
     with pytest.raises(OptimError, match="the gradient of leaf 1 of the list is float32"):
