@@ -193,8 +193,8 @@ class TorchOptimizer(ClassOptimizer):
         states = leaves_like(spec, state.per_param, "the optimizer's state")
         if not all(issubclass(kind, Tensor) for kind in {type(value) for own in states for value in own.values()}):
             raise OptimError(
-                f"{self} expected the state that its init(params) made; this one is that of other parameters, which have "
-                "containers where these have tensors."
+                f"{self} expected the state that its init(params) made; this one is that of other parameters, "
+                "which have containers where these have tensors."
             )
         return states
 

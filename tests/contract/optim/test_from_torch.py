@@ -325,9 +325,7 @@ def test_grads_and_state_must_fit() -> None:
     with pytest.raises(OptimError, match=re.escape("from_torch(torch.optim.AdamW) expected the state that its init")):
         optimizer.apply(params, (), params)
     for grad in (torch.ones(()), None):
-        with pytest.raises(
-            OptimError, match="other parameters, which have containers where these have tensors"
-        ):
+        with pytest.raises(OptimError, match="other parameters, which have containers where these have tensors"):
             optimizer.apply(grad, state, torch.ones(()))
     with pytest.raises(OptimError, match="the gradient of leaf 1 of the list is float32"):
         optimizer.update_leaves([torch.ones(2)] * 2, optimizer.leaf_states(state, params), params["layers"], state)
