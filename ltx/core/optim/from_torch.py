@@ -61,7 +61,7 @@ class TorchOptimizer(ClassOptimizer):
         # the schedule may start at 0, but torch makes the momentum's buffer only if momentum isn't 0
         if not values.get("momentum", 1):
             values["momentum"] = 0.9
-        object.__setattr__(self, "kernel", build(self.cls, fixed_lr | self.kwargs | values))
+        object.__setattr__(self, "kernel", build(self.cls, fixed_lr | self._kwargs | values))
 
     @property
     def offers(self) -> OptimizerOffers:

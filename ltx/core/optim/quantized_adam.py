@@ -43,7 +43,7 @@ class QAdamOptimizer(TorchOptimizer):
     @property
     def betas(self) -> tuple[float, float]:
         """The decay rates of Adam's moments."""
-        betas: tuple[float, float] = self.kwargs["betas"]
+        betas: tuple[float, float] = self._kwargs["betas"]
         return betas
 
     @property
@@ -92,7 +92,7 @@ class QAdamOptimizer(TorchOptimizer):
                 if count >= self.warmup_steps and m is not momentum:
                     m.copy_(momentum)
                 # m / (sqrt(v) / settled + eps), with numerator and denominator multiplied by `settled`
-                root, least = v.sqrt(), self.kwargs["eps"] * settled
+                root, least = v.sqrt(), self._kwargs["eps"] * settled
                 scale = root + least if torch.is_grad_enabled() else root.add_(least)
                 if isinstance(rate, Tensor):  # a derivative may be taken of it
                     param.sub_((m / scale).mul_(rate))
@@ -110,7 +110,7 @@ class QAdamOptimizer(TorchOptimizer):
         if apart:
             torch._foreach_copy_([m for m, _ in apart], [g for _, g in apart])
         roots = torch._foreach_sqrt(squares)
-        torch._foreach_add_(roots, self.kwargs["eps"] * settled)
+        torch._foreach_add_(roots, self._kwargs["eps"] * settled)
         torch._foreach_addcdiv_(params, moments, roots, value=-rate)
 
     def __repr__(self) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import repeat
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -43,14 +44,17 @@ class ClassOptimizer(Optimizer):
 
     cls: type[torch.optim.Optimizer]
     lr: float | Callable[[int], float] | None
-    kwargs: dict[str, Any] = field(compare=False)
+    kwargs: Mapping[str, Any] = field(compare=False)
     _compared: frozenset[tuple[str, Any]] = field(init=False)  # `kwargs`, in any order
+    _kwargs: ClassVar[dict[str, Any]]  # `kwargs` as a dict
     _varying: ClassVar[dict[str, Any]]  # scheduled or adjustable hyperparameters
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kwargs", check_arguments(self.cls, self.lr, self.kwargs))
-        object.__setattr__(self, "_compared", frozenset(self.kwargs.items()))
-        given = {"lr": self.lr, **self.kwargs}
+        # Dynamo can't read a mapping proxy in a compiled step that has changed a dict before.
+        object.__setattr__(self, "_kwargs", check_arguments(self.cls, self.lr, self.kwargs))
+        object.__setattr__(self, "kwargs", MappingProxyType(self._kwargs))
+        object.__setattr__(self, "_compared", frozenset(self._kwargs.items()))
+        given = {"lr": self.lr, **self._kwargs}
         varying = {name: value for name, value in given.items() if _varies(self.cls, name, value)}
         object.__setattr__(self, "_varying", varying)
 
@@ -86,11 +90,12 @@ class ClassOptimizer(Optimizer):
         return spec.unflatten([new.sub_(old) for new, old in zip(news, leaves, strict=True)]), new_state
 
     def __reduce__(self) -> Any:
-        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return type(self), tuple((given | {"kwargs": self._kwargs}).values())
 
     def __repr__(self) -> str:
         is_torchs = getattr(torch.optim, self.cls.__name__, None) is self.cls
-        arguments = ({} if self.lr is None else {"lr": self.lr}) | self.kwargs
+        arguments = ({} if self.lr is None else {"lr": self.lr}) | self._kwargs
         written = (f", {name}={getattr(value, '__qualname__', repr(value))}" for name, value in arguments.items())
         return f"from_torch({'torch.optim.' * is_torchs}{self.cls.__qualname__}{''.join(written)})"
 
@@ -261,7 +266,7 @@ class OpaqueOptimizer(ClassOptimizer):
         return spec.unflatten(targets), TorchState(per_param, state.count + 1, self._hyper_after(state))
 
     def _instance(self, params: list[Tensor], count: int, hyper: Tree) -> Any:
-        arguments = ({} if self.lr is None else {"lr": self.lr}) | self.kwargs | self._values(count, hyper)
+        arguments = ({} if self.lr is None else {"lr": self.lr}) | self._kwargs | self._values(count, hyper)
         if isinstance(lr := arguments.get("lr"), Tensor):
             self._refuse_if(differentiated([lr]))
             arguments["lr"] = float(lr)

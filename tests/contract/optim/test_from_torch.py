@@ -269,6 +269,8 @@ def test_is_a_value(kwargs: dict) -> None:
         assert optimizer == other
         assert hash(optimizer) == hash(other)
         assert repr(optimizer) == repr(other)
+    with pytest.raises(TypeError, match="item assignment"):
+        optimizer.kwargs["eps"] = 1.0
     assert optimizer != from_torch(AdamW, lr=0.5)
     assert optimizer != from_torch(Adam, **kwargs)
     assert optimizer != 1
