@@ -36,8 +36,9 @@ ALL: dict[str, tuple[CommHook, float]] = {
     "powersgd, started anew": (hooks.PowerSGD(1, start_step=0, warm_start=False), 1e-3),
     "powersgd, not fed back": (hooks.PowerSGD(1, start_step=0, error_feedback=False), 1e-3),
     "batched powersgd": (hooks.BatchedPowerSGD(40, start_step=0), 1e-3),
-    "powersgd in bf16": (hooks.cast(hooks.PowerSGD(1, start_step=0), torch.bfloat16), 0.05),
-    "powersgd in eight bits": (hooks.chain(hooks.PowerSGD(1, start_step=0), hooks.Quantize()), 0.1),
+    # Of rank 4, so that one column at least isn't nearly orthogonal to the gradients and rounded to nothing.
+    "powersgd in bf16": (hooks.cast(hooks.PowerSGD(4, start_step=0), torch.bfloat16), 0.05),
+    "powersgd in eight bits": (hooks.chain(hooks.PowerSGD(4, start_step=0), hooks.Quantize()), 0.1),
     "randomk in eight bits": (hooks.chain(hooks.RandomK(1.0), hooks.ByteGrad()), 0.1),
 }
 SCALES = (1e20, 1e30, 1e-30, 1e-37, 1e-40)
