@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -39,6 +39,7 @@ class Round:
     began_s: float  # when the round began, by time.monotonic
     snapshot: Sequence[torch.Tensor] = ()  # the parameters that the round sent
     mean: Exchange | None = None  # the exchange of the parameters; None after it was waited for
+    training: float | None = None  # when the first of the rounds began since init, finish, or another state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,9 @@ class AsyncAveraging(NodeStrategy):
     next step continues training, as Bagua's ``resume``. At other times parameters and losses differ between ranks; the
     loss in the metrics is the rank's own. A round under way isn't part of a saved state: call finish before saving. If
     ranks shut down without it within seconds of each other, they join the rounds that others have begun, and drop the
-    results.
+    results. A new ``train.init`` drops such a round. Before ranks go on from another state that they have kept, they
+    call finish too: a rank's peers may still get what it sent of the old one. On an axis one training at a time goes by
+    the clock.
 
     Staleness: a rank adds its peers' parameters as they were one round ago. A rank that doesn't reach the end of a step
     delays rounds but not steps: the others go on alone until the axis' timeout has passed. After it, or if the rank's
@@ -83,6 +86,7 @@ class AsyncAveraging(NodeStrategy):
         StrategyError: (a ValueError) a field's value isn't allowed.
         UnsupportedError: without a schedule: on simulated ranks, or in ``ltx.profile.explain`` or ``plan`` of a local
             step.
+        StrategyError: from a step, without a schedule: another training by the clock has begun on the axis meanwhile.
         PeerLostError, CollectiveTimeoutError: from a step or :meth:`finish`: a rank is gone, or has begun no round for
             the axis' timeout. The state is as it was before the step.
 
@@ -167,7 +171,7 @@ class AsyncAveraging(NodeStrategy):
         params, opt_state = update.apply()
         params = params if deltas is None else tree.map(torch.add, params, deltas)
         if begins:
-            pending, states = self._begin(params, states, info)
+            pending, states = self._begin(params, states, info, pending)
         return Updated(params, opt_state, states, pending)
 
     def finish(self, params: Tree, states: States, info: StepInfo, pending: Round | None) -> tuple[Tree, States]:
@@ -178,7 +182,7 @@ class AsyncAveraging(NodeStrategy):
         finished, count = False, info.axis.size // self.together
         while not finished:
             # This rank takes no steps meanwhile: x + S / n - s is the mean itself, with the same bits on all ranks.
-            reduced = self._wait_round(self._exchange(params, info, finishing=1), params, info)
+            reduced = self._wait_round(self._exchange(params, info, None, finishing=1), params, info)
             leaves, spec = tree.flatten(params)
             finished = self.schedule is not None or round(count * reduced[-1].item()) == count
             params = tree.unflatten(spec, reduced[: len(leaves)])
@@ -214,12 +218,20 @@ class AsyncAveraging(NodeStrategy):
         reduced, _ = self.exchange(_MEAN, [given], ["whether a round is due"], there).wait()
         return [round(self.together * inputs) == self.together for inputs in reduced[0].tolist()]
 
-    def _begin(self, params: Tree, states: States, info: StepInfo) -> tuple[Round | None, States]:
+    def _begin(self, params: Tree, states: States, info: StepInfo, before: Round | None) -> tuple[Round | None, States]:
         """Begin a round; on ranks whose collectives complete at once, the states hold its result."""
-        leaves = tree.flatten(params)[0]
-        mean = self._exchange(params, info, finishing=0)
+        leaves, axis_comm = tree.flatten(params)[0], info.axis.comm
+        training = time.monotonic() if before is None else before.training
+        if before and self.schedule is None and axis_comm and axis_comm.clocked != training:
+            raise StrategyError(
+                f"rank {info.axis.rank}: AsyncAveraging: since this training's last round another training has begun "
+                "rounds on the axis. Each rank begins rounds by its own clock, so rounds of two trainings would be "
+                "mixed. Give both a schedule=(period, delay), give one an axis of its own (ltx.axis_from_group), or "
+                "call train.finish(state) before another training begins."
+            )
+        mean = self._exchange(params, info, training, finishing=0)
         if info.axis.ranks.lags:
-            return Round(time.monotonic(), [x.clone() for x in leaves], mean), states
+            return Round(time.monotonic(), [x.clone() for x in leaves], mean, training), states
         reduced = self._wait_round(mean, params, info)
         paths = tree.leaf_paths(params)
         return None, {path: {_DELTA: y - x} for path, y, x in zip(paths, reduced, leaves, strict=False)}
@@ -232,7 +244,7 @@ class AsyncAveraging(NodeStrategy):
         if pending is not None and pending.mean is not None:
             reduced = self._wait_round(pending.mean, params, info)
             deltas = [y - s for y, s in zip(reduced, pending.snapshot, strict=False)]
-            return tree.unflatten(spec, deltas), states, Round(pending.began_s)
+            return tree.unflatten(spec, deltas), states, replace(pending, snapshot=(), mean=None)
         if states:
             return tree.unflatten(spec, [states[path][_DELTA] for path in tree.leaf_paths(params)]), {}, pending
         return None, states, pending
@@ -245,7 +257,9 @@ class AsyncAveraging(NodeStrategy):
         there = StepInfo(info.step, node(info.axis, self.together))
         return self.exchange(ByNode(self.together, steps=(3,)), reduced, self._message(params, 0)[1], there).wait()[0]
 
-    def _exchange(self, params: Tree, info: StepInfo, finishing: int) -> Exchange:
+    def _exchange(self, params: Tree, info: StepInfo, training: float | None, finishing: int) -> Exchange:
+        if info.axis.comm is not None and self.schedule is None:
+            info.axis.comm.clocked = training
         return self.exchange(self._round, *self._message(params, finishing), info, background=True)
 
     def _message(self, params: Tree, finishing: int) -> tuple[list[torch.Tensor], list[str]]:

@@ -27,7 +27,7 @@ from ltx.core.base.traced import refuse_script
 from ltx.core.comm import backends
 from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, look_out, open_group
 from ltx.core.comm.buffer_pool import BufferPool
-from ltx.core.comm.channel import Channel
+from ltx.core.comm.channel import DRAINING_S, Channel
 from ltx.core.comm.debug import BUCKETS, caller, under_way
 from ltx.core.comm.diagnosis import OPENED, Status
 from ltx.core.comm.negotiation import Negotiation
@@ -96,6 +96,7 @@ class AxisComm(Ranks):
         self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
         #: Collectives that have begun and weren't waited for yet (see ltx.core.collectives.futures), oldest first.
         self.futures: list[Any] = []
+        self.clocked: float | None = None  # the training whose background rounds begin by each rank's own clock
         self.under_way = ""  # the name, for errors, of the work on the bucket channels
         self._left: list[Channel] = []  # the channels of the last aborted pass
         self._streams: dict[torch.device, CommStream] = {}
@@ -301,10 +302,19 @@ class AxisComm(Ranks):
         first = [self.store_exchange.finish, self.buffer_pool.clear, self._look_at_last_pass, self._end_pending]
         _in_turn([*first, self._end_device, *parts, self._end_watch, self._destroy_groups])
 
+    def start_anew(self) -> None:
+        """All ranks begin a training: complete what some have begun in the background for states that were dropped."""
+        told = Signature("train.init", ())
+        for each in (self, *self.parts):
+            if not any(each.exchange(told, each.background.failed is not None)):
+                each.background.drain(partial(each.exchange, told))
+
     def _end_pending(self) -> None:
         for future in list(self.futures):
             future.wait_all()
-        self.background.drain(self.store_exchange)
+        if self.background.history and self.background.failed is None and self.size > 1:
+            place, during = f"drain/{self.background.address}", "the end of an axis"
+            self.background.drain(lambda own: self.store_exchange.exchange(place, own, during, DRAINING_S))
         for work in list(self.background.works):
             work.give_up()
         self.negotiation.end()

@@ -44,7 +44,7 @@ from ltx.core.comm.shared_memory import (
     wait_for,
 )
 from ltx.core.comm.signature import Agreement
-from ltx.core.comm.store_exchange import StoreExchange, poll_until
+from ltx.core.comm.store_exchange import poll_until
 from ltx.core.comm.watcher import PATIENCE_S
 
 #: A wait returns to Python this often, so that a signal or an abort is seen at once.
@@ -68,19 +68,19 @@ class Work:
     total: float | None = None
 
     def __post_init__(self) -> None:
-        self._number, self._begun_s = self._channel.begun, time.perf_counter()
+        self.number, self._begun_s = self._channel.begun, time.perf_counter()
 
     @staticmethod
     def arrived(channel: Channel, value: torch.Tensor) -> Work:
         return Work(channel, None, value, "", None)
 
     def give_up(self) -> None:
-        """Drop this work because its channel is closed. A later :meth:`wait` raises."""
+        """Drop this work, for which peers won't come any more. A later :meth:`wait` raises."""
         if self._work is not None:
             self._work = None
             self._given_up = AxisError(
-                f"{self._label} was under way on axis {self._channel.axis_name!r} when that was closed, and was given "
-                "up. Finish it before ltx.shutdown(): train.finish(state)."
+                f"{self._label} was under way on axis {self._channel.axis_name!r} when that was closed, or when "
+                "train.init began another training there, and was given up. Finish it before: train.finish(state)."
             )
 
     @property
@@ -93,7 +93,7 @@ class Work:
         if self._work is None or self._ordered or self._work.is_completed():
             return True
         # Whether a wait would raise.
-        waited_s, issue = time.perf_counter() - self._begun_s, (self._channel.address, self._number)
+        waited_s, issue = time.perf_counter() - self._begun_s, (self._channel.address, self.number)
         return waited_s >= PATIENCE_S and (
             waited_s > self._channel.timeout_s or self._channel.negotiation.diagnosed(True, issue) is not None
         )
@@ -145,7 +145,7 @@ class Work:
     def _order(self, work: dist.Work, group: StreamGroup) -> None:
         """Make the current stream wait for `work`. Raises if the work has failed: its buffer holds garbage then."""
         self._ask(work.wait)
-        self._channel.check_device(group, self._number, self._label)
+        self._channel.check_device(group, self.number, self._label)
 
     def _block(self, work: dist.Work, began: float) -> None:
         ticks = 0
@@ -162,14 +162,14 @@ class Work:
                 ticks += 1
                 if ticks % 100:
                     continue
-            self._channel.look_around(began, self._number, self._label)
+            self._channel.look_around(began, self.number, self._label)
 
     def _ask(self, ask: Callable[[], bool]) -> bool:
         """What the backend answers. If the wait fails because of peers, the error says what happened to them."""
         try:
             return ask()
         except RuntimeError as error:
-            self._channel.explain(error, self._number, self._label)
+            self._channel.explain(error, self.number, self._label)
             raise
 
     def _pass(self, work: SharedMemoryWork, began: float) -> None:
@@ -180,7 +180,7 @@ class Work:
                 raise channel.transport_failed(self._label) from channel.transport.error
             lost = channel.transport.lost_peers()
             # This comes first: a peer that ended may have said why.
-            channel.look_around(began, self._number, self._label, now=bool(lost))
+            channel.look_around(began, self.number, self._label, now=bool(lost))
             if lost:
                 raise PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
@@ -335,20 +335,20 @@ class Channel:
         finally:
             self.negotiation.deadlocks.done()
 
-    def drain(self, exchange: StoreExchange) -> None:
-        """Before this channel closes, join the collectives that peers have issued on it, by its history.
+    def drain(self, told: Callable[[Any], list[Any]]) -> None:
+        """Join the collectives that peers have issued on this channel, by its history: at its end, and at a new start.
 
         Between training steps a rank may have sums under way that its peers haven't begun (``train.finish(state)``
         waits for them). A process group with one can't be closed: it waits for the peers, and a process that ends
-        meanwhile is aborted. So ranks tell each other through the store how many they have issued. Ranks behind issue
-        the rest, with zeros, and drop the results. They give up after :data:`DRAINING_S`, or if a peer is lost.
+        meanwhile is aborted. A new training would be averaged with them. So ranks tell each other how many they have
+        issued: `told` gives all ranks' values. Ranks behind issue the rest, with zeros, and drop the results. They give
+        up after :data:`DRAINING_S`, or if a peer is lost.
         """
-        if not self.history or self.failed is not None or self.size == 1:
-            return
         deadline = time.monotonic() + DRAINING_S
-        own = [self.begun, [(op, list(shape), str(dtype), list(args)) for op, shape, dtype, args in self.history]]
+        history = self.history or ()
+        own = [self.begun, [(op, list(shape), str(dtype), list(args)) for op, shape, dtype, args in history]]
         try:
-            by_rank = exchange.exchange(f"drain/{self.address}", own, "the end of an axis", DRAINING_S)
+            by_rank = told(own)
             begun, issues = max(by_rank, key=lambda issued: issued[0])
             missing = begun - self.begun
             if missing > len(issues):
@@ -359,6 +359,9 @@ class Channel:
                 works.append(self.issue(operation, zeros, "drain_background", tuple(arguments)))
             # If a group is closed while this rank's part is under way, its peers' connections break.
             poll_until(lambda: all(work.done for work in works), deadline - time.monotonic())
+            for work in works:
+                if work.number > min(issued for issued, _ in by_rank):
+                    work.give_up()  # ranks behind have added zeros
         except LtxError:
             return  # a peer is gone, or has issued something else: the peer won't join
 

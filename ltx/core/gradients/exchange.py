@@ -29,7 +29,7 @@ class Exchange:
         background: use the background channel, where peers may come much later. The buckets' channels go through shared
             memory between ranks of one machine, but progress only while ranks wait.
         midway: another exchange of the same step follows, so a rank that has completed this one hasn't completed the
-            step.
+            step. Nor has a rank that has waited in the background, where ranks may differ in how often they wait.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Exchange:
         background: bool = False,
         midway: bool = False,
     ):
-        self._midway = midway
+        self._midway = midway or background
         self._plan = plan
         self._pending: Pending | None = None
         self._completed: list[Reduced] = []

@@ -104,6 +104,8 @@ class TrainStep(TrainSettings):
             if leaf.is_complex():
                 require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
+        if strategy.communicates_besides and axis.comm is not None and axis.size > 1:
+            axis.comm.start_anew()
         dynamic = scaling(self)
         loss_scale: Any = () if self.max_skipped is None else LossScale()
         loss_scale = loss_scale if dynamic is None else dynamic.start()
@@ -210,7 +212,7 @@ class TrainStep(TrainSettings):
         strategy, info = self.step.strategy, StepInfo(sync.checked_step(), axis)
         strategy.check_axis(axis)
         check_layout(strategy, info.step)
-        pending, buffers = state.pending, state.held("buffers")
+        pending, buffers, begun = state.pending, state.held("buffers"), None
         late = axis.size > 1 and strategy.communicates_after_update(info.step)
         hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
         try:
@@ -221,10 +223,15 @@ class TrainStep(TrainSettings):
             with ranks.in_step(state.step) as commit, comm.span("step"):
                 if strategy.communicates_besides:
                     pending = strategy.begin(params, sync.leaves, info, pending)
-                return Step(self, state, flat, batch, seen, info, shared, pending, late, hook, commit).run()
+                    if pending is not None and pending is not state.pending and axis.comm is not None:
+                        begun = axis.comm.recovery
+                done = Step(self, state, flat, batch, seen, info, shared, pending, late, hook, commit).run()
+                if begun is not None:
+                    begun.complete()  # peers may have left it
+                return done
         except BaseException as error:
-            if pending is not None and pending is not state.pending and axis.comm is not None:
-                axis.comm.recovery.abort(error)  # the exchange that this rank has begun won't be completed
+            if begun is not None:
+                begun.abort(error)  # the exchange that this rank has begun won't be completed
             if isinstance(error, PeerLostError | CollectiveTimeoutError):
                 error.args = (f"{error} It was in step {state.step} of the training.",)
             if isinstance(error, TypeError):

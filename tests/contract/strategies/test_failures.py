@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import DeadlockDetectedError, ReplicaDivergedError
+from ltx.errors import CallFailedError, DeadlockDetectedError, ReplicaDivergedError
 from tests.contract.strategies.test_protocol import Gossip, LocalSGD, problem, trainer
+from tests.inside import AsyncAveraging
 from tests.kinds import OnNewAxis
 
 
@@ -103,3 +106,61 @@ def test_finish_gives_back_what_has_nothing_under_way() -> None:
     state = train.init(problem(1)[0])
     assert train.finish(state) is not None
     assert train.finish(state).params["w"].equal(state.params["w"])
+
+
+def rounds_apart(again: str) -> Any:
+    """Ranks wait for different numbers of an asynchronous training's rounds; its state is dropped with one under way.
+
+    Then all ranks fail in a step of another training, and go on with it; or the first begins anew, from other values.
+    """
+    rank, broken = int(ltx.axis_index()), [False]
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        if broken[0]:
+            raise BrokenError
+        return 0 * (params["w"] * x).sum()
+
+    trains = {
+        name: ltx.train_step(ltx.data_parallel(loss, strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        for name, strategy in (("async", AsyncAveraging(sync_interval_ms=0)), ("mean", ltx.DDPStrategy()))
+    }
+    states = {name: train.init({"w": torch.full((3,), 1000.0)}) for name, train in trains.items()}
+    for step in range(2, 4 + 3 * rank):  # more of them: rank 1 has begun a round more, and waited for one more
+        states["async"], _ = trains["async"](states["async"], torch.ones(3))
+        if step == 3:
+            ltx.barrier()  # the first round is complete
+    ltx.barrier()
+    if again == "async":
+        states["async"] = trains["async"].init({"w": torch.ones(3)})
+    else:
+        broken[0] = True
+        with pytest.raises(BrokenError):
+            trains["mean"](states["mean"], torch.ones(3))
+        broken[0] = False
+    for _ in range(3):
+        states[again], _ = trains[again](states[again], torch.ones(3))
+    return trains[again].finish(states[again]).params["w"].tolist()
+
+
+def side_by_side(schedule: tuple[int, int] | None) -> list[float]:
+    """Two trainings by turns, of other values, whose ranks are at steps of their own."""
+    rank, strategy = int(ltx.axis_index()), AsyncAveraging(sync_interval_ms=0, schedule=schedule)
+    sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
+    trains = [ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), sgd) for _ in range(2)]
+    states = [train.init(torch.full((2,), value)) for train, value in zip(trains, (1000.0, 1.0), strict=True)]
+    zeros = torch.zeros(2)
+    for turn in range(8):
+        for which in (0, 1) if rank == 0 or schedule else (0, 1, 1)[turn % 2 :]:
+            states[which], _ = trains[which](states[which], zeros)
+    return [train.finish(state).params[0].item() for train, state in zip(trains, states, strict=True)]
+
+
+def test_two_trainings_by_the_clock_are_refused_beside_each_other(on_new_axis: OnNewAxis) -> None:
+    assert [*on_new_axis(lambda: side_by_side((2, 1)))] == [[1000.0, 1.0]] * 2
+    with pytest.raises(CallFailedError, match=r"since this training's last round another .* by its own clock"):
+        on_new_axis(lambda: side_by_side(None))
+
+
+@pytest.mark.parametrize(("again", "value"), [("mean", 1000.0), ("async", 1.0)])
+def test_rounds_of_a_dropped_state_count_for_nothing(again: str, value: float, on_new_axis: OnNewAxis) -> None:
+    assert [*on_new_axis(lambda: rounds_apart(again))] == [[value] * 3] * 2
