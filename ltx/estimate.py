@@ -170,7 +170,8 @@ class Steps:
     """A strategy's training steps on shapes alone, from step `first` on, as `rank` sees them.
 
     Without an `optimizer`, one that leaves gradients unchanged is used. `reduce_dtype` and `post_update_hook` are the
-    train step's. `before_update` runs the train step's own exchanges before the optimizer.
+    train step's. `before_update` runs the train step's own exchanges before the optimizer. `scope`: the
+    axes in scope where the steps are taken, whose backends decide on the default size of buckets.
     """
 
     def __init__(
@@ -184,9 +185,12 @@ class Steps:
         reduce_dtype: torch.dtype | None = None,
         post_update_hook: Callable[[int], PostUpdateHook | None] = lambda step: None,
         before_update: Callable[[StepInfo], object] = lambda info: None,
+        scope: Sequence[Axis] = (),
     ):
         self.strategy = strategy
-        self.axis = Axis(DEFAULT_NAME, size, ShapeRanks(rank, size, self._answer, self._exchange))
+        streams = (axis.ranks.stream_of(x.device) for axis in scope for x in tree.flatten(params)[0])
+        stream = next(filter(None, streams), None)
+        self.axis = Axis(DEFAULT_NAME, size, ShapeRanks(rank, size, self._answer, self._exchange, stream=stream))
         self.events: list[Started | Waited] = []
         self._exchanges = 0  # the number of exchanges that have started in this step
         self._asked: Callable[[str, torch.Tensor, ShapeRanks], torch.Tensor] | None = None

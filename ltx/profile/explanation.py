@@ -18,6 +18,7 @@ from ltx.core.base.readable import Shown, Table, format_bytes, format_seconds, m
 from ltx.core.gradients.planning import MIB, chosen_sizes
 from ltx.core.optim.combine import members_of
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
+from ltx.core.ranks.axis import axes_in_scope
 from ltx.core.training.guard import must_sync_finite, on_any
 from ltx.core.training.parameters import split
 from ltx.core.training.train_state import TrainState
@@ -179,7 +180,8 @@ def explain(
     Returns:
         An :class:`Explanation`: a row per bucket and totals, to read (``print``), to compute with, and to compare with
         a recording of :func:`ltx.profile.record` (:meth:`Explanation.matches`). Bytes are those of the ring algorithm,
-        as in recordings.
+        as in recordings. Buckets of the default size are as large as the world's backend for the parameters'
+        device has them.
 
         Every floating or complex leaf of the parameters is counted as if it were differentiated, except leaves that a
         train step freezes; for a data-parallel step, leave frozen leaves out. For a train step, exchanges besides
@@ -232,7 +234,7 @@ def explain(
     given, (inner, chosen) = inner.strategy, _as_it_runs(inner, params, state, size, number)
     trains, strategy, post_update_hook = isinstance(step, TrainStep), inner.strategy, None
     hook = inner.hook(number, training=trains)
-    steps = Steps(strategy, params, size, rank)
+    steps = Steps(strategy, params, size, rank, scope=axes_in_scope())
     plain_bytes = sum(
         collective("psum", meta((b.numel,), b.dtype), steps.axis.ranks).nbytes
         for b in steps.plan(hooks.AllReduce()).buckets
@@ -243,7 +245,7 @@ def explain(
         at_number, first = replace(step, step=inner), max(0, number - 1)
         optimizer, post_update_hook = _stand_in(strategy, step.optimizer), at_number.post_update_hook(number)
         hooked = inner.reduce_dtype, at_number.post_update_hook, partial(_ask_if_finite, at_number)
-        steps = Steps(strategy, params, size, rank, first, optimizer, *hooked)
+        steps = Steps(strategy, params, size, rank, first, optimizer, *hooked, axes_in_scope())
         if number:
             steps.next()
         issues = steps.next()

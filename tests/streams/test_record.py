@@ -61,3 +61,20 @@ def test_what_isn_t_measured_isn_t_reported(ranks: Ranks) -> None:
     for trace, *_ in StreamedPool(ranks(2)).run(recorded, False):
         assert [event.completed_s for event in trace.buckets] == [None] * 3
         assert math.isnan(trace.hidden)
+
+
+def explained() -> list[bool]:
+    """Whether what is explained of some steps is what they send: of buckets larger than those of gloo."""
+    found, params = [], {name: torch.zeros(1500, 1000) for name in "abc"}
+    for strategy in (ltx.DDPStrategy(), ltx.ZeroStrategy(), ltx.LocalSGDStrategy(1)):
+        step = ltx.data_parallel(lambda p: sum(x.sum() for x in p.values()), strategy)
+        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state = train.init(params)
+        with ltx.profile.record() as trace:
+            state, _ = train(state)
+        found.append(ltx.profile.explain(train, params).matches(trace))
+    return found
+
+
+def test_what_is_explained_is_recorded(ranks: Ranks) -> None:
+    assert [*StreamedPool(ranks(2)).run(explained)] == [[True] * 3] * 2

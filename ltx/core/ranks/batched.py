@@ -190,8 +190,12 @@ class ShapeRanks(Ranks):
     answer: Callable[..., torch.Tensor] = field(repr=False)
     exchanges: Callable[..., Any] | None = field(default=None, repr=False)  # (plan, tensors, states, background, paths)
     members: tuple[int, ...] = ()  # if this is a part of an axis, its ranks in the whole axis
+    stream: Any = None  # the stream on which the ranks that these stand for reduce buckets
     lasting = False
     lags = True
+
+    def stream_of(self, device: torch.device) -> Any:
+        return self.stream
 
     @property
     def lacks(self) -> Mapping[str, type[LtxError]]:
