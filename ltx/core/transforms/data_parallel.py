@@ -263,9 +263,11 @@ def data_parallel(
         With respect to `argnums`: the gradient of the mean over ranks of the output, as the strategy reduces it, with
         the same bits on every rank. If ranks don't share gradients, as in local SGD, it is this rank's own. It works
         through ``loss.backward()``, ``torch.autograd.grad``, torch.func, ``torch.compile`` and inside :func:`ltx.vmap`.
-        Gradients with respect to other arguments are this rank's own. Every rank must differentiate its output;
-        parameters that the output doesn't use get zeros. ``vmap(grad(step))`` gives, for sample j, the mean over ranks
-        of the gradients of each rank's sample j. Second derivatives are exact, even if the hook compresses first ones.
+        Gradients with respect to other arguments are this rank's own. So is what other functions of the parameters add
+        to a ``.grad``, such as another term of the loss, or a backward pass after the step's. Every rank must
+        differentiate its output; parameters that the output doesn't use get zeros. ``vmap(grad(step))`` gives, for
+        sample j, the mean over ranks of the gradients of each rank's sample j. Second derivatives are exact, even if
+        the hook compresses first ones.
 
     Raises:
         StepError: the output has the structure and shapes of the parameters and `returns` isn't "grads"; or the step

@@ -132,6 +132,30 @@ def test_so_it_does_whatever_has_made_them(ranks: Ranks, seed: int, own: str) ->
     assert "rank 1: 'a.grad' and 1 more (digest" in first
 
 
+# What a reduced pass doesn't find, as no reduced pass adds to it.
+UNFOUND: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
+    "another term": lambda w, x: (STEP(w, x) + loss(w, x)).backward(),
+    "a local pass after it": lambda w, x: (STEP(w, x).backward(), loss(w, x).backward()),
+    "noise": OWN["noise"],
+}
+
+
+def drifted(seed: int, name: str) -> None:
+    w, xs, _ = problem(seed)
+    UNFOUND[name](w, xs[0])
+    torch.optim.SGD(w.values(), lr=0.1).step()
+    zero(w, set_to_none=True)
+    with ltx.debug_checks(), pytest.raises(ReplicaDivergedError, match="leaf 'a'"):
+        STEP(w, xs[1])
+    with pytest.raises(ReplicaDivergedError, match="leaf 'a'"):
+        ltx.check_replicas(w)
+
+
+@pytest.mark.parametrize("name", UNFOUND)
+def test_what_it_has_done_to_parameters_is_found_in_the_next_step(ranks: Ranks, seed: int, name: str) -> None:
+    ranks(N).run(drifted, seed, name)
+
+
 def both(seed: int) -> None:
     w, xs, _ = problem(seed)
     LOCAL(w, xs[0]).backward()
