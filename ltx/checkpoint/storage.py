@@ -142,7 +142,7 @@ def encode(value: Any, what: str) -> list[Piece]:
         raise InputError(
             f"checkpoint: {path} is of type {type(node).__name__}, which a checkpoint can't hold without a pickle. "
             "Give dicts with string keys, lists, tuples, tensors, numbers, strings, booleans and None: an iterator's "
-            "state_dict() or its position, not the iterator."
+            "state_dict(), not the iterator; dataclasses.asdict(position) for an ltx.DataPosition."
         )
 
     text = json.dumps(walk(value, what)).encode()

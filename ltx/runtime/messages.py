@@ -117,6 +117,7 @@ class Result:
     """A call returned."""
 
     value: Any
+    in_world: bool = True  # the call hasn't shut the world down
 
 
 @dataclass(frozen=True)

@@ -206,10 +206,11 @@ class Pool:
                 self._drop()
         if workers.failed or not kept:
             raise failure_error(name, answers, ranks, self._size, limit_s, kept)
+        workers.failed = not all(answers[rank].in_world for rank in ranks)
         return answers
 
     def _ready(self) -> WorkerGroup:
-        """The workers, after making a new world if the last call failed, or new workers if there are none."""
+        """The workers, after making a new world if the last call failed or ended it; new workers if there are none."""
         if self._workers is not None and self._workers.failed:
             try:
                 self._workers.renew()

@@ -35,7 +35,7 @@ from ltx.core.world.groups import loopback_store
 from ltx.core.world.init import init, renew
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.placement import LOOPBACK
-from ltx.core.world.world import abandon, accelerators, forget
+from ltx.core.world.world import abandon, accelerators, forget, process
 from ltx.errors import UnsupportedError, WorkerError
 from ltx.runtime import messages, show
 from ltx.runtime.failures import failure_of, places_of
@@ -188,7 +188,7 @@ class _WorkerLoop:
                     shell.finish()
             self._modules.note()
             doing = f"pickling the result, which is of type {type(value).__name__}: "
-            reply = pack(messages.Result(value))
+            reply = pack(messages.Result(value, process.session is not None or dist.is_initialized()))
             self.running = None
             return reply
         except BaseException as error:

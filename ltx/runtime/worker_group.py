@@ -51,7 +51,7 @@ class WorkerGroup:
 
     def __init__(self, size: int, start: Starter, threads: int, start_timeout_s: float, shows_output: bool = False):
         self.size = size
-        self.failed = False  # whether the last call failed on a rank, so that a new world is needed
+        self.failed = False  # whether the last call failed on a rank or ended its world, so that a new one is needed
         self._worlds = 1
         self._drawn: dict[Any, Any] = {}  # what is drawn on the screen and may change: bars, lines, areas of ranks
         self._stopped_since: dict[int, float] = {}

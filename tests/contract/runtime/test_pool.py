@@ -132,6 +132,13 @@ def test_worlds_one_after_the_other(ranks: Ranks) -> None:
     assert ranks(2).run(again).replicated() == [2.0, 4.0, 6.0]
 
 
+def test_after_a_shutdown_the_next_call_has_a_world(ranks: Ranks) -> None:
+    """As errors advise to do; each rank went on alone."""
+    for _ in range(2):
+        ranks(2).run(shutdown)
+        assert ranks(2).run(lambda: (world().size, float(ltx.psum(torch.ones(()))))).replicated() == (2, 2.0)
+
+
 @pytest.mark.full
 def test_a_group_of_the_user_is_adopted(ranks: Ranks, tmp_path: object) -> None:
     def adopt() -> tuple[str, float, bool]:
