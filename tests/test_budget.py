@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1845, 11),
-    "all": Size(41071, 164),
+    "all": Size(41073, 164),
     "checkpoint": Size(1609, 7),
     "core": Size(1, 1),
     "core/base": Size(2205, 11),
@@ -40,7 +40,7 @@ BUDGET = {
     "demo": Size(480, 3),
     "hooks": Size(2648, 13),
     "profile": Size(1109, 4),
-    "runtime": Size(4254, 14),
+    "runtime": Size(4256, 14),
     "strategies": Size(2718, 11),
 }
 
