@@ -304,7 +304,7 @@ class AxisComm(Ranks):
 
     def start_anew(self) -> None:
         """All ranks begin a training: complete what some have begun in the background for states that were dropped."""
-        told = Signature("train.init", ())
+        told = Signature("train.init of a strategy that exchanges parameters", ())
         for each in (self, *self.parts):
             if not any(each.exchange(told, each.background.failed is not None)):
                 each.background.drain(partial(each.exchange, told))

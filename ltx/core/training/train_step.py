@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -76,6 +77,7 @@ class TrainStep(TrainSettings):
 
         Raises:
             TreeError: a leaf can't be trained; or two leaves are one tensor (tied weights).
+            RankMismatchError: ranks differ in their optimizers, as they are printed, and share parameters; on all.
             StepError: all parameters are frozen.
         """
         if buffers is not None:
@@ -103,6 +105,9 @@ class TrainStep(TrainSettings):
         for path, leaf in tensors_by_path(params):
             if leaf.is_complex():
                 require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
+        if strategy.layout.params == "replicated":  # other rates would part them, with nothing to show it
+            text = re.sub(r"0x[0-9a-f]+|device='[^']*'", "", repr(self.optimizer))
+            axis.ranks.exchange(comm.Signature("train.init", (), text), None)
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         if strategy.communicates_besides and axis.comm is not None and axis.size > 1:
             axis.comm.start_anew()

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import ltx
-from ltx.errors import OptimError
+from ltx.errors import OptimError, RankMismatchError
 from ltx.optim import averaged, chain, clip_by_global_norm, ema, from_scheduler, from_torch, linear, partition
 from tests.contract.optim.test_chain import LEAFWISE
 from tests.contract.optim.test_opaque import Lion
@@ -117,3 +117,36 @@ def test_compiled(seed: int) -> None:
     compiled, _ = torch.compile(train, backend="aot_eager")(train.init(params), x, y)
     expected, _ = grouped.apply(torch.func.grad(loss_fn)(params, x, y), grouped.init(params), params)
     check(dict(compiled.params), expected)
+
+
+# Optimizers of rank 0 and rank 1, that would part their parameters.
+UNEQUAL = {
+    "rates": (from_torch(SGD, lr=0.1), from_torch(SGD, lr=0.2), "rank 0: .*lr=0.1.*; rank 1: .*lr=0.2"),
+    "classes": (adamw, sgd, "rank 0: .*AdamW.*; rank 1: .*SGD"),
+    "clipping": (chain(clip_by_global_norm(1.0), sgd), sgd, r"rank 0: chain\(clip.*; rank 1: from_torch\("),
+}
+
+
+def begun(pair: tuple[ltx.optim.Optimizer, ...], strategy: ltx.Strategy) -> Tensor:
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum(), strategy), pair[int(ltx.axis_index())])
+    state, _ = train(train.init({"w": torch.ones(2)}), torch.ones(2))
+    made: Tensor = state.params["w"]
+    return made
+
+
+def fails(pair: tuple[ltx.optim.Optimizer, ...], match: str) -> None:
+    with pytest.raises(RankMismatchError, match=f"disagree on train.init, its arguments: {match}"):
+        begun(pair, ltx.DDPStrategy())
+    begun((sgd, sgd), ltx.DDPStrategy())  # and the axis works
+    begun((from_torch(SGD, lr=lambda n: 0.1),) * 2, ltx.ZeroStrategy())
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_ranks_that_share_parameters_have_the_same(name: str, ranks: Ranks) -> None:
+    *pair, match = UNEQUAL[name]
+    ranks(2).run(fails, tuple(pair), match)
+
+
+def test_ranks_with_parameters_of_their_own_may_have_others(ranks: Ranks) -> None:
+    mean = ranks(2).run(begun, UNEQUAL["rates"][:2], ltx.LocalSGDStrategy(4)).replicated()  # of 0.9 and 0.8
+    torch.testing.assert_close(mean, torch.full((2,), 0.85))

@@ -383,7 +383,7 @@ def test_a_rank_that_waits_on_without_rank_0_and_its_store(started: Callable[...
     def waits(work: Any, began: float) -> None:
         while True:
             time.sleep(0.05)
-            work._channel.look_around(began, work._number, work._label)
+            work._channel.look_around(began, work.number, work._label)
 
     world = started(2, body, held_by="rank 0", sockets=True, heartbeat_s=SILENT_S)
     assert [world.told(rank) for rank in range(2)] == ["up"] * 2
