@@ -49,6 +49,11 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """
     if torch.compiler.is_compiling():  # Dynamo traces optree, but not the try block below
         traced.trace_dicts()
+        if type(tree) is dict and tree and all(isinstance(x, torch.Tensor) for x in tree.values()):
+            # Dynamo takes ten times as long for optree's own walk, which makes a structure for each leaf.
+            leaf = optree.treespec_leaf(namespace=NAMESPACE)
+            spec = optree.treespec_dict(dict.fromkeys(tree, leaf), namespace=NAMESPACE)
+            return [tree[key] for key in spec.entries()], spec
         leaves, spec = _flatten(tree, namespace=NAMESPACE)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
@@ -113,17 +118,20 @@ def leaf_paths(tree: Tree, with_none: bool = False, is_leaf: Callable[[Any], boo
     spec = flatten(tree)[1]  # registers new container classes, and raises for endless trees
     if with_none or is_leaf is not None:
         spec = optree.tree_structure(tree, is_leaf, none_is_leaf=with_none, namespace=NAMESPACE)
-    return list(_written(tuple(spec.paths())))
+    return list(paths_of(spec))
 
 
-@functools.lru_cache(maxsize=1024)
-def spec_paths(spec: Any) -> tuple[str, ...]:
+def paths_of(spec: Any) -> tuple[str, ...]:
     """The :func:`leaf_paths` of trees with the structure `spec`.
 
-    >>> spec_paths(flatten([1, (2, 3)])[1])
+    >>> paths_of(flatten([1, (2, 3)])[1])
     ('0', '1.0', '1.1')
     """
     return _written(tuple(spec.paths()))
+
+
+#: :func:`paths_of`, kept for the last structures that it was called with.
+spec_paths: Callable[[Any], tuple[str, ...]] = functools.lru_cache(maxsize=1024)(paths_of)
 
 
 @traced.at_trace_time

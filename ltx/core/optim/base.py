@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ltx.core.base import private
+from ltx.core.base import private, traced
 from ltx.core.base.arguments import Offering, brief, checked, shown
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import NAMESPACE, check_tensors, describe, flatten, leaf_paths, register_node, unflatten
@@ -316,7 +316,7 @@ def check_grads(grads: Sequence[Tensor | None], params: Sequence[Tensor], tree: 
     """Refuse, by name and before anything is written, gradients that don't fit their parameters."""
     with suppress(AttributeError):  # a leaf that isn't a tensor has no shape; the loop below names it
         kind = attrgetter("shape", "dtype")
-        if [*map(kind, grads)] == [*map(kind, params)]:
+        if not traced.recording() and [*map(kind, grads)] == [*map(kind, params)]:  # Dynamo traces the loop faster
             return
     for index, (grad, param) in enumerate(zip(grads, params, strict=True)):
         if not isinstance(param, Tensor):

@@ -14,7 +14,6 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StepError, UnsupportedError
 from ltx.core.base.needs import require
-from ltx.core.base.placements import refuse_in_graph as refuse_meshes
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
 from ltx.core.gradients.planning import any_derivative, in_step, requires_grad
 from ltx.core.optim import Optimizer
@@ -391,15 +390,13 @@ def _leaf(x: torch.Tensor) -> torch.Tensor:
 def _mean_in_graph(key: str, loss: torch.Tensor, step: int, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(mean loss, clock one step later). The sum includes the step's number, which ranks compare."""
     number = comm.number_in_graph(step, clock).to(loss.device)
-    sums = collectives.psum(torch.stack([loss.double(), number, number * number]), key)
+    sums = collectives.psum(torch.cat([loss.double().reshape(1), number, number * number]), key)
     return (sums[0] / traced_size(key)).to(loss.dtype), comm.count_in_graph(key, step, clock, sums[1], sums[2])
 
 
 def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """A step without side effects, for transforms of torch.func (also simulated ranks) and for compiled graphs."""
-    if traced.recording():
-        refuse_meshes(tuple([type(x).__name__ for x in tree.flatten(state.trained)[0]]))
-    else:
+    if not traced.recording():
         state.check_owned()
         if train.check_every is not None and state.step % train.check_every == 0:
             check_replicas(state, train.step.axis)
@@ -416,12 +413,15 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         _check_derivative(train, state, batch)
     drawn = torch_states() if may_raise(train) else {}
     stateful = bool(sync.leaves) or strategy.stateful
+    # torch.func treats None as a leaf, and None stands in the places of frozen parameters.
+    flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
     loss_scale = loss_scale_of(train, state)
     others: list[Any] = []
 
     def mean(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         arguments = arguments_of(tree.unflatten(spec, leaves), state.buffers, batch)
-        run = train.step.run(arguments, batch.named, CallOptions(step=info.step, frozen=state.frozen))
+        options = CallOptions(step=info.step, frozen=state.frozen, flat=None if stateful else (leaves, spec))
+        run = train.step.run(arguments, batch.named, options)
         loss, buffers, aux = outputs_of(run, state.buffers, train.has_aux, detached=False)
         if isinstance(loss, Weighted):
             check_weighted(strategy, info.step)
@@ -433,8 +433,6 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
         return value if loss_scale is None else value * loss_scale, tensors
 
     pending = strategy.begin(state.trained, sync.leaves, info, None)
-    # torch.func treats None as a leaf, and None stands in the places of frozen parameters.
-    flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
     if traced.recording() or private.in_transform():
         flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
     else:  # under plain autograd, a user of the step may differentiate with respect to its batch

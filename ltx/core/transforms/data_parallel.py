@@ -114,7 +114,7 @@ class DataParallel(StepSettings):
         if recorded:
             refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
-            marked = mark_in_graph(self, params, leaves, sync_state, counted if step is None else step)
+            marked = mark_in_graph(self, params, leaves, spec, sync_state, counted if step is None else step)
             local, within = self.blocked, None
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")

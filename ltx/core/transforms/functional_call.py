@@ -97,7 +97,7 @@ def functional_call(
     args = args if isinstance(args, tuple) else () if args is None else (args,)
     kwargs = {} if kwargs is None else dict(kwargs)
     if traced.recording():
-        _check_traceable(module)
+        tie_weights = _check_traceable(module) and tie_weights
         # In a graph, checkpoints are operators that get all their tensors as arguments. Under torch.func, writes to
         # given buffers raise without return_buffers; in copies the writes would be lost silently.
         taken = return_buffers or not private.in_transform()
@@ -142,9 +142,11 @@ def functional_call(
 
 
 @traced.at_trace_time
-def _check_traceable(module: nn.Module) -> None:
+def _check_traceable(module: nn.Module) -> bool:
+    """Whether tensors have several names in `module`, which Dynamo takes long to find in torch's code."""
+    tied = bool(Members(module).tied)
     if not private.in_transform():
-        return
+        return tied
     refuse_max_norm(module)
     for path, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
@@ -153,6 +155,7 @@ def _check_traceable(module: nn.Module) -> None:
                 f"torch.compile can't trace the gradient of a {type(part).__name__}{where}. Don't compile the step; "
                 "or compile parts of the module that have none, such as module.head = torch.compile(module.head)."
             )
+    return tied
 
 
 def _merged(given: Any) -> dict[str, torch.Tensor]:

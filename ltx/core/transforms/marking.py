@@ -294,7 +294,7 @@ def _accumulates(leaf: torch.Tensor) -> bool:
 
 
 def mark_in_graph(
-    step_fn: StepSettings, params: Tree, leaves: list[Any], sync_state: SyncState | None, step: int
+    step_fn: StepSettings, params: Tree, leaves: list[Any], spec: Any, sync_state: SyncState | None, step: int
 ) -> Marked:
     """As :func:`mark`, inside a compiled graph that is compiled at `step`."""
     key, all_names = prepare_trace(
@@ -309,7 +309,7 @@ def mark_in_graph(
     if key == "":
         return Marked(leaves, as_given=True)
     wanted = differentiable(leaves)
-    every = tree.leaf_paths(params)
+    every = tree.paths_of(spec)
     paths = tuple([every[i] for i in wanted])
     names: tuple[tuple[str, ...], ...] = tuple(() for _ in wanted)
     states: list[torch.Tensor] = []

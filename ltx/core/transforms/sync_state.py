@@ -31,7 +31,7 @@ class SyncState:
     Attributes:
         leaves: floating tensors by parameter path and name; so the state may be saved, restored and re-bucketed.
         uses: hidden guard, 0-dim; 1 in a state that may be used.
-        clock: hidden count of steps since `step` was set, 0-dim: counts the steps of a compiled graph.
+        clock: hidden count of steps since `step` was set, of shape (1,): counts the steps of a compiled graph.
         step: the number of synchronised steps so far, a Python int and part of the structure.
         choice: with ``comm_hook="auto"`` the name of the chosen hook, part of the structure too; else "".
     """
@@ -45,7 +45,8 @@ class SyncState:
     @staticmethod
     def new(leaves: dict[str, LeafState], choice: str = "") -> SyncState:
         """A new state. Its guards stay on the CPU, where every step reads them."""
-        clock = torch.zeros((), dtype=torch.float64)  # float64 counts to 2^53
+        # Float64 counts to 2^53. It isn't 0-dim: Dynamo traces a graph twice that has such a float64 tensor on the CPU.
+        clock = torch.zeros(1, dtype=torch.float64)
         return SyncState(leaves, torch.ones(()), clock, choice=choice)
 
     def checked_step(self) -> int:

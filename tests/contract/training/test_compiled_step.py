@@ -76,6 +76,20 @@ def test_hyperparameters_that_change_are_refused(name: str, value: Any) -> None:
         torch.compile(train, fullgraph=True, backend="eager")(train.init(torch.ones(2)), torch.ones(2))
 
 
+def test_dynamo_traces_a_step_once() -> None:
+    """It begins anew where a graph has a 0-dim float64 tensor on the CPU that it needn't read."""
+    traces: list[int] = []
+
+    @torch.compiler.assume_constant_result
+    def noted() -> float:
+        traces.append(1)
+        return 0.0
+
+    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum() + noted()), SGD(momentum=0.9))
+    torch.compile(train, fullgraph=True, backend="aot_eager")(train.init(torch.ones(2)), torch.ones(2))
+    assert len(traces) == 1
+
+
 def test_an_optimizer_that_sees_the_loss() -> None:
     def update(grads: torch.Tensor, state: ltx.optim.LossState, params: torch.Tensor) -> Any:
         return -state.loss * grads, state
