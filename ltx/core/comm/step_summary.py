@@ -40,6 +40,13 @@ UNREDUCED = (
     "own: add nothing reduced to them. Take ltx.accumulate(step, n) for micro-batches; or reduce their sum by "
     "ltx.sync_gradients(grads); or set .grad to None"
 )
+#: What ranks have where one has changed its state; where it hasn't; and the fix.
+_OF_STATE = (
+    "the state that this step takes",
+    "as the step before gave it",
+    "change a state (weights, a rate by ltx.optim.adjust) on all ranks alike, where all have the reason for it, as "
+    "ltx.pmean(loss), and the values; or give all one rank's: train.broadcast(state, src)",
+)
 
 #: The size of the summed buffer in bytes.
 SUMMARY_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
@@ -62,7 +69,8 @@ class Said(NamedTuple):
     issued: int  # the fingerprint of all collectives that the rank has issued
     step: int | None = None  # the number of the training step; None in a pass of a plain step
     left: str = ""  # see Recovery.last_left
-    unreduced: str = ""  # the unreduced gradients to which this pass adds, and their digest
+    #: The unreduced gradients to which this pass adds, and their digest; or where a step's state comes from.
+    unreduced: str = ""
 
     @property
     def digest(self) -> int:
@@ -150,9 +158,12 @@ class IssuedSummary:
                 + f". Gradients of different parameters have no mean. {applied} Go on from one state on all ranks: "
                 "train.broadcast(state), or a checkpoint."
             )
-        unreduced = {rank: said.unreduced or "none" for rank, said in enumerate(by_rank)}
+        what, usual, fix = (
+            _OF_STATE if steps - {None} else ("the .grad that this backward pass adds to", "none", UNREDUCED)
+        )
+        unreduced = {rank: said.unreduced or usual for rank, said in enumerate(by_rank)}
         if len(set(unreduced.values())) > 1 and len({said.issued for said in by_rank}) == 1:
-            raise mismatch(self.channel.axis_name, "the .grad that this backward pass adds to", unreduced, UNREDUCED)
+            raise mismatch(self.channel.axis_name, what, unreduced, fix)
         raise RankMismatchError(
             f"{axis}: ranks have issued different collectives, or the same ones in another order, since the last "
             f"synchronised step; the results since then are not to be trusted. {applied} Wrap the program in "

@@ -365,6 +365,8 @@ class Step:
                     f"made of ({type(error).__name__}: {error}). Load a checkpoint."
                 )
             raise
+        if self.train.step.strategy.layout.params == "replicated" and not self.state.of_step:
+            schedule.unreduced = lambda: "made by the program (dataclasses.replace, ltx.tree.map, a checkpoint)"
         schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, self._checks)
         completion: Completion | None = None
         try:
@@ -430,7 +432,7 @@ class Step:
                 next_sync = state.held("sync_state").advanced(updated.states, info.step)
                 metrics = Metrics(mean, forward.aux)
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
-                following.__dict__["sees_loss"] = state.sees_loss
+                following.__dict__.update(sees_loss=state.sees_loss, of_step=True)
                 with nullcontext() if updated.finish is None else uninterrupted(True):
                     if updated.finish is not None:
                         state.begin_writing()

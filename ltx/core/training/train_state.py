@@ -157,6 +157,11 @@ class TrainState(Readable):
             )
 
     @property
+    def of_step(self) -> bool:
+        """Whether a step or init has made this state, or it is a copy of such; else the program has."""
+        return "of_step" in self.__dict__
+
+    @property
     def under_way(self) -> bool:
         """Whether the strategy has an exchange under way between two steps."""
         return getattr(self.pending, "mean", self.pending) is not None

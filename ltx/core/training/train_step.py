@@ -121,6 +121,7 @@ class TrainStep(TrainSettings):
             require("loss, strategy", strategy, repr(self.optimizer))
             if self.overlap == "update":
                 require("loss, overlap", 'overlap="update"', repr(self.optimizer))
+        state.__dict__["of_step"] = True
         return state.unseen()
 
     @on_parts
@@ -335,7 +336,8 @@ def train_step(
 
     Raises:
         DonatedStateError: the state was donated to an earlier step.
-        RankMismatchError: ranks differ in their parameters, or have issued different collectives; before the update.
+        RankMismatchError: ranks differ in their parameters, have issued different collectives, or some alone have changed
+            their state since the last step; before the update.
         WeightError: all weights of a Weighted step are 0; before the update.
         ReplicaDivergedError: ranks have different parameters, with `check_every`; before the step.
         NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``, or for more steps in a

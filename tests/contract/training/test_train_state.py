@@ -6,7 +6,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as torch_pytree
 
 import ltx
-from ltx.errors import DonatedStateError, InputError
+from ltx.errors import CallFailedError, DonatedStateError, InputError
 from tests.inside import AsyncAveraging
 from tests.kinds import Params, Ranks
 from tests.twins.cases import assert_same_bits
@@ -406,3 +406,45 @@ def test_metrics_and_aux_keep_their_values(guard: Literal["off", "skip"]) -> Non
         expected.append((before["b"].tolist(), before["w"][0].tolist(), metrics.grad_norm.item()))
         seen.append(metrics)
     assert [(m.aux["b"].tolist(), m.aux["row"].tolist(), m.grad_norm.item()) for m in seen] == expected
+
+
+# What a program does to a state between two steps.
+CHANGED: dict[str, Callable[[ltx.TrainState], ltx.TrainState]] = {
+    "weights": lambda state: replace(state, params={k: x + 1 for k, x in state.params.items()}),
+    "a rate": lambda state: replace(state, opt_state=ltx.optim.adjust(state.opt_state, lr=0.01)),
+    "mapped": lambda state: ltx.tree.map(torch.clone, state),
+}
+# What it may do on one rank alone.
+LOOKED_AT: dict[str, Callable[[ltx.TrainState], ltx.TrainState]] = {
+    "copied": copy.deepcopy,
+    "pickled": lambda state: pickle.loads(pickle.dumps(state)),
+    "read": lambda state: (state, repr(state), state.params, state.opt_state)[0],
+}
+
+
+def changed(name: str, alone: bool, overlap: Literal["backward", "update"], donate: bool) -> float:
+    rank, step = int(ltx.axis_index()), ltx.data_parallel(lambda p, x: (p["w"] * x).sum())
+    optimizer = ltx.optim.from_torch(torch.optim.SGD, lr=ltx.optim.adjustable(0.1))
+    train = ltx.train_step(step, optimizer, overlap=overlap, donate=donate)
+    state, _ = train(train.init({"w": torch.ones(2)}), torch.ones(2))
+    if rank == 1 or not alone:
+        state = (CHANGED | LOOKED_AT)[name](state)
+    state, _ = train(state, torch.ones(2))
+    state, metrics = train(state, torch.ones(2))
+    return metrics.loss.item()
+
+
+@pytest.mark.parametrize(("overlap", "donate"), [("backward", True), ("update", True), ("backward", False)])
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_state_that_one_rank_alone_has_changed(name: str, overlap: Any, donate: bool, ranks: Ranks) -> None:
+    """Parameters drifted apart. Changed on all ranks it is the program's business."""
+    with pytest.raises(
+        CallFailedError, match=r"disagree on the state .* rank 1: made by the program .*train.broadcast"
+    ):
+        ranks(2).run(changed, name, True, overlap, donate)
+    ranks(2).run(changed, name, False, overlap, donate).replicated()
+
+
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_a_state_that_one_rank_alone_has_looked_at(name: str, ranks: Ranks) -> None:
+    assert ranks(2).run(changed, name, True, "backward", True).replicated() == pytest.approx(1.6)
