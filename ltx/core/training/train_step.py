@@ -336,8 +336,8 @@ def train_step(
 
     Raises:
         DonatedStateError: the state was donated to an earlier step.
-        RankMismatchError: ranks differ in their parameters, have issued different collectives, or some alone have changed
-            their state since the last step; before the update.
+        RankMismatchError: ranks differ in their parameters, have issued different collectives, or some alone have
+            changed their state since the last step; before the update.
         WeightError: all weights of a Weighted step are 0; before the update.
         ReplicaDivergedError: ranks have different parameters, with `check_every`; before the step.
         NotFiniteError: (a FloatingPointError) gradients aren't finite, with ``guard="raise"``, or for more steps in a
