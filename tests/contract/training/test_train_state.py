@@ -438,9 +438,7 @@ def changed(name: str, alone: bool, overlap: Literal["backward", "update"], dona
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_state_that_one_rank_alone_has_changed(name: str, overlap: Any, donate: bool, ranks: Ranks) -> None:
     """Parameters drifted apart. Changed on all ranks it is the program's business."""
-    with pytest.raises(
-        CallFailedError, match=r"disagree on the state .* rank 1: made by the program .*broadcast"
-    ):
+    with pytest.raises(CallFailedError, match=r"disagree on the state .* rank 1: made by the program .*broadcast"):
         ranks(2).run(changed, name, True, overlap, donate)
     ranks(2).run(changed, name, False, overlap, donate).replicated()
 
