@@ -105,7 +105,7 @@ class TrainStep(TrainSettings):
             if leaf.is_complex():
                 require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         if strategy.layout.params == "replicated":  # other rates would part them, with nothing to show it
-            text = re.sub(r"0x[0-9a-f]+|device='[^']*'", "", repr(self.optimizer))
+            text = re.sub(r"0x[0-9a-f]+|device='[^']*'|index=\d+", "", repr(self.optimizer))
             axis.ranks.exchange(comm.Signature("train.init", (), text), None)
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         if strategy.communicates_besides and axis.comm is not None and axis.size > 1:
