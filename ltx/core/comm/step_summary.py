@@ -71,12 +71,13 @@ class Said(NamedTuple):
     left: str = ""  # see Recovery.last_left
     #: The unreduced gradients to which this pass adds, and their digest; or where a step's state comes from.
     unreduced: str = ""
+    weighted: bool = False  # the step returned a weighted loss
 
     @property
     def digest(self) -> int:
         own = Signature(self.unreduced, ()).fingerprint if self.unreduced else 0
         step = 0 if self.step is None else self.step + 1
-        return self.issued ^ own ^ step * _SPREAD
+        return self.issued ^ own ^ (step + (self.weighted << _LIMB_BITS)) * _SPREAD
 
 
 @dataclass(eq=False, repr=False)
@@ -158,6 +159,13 @@ class IssuedSummary:
                 + f". Gradients of different parameters have no mean. {applied} Go on from one state on all ranks: "
                 "train.broadcast(state), or a checkpoint."
             )
+        if len({said.weighted for said in by_rank}) > 1:
+            kinds = {
+                rank: "ltx.Weighted" if said.weighted else "a loss without a weight"
+                for rank, said in enumerate(by_rank)
+            }
+            fix = "return ltx.Weighted(total, weight) on all ranks, with weight 0 where one has no data, or on none"
+            raise mismatch(self.channel.axis_name, "what the step returns", kinds, fix)
         what, usual, fix = (
             _OF_STATE if steps - {None} else ("the .grad that this backward pass adds to", "none", UNREDUCED)
         )
@@ -221,8 +229,8 @@ def begin_pass(
         channel.advance(agreement)
     at = among.recovery
     issued = axis_comm.user.digest ^ (channel.digest << 1)
-    said = Said(issued, at.step, at.last_left, unreduced)
-    weighted = isinstance(weight, torch.Tensor) and among is axis_comm
+    said = Said(issued, at.step, at.last_left, unreduced, isinstance(weight, torch.Tensor))
+    weighted = said.weighted and among is axis_comm
     place, exchange = f"apart/{channel.address}/{channel.begun}", among.store_exchange.exchange
     compare = lambda: exchange(place, said, "a comparison of steps", _EXPLAINING_S)  # noqa: E731
     work = send_summary(channel, total, weight, said, device := axis_comm.device)

@@ -76,7 +76,8 @@ class TrainStep(TrainSettings):
 
         Raises:
             TreeError: a leaf can't be trained; or two leaves are one tensor (tied weights).
-            RankMismatchError: ranks differ in their optimizers, as they are printed, and share parameters; on all.
+            RankMismatchError: ranks share parameters, and differ in their guards or in their optimizers, as these are
+                printed; on all ranks.
             StepError: all parameters are frozen.
         """
         if buffers is not None:
@@ -105,7 +106,7 @@ class TrainStep(TrainSettings):
             if leaf.is_complex():
                 require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         if strategy.layout.params == "replicated":  # other rates would part them, with nothing to show it
-            text = re.sub(r"0x[0-9a-f]+|device='[^']*'|index=\d+", "", repr(self.optimizer))
+            text = re.sub(r"0x[0-9a-f]+|device='[^']*'|index=\d+", "", f"{self.optimizer!r}, guard={self.guard!r}")
             axis.ranks.exchange(comm.Signature("train.init", (), text), None)
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         if strategy.communicates_besides and axis.comm is not None and axis.size > 1:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import StrategyError
+from ltx.errors import RankMismatchError, StrategyError
 from tests.kinds import Ranks
 
 WEIGHTS = torch.tensor([1.0, 100.0])
@@ -98,3 +100,29 @@ def test_what_averages_parameters_refuses(ranks: Ranks) -> None:
 def test_on_simulated_ranks(strategy: ltx.Strategy) -> None:
     with pytest.raises(StrategyError, match="needs gradients that ranks average by weight"):
         ltx.vmap(lambda x, weight: stepped(strategy, x, weight))(torch.ones(2, 3), WEIGHTS)
+
+
+def or_zero(w: Tensor, x: Tensor) -> Tensor | ltx.Weighted:
+    """As written for a batch that may be empty."""
+    return ltx.Weighted((w * x).sum(), len(x)) if len(x) else 0 * w.sum()
+
+
+def with_an_empty_batch(strategy: ltx.Strategy, overlap: Literal["backward", "update"]) -> None:
+    sgd, rank = ltx.optim.from_torch(torch.optim.SGD, lr=0.1), int(ltx.axis_index())
+    train = ltx.train_step(ltx.data_parallel(or_zero, strategy), sgd, overlap=overlap, donate=overlap == "backward")
+    state, _ = train(train.init(torch.ones(1)), torch.ones(2, 1))
+    with pytest.raises(RankMismatchError, match=r"what the step returns: rank 0: ltx.Weighted; rank 1: a loss without"):
+        train(state, torch.ones(0 if rank else 2, 1))
+    torch.testing.assert_close(state.params, torch.tensor([0.9]))
+    state, _ = train(state, torch.ones(2, 1))
+    torch.testing.assert_close(state.params, torch.tensor([0.8]))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overlap"),
+    [(ltx.DDPStrategy(), "backward"), (ltx.DDPStrategy(), "update"), (ltx.ZeroStrategy(), "backward")],
+    ids=str,
+)
+def test_a_weight_on_some_ranks_alone_is_refused(strategy: ltx.Strategy, overlap: str, ranks: Ranks) -> None:
+    """One rank divided by the weights and the other didn't, so parameters drifted apart."""
+    ranks(2).run(with_an_empty_batch, strategy, overlap)
