@@ -82,7 +82,8 @@ AUTOGRAD_VMAP = torch._C._parse_dispatch_key("VmapMode")  # a constant, since pa
 #: The number of active dispatch modes; the active mode of a key, or None; the keys of tracing modes.
 count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
-TRACERS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+PROXY = torch._C._TorchDispatchModeKey.PROXY
+TRACERS = (PROXY, torch._C._TorchDispatchModeKey.FAKE)
 #: The state of torch.jit.trace if it is tracing, else None.
 script_state: Callable[[], Any] = torch._C._get_tracing_state
 #: Sets Dynamo's callback for calls (None turns Dynamo off); returns the previous one.

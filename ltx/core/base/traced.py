@@ -38,6 +38,12 @@ def recording() -> bool:
     return private.is_dispatched(private.PRE_DISPATCH)
 
 
+def only_asked_for_shapes() -> bool:
+    """Whether a compiler runs a node for the shapes of its results, and puts no operation of the node into a graph."""
+    compiling = private.TracingContext.try_get() is not None
+    return compiling and private.mode(private.PROXY) is None and not private.is_dispatched(private.PRE_DISPATCH)
+
+
 def refuse_blind() -> None:
     """Raise if the active tracer can't record an autograd.Function. Called inside torch.func transforms."""
     refuse_script()

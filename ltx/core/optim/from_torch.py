@@ -298,14 +298,16 @@ def _prepare_trace(optimizer: TorchOptimizer) -> str:
 def apply_in_graph(key: str, names: tuple[tuple[str, ...], ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     """The new parameters and states, from ``tensors = (*gradients, *parameters, *states)``."""
     optimizer, count = traced.kept(key), len(names)
+    # Compilers turn an operation on lists (foreach) into one kernel, and compile it faster. torch.func has no rules for
+    # it.
+    traced_in_lists = traced.recording() and not private.in_transform()
+    if traced_in_lists and traced.only_asked_for_shapes():
+        return tuple(map(torch.empty_like, tensors[count:]))
     rest = iter(tensors[2 * count :])
     states = [{name: next(rest) for name in held} for held in names]
     params = [x.clone() for x in tensors[count : 2 * count]]
     # Bias corrections are ``beta ** step``. This path computes them in the dtype of `step`; torch's others use float64.
     news = [{name: x.double() if name == "step" else x.clone() for name, x in state.items()} for state in states]
-    # Compilers turn an operation on lists (foreach) into one kernel, and compile it faster. torch.func has no rules for
-    # it.
-    traced_in_lists = traced.recording() and not private.in_transform()
     with torch.no_grad():
         # Neither path reads a number off a tensor.
         run = partial(optimizer.kernel.run, list(tensors[:count]), news, params, fused=False)

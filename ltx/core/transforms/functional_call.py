@@ -97,13 +97,13 @@ def functional_call(
     args = args if isinstance(args, tuple) else () if args is None else (args,)
     kwargs = {} if kwargs is None else dict(kwargs)
     if traced.recording():
-        tie_weights = _check_traceable(module) and tie_weights
+        tied, buffers = _look_at_trace_time(module)
         # In a graph, checkpoints are operators that get all their tensors as arguments. Under torch.func, writes to
         # given buffers raise without return_buffers; in copies the writes would be lost silently.
         taken = return_buffers or not private.in_transform()
-        names = [name for name, _ in module.named_buffers(remove_duplicate=False) if name in given and taken]
+        names = [name for name in buffers if name in given and taken]
         filled = {**given, **{name: given[name].clone() for name in names}}
-        output = torch.func.functional_call(module, filled, args, kwargs, tie_weights=tie_weights)
+        output = torch.func.functional_call(module, filled, args, kwargs, tie_weights=tied and tie_weights)
         return (output, {name: filled[name] for name in names}) if return_buffers else output
     for name, flag in (("tie_weights", tie_weights), ("return_buffers", return_buffers)):
         if not isinstance(flag, bool):
@@ -142,11 +142,12 @@ def functional_call(
 
 
 @traced.at_trace_time
-def _check_traceable(module: nn.Module) -> bool:
-    """Whether tensors have several names in `module`, which Dynamo takes long to find in torch's code."""
-    tied = bool(Members(module).tied)
+def _look_at_trace_time(module: nn.Module) -> tuple[bool, tuple[str, ...]]:
+    """Whether tensors have several names in `module`, and its buffers' names. Raises if it can't be traced."""
+    members = Members(module)
+    found = bool(members.tied), tuple([buffer.path for buffer in members.buffers])
     if not private.in_transform():
-        return tied
+        return found
     refuse_max_norm(module)
     for path, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
@@ -155,7 +156,7 @@ def _check_traceable(module: nn.Module) -> bool:
                 f"torch.compile can't trace the gradient of a {type(part).__name__}{where}. Don't compile the step; "
                 "or compile parts of the module that have none, such as module.head = torch.compile(module.head)."
             )
-    return tied
+    return found
 
 
 def _merged(given: Any) -> dict[str, torch.Tensor]:
