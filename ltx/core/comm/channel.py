@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,6 +66,7 @@ class Work:
     _given_up: LtxError | None = None
     # the sum of the result's elements, if asked for; NaN if unknown
     total: float | None = None
+    note: Sequence[float] = ()  # the sums over ranks of the note that :meth:`Channel.issue` was given
 
     def __post_init__(self) -> None:
         self.number, self._begun_s = self._channel.begun, time.perf_counter()
@@ -194,7 +195,7 @@ class Work:
                 "collective here, or the same ones in another order. Nothing of it was used. Wrap the program in "
                 "ltx.debug_checks() to see which call differs."
             )
-        self.total = work.total
+        self.total, self.note = work.total, work.note
 
 
 _DIGEST_PRIME = (1 << 61) - 1
@@ -368,6 +369,10 @@ class Channel:
     def orders_streams(self, device: torch.device) -> bool:
         return self.stream_group is not None and self._backends.orders_streams(device)
 
+    def carries_notes(self, device: torch.device) -> bool:
+        """Whether a few numbers can go out beside a buffer on `device`, instead of in a sum of their own."""
+        return self.transport is not None and not self.orders_streams(device)
+
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         groups = [self.group, self.stream_group and self.stream_group.group]
@@ -391,12 +396,14 @@ class Channel:
         arguments: Arguments = (),
         summed: bool = False,
         on_host: bool = False,
+        note: Sequence[float] = (),
     ) -> Work:
         """Start `operation` on a contiguous `buffer`, which belongs to the channel from now on.
 
         For a host-blocking backend a tensor on a device is copied to the host. `label`: the collective's name in errors
         and in the ledger. `summed`: the work of a reduction records the sum of all elements, where that costs almost
-        nothing. `on_host`: `buffer` is on the host, so the host waits for the result, whatever the backends.
+        nothing. `on_host`: `buffer` is on the host, so the host waits for the result, whatever the backends. `note`: a
+        few numbers to sum beside the buffer, where the channel :meth:`carries_notes`.
         """
         self.check_in_step(label)
         if recording():
@@ -426,7 +433,7 @@ class Channel:
             restored = lambda completed: moved(from_bytes(completed, dtype))  # noqa: E731
         event = ledger.note(self.name, operation, label, partial(bytes_sent, operation, buffer, self.size))
         if self.transport is not None and not ordered:
-            begun = self.transport.begin(operation, buffer, arguments, self.digest, summed)
+            begun = self.transport.begin(operation, buffer, arguments, self.digest, summed, note)
             return Work(self, *begun, label, event, restored)
         if ordered:
             ledger.note_on_device(event, buffer.device)

@@ -17,8 +17,9 @@ advances the transport, and a lock admits one at a time. Only a wait blocks, and
 peers live: each process holds a lock on a file of its own, which the kernel releases when the process dies.
 
 Beside each chunk lies a tag: a digest of the collectives that its rank has issued on the channel so far, and the number
-of buffers. Where tags differ, ranks have issued different collectives, and all ranks refuse the chunk. On request the
-rank also stores the sum of the numbers that it has reduced, taken while they are in the cache: it tells if all are
+of buffers. Where tags differ, ranks have issued different collectives, and all ranks refuse the chunk. A buffer may
+have a note: a few numbers that are summed over ranks, which takes no time beside a chunk. On request the rank also
+stores the sum of the numbers that it has reduced, taken while they are in the cache: it tells if all are
 finite.
 
 An exception (an interrupt, or one from a signal handler) may come at any point of a phase. The counters say which
@@ -41,7 +42,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,8 @@ TAGS = 3 * _LINE_WORDS  # one for each slot
 SUMS = TAGS + SLOTS  # one for each slot
 WHERE = SUMS + SLOTS  # one for each slot: the byte at which the rank's input begins
 FAILED = WHERE + SLOTS  # the length of the text that says why the rank's end has failed; 0 if it hasn't failed
+NOTES = FAILED + _LINE_WORDS  # NOTE_WORDS for each slot
+NOTE_WORDS = 8
 REASON = COUNTERS_BYTES // 2  # the byte at which that text begins
 
 # The lock files that this process has locked. Forks share the locks: if a fork released one, the rank would seem dead.
@@ -107,6 +110,7 @@ class SharedMemoryWork:
     completed_s: float = 0.0
     refused: bool = False  # ranks have issued different collectives
     sums: dict[int, float] | None = None  # the sum of each chunk's elements, by the chunk's place, if wanted
+    note: Sequence[float] = ()  # of this rank; after the buffer's first chunk: the sums over all ranks, in rank order
 
     @property
     def completed(self) -> bool:
@@ -126,6 +130,7 @@ class _Entry:
     chunk: Chunk
     work: SharedMemoryWork
     tag: int
+    note: Sequence[float] = ()
     next: _Entry | None = None
 
 
@@ -160,9 +165,17 @@ class SharedMemoryTransport:
         self._overwritten = -1  # the place of the chunk whose reduction has begun
 
     def begin(
-        self, operation: str, buffer: torch.Tensor, arguments: tuple[int, ...], tag: int, summed: bool = False
+        self,
+        operation: str,
+        buffer: torch.Tensor,
+        arguments: tuple[int, ...],
+        tag: int,
+        summed: bool = False,
+        note: Sequence[float] = (),
     ) -> tuple[SharedMemoryWork, torch.Tensor]:
         """Start `operation` on a contiguous `buffer`; return its work and the memory of the result. Never blocks.
+
+        `note`: nothing, or :data:`NOTE_WORDS` numbers, on all ranks alike.
 
         An exception makes the transport fail, unless it is an interrupt: peers learn of that at the next chunk.
         """
@@ -186,6 +199,8 @@ class SharedMemoryTransport:
             before.next = _Entry(before.place + 1, chunk, work, tag)
             before = before.next
         work.end = before.place + 1
+        if note and first.next is not None:
+            first.next.note = note
         self._tail.next = first.next  # all at once: another thread may process a chunk as soon as it is queued
         self.progress()
         return work, out
@@ -267,6 +282,8 @@ class SharedMemoryTransport:
         slot, mine = entry.place % SLOTS, self._counters[self.rank]
         mine[TAGS + slot] = entry.tag
         mine[WHERE + slot] = self._give(entry.chunk, slot * CHUNK_BYTES)
+        for place, number in enumerate(entry.note, NOTES + slot * NOTE_WORDS):
+            self._sums[self.rank][place] = number
         self._tell(entry, FILLED)
         return True
 
@@ -314,6 +331,10 @@ class SharedMemoryTransport:
             chunk.take(self._slots(entry))
             if work.sums is not None:
                 work.sums[entry.place] = sum(words[SUMS + entry.place % SLOTS] for words in self._sums)
+            if entry.note:
+                start = NOTES + entry.place % SLOTS * NOTE_WORDS
+                notes = [words[start : start + NOTE_WORDS] for words in self._sums]
+                work.note = [sum(numbers) for numbers in zip(*notes, strict=True)]
         work.completed_s = time.perf_counter()
         self._tell(entry, EMPTIED)  # must come last, since a waiting thread continues at once
         entry.chunk = NO_CHUNK

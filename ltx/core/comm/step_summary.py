@@ -1,8 +1,9 @@
 """The step summary: one small sum in each step, which carries loss, weights and the digest.
 
-The sum is issued between the forward and the backward pass, in float64. The digest is the running fingerprint of all
-collectives that this rank has issued. All ranks have the same digest iff its limbs have variance zero, which sums can
-tell: with limbs d below 2^20, n * sum(d^2) == sum(d)^2 exactly if and only if all are equal.
+The sum is issued between the forward and the backward pass, in float64; through shared memory the first bucket carries
+it, which saves a wait. The digest is the running fingerprint of all collectives that this rank has issued. All ranks
+have the same digest iff its limbs have variance zero, which sums can tell: with limbs d below 2^20,
+n * sum(d^2) == sum(d)^2 exactly if and only if all are equal.
 
 The number of the training step is part of the digest. Where digests differ, ranks exchange reasons in the store.
 
@@ -11,9 +12,11 @@ A compiled step sends its number with its loss, and an operation of the graph lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from operator import mul
 from typing import Any, NamedTuple
@@ -23,9 +26,11 @@ import torch
 from ltx.core.base import private, traced
 from ltx.core.base.errors import LtxError, RankMismatchError, ReplicaDivergedError, no_mean
 from ltx.core.base.private import unwrapped
+from ltx.core.comm import ledger
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
 from ltx.core.comm.channel import Channel, Work
+from ltx.core.comm.operations import bytes_sent
 from ltx.core.comm.signature import Agreement, Signature, mismatch
 
 _LIMB_BITS = 20
@@ -84,6 +89,9 @@ class Said(NamedTuple):
 class IssuedSummary:
     """A step summary that is pending; `compare` gives the parts of each rank's digest where digests differ.
 
+    Without `work` it hasn't gone out: a bucket may carry it (:meth:`carried_by`), else :meth:`wait` sends it. Ranks
+    launch the same buckets, so all of them do the one or the other.
+
     On a stream-ordered backend the host doesn't wait for it: :meth:`enqueued` gives sums that the device will compute,
     and :meth:`wait` is called when the host needs them, at the latest in the next pass.
     """
@@ -93,9 +101,11 @@ class IssuedSummary:
     stream: CommStream | None = None
     weighted: bool = False
     compare: Callable[[], list[Any]] = list
+    numbers: Sequence[float] = ()  # of this rank, if they haven't gone out
 
     def __post_init__(self) -> None:
         self._summary: StepSummary | None = None
+        self._event: ledger.Event | None = None  # the record of a summary that a bucket carries
         self._copy: HostCopy | None = None
         if self.stream is not None and self.work is not None:
             with self.stream.behind_current():
@@ -120,19 +130,34 @@ class IssuedSummary:
         apart = first.square().ne(second * self.channel.size).any()  # even if the wait raises
         return StepSummary(self._sums[0].masked_fill(apart, torch.nan), self._sums[1])
 
+    def carried_by(self, channel: Channel) -> Sequence[float]:
+        """The note for a bucket that is about to be issued on `channel`, whose work is then :attr:`work`."""
+        if channel is not self.channel or not self.numbers:
+            return ()
+        sent = partial(bytes_sent, "psum", torch.empty(len(self.numbers), dtype=torch.float64), channel.size)
+        self._event = ledger.note(channel.name, "psum", "summary", sent)
+        note, self.numbers = self.numbers, ()
+        return note
+
     def wait(self) -> StepSummary:
         """The summary. Raises if ranks have issued different collectives, or are at different steps."""
         if self._summary is None:
+            if self.numbers:
+                self.work = self.channel.issue("psum", torch.tensor(self.numbers, dtype=torch.float64), "summary")
+                self.numbers = ()
             assert self.work is not None
             late = self._copy is not None
-            summed = self.work.wait() if self._copy is None else self.channel.wait_for_host(self._copy, "summary")
-            limbs = [*map(int, summed[2:].tolist())]
+            arrived = self.work.wait() if self._copy is None else self.channel.wait_for_host(self._copy, "summary")
+            summed = self.work.note or arrived.tolist()
+            if self._event is not None:
+                self._event.completed_s = time.perf_counter()
+            limbs = [*map(int, summed[2:])]
             if [*map(mul, limbs[::2], limbs[::2])] != [*map(mul, limbs[1::2], repeat(self.channel.size))]:
                 self._refuse_apart(late)
             if late and self.weighted and summed[1] == 0:
                 before = "Weighted: in the step before this one the weights of all ranks added up to 0"
                 raise no_mean(before, "That step has changed nothing. ")
-            self._summary, self.work = StepSummary(summed[0], summed[1]), None
+            self._summary, self.work = StepSummary(*torch.tensor(summed[:2], dtype=torch.float64)), None
         return self._summary
 
     def _refuse_apart(self, late: bool) -> None:
@@ -233,23 +258,24 @@ def begin_pass(
     weighted = said.weighted and among is axis_comm
     place, exchange = f"apart/{channel.address}/{channel.begun}", among.store_exchange.exchange
     compare = lambda: exchange(place, said, "a comparison of steps", _EXPLAINING_S)  # noqa: E731
-    work = send_summary(channel, total, weight, said, device := axis_comm.device)
-    return IssuedSummary(work, channel, axis_comm.stream_of(device), weighted, compare)
-
-
-def send_summary(
-    channel: Channel, total: torch.Tensor | float, weight: torch.Tensor | float, said: Said, device: torch.device
-) -> Work:
-    digest = said.digest
-    a, b, c = float(digest & _MASK), float(digest >> _LIMB_BITS & _MASK), float(digest >> 2 * _LIMB_BITS & _MASK)
+    device = axis_comm.device
     # Reading an element is cheaper than writing one, but would block the host on stream-ordered backends.
     reads = not channel.orders_streams(device)
     known = [float(x) if reads or not isinstance(x, torch.Tensor) else 0.0 for x in (total, weight)]
-    numbers = to_device(torch.tensor([*known, a, a * a, b, b * b, c, c * c], dtype=torch.float64), device)
-    for place, x in () if reads else enumerate((total, weight)):
+    numbers = numbers_of(known, said.digest)
+    if channel.carries_notes(device):
+        return IssuedSummary(None, channel, None, weighted, compare, numbers)
+    sent = to_device(torch.tensor(numbers, dtype=torch.float64), device)
+    for index, x in () if reads else enumerate((total, weight)):
         if isinstance(x, torch.Tensor):
-            numbers[place] = x.detach()
-    return channel.issue("psum", numbers, "summary")
+            sent[index] = x.detach()
+    work, stream = channel.issue("psum", sent, "summary"), axis_comm.stream_of(device)
+    return IssuedSummary(work, channel, stream, weighted, compare)
+
+
+def numbers_of(sums: list[float], digest: int) -> list[float]:
+    a, b, c = float(digest & _MASK), float(digest >> _LIMB_BITS & _MASK), float(digest >> 2 * _LIMB_BITS & _MASK)
+    return [*sums, a, a * a, b, b * b, c, c * c]
 
 
 @traced.node

@@ -184,7 +184,11 @@ class Pending:
             pending.phase += 1
             if request.buffer.numel():
                 what = f"{self._what} {place}"
-                pending.work = channel.issue(request.operation, request.buffer, what, request.arguments, self.summed)
+                note = () if self.summary is None else self.summary.carried_by(channel)
+                given = request.operation, request.buffer, what, request.arguments, self.summed
+                pending.work = channel.issue(*given, note=note)
+                if note and self.summary is not None:
+                    self.summary.work = pending.work
                 return
             result = request.buffer  # nothing to send; every rank has the same shapes
         unchanged = version is not None and request[0] is arrived and version == arrived._version
@@ -274,7 +278,7 @@ class ProcessSchedule(Schedule):
         weight: torch.Tensor | float = 0.0,
         sums: bool = False,
     ) -> None:
-        """Issue the step summary, ahead of the buckets, as `begin_pass` does. `sums`: :meth:`total` will be called."""
+        """Begin the step summary, ahead of the buckets, as `begin_pass` does. `sums`: :meth:`total` will be called."""
         pending, agreement, unreduced = self.pending, self.plan.agreement, self.unreduced()
         pending.summed = sums
         pending.summary = comm.begin_pass(self.comm, self.among, name, agreement, total, weight, unreduced)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltx.core.comm.step_summary import IssuedSummary, Said, send_summary
+from ltx.core.comm.step_summary import IssuedSummary, Said, numbers_of
 from ltx.errors import RankMismatchError
 
 
@@ -28,14 +28,14 @@ class Wire:
     def issue(self, operation: str, buffer: Tensor, label: str) -> Any:
         assert operation == "psum"
         self.sum = self.sum + buffer
-        return SimpleNamespace(wait=lambda: self.sum)
+        return SimpleNamespace(wait=lambda: self.sum, note=())
 
 
 def _send(digests: list[int], losses: list[float]) -> list[IssuedSummary]:
     wire: Any = Wire(len(digests))
+    numbers = [numbers_of([loss, 1.0], Said(digest).digest) for digest, loss in zip(digests, losses, strict=True)]
     return [
-        IssuedSummary(send_summary(wire, torch.tensor(loss), torch.tensor(1), Said(digest), torch.device("cpu")), wire)
-        for digest, loss in zip(digests, losses, strict=True)
+        IssuedSummary(wire.issue("psum", torch.tensor(each, dtype=torch.float64), "summary"), wire) for each in numbers
     ]
 
 
@@ -45,7 +45,7 @@ def test_equal_digests(n: int, seed: int) -> None:
     for work in _send([random.getrandbits(62)] * n, losses):
         header = work.wait()
         assert header is work.wait(), "a second wait gives the same"
-        assert header.total.item() == pytest.approx(sum(torch.tensor(losses).double()).item(), rel=1e-12)
+        assert header.total.item() == pytest.approx(sum(losses), rel=1e-12)
         assert (header.weight.item(), header.total.dtype) == (n, torch.float64)
 
 
