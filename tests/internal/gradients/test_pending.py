@@ -48,7 +48,7 @@ class Channel:
     issued: list[str] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
-    def issue(self, operation: str, buffer: Tensor, label: str, *_: Any) -> Work:
+    def issue(self, operation: str, buffer: Tensor, label: str, *_: Any, note: Any) -> Work:
         self.issued.append(label)
         self.works.append(Work(buffer))
         return self.works[-1]
