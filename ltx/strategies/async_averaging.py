@@ -220,9 +220,9 @@ class AsyncAveraging(NodeStrategy):
 
     def _begin(self, params: Tree, states: States, info: StepInfo, before: Round | None) -> tuple[Round | None, States]:
         """Begin a round; on ranks whose collectives complete at once, the states hold its result."""
-        leaves, axis_comm = tree.flatten(params)[0], info.axis.comm
+        leaves, ranks = tree.flatten(params)[0], info.axis.ranks
         training = time.monotonic() if before is None else before.training
-        if before and self.schedule is None and axis_comm and axis_comm.clocked != training:
+        if before and self.schedule is None and ranks.lags and ranks.clocked != training:
             raise StrategyError(
                 f"rank {info.axis.rank}: AsyncAveraging: since this training's last round another training has begun "
                 "rounds on the axis. Each rank begins rounds by its own clock, so rounds of two trainings would be "
@@ -230,7 +230,7 @@ class AsyncAveraging(NodeStrategy):
                 "call train.finish(state) before another training begins."
             )
         mean = self._exchange(params, info, training, finishing=0)
-        if info.axis.ranks.lags:
+        if ranks.lags:
             return Round(time.monotonic(), [x.clone() for x in leaves], mean, training), states
         reduced = self._wait_round(mean, params, info)
         paths = tree.leaf_paths(params)
@@ -258,8 +258,8 @@ class AsyncAveraging(NodeStrategy):
         return self.exchange(ByNode(self.together, steps=(3,)), reduced, self._message(params, 0)[1], there).wait()[0]
 
     def _exchange(self, params: Tree, info: StepInfo, training: float | None, finishing: int) -> Exchange:
-        if info.axis.comm is not None and self.schedule is None:
-            info.axis.comm.clocked = training
+        if self.schedule is None and info.axis.ranks.lags:
+            info.axis.ranks.clocked = training
         return self.exchange(self._round, *self._message(params, finishing), info, background=True)
 
     def _message(self, params: Tree, finishing: int) -> tuple[list[torch.Tensor], list[str]]:

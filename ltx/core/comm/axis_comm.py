@@ -96,7 +96,6 @@ class AxisComm(Ranks):
         self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
         #: Collectives that have begun and weren't waited for yet (see ltx.core.collectives.futures), oldest first.
         self.futures: list[Any] = []
-        self.clocked: float | None = None  # the training whose background rounds begin by each rank's own clock
         self.under_way = ""  # the name, for errors, of the work on the bucket channels
         self._left: list[Channel] = []  # the channels of the last aborted pass
         self._streams: dict[torch.device, CommStream] = {}
@@ -305,7 +304,7 @@ class AxisComm(Ranks):
     def start_anew(self) -> None:
         """All ranks begin a training: complete what some have begun in the background for states that were dropped."""
         told = Signature("train.init of a strategy that exchanges parameters", ())
-        for each in (self, *self.parts):
+        for each in (self, *self.parts) if self.size > 1 else ():
             if not any(each.exchange(told, each.background.failed is not None)):
                 each.background.drain(partial(each.exchange, told))
 

@@ -74,6 +74,7 @@ class Ranks:
     exchanges: Callable[..., Any] | None = None  # makes a strategy's exchanges, in place of gradients.exchange.Exchange
     compared: Any = None  # notes on what ranks have compared (ltx.core.comm.signature.Seen), if they are kept
     futures: list[Any]  # where ranks overlap: the futures that weren't waited for yet, oldest first
+    clocked: float | None = None  # where they lag: the training whose rounds begin by each rank's own clock
     level: int = 0  # the innermost vmap level of ranks that isn't taken off yet; 0 if there is none
 
     @property
@@ -199,6 +200,9 @@ class Ranks:
         makes all ranks leave the step.
         """
         return nullcontext(_nothing)
+
+    def start_anew(self) -> None:
+        """All ranks begin a training: nothing that was begun for an earlier one may reach it."""
 
     def in_forward(self) -> AbstractContextManager[None]:
         """A context around the forward pass of a plain step."""

@@ -109,8 +109,8 @@ class TrainStep(TrainSettings):
             text = re.sub(r"0x[0-9a-f]+|device='[^']*'|index=\d+", "", f"{self.optimizer!r}, guard={self.guard!r}")
             axis.ranks.exchange(comm.Signature("train.init", (), text), None)
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
-        if strategy.communicates_besides and axis.comm is not None and axis.size > 1:
-            axis.comm.start_anew()
+        if strategy.communicates_besides:
+            axis.ranks.start_anew()
         dynamic = scaling(self)
         loss_scale: Any = () if self.max_skipped is None else LossScale()
         loss_scale = loss_scale if dynamic is None else dynamic.start()

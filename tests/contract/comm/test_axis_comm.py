@@ -372,6 +372,7 @@ def test_an_axis_closes_whatever_is_found_on_the_way(ranks: Ranks) -> None:
         def interrupted(exchange: Any) -> None:
             raise KeyboardInterrupt
 
+        axis.comm.background.history.append("a round")
         axis.comm.background.drain = interrupted
         with pytest.raises(KeyboardInterrupt):
             inside.close_axis(axis)

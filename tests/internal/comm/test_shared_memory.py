@@ -16,7 +16,7 @@ import torch
 
 import ltx
 from ltx.core.comm.chunks import CHUNK_BYTES, SMALL_BYTES
-from ltx.core.comm.shared_memory import SEGMENT_BYTES, SLOTS, SharedMemoryTransport, progress_everywhere
+from ltx.core.comm.shared_memory import NOTE_WORDS, SEGMENT_BYTES, SLOTS, SharedMemoryTransport, progress_everywhere
 from tests.forks import settles
 
 
@@ -115,6 +115,28 @@ def test_the_sum_of_all_elements(ranks: Callable[[int], Any], seed: int, n: int,
 def test_the_sum_is_known_only_to_who_asks_and_if_all_do(ranks: Callable[[int], Any], seed: int) -> None:
     for rank, own in enumerate(ranks(3).run(totals, seed, [SMALL_BYTES], torch.float32, [True, False, True])):
         assert own[0][0] is None if rank == 1 else math.isnan(own[0][0])
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_note_beside_a_buffer(ranks: Callable[[int], Any], seed: int, n: int) -> None:
+    """Buffers of one chunk and of many, with a note and without, all under way at once."""
+
+    def run() -> list[list[float]]:
+        channel = ltx.core.ranks.axis.find(None).comm.bucket_channel(0)
+        draw = torch.Generator().manual_seed(seed + int(ltx.axis_index()))
+        works = []
+        for size in (3, CHUNK_BYTES, (SLOTS + 2) * CHUNK_BYTES // 4, 5):
+            note = torch.randn(NOTE_WORDS, generator=draw, dtype=torch.float64).tolist()
+            works.append(channel.issue("psum", torch.ones(size), "test", note=note))
+            works.append(channel.issue("psum", torch.ones(size), "test"))
+        values = [work.wait() for work in works]
+        assert all(value.eq(n).all() for value in values)
+        return [list(work.note) for work in works]
+
+    draws = [torch.Generator().manual_seed(seed + rank) for rank in range(n)]
+    for place, note in enumerate(ranks(n).run(run).replicated()):
+        own = () if place % 2 else [torch.randn(NOTE_WORDS, generator=d, dtype=torch.float64).tolist() for d in draws]
+        assert note == [sum(numbers) for numbers in zip(*own, strict=True)]
 
 
 def total_of_no_sum(operation: str, arguments: tuple[int, ...]) -> float | None:
