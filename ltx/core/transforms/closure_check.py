@@ -232,7 +232,8 @@ class Members:
         if not isinstance(module, nn.Module):
             raise TreeError(f"{what} takes a torch.nn.Module, got {type(module).__name__}.")
         if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
-            raise UnsupportedError(f"{what} can't put tensors into a {type(module).__name__}.")
+            which = "module.module" if isinstance(module, nn.DataParallel) else "the module that was scripted"
+            raise UnsupportedError(f"{what} can't put tensors into a {type(module).__name__}. Give it {which}.")
         self.module = module
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that holds the tensor, and its key
         self.tied: dict[int, list[str]] = {}  # the names of tensors with several names, by id

@@ -15,7 +15,7 @@ from torch.func import functional_call as of_torch
 from torch.utils.checkpoint import checkpoint
 
 import ltx
-from ltx.errors import InputError, StepError, TreeError
+from ltx.errors import InputError, StepError, TreeError, UnsupportedError
 from tests.kinds import Ranks
 from tests.twins.cases import Params, params_of, seeded
 
@@ -404,3 +404,10 @@ def test_what_cant_be_given(given: Any, error: type[Exception], text: str) -> No
     net[1].weight = net[0].weight
     with pytest.raises(error, match=re.escape(text)):
         ltx.functional_call(net, given, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("wrapped", [nn.DataParallel, torch.jit.script])
+def test_a_module_whose_tensors_cant_be_replaced(wrapped: Callable[[nn.Module], nn.Module]) -> None:
+    module = wrapped(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match=r"can't put tensors into a .*\. Give it (the )?module"):
+        ltx.functional_call(module, dict(module.named_parameters()), (torch.ones(2),))
