@@ -110,7 +110,7 @@ class SharedMemoryWork:
     completed_s: float = 0.0
     refused: bool = False  # ranks have issued different collectives
     sums: dict[int, float] | None = None  # the sum of each chunk's elements, by the chunk's place, if wanted
-    note: Sequence[float] = ()  # of this rank; after the buffer's first chunk: the sums over all ranks, in rank order
+    note: Sequence[float] = ()  # once the first chunk is complete: the sums of the ranks' notes, in rank order
 
     @property
     def completed(self) -> bool:
