@@ -16,11 +16,10 @@ next phase of a chunk when its peers' counters allow it. There is no thread for 
 advances the transport, and a lock admits one at a time. Only a wait blocks, and it checks every 0.1 s whether its
 peers live: each process holds a lock on a file of its own, which the kernel releases when the process dies.
 
-Beside each chunk lies a tag: a digest of the collectives that its rank has issued on the channel so far, and the number
-of buffers. Where tags differ, ranks have issued different collectives, and all ranks refuse the chunk. A buffer may
-have a note: a few numbers that are summed over ranks, which takes no time beside a chunk. On request the rank also
-stores the sum of the numbers that it has reduced, taken while they are in the cache: it tells if all are
-finite.
+Beside each chunk lies a tag: a digest of the collectives that its rank has issued on the channel so far, the number
+of buffers, and whether this one has a note: a few numbers that are summed over ranks, which takes no time beside a
+chunk. Where tags differ, ranks have issued different collectives, and all ranks refuse the chunk. On request the rank
+also stores the sum of the numbers that it has reduced, taken while they are in the cache: it tells if all are finite.
 
 An exception (an interrupt, or one from a signal handler) may come at any point of a phase. The counters say which
 phases are done, and a phase that isn't counted can be done again from its beginning, so an exception leaves the ranks
@@ -193,7 +192,7 @@ class SharedMemoryTransport:
             work.sums = {}
         while self._tail.next is not None:
             self._tail = self._tail.next
-        tag = (tag * 1_000_003 + self._begun) & ((1 << 62) - 1)
+        tag = (tag * 1_000_003 + 2 * self._begun + bool(note)) & ((1 << 62) - 1)
         before = first = _Entry(self._tail.place, NO_CHUNK, work, tag)
         for chunk in chunks:
             before.next = _Entry(before.place + 1, chunk, work, tag)
