@@ -329,7 +329,9 @@ def _read(
                 total += piece.tensor
             tensor = (total / len(pieces)).to(tensor.dtype)
         tensors.append(tensor)
-    restored = counted(tree.unflatten(tree.flatten(state)[1], tensors), manifest["step"], manifest["updates"])
+    read = tree.unflatten(tree.flatten(state)[1], tensors)
+    read = replace(read, sync_state=replace(read.held("sync_state"), clock=state.held("sync_state").clock))
+    restored = counted(read, manifest["step"], manifest["updates"])
     ranks = range(opened.saved_ranks) if data == "all" else [opened.rank]
     positions = [opened.structure("data" if common else name_on(rank, "data")) for rank in ranks]
     drawn = opened.structure(name_on(opened.rank, "rng")) if rng and manifest["rng"] and same_size else None

@@ -108,7 +108,8 @@ def leaves_of(state: TrainState) -> list[Piece]:
             cut = (shards.ranks, shards.rank or 0) if tensor.ndim == 1 else None  # others are counters
             leaves.append(Piece(path, tensor, "sharded", *cut) if cut else Piece(path, tensor))
         elif path in ("sync_state.uses", "sync_state.clock"):
-            leaves.append(Piece(path, tensor))  # guards are equal in all states that can be saved
+            # Guards are equal in all states that can be saved. Files have a 0-dim clock, and loading sets a new one.
+            leaves.append(Piece(path, tensor if path == "sync_state.uses" else tensor.reshape(tensor.shape[:-1])))
         elif kind == "sharded" and not (part == "opt_state" and isinstance(state.opt_state, Shards)):
             leaves.append(Piece(path, tensor, "per_rank"))  # only the strategy knows how the parts fit together
         else:
