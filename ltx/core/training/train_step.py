@@ -106,8 +106,7 @@ class TrainStep(TrainSettings):
             if leaf.is_complex():
                 require("complex, strategy", strategy, f"train.init: parameter {path!r}, {tree.describe(leaf)},")
         if strategy.layout.params == "replicated":  # other rates would part them, with nothing to show it
-            text = re.sub(r"0x[0-9a-f]+|device='[^']*'|index=\d+", "", f"{self.optimizer!r}, guard={self.guard!r}")
-            axis.ranks.exchange(comm.Signature("train.init", (), text), None)
+            axis.ranks.exchange(comm.Signature("train.init", (), _settings(self.optimizer, self.guard)), None)
         opt_state = strategy.init_optimizer(self.optimizer, params, axis)
         if strategy.communicates_besides:
             axis.ranks.start_anew()
@@ -381,6 +380,17 @@ def _check_derivative(train: TrainSettings, state: TrainState, batch: Batch) -> 
         f"train_step: the state or the batch of this step is differentiated, and {what}; or, if no derivative is "
         "wanted, detach them, or call the step under torch.no_grad()."
     )
+
+
+def _settings(optimizer: Optimizer, guard: Any) -> str:
+    """The text of what ranks must have alike: without addresses, devices, and the order of sets and mappings.
+
+    Of a class of the user's it is the name alone, as its text may tell of this rank.
+    """
+    own = type(optimizer).__module__.startswith("ltx.")
+    text = f"{optimizer!r}, guard={guard!r}" if own else f"{type(optimizer).__name__}, guard={guard!r}"
+    text = re.sub(r"0x[0-9a-f]+|device='[^']*'|index=\d+", "", text)
+    return re.sub(r"{([^{}]*)}", lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", text)
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:

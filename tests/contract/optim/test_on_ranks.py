@@ -141,6 +141,17 @@ def fails(pair: tuple[ltx.optim.Optimizer, ...], match: str) -> None:
     begun((from_torch(SGD, lr=lambda n: 0.1),) * 2, ltx.ZeroStrategy())
 
 
+def in_any_order() -> None:
+    labels = [("a", "slow"), ("b", "fast"), ("*", "fast")]
+    ordered = dict(labels if ltx.axis_index() == 0 else [labels[1], labels[0], labels[2]])
+    train = ltx.train_step(ltx.data_parallel(lambda p: p["a"].sum()), partition({"slow": sgd, "fast": adamw}, ordered))
+    train.init({"a": torch.ones(2), "b": torch.ones(2)})
+
+
+def test_a_mapping_that_a_set_has_put_in_another_order(ranks: Ranks) -> None:
+    ranks(2).run(in_any_order)
+
+
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_ranks_that_share_parameters_have_the_same(name: str, ranks: Ranks) -> None:
     *pair, match = UNEQUAL[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ LR, STEPS, BROKEN = 0.1, 6, 2
 class BreaksOnce(ltx.optim.Optimizer):
     """SGD, which raises once before it has written anything, in its update number BROKEN."""
 
-    left: list[int] = field(repr=False)
+    left: list[int]
 
     def init(self, params: Tree) -> Tree:
         return {"count": torch.zeros((), dtype=torch.long)}
