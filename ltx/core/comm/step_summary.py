@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from operator import mul
 from typing import Any, NamedTuple
@@ -134,9 +133,9 @@ class IssuedSummary:
         """The note for a bucket that is about to be issued on `channel`, whose work is then :attr:`work`."""
         if channel is not self.channel or not self.numbers:
             return ()
-        sent = partial(bytes_sent, "psum", torch.empty(len(self.numbers), dtype=torch.float64), channel.size)
-        self._event = ledger.note(channel.name, "psum", "summary", sent)
         note, self.numbers = self.numbers, ()
+        sent = lambda: bytes_sent("psum", torch.tensor(note, dtype=torch.float64), channel.size)  # noqa: E731
+        self._event = ledger.note(channel.name, "psum", "summary", sent)
         return note
 
     def wait(self) -> StepSummary:
