@@ -186,22 +186,21 @@ class Part:
     tests: bool = False
 
 
-_PYTEST = ("-m", "pytest", "tests/gpu", "-q", "-W", "default", "-p", "no:cacheprovider")
+_PYTEST = ("-m", "tests.shards", "tests/gpu", "-q", "-W", "default", "-p", "no:cacheprovider")
 _TABLE = ("-m", "benchmarks.table", "--device", "cuda", "--ranks", "1", "--minutes", "0")
 _COMPILED = (*_TABLE, "--compiled", "--variants")
 
 PARTS = (
-    Part("tests", "Tests", (*_PYTEST, "-m", "not slow_compile"), 140, tests=True),
+    Part("tests", "Tests", _PYTEST, 190, tests=True),
     Part(
         "overhead",
         "The host's time a step, by the number of parameters",
-        ("-m", "benchmarks.overhead", "--device", "cuda", "--parameters", "100", "1000", "2000", "--iterations", "80"),
-        50,
+        ("-m", "benchmarks.overhead", "--device", "cuda", "--parameters", "100", "1000", "--iterations", "40"),
+        60,
     ),
     Part("eager", "A step, eagerly: 5 M parameters", _TABLE, 40),
     Part("memory", "Peak memory of torch's allocator", ("-m", "benchmarks.memory", "--device", "cuda"), 60),
     Part("compiled", "A compiled loss: 5 M parameters", (*_COMPILED, "ltx of a compiled loss, fp16"), 50),
-    Part("compiled tests", "Tests that compile", (*_PYTEST, "-m", "slow_compile"), 90, tests=True),
     Part("large", "A step, eagerly: 152 M parameters", (*_TABLE, "--large"), 40),
     Part("gradients", "Gradients as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled"), 45),
     Part("step", "A whole step as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled step"), 45),

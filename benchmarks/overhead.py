@@ -36,6 +36,9 @@ ROWS = [
     ("torch.func.grad of ltx", "func gradients", "ddp gradients", "loop gradients"),
 ]
 HALVES = ltx.DDPStrategy(comm_hook="fp16")
+#: Buckets of 16 parameters, for what a bucket takes besides.
+NBYTES = 16 * 4 * SIZE
+BUCKETS = ltx.DDPStrategy(comm_hook="fp16", bucket_bytes=NBYTES, first_bucket_bytes=NBYTES)
 #: Of which the host's time counts on a GPU, and what each is compared with.
 ON_GPU = {
     "loop": "ddp",
@@ -45,6 +48,8 @@ ON_GPU = {
     "ddp, fp16": "ddp, fp16",
     "ltx, fp16": "ddp, fp16",
     "ltx update, fp16": "ddp, fp16",
+    "ddp, fp16, buckets of 16": "ddp, fp16, buckets of 16",
+    "ltx, fp16, buckets of 16": "ddp, fp16, buckets of 16",
 }
 
 
@@ -97,8 +102,8 @@ def variants(count: int, device: str) -> dict[str, Variant]:
 
         return step
 
-    def ddp(fp16: bool = False) -> nn.Module:
-        made = nn.parallel.DistributedDataParallel(Model(params), gradient_as_bucket_view=True)
+    def ddp(fp16: bool = False, mib: float = 25) -> nn.Module:
+        made = nn.parallel.DistributedDataParallel(Model(params), gradient_as_bucket_view=True, bucket_cap_mb=mib)
         if fp16:
             made.register_comm_hook(None, fp16_compress_hook)
         return made
@@ -112,6 +117,8 @@ def variants(count: int, device: str) -> dict[str, Variant]:
             "ddp, fp16": loop(ddp(fp16=True)),
             "ltx, fp16": train(HALVES),
             "ltx update, fp16": train(HALVES, overlap="update"),
+            "ddp, fp16, buckets of 16": loop(ddp(fp16=True, mib=NBYTES / 2**20)),
+            "ltx, fp16, buckets of 16": train(BUCKETS),
         }
 
     step, alone = ltx.data_parallel(loss), torch.func.grad(loss)

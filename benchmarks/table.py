@@ -82,7 +82,7 @@ def names_of(ranks: int, device: str, compiled: bool, wanted: Sequence[str] | No
 
 def base_of(name: str, names: Sequence[str]) -> str:
     """DDP's variant that `name` is compared with."""
-    exact = "ddp compiled" if "ddp compiled" in names else "ddp"
+    exact = "ddp compiled" if any(each.startswith("ddp compiled") for each in names) else "ddp"
     return f"{exact}, fp16" if name.endswith(", fp16") and f"{exact}, fp16" in names else exact
 
 

@@ -172,7 +172,7 @@ def test_the_parts_are_there() -> None:
     assert len({each.name for each in gpu.PARTS}) == len(gpu.PARTS)
     for each in gpu.PARTS:
         assert each.arguments[0] == "-m"
-        assert each.tests == (each.arguments[1] == "pytest")
+        assert each.tests == (each.arguments[1] == "tests.shards")
         if not each.tests:
             assert (ROOT / f"{each.arguments[1].replace('.', '/')}.py").exists()
 

@@ -36,7 +36,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")] or lines
     entry = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
-    with open(path, "a") as file:
+    with open(path, "a", 1 << 16) as file:  # a line at once, beside other processes' lines
         file.write(json.dumps(entry | {"error": errors[-1] if errors else "", "text": text[-4000:]}) + "\n")
 
 

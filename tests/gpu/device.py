@@ -91,7 +91,9 @@ def as_fp16_gives(grads: list[Tensor]) -> list[Tensor]:
 def plain(
     steps: int,
     grads_of: Callable[[Loss, dict[str, Tensor], int], list[Tensor] | None],
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-2),
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(
+        params, lr=1e-2, fused=True
+    ),
 ) -> dict[str, Tensor]:
     """Parameters after `steps` steps of torch alone; a step for which `grads_of` gives None is left out."""
     module = model()

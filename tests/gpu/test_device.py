@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import ltx
+from ltx.core.training.guard import not_finite_on_device
 from ltx.errors import StepError
 from tests.gpu.device import (
     DEVICE,
@@ -80,7 +81,7 @@ def test_parameters_on_the_cpu_are_refused(workers: Any) -> None:
         return str(caught.value)
 
     (text,) = workers.run(run)
-    assert "rank 0 computes on cuda:0, and params leaf '0.weight' is on cpu" in text
+    assert "rank 0 computes on cuda:0, and params leaf '0.bias' is on cpu" in text
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -138,6 +139,32 @@ def test_memory_that_another_stream_takes_meanwhile(workers: Any) -> None:
 
     ((expected, found),) = workers.run(run)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# --- guards ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_element_is_found(bad: float, workers: Any) -> None:
+    """Wherever it is, among tensors of other dtypes and in a large one."""
+    shapes = ((), (3,), (1 << 17,), (300, 200), (0,))
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+    def run() -> list[str]:
+        wrong = []
+        for dtype in dtypes:
+            grads = [torch.ones(shape, dtype=own, device=DEVICE) for own in (torch.float32, dtype) for shape in shapes]
+            if bool(not_finite_on_device(grads)):
+                wrong.append(f"{dtype}: finite")
+            for grad in (g for g in grads if g.numel()):
+                for at in {0, grad.numel() // 2, grad.numel() - 1}:
+                    grad.view(-1)[at] = bad
+                    if not bool(not_finite_on_device(grads)):
+                        wrong.append(f"{dtype}: {grad.dtype} of shape {list(grad.shape)} at {at}")
+                    grad.view(-1)[at] = 1
+        return wrong
+
+    assert list(workers.run(run)) == [[]]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ import functools
 import sys
 import types
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import optree
 import torch
 
 from ltx.core.base.errors import TreeError
-from ltx.core.base.traced import at_trace_time
+from ltx.core.base.traced import TORCH, at_trace_time
 
 NAMESPACE = "ltx"
 
@@ -108,11 +108,20 @@ def _dataclass_parts(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
     But what a cached property keeps: whether it was read differs between ranks, and the new one computes its own.
     """
     names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-    others = [name for name in getattr(node, "__dict__", ()) if name not in names]
+    others = [name for name in _attributes(node) if name not in names]
     if others:
         caches = _caches(type(node))
         names += [name for name in others if name not in caches]
     return [getattr(node, name) for name in names], (type(node), tuple(names)), tuple(names)
+
+
+def _attributes(node: Any) -> Iterable[str]:
+    """The names of the attributes that it keeps itself."""
+    return getattr(node, "__dict__", ())
+
+
+if TORCH < "2.12":  # whose Dynamo can't iterate over them
+    _attributes = at_trace_time(lambda node: tuple(getattr(node, "__dict__", ())))
 
 
 @at_trace_time
@@ -286,6 +295,6 @@ def of_array(x: Any) -> Any:
     # torch takes neither strides below 0 nor the other byte order, and warns of what is read-only.
     x = x.astype(x.dtype.newbyteorder("="), order="C")
     try:
-        return torch.as_tensor(x)
+        return torch.as_tensor(x, device="cpu")
     except (RuntimeError, TypeError):  # more than 64 bits
         return x

@@ -6,7 +6,7 @@ listed here, since torch documents it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +45,13 @@ def unwrapped(x: T) -> T:
         x = unwrapped_once(x)
     return x
 
+
+# --- tensors ---
+
+#: Consecutive views of a flat tensor in the shapes of other tensors. To split it and view each part takes 2.5 as long.
+parts_like: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = (
+    torch._utils._unflatten_dense_tensors
+)
 
 # --- autograd ---
 

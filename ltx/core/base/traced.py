@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _nodes: list[Callable[..., Any]] = []
 _kept: dict[str, Any] = {}
 
-_TORCH = torch.torch_version.TorchVersion(torch.__version__)
+TORCH = torch.torch_version.TorchVersion(torch.__version__)
 
 
 def recording() -> bool:
@@ -65,7 +65,7 @@ def refuse_script() -> None:
 
 def node(fn: F) -> F:
     """Decorate a function from tensors and constants to tensors. Dynamo puts it into graphs without tracing into it."""
-    _nodes.append(fn if _TORCH >= "2.13" else _said_to_compile(fn))
+    _nodes.append(fn if TORCH >= "2.13" else _said_to_compile(fn))
     return _nodes[-1]  # type: ignore[return-value]
 
 
@@ -92,7 +92,7 @@ def at_trace_time(fn: F) -> F:
     Its errors reach the user, while Dynamo hides errors that other traced code raises.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn if _TORCH >= "2.12" else _by_address(fn)
+    return fn if TORCH >= "2.12" else _by_address(fn)
 
 
 def whole(fn: F) -> F:

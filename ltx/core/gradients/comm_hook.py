@@ -314,7 +314,10 @@ def _pack_by_foreach(
     grads: Sequence[torch.Tensor], flat: torch.Tensor, bucket: Bucket, scale: float, extra_terms: Sequence[Terms]
 ) -> None:
     """:func:`pack` by few kernels, plus one for each gradient that isn't contiguous."""
-    views = [part.view(grad.shape) for part, grad in zip(flat.split(bucket.sizes, -1), grads, strict=True)]
+    if flat.ndim == 1:
+        views = list(private.parts_like(flat, grads))
+    else:
+        views = [part.view(grad.shape) for part, grad in zip(flat.split(bucket.sizes, -1), grads, strict=True)]
     wider = flat.dtype.itemsize - bucket.dtype.itemsize
     # A single gradient with other strides (channels last) would make torch copy all of them one by one.
     alike = [place for place, grad in enumerate(grads) if grad.is_contiguous()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -151,8 +150,8 @@ class TorchOptimizer(ClassOptimizer):
         changes = self._hyper != ()  # hyperparameters in the state change too, and a kernel's skip doesn't cover them
         if changes or self.cls not in _SKIPPING or self.kernel.dampened or not all(self._fused(params)):
             return None
-        conditional = copy(self)
-        object.__setattr__(conditional, "_skip", skip)
+        conditional = object.__new__(type(self))  # a copy would be made by the constructor, each step
+        vars(conditional).update(vars(self), _skip=skip)
         return conditional
 
     def _run(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from ltx.core.base import private
+from ltx.core.base import private, traced
 from ltx.core.base.errors import OptimError
 from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import LeafStates, Rate, Tensors
@@ -56,7 +56,7 @@ class Kernel:
 
     def materialise(self, param: Tensor, fused: bool, lr: Rate | None) -> dict[str, Tensor]:
         """The state that torch would create at the first step of `param`, from its shape, dtype and device alone."""
-        counted = {"step": torch.tensor(0.0)} if self._counts else {}
+        counted = {"step": torch.tensor(0.0, device="cpu")} if self._counts else {}
         if self._is(torch.optim.SGD):
             # torch starts the buffer as a copy of the first gradient. With a buffer of -0.0, momentum * buffer +
             # gradient is bit-equal to that copy.
@@ -189,7 +189,7 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
     # Each call makes a subclass, because torch patches the class's `step`.
     shell_cls = type(cls.__name__, (cls,), {"add_param_group": add_param_group})
     try:
-        shell: Any = shell_cls([torch.zeros(1, 1)], **hyperparameters)
+        shell: Any = shell_cls([torch.zeros(1, 1, device="cpu")], **hyperparameters)
     except (ValueError, TypeError, RuntimeError) as error:
         raise OptimError(f"from_torch({cls.__name__}): {cls.__name__} refused its arguments: {error}") from error
     group = {key: value for key, value in shell.param_groups[0].items() if key != "params"}
@@ -198,7 +198,7 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
         return kernel
     if not hasattr(cls, "_init_group"):
         raise NotGatheredError(f"{cls.__name__} has no _init_group.")
-    one = torch.zeros(1, 1)
+    one = torch.zeros(1, 1, device="cpu")
     made, held = kernel.materialise(one, False, None), kernel.materialise(one, False, None)
     kernel.run([one.clone()], [held], [one], fused=False)
     if held.keys() != made.keys():
@@ -209,6 +209,8 @@ def build(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) 
 def fusable(cls: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> list[bool]:
     """For each parameter, whether torch has a fused kernel of `cls` that works for its dtype and device."""
     kinds, devices = list(map(attrgetter("dtype", "device"), params)), _get_fused_kernels_supported_devices()
+    if issubclass(cls, torch.optim.Adagrad) and traced.TORCH < "2.13":  # it got one for CUDA then
+        devices.remove("cuda")
     # Fused SGD on CPU is wrong for 16 bits up to torch 2.13 (torch issue 191763): parameters stay, momentum is garbage.
     broken = ((torch.float16, "cpu"), (torch.bfloat16, "cpu")) if issubclass(cls, torch.optim.SGD) else ()
     answers = {

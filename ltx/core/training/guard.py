@@ -67,17 +67,17 @@ def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Whether any element isn't finite: a 0-dim bool tensor."""
     grads = [g for g in grads if g.numel()]
     if not grads:
-        return torch.tensor(False)
+        return torch.tensor(False, device="cpu")
     found = [g.isfinite().all().logical_not().to(grads[0].device) for g in grads]
     return torch.stack(found).any()
 
 
 def not_finite_on_device(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """:func:`not_finite` for an accelerator: exact, in few kernels, and the host reads nothing."""
-    largest = [torch.linalg.vector_norm(run, float("inf")) for run in _runs([g for g in grads if g.numel()])]
-    if not largest:
-        return torch.zeros((), dtype=torch.bool)
-    return torch.stack([x.double() for x in largest]).isfinite().all().logical_not()
+    grads = [g for g in grads if g.numel()]
+    if not grads:
+        return torch.zeros((), dtype=torch.bool, device="cpu")
+    return torch.stack(torch._foreach_norm(grads, float("inf"))).isfinite().all().logical_not()
 
 
 def not_finite_error(

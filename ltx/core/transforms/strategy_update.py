@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
-from ltx.core.base import tree
+from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, outcome
 from ltx.core.base.errors import StrategyError
 from ltx.core.gradients.comm_hook import CommHook, is_plain, prefers_few_calls
@@ -231,8 +231,8 @@ def check_updated(strategy: Any, got: Any, update: Update, states: States) -> Up
     """`got`, the result of ``strategy.update`` for `update` and `states`. Raises if it isn't as it should be."""
     if not isinstance(got, Updated):
         raise _other(strategy, "update", got, "an ltx.strategies.Updated(params, opt_state, states)")
-    same = got.params is update.params and got.states is states
-    if not (same or strategy.updates_in_buckets):  # a plain `update` has checked the result of after_update already
+    # A plain `update` has checked the result of after_update already.
+    if not (strategy.updates_in_buckets or (_same(got.params, update.params) and _same(got.states, states))):
         check_next(strategy, "update", (got.params, got.states), update.params, states)
     return got
 
@@ -242,9 +242,9 @@ def check_next(strategy: Any, method: str, got: Any, params: Tree, states: State
     if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
         raise _other(strategy, method, got, "(params, states), states a dict by path")
     found, after = got
-    if after is not states:
+    if not _same(after, states):
         _check_states(strategy, method, after, params, states)
-    if found is params:
+    if _same(found, params):
         return found, after
     before, now = tree.flatten(params)[0], tree.flatten(found)[0]
     if len(before) != len(now) or tree.leaf_paths(params) != tree.leaf_paths(found):
@@ -259,6 +259,11 @@ def check_next(strategy: Any, method: str, got: Any, params: Tree, states: State
                 f"{tree.leaf_paths(params)[place]!r}, which is {tree.describe(x)}. Return its shape and dtype."
             )
     return found, after
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether they are known to be one object: Dynamo can't compare two dicts in torch 2.11."""
+    return not traced.recording() and x is y
 
 
 def _check_states(strategy: Any, method: str, after: States, params: Tree, states: States) -> None:

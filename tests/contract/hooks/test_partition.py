@@ -22,6 +22,10 @@ def loss(params: Params, x: Tensor) -> Tensor:
     return sum((p * x).square().sum() for p in params.values())
 
 
+def as_dict(params: Any) -> Params:
+    return params if isinstance(params, dict) else {name: getattr(params, name) for name in SHAPES}
+
+
 def start() -> Params:
     return {name: torch.linspace(-1, 1, 400)[: torch.Size(shape).numel()].view(shape) for name, shape in SHAPES.items()}
 
@@ -104,7 +108,7 @@ def test_in_a_graph(name: str, way: str, ranks: Ranks) -> None:
         torch._dynamo.reset()
         x = torch.tensor(0.3 + int(ltx.axis_index()))
         for params in (start(), holder(**start())):
-            step = ltx.data_parallel(lambda p, x: loss(p if isinstance(p, dict) else vars(p), x), make("e*"))
+            step = ltx.data_parallel(lambda p, x: loss(as_dict(p), x), make("e*"))
             found = torch.compile(WAYS[way], fullgraph=True, backend="aot_eager")(step, params, x)
             torch.testing.assert_close(ltx.tree.flatten(found)[0], ltx.tree.flatten(WAYS[way](step, params, x))[0])
         wrong = ltx.data_parallel(loss, make("q*"))
