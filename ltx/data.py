@@ -131,7 +131,11 @@ class DataPosition:
 @lru_cache(maxsize=2)
 def _order(length: int, seed: int, shuffle: bool) -> torch.Tensor:
     """The order of an epoch. The tensor is cached: don't write to it."""
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(length)
+    return (
+        torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")
+        if shuffle
+        else torch.arange(length, device="cpu")
+    )
 
 
 # What a rank tells its peers at each step.
@@ -231,7 +235,7 @@ def _alone(iterable: Iterable[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
 
 
 def _weight(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _turns(iterable: Iterable[Any], axis: Axis, divisor: str, stop: str) -> Iterator[tuple[Any, torch.Tensor]]:

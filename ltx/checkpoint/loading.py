@@ -185,7 +185,7 @@ class Opened:
             names.append(f"{name}.{len(names) - 1}")
         for each in names:
             shape, dtype = self.like(each)
-            pieces.append(Piece(each, torch.empty(shape, dtype=dtype)))
+            pieces.append(Piece(each, torch.empty(shape, dtype=dtype, device="cpu")))
         storage.read(self.path, self.metadata, pieces)
         try:
             described, *tensors = (piece.tensor for piece in pieces)

@@ -232,7 +232,7 @@ def write_metadata(directory: Path, by_rank: Sequence[Written]) -> None:
     found: dict[str, dcp.TensorStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, dtype, size, offsets, sizes, *where in (entry for written in by_rank for entry in written):
-        like = torch.empty((), dtype=getattr(torch, dtype))
+        like = torch.empty((), dtype=getattr(torch, dtype), device="cpu")
         properties = dcp.TensorProperties.create_from_tensor(like)
         entry = found.setdefault(name, dcp.TensorStorageMetadata(properties, torch.Size(size), []))
         entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))

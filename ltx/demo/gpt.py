@@ -111,7 +111,9 @@ class Corpus:
     def of(cls, text: str) -> Self:
         characters = "".join(sorted(set(text)))
         index = {character: token for token, character in enumerate(characters)}
-        train, validation = (torch.tensor([index[character] for character in part]) for part in split(text))
+        train, validation = (
+            torch.tensor([index[character] for character in part], device="cpu") for part in split(text)
+        )
         return cls(characters, train, validation)
 
     def decode(self, tokens: Tensor) -> str:
@@ -125,8 +127,8 @@ class Corpus:
         same batch, and takes its own part (``ltx.shard``).
         """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        starts = torch.randint(len(self.train) - context, (batch_size,), generator=generator)
-        windows = self.train[starts[:, None] + torch.arange(context + 1)]
+        starts = torch.randint(len(self.train) - context, (batch_size,), generator=generator, device="cpu")
+        windows = self.train[starts[:, None] + torch.arange(context + 1, device="cpu")]
         return windows[:, :-1], windows[:, 1:]
 
     def validation_windows(self, context: int) -> tuple[Tensor, Tensor]:

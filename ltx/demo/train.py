@@ -233,10 +233,10 @@ class Lesson:
         """The loss on each ``every``-th window of the held-out text; each rank computes a part."""
         rank, size = int(ltx.axis_index()), ltx.axis_size()
         inputs, targets = (windows[::every][rank::size] for windows in self.corpus.validation_windows(CONTEXT))
-        total = torch.zeros(())
+        total = torch.zeros((), device="cpu")
         for x, y in zip(inputs.split(64), targets.split(64), strict=True):
             total += self.loss(params, x, y) * y.numel()
-        total, count = ltx.psum((total, torch.tensor(float(targets.numel()))))
+        total, count = ltx.psum((total, torch.tensor(float(targets.numel()), device="cpu")))
         return float(total / count)
 
     def train(self, configuration: Configuration, report: Report) -> tuple[Result, Curve, Params]:
@@ -285,7 +285,7 @@ class Lesson:
     def sample(self, params: Params, length: int = 320, temperature: float = 0.7) -> str:
         """Text that the trained model writes by itself."""
         generator = torch.Generator().manual_seed(self.options.seed)
-        tokens = torch.tensor([self.corpus.characters.index(character) for character in "The "])
+        tokens = torch.tensor([self.corpus.characters.index(character) for character in "The "], device="cpu")
         for _ in range(length):
             logits = ltx.functional_call(self.model, params, (tokens[None, -CONTEXT:],))[0, -1]
             drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

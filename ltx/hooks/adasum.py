@@ -97,12 +97,12 @@ def _products(halving: Halving, a: torch.Tensor, b: torch.Tensor, level: int) ->
     """As :meth:`Halving.products`, piece by piece."""
     sums = [[0.0, 0.0, 0.0] for _ in halving.sizes]
     a, b = a.view(-1), b.view(-1)
-    memory = torch.empty((2, min(_PIECE, a.numel())), dtype=torch.float64)
+    memory = torch.empty((2, min(_PIECE, a.numel())), dtype=torch.float64, device="cpu")
     for part, at in _pieces(halving, level):
         x, y = (row[: at.stop - at.start].copy_(given[at]) for row, given in zip(memory, (a, b), strict=True))
         for place, (u, v) in enumerate(((x, y), (x, x), (y, y))):
             sums[part][place] += torch.dot(u, v).item()
-    by_product = torch.tensor(sums, dtype=torch.float64).T.contiguous()
+    by_product = torch.tensor(sums, dtype=torch.float64, device="cpu").T.contiguous()
     return torch.where(halving.here(level, a.device), by_product, 0.0)
 
 
@@ -110,7 +110,7 @@ def _combined(halving: Halving, a: torch.Tensor, b: torch.Tensor, summed: torch.
     """As :meth:`Halving.combined`, piece by piece, in the memory of `a`, which only this rank uses."""
     weights = list(zip(*(w.tolist() for w in halving.weights(summed, level)), strict=True))
     flat, other = a.view(-1), b.view(-1)
-    memory = torch.empty(min(_PIECE, flat.numel()), dtype=torch.float64)
+    memory = torch.empty(min(_PIECE, flat.numel()), dtype=torch.float64, device="cpu")
     for part, at in _pieces(halving, level):
         weight_a, weight_b = weights[part]
         flat[at].copy_(memory[: at.stop - at.start].copy_(flat[at]).mul_(weight_a).add_(other[at], alpha=weight_b))

@@ -87,7 +87,7 @@ class EightBitHook(CompressedAllReduce):
         k, m = rows.shape
         count = self.groups(m)
         head = 2 * count * rows.element_size()
-        messages = torch.empty((k, head + m), dtype=torch.uint8)
+        messages = torch.empty((k, head + m), dtype=torch.uint8, device="cpu")
         codes, memory = messages[:, head:].view(torch.int8), rows.new_empty(min(CHUNK, rows.numel()))
         # Rows of one group are processed together: a call costs as much as thousands of numbers.
         alike = (1, k, m) if count == 1 else (k, count, -1)
@@ -115,7 +115,7 @@ class EightBitHook(CompressedAllReduce):
     def decode(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         k, count = messages.shape[0], self.groups(m)
         if is_plain(messages):
-            rows = torch.empty((k, m), dtype=dtype)
+            rows = torch.empty((k, m), dtype=dtype, device="cpu")
             for row, message in zip(rows, messages, strict=True):
                 for _ in self.decoded_in_turn(message, m, dtype, row):
                     pass
@@ -131,7 +131,7 @@ class EightBitHook(CompressedAllReduce):
     def decoded_sum(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         if not is_plain(messages):
             return super().decoded_sum(messages, m, dtype)
-        total = torch.empty(m, dtype=dtype)
+        total = torch.empty(m, dtype=dtype, device="cpu")
         first, *others = messages
         turns = (self.decoded_in_turn(message, m, dtype) for message in others)
         for (_, chunk), *added in zip(self.decoded_in_turn(first, m, dtype, total), *turns, strict=True):
@@ -151,7 +151,7 @@ class EightBitHook(CompressedAllReduce):
         grid, start = from_message(message[None], 0, 2 * count, dtype)
         centre, step = grid.view(2, count, 1)
         codes = message[start:].view(torch.int8).view(count, width)
-        memory = torch.empty(min(m, CHUNK), dtype=dtype) if row is None else row
+        memory = torch.empty(min(m, CHUNK), dtype=dtype, device="cpu") if row is None else row
         for some in chunks(count, width):
             for columns in chunks(width):
                 code = codes[some, columns]

@@ -69,9 +69,9 @@ class OneBit(CompressedAllReduce):
         """:meth:`encode` chunk by chunk. With `keep`, `rows` hold what isn't sent afterwards."""
         k, count = rows.shape[0], rows.shape[1] // self.block
         head, word = count * rows.element_size(), self.block // 8
-        messages = torch.empty((k, head + count * word), dtype=torch.uint8)
+        messages = torch.empty((k, head + count * word), dtype=torch.uint8, device="cpu")
         most = min(max(CHUNK, self.block), rows.shape[1])
-        memory, bytes_of = rows.new_empty(most), torch.empty(most, dtype=torch.int8)
+        memory, bytes_of = rows.new_empty(most), torch.empty(most, dtype=torch.int8, device="cpu")
         part, (whole, minus, one) = 2.0 ** -self.block.bit_length(), _BITS[rows.dtype]
         for row, message in zip(rows.view(k, count, self.block), messages, strict=True):
             sizes, bits = rows.new_empty(count, 1), message[head:].view(count, word)
@@ -96,7 +96,7 @@ class OneBit(CompressedAllReduce):
         sizes, start = from_message(messages, 0, m // self.block, dtype)
         if is_plain(messages):
             table = _signs(messages.device, dtype)
-            rows = torch.empty((len(messages), m // self.block, self.block), dtype=dtype)
+            rows = torch.empty((len(messages), m // self.block, self.block), dtype=dtype, device="cpu")
             for row, message, size in zip(rows, messages, sizes, strict=True):
                 bits = message[start:].view(-1, self.block // 8)
                 for some in chunks(*row.shape):

@@ -298,7 +298,7 @@ _SMALL = 1 << 20
 
 def multiply_all(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The product of each pair. On an accelerator, small products of equal shapes are one call."""
-    results = [torch.empty(0)] * len(lefts)
+    results = [torch.empty(0, device="cpu")] * len(lefts)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, (left, right) in enumerate(zip(lefts, rights, strict=True)):
         small = prefers_few_calls(left) and max(left.numel(), right.numel()) <= _SMALL

@@ -93,7 +93,10 @@ def greatest(row: torch.Tensor, count: int) -> torch.Tensor:
     expected = count * len(sample) / len(row)
     least = torch.topk(sample, min(len(sample), int(expected + 3 * expected**0.5) + 2), sorted=False).values.amin()
     if least > 0:  # false for NaN too
-        memory, below = row.new_empty(min(CHUNK, len(row))), torch.empty(min(CHUNK, len(row)), dtype=torch.bool)
+        memory, below = (
+            row.new_empty(min(CHUNK, len(row))),
+            torch.empty(min(CHUNK, len(row)), dtype=torch.bool, device="cpu"),
+        )
         found = []
         for some in chunks(len(row)):
             size = torch.abs(row[some], out=memory[: some.stop - some.start])

@@ -199,7 +199,7 @@ class Pickler(TensorPickler):
         if isinstance(obj, torch.storage.TypedStorage):
             return _typed, (obj._untyped_storage, obj.dtype)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
-            flat: Any = torch.empty(0, dtype=torch.uint8).set_(obj)
+            flat: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj)
             return _storage, (pickle.PickleBuffer(flat.numpy()),)
         return super().reducer_override(obj)
 
@@ -216,7 +216,9 @@ def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.T
 
 
 def _storage(buffer: Any) -> torch.UntypedStorage:
-    flat = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
+    flat = (
+        torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return flat.untyped_storage()
 
 

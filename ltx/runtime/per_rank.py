@@ -139,7 +139,7 @@ def _stack(leaves: list[Any], path: str) -> torch.Tensor:
             )
         if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
             raise TreeError(f"leaf {path!r} on rank {rank} is too large for an int64: {leaf}. Use .rank(i).")
-        tensor = torch.as_tensor(leaf)
+        tensor = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf, device="cpu")
         check_dense([tensor], tensor, f"leaf {path!r} on rank {rank}")
         first = tensors[0] if tensors else tensor
         if tensor.is_meta != first.is_meta:

@@ -214,7 +214,7 @@ class AsyncAveraging(NodeStrategy):
         if self.together == 1:
             return flags
         there = StepInfo(info.step, node(info.axis, self.together))
-        given = torch.tensor(flags, dtype=torch.float64)
+        given = torch.tensor(flags, dtype=torch.float64, device="cpu")
         reduced, _ = self.exchange(_MEAN, [given], ["whether a round is due"], there).wait()
         return [round(self.together * inputs) == self.together for inputs in reduced[0].tolist()]
 

@@ -223,7 +223,9 @@ def step_tag(step: int, like: torch.Tensor) -> torch.Tensor:
     all tags were the same.
     """
     bits = [step >> place & 1 for place in range(_BITS)]
-    return comm.to_device(torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype), like.device)
+    return comm.to_device(
+        torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=like.dtype, device="cpu"), like.device
+    )
 
 
 # --- the ring, in eight bits ------------------------------------------------------------------------------------------

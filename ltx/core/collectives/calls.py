@@ -79,7 +79,7 @@ def _as_tensor(x: Any, device: torch.device | None) -> Any:
     if not (of_numpy or isinstance(x, bool | int | float | complex)):
         return x
     try:
-        return comm.to_device(torch.as_tensor(of_array(x)), device)
+        return comm.to_device(torch.as_tensor(of_array(x), device="cpu"), device)
     except (OverflowError, RuntimeError, TypeError, ValueError):  # the number has more than 64 bits
         return x
 

@@ -211,7 +211,7 @@ def _count(axis: Any, groups: Sequence[Sequence[int]] | None) -> int | torch.Ten
     unequal = groups is not None and len({len(group) for group in groups}) > 1
     found = None if traced.recording() else comm.resolve(axis)
     if unequal and (found is None or found.ranks.least(found.size) < found.size):
-        ranks: torch.Tensor = psum(torch.ones((), dtype=torch.int64), axis)
+        ranks: torch.Tensor = psum(torch.ones((), dtype=torch.int64, device="cpu"), axis)
         return ranks
     return axis_size(axis)
 

@@ -290,7 +290,7 @@ def reduce_boolean_decision(decision: bool | torch.Tensor, all: bool = True, axi
     )
     if isinstance(decision, torch.Tensor) and (decision.numel() != 1 or decision.is_meta):
         raise InputError(f"reduce_boolean_decision: a decision is one value, got {tree.describe(decision)}.")
-    said = torch.tensor(bool(decision))  # on the CPU, since the host needs the result
+    said = torch.tensor(bool(decision), device="cpu")  # on the CPU, since the host needs the result
     return bool((pmin if all else pmax)(said, found))
 
 
@@ -333,7 +333,9 @@ def weighted_mean(value: Tree, weight: torch.Tensor | float, axis: Any = None) -
         tree.check_leaves(leaves, value, "weighted_mean: its value")
         check_dense("weighted_mean", leaves, value)
         # Dtypes without sums do have means, which are computed in a floating dtype.
-        check_sums("weighted_mean", [x if x.dtype not in _UNSIGNED else torch.empty(0) for x in leaves], value)
+        check_sums(
+            "weighted_mean", [x if x.dtype not in _UNSIGNED else torch.empty(0, device="cpu") for x in leaves], value
+        )
         tree.check_values(leaves, value, "weighted_mean")
     dtypes = [wide(_mean_dtype(x.dtype)) for x in leaves]
     w = _as_tensor(weight, leaves, dtypes)

@@ -286,7 +286,7 @@ class AxisComm(Ranks):
             self._stream_group.abort()
 
     def _wait_for_device(self, label: str) -> None:
-        self.user.wait_for_host(HostCopy(torch.zeros(()), lambda: not self.device_outstanding), label)
+        self.user.wait_for_host(HostCopy(torch.zeros((), device="cpu"), lambda: not self.device_outstanding), label)
 
     @property
     def channels(self) -> list[Channel]:

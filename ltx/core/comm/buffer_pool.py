@@ -25,7 +25,7 @@ def _references_without_users() -> int:
 
     It is counted in place, not in a called function: a call's references depend on whether Dynamo runs it.
     """
-    for storage in [torch.empty(1).untyped_storage()]:
+    for storage in [torch.empty(1, device="cpu").untyped_storage()]:
         found = sys.getrefcount(storage)
     return found
 
@@ -70,7 +70,7 @@ class BufferPool:
                 break
         else:
             new = self._room(nbytes) if summed else None
-            storage = new or torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+            storage = new or torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
             kept[:] = [*(other for other in kept if other.nbytes() == nbytes), storage][-_KEPT:]
-        taken: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage)
+        taken: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage)
         return taken if len(shape) == 1 else taken.view(shape)

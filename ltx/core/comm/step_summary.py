@@ -134,7 +134,7 @@ class IssuedSummary:
         if channel is not self.channel or not self.numbers:
             return ()
         note, self.numbers = self.numbers, ()
-        sent = lambda: bytes_sent("psum", torch.tensor(note, dtype=torch.float64), channel.size)  # noqa: E731
+        sent = lambda: bytes_sent("psum", torch.tensor(note, dtype=torch.float64, device="cpu"), channel.size)  # noqa: E731
         self._event = ledger.note(channel.name, "psum", "summary", sent)
         return note
 
@@ -142,7 +142,9 @@ class IssuedSummary:
         """The summary. Raises if ranks have issued different collectives, or are at different steps."""
         if self._summary is None:
             if self.numbers:
-                self.work = self.channel.issue("psum", torch.tensor(self.numbers, dtype=torch.float64), "summary")
+                self.work = self.channel.issue(
+                    "psum", torch.tensor(self.numbers, dtype=torch.float64, device="cpu"), "summary"
+                )
                 self.numbers = ()
             assert self.work is not None
             late = self._copy is not None
@@ -156,7 +158,7 @@ class IssuedSummary:
             if late and self.weighted and summed[1] == 0:
                 before = "Weighted: in the step before this one the weights of all ranks added up to 0"
                 raise no_mean(before, "That step has changed nothing. ")
-            self._summary, self.work = StepSummary(*torch.tensor(summed[:2], dtype=torch.float64)), None
+            self._summary, self.work = StepSummary(*torch.tensor(summed[:2], dtype=torch.float64, device="cpu")), None
         return self._summary
 
     def _refuse_apart(self, late: bool) -> None:
@@ -264,7 +266,7 @@ def begin_pass(
     numbers = numbers_of(known, said.digest)
     if channel.carries_notes(device):
         return IssuedSummary(None, channel, None, weighted, compare, numbers)
-    sent = to_device(torch.tensor(numbers, dtype=torch.float64), device)
+    sent = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
     for index, x in () if reads else enumerate((total, weight)):
         if isinstance(x, torch.Tensor):
             sent[index] = x.detach()
@@ -299,7 +301,10 @@ def number_in_graph(step: int, clock: torch.Tensor) -> torch.Tensor:
 def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor, step: int, key: str) -> torch.Tensor:
     axis_comm: AxisComm = traced.kept(key).comm
     number, stream = step + int(clock.max()), axis_comm.stream_of(total.device)
-    one, limbs = torch.ones((), dtype=torch.float64), [x.flatten()[:1] for x in (total, squares)]  # samples share them
+    one, limbs = (
+        torch.ones((), dtype=torch.float64, device="cpu"),
+        [x.flatten()[:1] for x in (total, squares)],
+    )  # samples share them
     if stream is None and axis_comm.size * int(limbs[1]) == int(limbs[0]) ** 2:
         return one
     exchange, said = axis_comm.store_exchange, Said(0, number, axis_comm.recovery.last_left)
@@ -319,4 +324,6 @@ _operations = torch.library.Library("ltx", "DEF")
 _schema = "count_step(Tensor total, Tensor squares, Tensor clock, int step, str key) -> Tensor"
 _operations.define(_schema, tags=torch.Tag.cudagraph_unsafe)
 _operations.impl("count_step", _count_step, "CompositeExplicitAutograd")
-torch.library.register_fake("ltx::count_step", lambda *_: torch.ones((), dtype=torch.float64), lib=_operations)
+torch.library.register_fake(
+    "ltx::count_step", lambda *_: torch.ones((), dtype=torch.float64, device="cpu"), lib=_operations
+)

@@ -107,7 +107,7 @@ class Exchange:
             PeerLostError, DeadlockDetectedError, CollectiveTimeoutError: the exchange can't complete.
                 RankMismatchError: ranks have issued different collectives before the exchange.
         """
-        results = [torch.empty(0)] * len(self._states)
+        results = [torch.empty(0, device="cpu")] * len(self._states)
         states: list[LeafState] = [{} for _ in self._states]
         for bucket, (flat, advanced) in self.wait_buckets():
             for member, tensor in zip(bucket.members, unpack(flat, bucket), strict=True):

@@ -47,7 +47,7 @@ ACCUMULATE_PRIORITY = MARKER_PRIORITY + 1
 with torch.inference_mode(False):
     #: A dummy input of markers, which makes autograd build the nodes where no parameter requires gradients, if a
     #: schedule has no fence. The passes are differentiated with respect to it, and give it no gradient.
-    SOURCE = torch.zeros((), requires_grad=True)
+    SOURCE = torch.zeros((), requires_grad=True, device="cpu")
 
 
 @cache
@@ -58,7 +58,7 @@ def can_raise_priority() -> bool:
     (:class:`LeafHooks`); other reductions don't overlap the backward pass. Results are the same.
     """
     with torch.enable_grad():
-        return hasattr(torch.zeros((), requires_grad=True).view(()).grad_fn, "_set_sequence_nr")
+        return hasattr(torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn, "_set_sequence_nr")
 
 
 def raise_priority(output: torch.Tensor, priority: int) -> None:
@@ -158,7 +158,7 @@ class Begin(Function):
     @staticmethod
     def forward(schedule: Schedule) -> torch.Tensor:
         schedule.begin()
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -407,7 +407,7 @@ def reduce_gradients(
     """Reduce gradients: (reduced gradients, next states). This is differentiable, as the marker's backward pass is."""
     plan, index = schedule.plan, _index(schedule.plan.axis)
     Begin.apply(schedule)
-    link = torch.zeros(())
+    link = torch.zeros((), device="cpu")
     started: list[torch.Tensor] = []
     for bucket in plan.buckets:
         tensors = plan.tensors_of(bucket, grads, states)

@@ -412,7 +412,7 @@ class LossState:
         tensor(1.)
     """
 
-    loss: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
+    loss: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, device="cpu"))
 
 
 register_node(LossState, lambda state: ((state.loss,), None), lambda children, _: LossState(children[0]), ("loss",))

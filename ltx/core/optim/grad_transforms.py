@@ -48,7 +48,7 @@ class ClipState(NamedTuple):
 def global_norm(leaves: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm of all `leaves` as one vector: a 0-dim tensor on the first leaf's device; 0 for no leaves."""
     if not leaves:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     if not differentiated(leaves):
         return torch.nn.utils.get_total_norm(leaves)  # one foreach pass; it has no derivative
     norms = [torch.linalg.vector_norm(leaf).to(leaves[0].device) for leaf in leaves]

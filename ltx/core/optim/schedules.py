@@ -104,7 +104,7 @@ class FromScheduler:
     def _found(self, step: int) -> list[float]:
         """The rates up to `step`, and some later ones, for the next calls."""
         count = max(2 * step, 64)
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=self.lr)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros((), device="cpu"))], lr=self.lr)
         momentum = optimizer.param_groups[0]["momentum"]
         scheduler = self.make(optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
@@ -194,7 +194,7 @@ def _tensors(what: str, value: Any) -> Tree:
     if isinstance(value, tuple):
         return tuple(_tensors(what, each) for each in value)
     if not isinstance(value, Tensor) or value.ndim:
-        return torch.tensor(number(what, value, 0, OptimError), dtype=torch.float64)
+        return torch.tensor(number(what, value, 0, OptimError), dtype=torch.float64, device="cpu")
     # one for each simulated rank
     for each in unwrapped(value).detach().flatten().tolist():
         number(what, each, 0, OptimError)
@@ -282,7 +282,7 @@ class ReduceOnPlateau(Adjustable):
 
     def init(self) -> Kept:
         begun = {"total": 0.0, "best": math.inf, "bad": 0.0, "cooldown": 0.0}
-        kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in begun.items()}
+        kept = {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in begun.items()}
         return Kept(_tensors("reduce_on_plateau: lr", self.start), kept | {"seen": LossState()})
 
     def after(self, kept: Kept, count: int) -> Kept:

@@ -212,7 +212,7 @@ class OpaqueOptimizer(ClassOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._instance([torch.zeros(1, 1, requires_grad=True)], 0, self._hyper)
+        self._instance([torch.zeros(1, 1, requires_grad=True, device="cpu")], 0, self._hyper)
 
     def init(self, params: Tree) -> TorchState:
         check_tensors(params, "params")
@@ -329,9 +329,11 @@ class OpaqueOptimizer(ClassOptimizer):
         if isinstance(value, Tensor):
             return str(key), value.detach()
         if value is None:
-            return f"{_NONE}{key}", torch.zeros(0)
+            return f"{_NONE}{key}", torch.zeros(0, device="cpu")
         if isinstance(value, bool | int | float):
-            return f"{_NUMBER}{key}", torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            return f"{_NUMBER}{key}", torch.tensor(
+                value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu"
+            )
         raise OptimError(
             f"{self} keeps {brief(value)} in its state as {key!r}, which the caller can't hold as a tensor. Write it "
             "as a pair of functions: ltx.optim.from_functions."
@@ -356,7 +358,7 @@ _DEPTH = 3
 
 def _kept_elsewhere(instance: torch.optim.Optimizer) -> dict[str, Any]:
     """A snapshot of everything that an instance keeps outside of its state, to see whether a step changes it."""
-    usual = {"state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1)]))}
+    usual = {"state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))}
     found = {f"self.{name}": _looks(x) for name, x in vars(instance).items() if name not in usual}
     group = instance.param_groups[0]
     return found | {
@@ -378,12 +380,16 @@ def _looks(x: Any, depth: int = 0) -> Any:
 
 def _before(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state before the first step, with the structure of `taken`, an instance's state after a step."""
-    return {**{name: torch.zeros_like(x) for name, x in taken.items()}, _BEGUN: torch.tensor(False)} if taken else {}
+    return (
+        {**{name: torch.zeros_like(x) for name, x in taken.items()}, _BEGUN: torch.tensor(False, device="cpu")}
+        if taken
+        else {}
+    )
 
 
 def _begun(taken: dict[str, Tensor]) -> dict[str, Tensor]:
     """`taken`, an instance's state, marked as begun."""
-    return {**taken, _BEGUN: torch.tensor(True)} if taken else {}
+    return {**taken, _BEGUN: torch.tensor(True, device="cpu")} if taken else {}
 
 
 def _put(kept: Mapping[str, Tensor], donate: bool) -> dict[str, Any]:

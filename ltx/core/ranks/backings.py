@@ -295,7 +295,7 @@ class Part:
         """A vector with one entry for each rank, from `entries` by group and place."""
         rows = zip(self.groups, entries, strict=True)
         of = {rank: entry for group, row in rows for rank, entry in zip(group, row, strict=True)}
-        return torch.tensor([of[rank] for rank in range(self.world)])
+        return torch.tensor([of[rank] for rank in range(self.world)], device="cpu")
 
     @property
     def order(self) -> torch.Tensor:

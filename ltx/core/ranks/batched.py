@@ -112,7 +112,7 @@ class VmapRanks(Ranks):
         rows = []
         for place in range(max(map(len, groups))):
             here = [group[min(place, len(group) - 1)] for group in groups]
-            at: Any = here[0] if self.part_of is None else torch.tensor(here)
+            at: Any = here[0] if self.part_of is None else torch.tensor(here, device="cpu")
             rows.append(f([x if dim is None else x.movedim(dim, 0)[at] for x, dim in split]))
         return rows
 

@@ -105,7 +105,7 @@ def vmap(
         tensor_dims = (0, *(dims[i] if isinstance(leaves[i], torch.Tensor) else None for i in positions))
         try:
             stacked = torch.vmap(one_rank, in_dims=tensor_dims, randomness=randomness)(
-                torch.arange(size), *(leaves[i] for i in positions)
+                torch.arange(size, device="cpu"), *(leaves[i] for i in positions)
             )
         except RuntimeError as error:
             advice = next((text for part, text in _ADVICE if part in str(error)), None)
@@ -214,7 +214,7 @@ def _placed(out_dims: Any, output: Tree, leaves: list[Any], level: int) -> list[
 @traced.node
 def _has_rank_dim(leaf: torch.Tensor, level: int) -> torch.Tensor:
     """A tensor of length 1 if `leaf` has a value for each rank, else of length 0: Dynamo knows only tensors' shapes."""
-    return torch.empty(int(below_wrappers(leaf, level)[1] is not None))
+    return torch.empty(int(below_wrappers(leaf, level)[1] is not None), device="cpu")
 
 
 @traced.at_trace_time

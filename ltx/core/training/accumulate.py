@@ -192,7 +192,7 @@ class _Call:
             grads = [g.to(wide(g.dtype)) if part is one else grads[i] + g for i, g in enumerate(found)]
         assert part is not None
         extras, spec = tree.flatten((part.weight, part.rest, part.carry))
-        self._structure = (spec, [torch.empty(0) if isinstance(x, torch.Tensor) else x for x in extras])
+        self._structure = (spec, [torch.empty(0, device="cpu") if isinstance(x, torch.Tensor) else x for x in extras])
         return (part.total, *grads, *(x.detach() for x in extras if isinstance(x, torch.Tensor)))
 
     def _gradient(self, tensors: Sequence[torch.Tensor], k: int, carry: Any) -> tuple[list[torch.Tensor], _Part]:

@@ -62,7 +62,7 @@ class DynamicLossScale:
 
     def start(self) -> LossScale:
         """The state before the first step."""
-        return LossScale(torch.tensor(float(self.init)))
+        return LossScale(torch.tensor(float(self.init), device="cpu"))
 
     def after(self, state: LossScale, finite: torch.Tensor | bool) -> LossScale:
         """The state after a step. `finite`: whether its gradients were finite on all ranks."""

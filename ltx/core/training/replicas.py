@@ -126,4 +126,7 @@ def _counts(state: Tree) -> list[tuple[str, torch.Tensor]]:
         return []
     if private.in_transform():
         return []
-    return [("step", torch.tensor(state.step)), ("updates", torch.tensor(updates_of(state)))]
+    return [
+        ("step", torch.tensor(state.step, device="cpu")),
+        ("updates", torch.tensor(updates_of(state), device="cpu")),
+    ]

@@ -46,7 +46,7 @@ class LossScale:
     """
 
     scale: Any = ()
-    good_steps: torch.Tensor = field(default_factory=lambda: torch.tensor(0, dtype=torch.int32))
+    good_steps: torch.Tensor = field(default_factory=lambda: torch.tensor(0, dtype=torch.int32, device="cpu"))
 
     def run_after(self, finite: torch.Tensor | bool, interval: int = 1) -> torch.Tensor:
         """The next value of `good_steps`, which restarts from 0 when it reaches `interval`."""
@@ -246,7 +246,11 @@ class TrainState(Readable):
         if self.layout.sync_state == "per_rank" or on_mesh(tensors):
             own.append("sync_state.leaves")
         kept = dict(map(partial(_of_this_rank, own), tree.leaf_paths(self), tensors))
-        return {**kept, "step": torch.tensor(self.step), "updates": torch.tensor(updates_of(self))}
+        return {
+            **kept,
+            "step": torch.tensor(self.step, device="cpu"),
+            "updates": torch.tensor(updates_of(self), device="cpu"),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of a :meth:`state_dict` into this state's tensors, in place, and take over its step.

@@ -186,7 +186,7 @@ def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> str:
     a, b = mine.view(-1).to(wide), theirs.view(-1).to(wide)
     distance = torch.where(differ, (a - b).abs(), -1.0)
     worst = int(distance.argmax())  # the place of a NaN, if there is one
-    at = [int(i) for i in torch.unravel_index(torch.tensor(worst), mine.shape)] if mine.ndim else []
+    at = [int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), mine.shape)] if mine.ndim else []
     value, other = (t.view(-1)[worst].item() for t in (mine, theirs))
     by = f"by {float(distance[worst]):.6g} ({value!r} instead of {other!r})"
     return f"{count} of {differ.numel()} elements differ, most at {at}, {by}"

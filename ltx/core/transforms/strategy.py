@@ -31,7 +31,7 @@ OfStep = Callable[[int], T]
 def _has_state(strategy: Strategy) -> bool:
     hook = strategy.hook(0)
     counts = strategy.constant_after != 0 or (hook is not None and hook.stateful)
-    return counts or bool(strategy.init(torch.zeros(1)))
+    return counts or bool(strategy.init(torch.zeros(1, device="cpu")))
 
 
 def _has_own(strategy: Strategy, *methods: str) -> bool:

@@ -335,7 +335,7 @@ def open_axes(
     The second value is the axis of all ranks, if `mesh` has several entries.
     """
     axes = []
-    ranks = torch.arange(world.size).reshape([size for _, size in mesh])
+    ranks = torch.arange(world.size, device="cpu").reshape([size for _, size in mesh])
     for dim, (name, size) in enumerate(mesh):
         group = dist.group.WORLD
         if size < world.size:
