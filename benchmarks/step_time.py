@@ -183,6 +183,7 @@ def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
         "ddp, fp16": lambda: setting.torch_step(setting.ddp(fp16=True)),
         "ddp compiled, fp16": lambda: setting.torch_step(torch.compile(setting.ddp(fp16=True))),
         "ltx, fp16": lambda: setting.ltx_step(HALVES),
+        "ltx, large buckets, fp16": lambda: setting.ltx_step(ltx.DDPStrategy(comm_hook="fp16", bucket_bytes=100 << 20)),
         "ltx update, fp16": lambda: setting.ltx_step(HALVES, overlap="update"),
         "ltx guarded, fp16": lambda: setting.ltx_step(HALVES, guard="skip"),
         "ltx of a compiled loss": setting.ltx_of_compiled_loss,
