@@ -191,19 +191,20 @@ _TABLE = ("-m", "benchmarks.table", "--device", "cuda", "--ranks", "1", "--minut
 _COMPILED = (*_TABLE, "--compiled", "--variants")
 
 PARTS = (
-    Part("tests", "Tests", _PYTEST, 190, tests=True),
+    Part("tests", "Tests", _PYTEST, 170, tests=True),
     Part(
         "overhead",
         "The host's time a step, by the number of parameters",
         ("-m", "benchmarks.overhead", "--device", "cuda", "--parameters", "100", "1000", "--iterations", "40"),
-        60,
+        45,
     ),
     Part("eager", "A step, eagerly: 5 M parameters", _TABLE, 40),
-    Part("large", "A step, eagerly: 152 M parameters", (*_TABLE, "--large"), 55),
-    Part("memory", "Peak memory of torch's allocator", ("-m", "benchmarks.memory", "--device", "cuda"), 60),
-    Part("compiled", "A compiled loss: 5 M parameters", (*_COMPILED, "ltx of a compiled loss, fp16"), 50),
-    Part("gradients", "Gradients as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled"), 45),
-    Part("step", "A whole step as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled step"), 45),
+    Part("large", "A step, eagerly: 152 M parameters", (*_TABLE, "--large"), 50),
+    Part("calls", "What a step calls: 152 M parameters", ("-m", "benchmarks.calls", "--device", "cuda", "--large"), 45),
+    Part("memory", "Peak memory of torch's allocator", ("-m", "benchmarks.memory", "--device", "cuda"), 40),
+    Part("compiled", "A compiled loss: 5 M parameters", (*_COMPILED, "ltx of a compiled loss, fp16"), 55),
+    Part("gradients", "Gradients as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled"), 55),
+    Part("step", "A whole step as one compiled graph: 5 M parameters", (*_COMPILED, "ltx compiled step"), 55),
 )
 
 
