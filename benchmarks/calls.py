@@ -2,8 +2,8 @@
 
     python -m benchmarks.calls --device cuda [--large]
 
-One rank. For each variant of :mod:`benchmarks.step_time`: how long the host is busy with a step, how long the step takes
-if nothing runs ahead, the time that kernels take together, and calls of CUDA's by what they do. What costs the most is
+One rank. For each variant of :mod:`benchmarks.step_time`: how long the host is busy with a step, how long the step
+takes if nothing runs ahead, the time that kernels take together, and calls of CUDA's by what they do. What costs the most is
 memory that torch's allocator asks the driver for, and waits of the host.
 """
 
