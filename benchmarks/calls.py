@@ -3,8 +3,8 @@
     python -m benchmarks.calls --device cuda [--large]
 
 One rank. For each variant of :mod:`benchmarks.step_time`: how long the host is busy with a step, how long the step
-takes if nothing runs ahead, the time that kernels take together, and calls of CUDA's by what they do. Waits of the host,
-and memory that torch's allocator asks the driver for, cost the most.
+takes if nothing runs ahead, the time that kernels take together, and calls of CUDA's by what they do. Waits of the
+host, and memory that torch's allocator asks the driver for, cost the most.
 """
 
 from __future__ import annotations
