@@ -3,8 +3,8 @@
     python -m benchmarks.calls --device cuda [--large]
 
 One rank. For each variant of :mod:`benchmarks.step_time`: how long the host is busy with a step, how long the step
-takes if nothing runs ahead, the time that kernels take together, and calls of CUDA's by what they do. Waits of the
-host, and memory that torch's allocator asks the driver for, cost the most.
+takes if nothing runs ahead, and in a row of steps; the time that kernels take together, and calls of CUDA's by what
+they do. Waits of the host, and memory that torch's allocator asks the driver for, cost the most.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ def measured(step: Variant) -> dict[str, float]:
         if number >= WARM_UP:
             host.append(done - began)
             whole.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    synchronize()
+    row = time.perf_counter() - began
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         for _ in range(PROFILED):
             step()
@@ -61,6 +66,7 @@ def measured(step: Variant) -> dict[str, float]:
     found = {
         "host, ms": 1e3 * statistics.median(host),
         "step, ms": 1e3 * statistics.median(whole),
+        "in a row, ms": 1e3 * row / STEPS,
         "GPU, ms": sum(event.self_device_time_total for event in events) / 1e3 / PROFILED,
     }
     for heading, names in CALLS.items():
