@@ -35,8 +35,8 @@ MUTANTS = (
     Mutant(
         name="streams: a barrier goes over the device",
         where="ProcessRanks.barrier",
-        old='self.user.issue("psum", torch.zeros(1), label, on_host=True).wait()',
-        new='self.user.issue("psum", torch.zeros(1), label).wait()',
+        old='self.user.issue("psum", torch.zeros(1, device="cpu"), label, on_host=True).wait()',
+        new='self.user.issue("psum", torch.zeros(1, device="cpu"), label).wait()',
         breaks="ltx.barrier returns at once",
         tests=(f"{_STEPS}::test_a_barrier_waits",),
     ),
