@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -227,6 +226,20 @@ _group_called: Callable[[str], Any] = c10d._resolve_process_group  # type: ignor
 for _name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
     has_side_effect(getattr(_functional, _name).default)
 
+# Does nothing but read. Inductor may not wait for what is read before, as a wait writes it. Without one that reads all
+# buckets before the first wait, Inductor waits for each bucket as soon as it has started it, where that lowers its
+# estimate of peak memory; with this one alone, it starts all of them just before it. So another one follows each start.
+torch.library.define("ltx::started", "(Tensor[] under_way) -> Tensor")
+torch.library.impl("ltx::started", "CompositeExplicitAutograd", lambda _: torch.empty(0))
+torch.library.register_fake("ltx::started", lambda _: torch.empty(0))
+has_side_effect(torch.ops.ltx.started.default)
+
+
+def mark_started(under_way: list[torch.Tensor]) -> None:
+    """Record ``ltx::started`` if torch.compile is recording; other tracers' graphs hold torch's operations alone."""
+    if under_way and private.TracingContext.try_get() is not None and not torch.compiler.is_exporting():
+        torch.ops.ltx.started(under_way)
+
 
 def _wait(started: torch.Tensor) -> torch.Tensor:
     completed: torch.Tensor = _functional.wait_tensor(started)
@@ -282,23 +295,21 @@ class Operation:
 
     def begin_in_graph(
         self, buffer: torch.Tensor, n: int, group_name: str, arguments: Arguments = ()
-    ) -> Callable[[], torch.Tensor]:
-        """Start inside a compiled graph; the returned function waits for the result.
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Start inside a compiled graph: (what was started, a function of it that waits for the result).
 
         Nothing compares or counts these collectives, because Python doesn't run in a compiled step. The ranks compared
         them when the step was traced.
         """
         if buffer.dtype is torch.int16:  # gloo and NCCL have no int16
-            wait = self.begin_in_graph(buffer.int(), n, group_name, arguments)
-            return lambda: wait().short()
+            started, wait = self.begin_in_graph(buffer.int(), n, group_name, arguments)
+            return started, lambda x: wait(x).short()
         if self.result_shape is None:
-            started = self.start_in_graph(buffer.contiguous(), n, group_name, arguments)
-            return partial(_wait, started)
+            return self.start_in_graph(buffer.contiguous(), n, group_name, arguments), _wait
         # Functional collectives gather and scatter along dimension 0; ltx's have an extra dimension for the ranks.
         flat = buffer if self.name in ("all_gather", "gather") or buffer.ndim == 1 else buffer.flatten(0, 1)
         shape = self.result_shape(buffer.shape, n)
-        started = self.start_in_graph(flat.contiguous(), n, group_name, arguments)
-        return lambda: _wait(started).reshape(shape)
+        return self.start_in_graph(flat.contiguous(), n, group_name, arguments), lambda x: _wait(x).reshape(shape)
 
 
 def _reduction(

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class ProcessRanks(AxisComm):
         operation = OPERATIONS[rule.operation]
         if buffer.numel() == 0:  # as in _issue
             return lambda: operation.new_result(buffer, n)
-        return operation.begin_in_graph(buffer, n, name, rule.arguments(static))
+        started, wait = operation.begin_in_graph(buffer, n, name, rule.arguments(static))
+        return partial(wait, started)
 
     def confirm(self, key: Key, describe: Describe) -> Agreement:
         return self.negotiate(self.user, key(), describe)

@@ -13,13 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
-from ltx.core.comm.operations import OPERATIONS
+from ltx.core.comm.operations import OPERATIONS, mark_started
 from ltx.core.gradients.comm_hook import CommHook, ExactSum, reduce_at_once, unpack
 from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import Bucket, CollectiveRequest, Reduction, advance, collective_alone
@@ -117,7 +118,7 @@ def _under_vmaps(
 class GraphSchedule(Schedule):
     """Functional collectives as nodes of a compiled graph: started at the marker, waited for at the fence.
 
-    Inductor may move either.
+    Inductor may move either, but a wait never before the last start.
     """
 
     compiled = True
@@ -143,7 +144,9 @@ class GraphSchedule(Schedule):
         group = axis.comm.bucket_channel(0).group_for(buffer.device).group_name
         if not buffer.numel():  # nothing to send; every rank has the same shapes
             return lambda: buffer
-        return OPERATIONS[request.operation].begin_in_graph(buffer, size, group, request.arguments)
+        started, wait = OPERATIONS[request.operation].begin_in_graph(buffer, size, group, request.arguments)
+        mark_started([started])
+        return partial(wait, started)
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         bucket = self.plan.buckets[index]
@@ -158,6 +161,7 @@ class GraphSchedule(Schedule):
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         outs: list[torch.Tensor] = []
+        mark_started([end.args[0] for _, _, end in self._started.values() if isinstance(end, partial)])
         for index in range(len(self.plan.buckets)):
             reduction, bucket, reduced = self._started.pop(index)
             while callable(reduced):

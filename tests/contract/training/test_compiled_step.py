@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,32 @@ def test_two_ranks(name: str, ranks: Ranks) -> None:
 def test_inductor(ranks: Ranks) -> None:
     for state, other in ranks(2).run(trained, "adamw", "inductor", timeout_s=170):  # a C++ compiler's time
         assert_alike(state, other)
+
+
+def starts_and_waits() -> list[str]:
+    """A gradient's collectives in the order of Inductor's code."""
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    params = {str(i): {"b": torch.randn(32), "w": torch.randn(32, 32)} for i in range(3)}
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in params.values():
+            x = torch.tanh(x @ layer["w"] + layer["b"])
+        return x.square().mean()
+
+    step = ltx.data_parallel(loss, ltx.DDPStrategy(bucket_bytes=4224, first_bucket_bytes=4224))  # of one layer
+    with fresh_cache():
+        compiled = torch.compile(torch.func.grad(step), fullgraph=True)
+        _, code = run_and_get_code(compiled, params, torch.randn(4, 32))
+    return re.findall(r"_c10d_functional\.(all_reduce|wait_tensor)[_.]", "".join(code))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_all_buckets_are_started_before_the_first_is_waited_for(ranks: Ranks) -> None:
+    """Without more ado Inductor waits for the first one at once here, since that lowers the peak of memory."""
+    for order in ranks(2).run(starts_and_waits, timeout_s=170):
+        assert order == ["all_reduce"] * 3 + ["wait_tensor"] * 3
 
 
 @pytest.mark.full
