@@ -230,8 +230,8 @@ for _name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "
 # buckets before the first wait, Inductor waits for each bucket as soon as it has started it, where that lowers its
 # estimate of peak memory; with this one alone, it starts all of them just before it. So another one follows each start.
 torch.library.define("ltx::started", "(Tensor[] under_way) -> Tensor")
-torch.library.impl("ltx::started", "CompositeExplicitAutograd", lambda _: torch.empty(0))
-torch.library.register_fake("ltx::started", lambda _: torch.empty(0))
+torch.library.impl("ltx::started", "CompositeExplicitAutograd", lambda under_way: under_way[0].new_empty(0))
+torch.library.register_fake("ltx::started", lambda under_way: under_way[0].new_empty(0))
 has_side_effect(torch.ops.ltx.started.default)
 
 
