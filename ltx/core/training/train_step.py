@@ -425,7 +425,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
     if not traced.recording():
         _check_derivative(train, state, batch)
     drawn = torch_states() if may_raise(train) else {}
-    stateful = bool(sync.leaves) or strategy.stateful
+    stateful = len(sync.leaves) > 0 or strategy.stateful
     # torch.func treats None as a leaf, and None stands in the places of frozen parameters.
     flat, spec = tree.flatten(Synced(state.trained, sync) if stateful else state.trained)
     loss_scale = loss_scale_of(train, state)
