@@ -25,14 +25,14 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1849, 11),
-    "all": Size(41277, 164),
+    "all": Size(41272, 164),
     "checkpoint": Size(1612, 7),
     "core": Size(1, 1),
     "core/base": Size(2236, 11),
     "core/collectives": Size(3124, 11),
-    "core/comm": Size(6345, 22),
+    "core/comm": Size(6343, 22),
     "core/gradients": Size(2339, 8),
-    "core/optim": Size(3015, 11),
+    "core/optim": Size(3012, 11),
     "core/ranks": Size(1181, 5),
     "core/training": Size(3496, 13),
     "core/transforms": Size(3275, 12),

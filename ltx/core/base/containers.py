@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import optree
@@ -115,13 +115,13 @@ def _dataclass_parts(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
     return [getattr(node, name) for name in names], (type(node), tuple(names)), tuple(names)
 
 
-def _attributes(node: Any) -> Iterable[str]:
+def _attributes(node: Any) -> tuple[str, ...]:
     """The names of the attributes that it keeps itself."""
-    return getattr(node, "__dict__", ())
+    return tuple(getattr(node, "__dict__", ()))
 
 
 if TORCH < "2.12":  # whose Dynamo can't iterate over them
-    _attributes = at_trace_time(lambda node: tuple(getattr(node, "__dict__", ())))
+    _attributes = at_trace_time(_attributes)
 
 
 @at_trace_time

@@ -301,10 +301,8 @@ def number_in_graph(step: int, clock: torch.Tensor) -> torch.Tensor:
 def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor, step: int, key: str) -> torch.Tensor:
     axis_comm: AxisComm = traced.kept(key).comm
     number, stream = step + int(clock.max()), axis_comm.stream_of(total.device)
-    one, limbs = (
-        torch.ones((), dtype=torch.float64, device="cpu"),
-        [x.flatten()[:1] for x in (total, squares)],
-    )  # samples share them
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    limbs = [x.flatten()[:1] for x in (total, squares)]  # samples share them
     if stream is None and axis_comm.size * int(limbs[1]) == int(limbs[0]) ** 2:
         return one
     exchange, said = axis_comm.store_exchange, Said(0, number, axis_comm.recovery.last_left)

@@ -380,11 +380,8 @@ def _looks(x: Any, depth: int = 0) -> Any:
 
 def _before(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state before the first step, with the structure of `taken`, an instance's state after a step."""
-    return (
-        {**{name: torch.zeros_like(x) for name, x in taken.items()}, _BEGUN: torch.tensor(False, device="cpu")}
-        if taken
-        else {}
-    )
+    zeros = {name: torch.zeros_like(x) for name, x in taken.items()}
+    return {**zeros, _BEGUN: torch.tensor(False, device="cpu")} if taken else {}
 
 
 def _begun(taken: dict[str, Tensor]) -> dict[str, Tensor]:
