@@ -1,5 +1,6 @@
 # make demo   the main job: installs what it needs, trains, prints a table
-# make test   the test suite in minutes; make test-full adds all rows of its tables, and what is slow
+# make test   the test suite in minutes, without what needs more packages than torch and pytest's own; make test-full
+#             adds that, all rows of its tables, and what is slow
 # make chaos  training with ranks that are killed, stopped, cut off: CHAOS="--minutes 120" goes on for so long
 # make mutants  seeded defects, and which tests catch them: MUTANTS="comm hooks" runs some, "--full" adds the full suite
 # make docs   the documentation site, docs/_build/html; its notebooks are executed, which takes minutes the first time
@@ -12,8 +13,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-# -qq: only errors are worth a line.
-INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --constraint constraints.txt
+# pip shows what it downloads and how far it is; what is there already isn't worth a line.
+QUIETLY := | grep --line-buffered -v "^Requirement already satisfied"
 DEPENDENCIES := pyproject.toml constraints.txt
 DEMO ?=
 PYTEST ?=
@@ -21,6 +23,8 @@ SPHINX ?=
 CHAOS ?=
 MUTANTS ?=
 GPU ?=
+
+SHELL := /bin/bash -o pipefail
 
 export OMP_NUM_THREADS ?= 1
 # Else every process that a test starts would compile ltx anew: 0.1 s each.
@@ -34,13 +38,15 @@ demo: $(VENV)/.demo
 
 # In two processes, of which each takes a module when it is done with one. PYTEST="--shard 1/4" runs a quarter.
 test: $(VENV)/.test
-	$(BIN)/python -m tests.shards $(PYTEST)
+	@echo "The tests take about six minutes on two cores. A skipped one says which package it needs; test-full has them all."
+	$(BIN)/python -m tests.shards --doctest-ignore-import-errors $(PYTEST)
 
-test-full: $(VENV)/.test
+test-full: $(VENV)/.full
+	@echo "All of the suite takes about half an hour on two cores."
 	$(BIN)/python -m tests.shards --full $(PYTEST)
 
 # Warnings are errors. SPHINX="-D nb_execution_mode=off" shows the notebooks' committed outputs instead.
-docs: $(VENV)/.test
+docs: $(VENV)/.full
 	$(BIN)/python -m sphinx -W -q -b html $(SPHINX) docs docs/_build/html
 
 chaos: $(VENV)/.test
@@ -49,18 +55,18 @@ chaos: $(VENV)/.test
 mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutants $(MUTANTS)
 
-lint: $(VENV)/.test
+lint: $(VENV)/.full
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(VENV)/.test
+format: $(VENV)/.full
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # Every notebook is executed from a clean kernel and fails on the first cell that raises.
-notebooks: $(VENV)/.test
+notebooks: $(VENV)/.full
 	@for notebook in $(wildcard notebooks/*.ipynb); do \
 		echo "executing $$notebook" && \
 		$(BIN)/jupyter-execute --timeout=300 "$$notebook" || exit 1; \
@@ -85,13 +91,19 @@ $(VENV)/.python:
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.python $(DEPENDENCIES)
-	$(INSTALL) --editable '.[demo]'
+	$(INSTALL) --editable '.[demo]' $(QUIETLY)
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.python $(DEPENDENCIES)
-	$(INSTALL) --editable '.[bench]'
+	$(INSTALL) --editable '.[bench]' $(QUIETLY)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.python $(DEPENDENCIES)
-	$(INSTALL) --editable '.[browser,demo,docs,models,notebook,test]'
+	@echo "Installing torch and what the tests need into $(VENV): a minute or two, mostly torch's download."
+	$(INSTALL) --editable '.[test]' $(QUIETLY)
+	touch $@
+
+# Also models of other libraries, JupyterLab in a browser, and the documentation.
+$(VENV)/.full: $(VENV)/.test
+	$(INSTALL) --editable '.[browser,demo,docs,models,notebook,test]' $(QUIETLY)
 	touch $@

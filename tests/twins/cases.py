@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,9 +39,14 @@ def assert_close(got: Any, expected: Any, tolerance: float | None = None) -> Non
         assert error <= bound * b.detach().double().norm(), f"{path}: off by {error:.3g} of {b.double().norm():.3g}"
 
 
-def assert_same_bits(*trees: Any) -> None:
-    """All are equal down to the last bit."""
-    ltx.PerRank(trees).replicated()
+def assert_same_bits(*runs: Any) -> None:
+    """What several runs of a program gave is equal, down to the last bit."""
+    try:
+        ltx.PerRank(runs).replicated()
+    except ltx.errors.ReplicaDivergedError as error:
+        found = re.sub(r"\brank (\d)", r"run \1", str(error).partition(": ")[2].partition(". Use ")[0])
+        leaf = str(error).partition(" isn't")[0]
+        raise AssertionError(f"{leaf} isn't the same in all {len(runs)} runs that are compared: {found}.") from None
 
 
 @contextmanager
