@@ -289,7 +289,9 @@ class Members:
                         self.tied.setdefault(key, [other]).append(path)
                     if kept_in is part._parameters:
                         # parameters of other types may be those that a train state has taken over
-                        if type(tensor) is nn.Parameter and any(hooks(tensor) for hooks in _HOOKS):
+                        if type(tensor) is nn.Parameter and (
+                            tensor._backward_hooks or tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+                        ):
                             self.hooked.append(path)
                     else:
                         persistent = name not in part._non_persistent_buffers_set

@@ -472,8 +472,10 @@ class Calls:
         if self._made:
             self._look()
         swap = self._swaps.get(id(module))
-        running = (*(s.members.module for s in (*_placed.get(), *self.placed)), *(m for m, _ in calls_of_torch()))
-        if swap is None or any(module is part for around in running for part in around.modules()):
+        if swap is None or any(swap.members.module is again.members.module for again in self.placed):
+            return
+        running = (*(swap.members.module for swap in _placed.get()), *(around for around, _ in calls_of_torch()))
+        if any(module is part for around in running for part in around.modules()):
             return
         path = next(path for path, part in swap.members.module.named_modules() if part is module)
         now = {name: kept_in[key] for name, (kept_in, key) in swap.members.slots.items()}
