@@ -290,7 +290,7 @@ class Members:
                     if kept_in is part._parameters:
                         # parameters of other types may be those that a train state has taken over
                         if type(tensor) is nn.Parameter and (
-                            tensor._backward_hooks or tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+                            tensor._backward_hooks or tensor._post_accumulate_grad_hooks
                         ):
                             self.hooked.append(path)
                     else:
