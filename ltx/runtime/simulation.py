@@ -22,7 +22,7 @@ from ltx.core.ranks.axis import DEFAULT_NAME, OTHERS, Axis, axes_in_scope, open_
 from ltx.core.ranks.simulated import mapped_arguments, mapped_size
 from ltx.core.training.train_state import set_random_states, torch_states
 from ltx.core.transforms.closure_check import reached_from, version_of
-from ltx.core.transforms.functional_call import functional_calls_of_torch, set_placed_aside
+from ltx.core.transforms.functional_call import calls_of_torch, set_placed_aside
 from ltx.errors import AxisError, UnsupportedError
 from ltx.runtime.per_rank import PerRank
 
@@ -175,9 +175,9 @@ def _alone() -> Iterator[None]:
 
 def _set_aside() -> Callable[[], None]:
     """At the end of a rank's turn: put aside its state of the process. The result restores that state."""
-    if modules := functional_calls_of_torch():
+    if calls := calls_of_torch():
         raise UnsupportedError(
-            f"torch.func.functional_call of {type(modules[0]).__name__}: it puts this rank's tensors into a module "
+            f"torch.func.functional_call of {type(calls[0][0]).__name__}: it puts this rank's tensors into a module "
             "that other ranks use too, and calls a collective meanwhile. Write ltx.functional_call, which takes the "
             "same arguments."
         )

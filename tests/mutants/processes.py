@@ -219,7 +219,7 @@ MUTANTS = (
     Mutant(
         name="turns: tensors stay in a module that other ranks use",
         where="set_placed_aside.held",
-        old="held = [(swap, swap._take_out()) for swap in reversed(_placed.get())]",
+        old="held = [(swap, swap.take_out()) for swap in reversed((*again, *_placed.get()))]",
         new="held = list[Any]()",
         breaks="a rank goes on with another rank's parameters after a collective in its forward pass",
         tests=(

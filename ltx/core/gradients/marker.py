@@ -295,13 +295,18 @@ class Marker(Peeled):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, ctx.bucket, ctx.dims, _, *tensors = inputs
         states = tensors[len(output) - 1 :]
+        if not ctx.schedule.fenced:
+            # A backward pass inside of this one may come here too, after which saved tensors are gone.
+            ctx.states = states
+            ctx.set_materialize_grads(False)
+            return
         ctx.save_for_backward(*states)
         ctx.save_for_forward(*states, output[-1])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         *grads, link = cotangents
-        tensors = [*grads, *ctx.saved_tensors]
+        tensors = [*grads, *(ctx.saved_tensors if ctx.schedule.fenced else ctx.states)]
         if _plain():
             started = ctx.schedule.start(ctx.bucket, ctx.dims, tensors)
             # A process schedule keeps the results itself, so release the memory of these tensors.

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from ltx.core import comm
-from ltx.core.base.errors import StrategyError, UnsupportedError
+from ltx.core.base.errors import StepError, StrategyError, UnsupportedError
 from ltx.core.base.private import graph_task
 from ltx.core.comm.backends import StreamFence
 from ltx.core.gradients.comm_hook import CommHook, pack, program_of, unpack
@@ -302,14 +302,26 @@ class ProcessSchedule(Schedule):
 
     def _reset(self) -> None:
         self.pending = Pending(self.comm, self.among)
+        self._task = -1  # the id of the autograd run of a deferred pass
+        #: Gradients of buckets that aren't complete yet, and the buckets to which the pass itself has come.
+        self._early: dict[int, list[torch.Tensor | None]] = {}
+        self._reached: set[int] = set()
         self._batches: dict[int, torch.Size] = {}
         self._ready: dict[int, Program] = {}
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Make the program of a bucket whose gradients are ready, and launch the buckets whose turn it is."""
+        """Make the program of a bucket whose gradients are ready, and launch the buckets whose turn it is.
+
+        In a deferred pass, gradients may be None, or come a second time.
+        """
         bucket = self.plan.buckets[index]
         grads, states = tensors[: len(bucket.members)], tensors[len(bucket.members) :]
         try:
+            inside = not self.fenced and (graph_task() != self._task or index in self._early or index in self._batches)
+            if inside or type(None) in map(type, grads):
+                if not (grads := self._joined(index, grads)):  # type: ignore[assignment]
+                    return ()
+                tensors = [*grads, *states]
             self._check_batchable(dims, states)
             self._batches[index] = tensors[0].shape[: len(dims)]
             program = self.program_of or self.program
@@ -335,21 +347,53 @@ class ProcessSchedule(Schedule):
         """Run a deferred pass from `objective`; None if no parameter is reached."""
         self.begin()
         if objective is not None:
+            if objective.grad_fn is not None:
+                objective.grad_fn.register_prehook(self._entered)
             with comm.span("backward"):
                 torch.autograd.backward(objective, inputs=inputs)
         self.launch()
 
+    def _entered(self, _: object) -> None:
+        self._task = graph_task()
+
+    def _joined(self, index: int, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """All gradients of a bucket that have come so far; () if it has to wait for more.
+
+        A reversible layer runs a backward pass inside of this one (``y.backward(dy)`` in its Function), which may bring
+        gradients that the loss' graph doesn't know of. So a bucket starts when this pass has come to it and each
+        parameter has a gradient, or when the pass is over.
+        """
+        if graph_task() == self._task:
+            self._reached.add(index)
+        if index in self._batches:
+            members = zip(self.plan.buckets[index].members, grads, strict=True)
+            path = next((self.plan.path_of(member) for member, grad in members if grad is not None), index)
+            raise StepError(
+                f"rank {self.comm.rank}: a backward pass inside of the step's (such as y.backward(dy) in a Function) "
+                f"brought a gradient of leaf {path!r} when an earlier one had been sent: it is used in several places. "
+                "Give the Function its parameters as arguments, and return torch.autograd.grad(y, (x, *params), dy)."
+            )
+        if (early := self._early.pop(index, None)) is not None:
+            grads = [a if b is None else b if a is None else a + b for a, b in zip(early, grads, strict=True)]
+        if index in self._reached and not any(grad is None for grad in grads):
+            return grads
+        self._early[index] = list(grads)
+        return ()
+
     def start_unreached(self, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Start the buckets whose markers the loss on this rank doesn't reach, with zeros, for which peers wait."""
+        """Start the buckets that lack gradients, with zeros, since peers wait for them: the loss doesn't reach all."""
         for bucket in self.plan.buckets if len(self._batches) < len(self.plan.buckets) else ():
             if bucket.index not in self._batches:
                 tensors, count = self.plan.tensors_of(bucket, params, states), len(bucket.members)
+                early = self._early.pop(bucket.index, [None] * count)
+                self._reached.add(bucket.index)
                 with torch.no_grad():
-                    self.start(bucket.index, (), [*map(torch.zeros_like, tensors[:count]), *tensors[count:]])
+                    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, early, strict=False)]
+                    self.start(bucket.index, (), [*grads, *tensors[count:]])
 
     def launch(self) -> None:
         """The backward pass is over: launch the buckets that weren't launched."""
-        on_end, self.on_end = self.on_end, lambda _: None
+        on_end, self.on_end, self._task = self.on_end, lambda _: None, graph_task()
         on_end(self)
         self.pending.launch(self._due(), self.hook_of())
         self.program_of = None  # it holds the step

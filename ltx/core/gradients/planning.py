@@ -166,12 +166,15 @@ class Plan:
             flags += [True for member in bucket.members for _ in self.state_names[member]]
         return tuple(flags)
 
+    def path_of(self, member: int) -> str | int:
+        """The path of a leaf; its place if ranks haven't compared the plan."""
+        return member if self.agreement is None else self.agreement.signature.leaves[member][0]
+
     def refuse_sparse(self, bucket: Bucket, grads: Sequence[torch.Tensor]) -> None:
         """Raise unless all gradients of a bucket are dense."""
         for place, grad in () if {*map(attrgetter("layout"), grads)} == {torch.strided} else enumerate(grads):
             if grad.layout is not torch.strided:
-                member, known = bucket.members[place], self.agreement
-                path = member if known is None else known.signature.leaves[member][0]
+                path = self.path_of(bucket.members[place])
                 raise UnsupportedError(
                     f"rank {self.axis.rank}: the gradient of leaf {path!r} (shape {list(grad.shape)}) has layout "
                     f"{grad.layout}, and buckets hold dense ones. Use nn.Embedding(sparse=False), or "

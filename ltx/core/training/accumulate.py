@@ -27,9 +27,10 @@ from ltx.core.gradients.marker import ACCUMULATE_PRIORITY, raise_priority
 from ltx.core.gradients.planning import tracked
 from ltx.core.training.outputs import as_loss, loss_in
 from ltx.core.training.train_state import drawn_again, torch_states
+from ltx.core.transforms.checkpoints import checkpoints_allowed
 from ltx.core.transforms.closure_check import TracedValueError, refuse_captured, watch_for_traced_values
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.functional_call import checkpoints_allowed
+from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.plain_autograd import gradients
 from ltx.core.transforms.run import Weighted
 from ltx.typing import Step, Tree
@@ -206,11 +207,11 @@ class _Call:
         # `tensors` may be widened to float32
         at = [tensors[i].to(self.leaves[self._positions[i]].dtype) for i in self.wanted]
         if private.in_transform():
-            found, value = torch.func.grad_and_value(total, argnums=tuple(range(len(at))))(*at)
+            found, value = own_grad_and_value(total, argnums=tuple(range(len(at))))(*at)
             return list(found), parts[-1]._replace(total=value)
-        leaves = [x.detach().requires_grad_() for x in at]
+        leaves, calls = [x.detach().requires_grad_() for x in at], Calls()
         try:
-            with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn):
+            with torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(self.step.fn), calls.recorded():
                 value = total(*leaves)
         except TracedValueError:
             raise UnsupportedError(
@@ -219,7 +220,7 @@ class _Call:
                 "micro-batch)."
             ) from None
         refuse_captured(self.step.fn, value, [*leaves, *tensors])
-        with checkpoints_allowed():
+        with checkpoints_allowed(), calls.in_pass():
             grads = gradients(value, leaves)
         return grads, tree.detached(parts[-1])
 

@@ -14,7 +14,7 @@ from ltx.core.base.arguments import brief
 from ltx.core.base.errors import StepError, TreeError
 from ltx.core.ranks.axis import Axis
 from ltx.core.training.train_state import TrainState, give_away
-from ltx.core.transforms.closure_check import Members, same_values
+from ltx.core.transforms.closure_check import Members, first_hooked, hooked_text, same_values
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.typing import Tree
 
@@ -67,17 +67,13 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
 def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequence[bool]) -> None:
     """Refuse leaves that can't be trained, and two names of one tensor, which training would make different."""
     known: dict[Any, str] = {}
+    if (hooked := first_hooked(leaves)) is not None:
+        raise TreeError(hooked_text(f"params: leaf {paths[hooked]!r}"))
     for x, path, is_frozen in zip(leaves, paths, frozen, strict=True):
         if not is_frozen and not (x.is_floating_point() or x.is_complex()):
             raise TreeError(
                 f"params: leaf {path!r} is {tree.describe(x)}, and only floating or complex tensors can be "
                 "trained. Pass it in the buffers, or close over it."
-            )
-        if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None):
-            raise TreeError(
-                f"params: leaf {path!r} has hooks (register_hook), and steps, which differentiate with respect to "
-                "tensors of the state, wouldn't call them. Remove them (handle.remove()), or pass x.detach(); do what "
-                "they do to gradients in the optimizer, ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
             )
         if private.is_wrapped(x) or x.is_meta or not x.numel():
             continue

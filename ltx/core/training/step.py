@@ -50,6 +50,7 @@ from ltx.core.training.guard import (
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of, unshared
 from ltx.core.training.settings import TrainSettings, check_weighted
 from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
+from ltx.core.transforms.functional_call import Calls
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.run import CallOptions, Weighted
 from ltx.core.transforms.strategy_update import (
@@ -276,6 +277,7 @@ class Step:
         self._checks = checks_finite(self.train)
         self._in_place = self.train.donate and (self.post_update_hook is not None or not self.late)
         self._params, self._spec = self.flat
+        self._calls = Calls()
 
     def run(self) -> tuple[TrainState, Metrics]:
         drawn = torch_states() if may_raise(self.train) else {}
@@ -288,7 +290,8 @@ class Step:
         else:
             among, local = forward.run.within or self.info.axis, self.train.step.strategy.hook(self.info.step) is None
             mean, divisor = mean_at_once(forward.total, forward.weight, among, local, schedule is not None)
-            done = work.run_alone(forward.total, divisor)
+            with self._calls.in_pass():
+                done = work.run_alone(forward.total, divisor)
         return self._apply(forward, work, done, mean if forward.mean is None else forward.mean, drawn)
 
     @property
@@ -319,7 +322,8 @@ class Step:
         options = CallOptions(True, self.info.step, hook, self.state.frozen, (leaves, self._spec))
         with comm.span("forward"), torch.enable_grad():
             arguments = arguments_of(given, held, self.batch)
-            run = train.step.run(arguments, self.batch.named, options)
+            with self._calls.recorded():
+                run = train.step.run(arguments, self.batch.named, options)
             loss, buffers, aux = outputs_of(run, held, train.has_aux)
         if self._in_place and not (buffers is aux is None):  # outputs mustn't change with the parameters
             buffers, aux = unshared((buffers, aux), leaves)
@@ -373,7 +377,8 @@ class Step:
             if self.post_update_hook is not None:
                 completion = UpdateThenSend(self.post_update_hook, work, schedule, total, weight)
                 schedule.program_of = completion.program
-            schedule.backward(work.objective(total), work.inputs)
+            with self._calls.in_pass():
+                schedule.backward(work.objective(total), work.inputs)
             if completion is None:
                 scale = scale_of(work, schedule, weighted=weight is not None)
                 of = UpdateBuckets if self.train.overlap == "update" else CollectGradients

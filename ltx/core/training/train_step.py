@@ -48,6 +48,7 @@ from ltx.core.training.step import Step
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, torch_states
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
+from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.run import CallOptions, Weighted
 from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo, check_next, check_updated
 from ltx.core.transforms.sync_state import Synced, SyncState, plain_values
@@ -447,14 +448,17 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
 
     pending = strategy.begin(state.trained, sync.leaves, info, None)
     if traced.recording() or private.in_transform():
-        flat_grads, (_, (loss, *tensors)) = torch.func.grad_and_value(mean, has_aux=True)(flat)
+        flat_grads, (_, (loss, *tensors)) = own_grad_and_value(mean, has_aux=True)(flat)
     else:  # under plain autograd, a user of the step may differentiate with respect to its batch
         with torch.enable_grad():
             inputs = [x.view_as(x) if x.requires_grad else _leaf(x) for x in flat]
-            total, (loss, *tensors) = mean(inputs)
-            flat_grads = torch.autograd.grad(
-                total, inputs, create_graph=True, allow_unused=True, materialize_grads=True
-            )
+            calls = Calls()
+            with calls.recorded():
+                total, (loss, *tensors) = mean(inputs)
+            with calls.in_pass():
+                flat_grads = torch.autograd.grad(
+                    total, inputs, create_graph=True, allow_unused=True, materialize_grads=True
+                )
     grads = tree.unflatten(spec, flat_grads)
     structure, weighted, rest = others
     aux_tensors = iter(tensors)

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -124,19 +125,27 @@ def watch_for_traced_values(fn: Any) -> Iterator[None]:
 _called = Seen(forgets=True)
 
 
-def look_at_modules(fn: Any, in_place: Callable[[], set[int]]) -> AbstractContextManager[None]:
+def look_at_modules(
+    fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]]
+) -> AbstractContextManager[None]:
     """While `fn` is called for the first time: raise StepError if it writes to a buffer of a module that it uses.
 
-    Also raise if it uses an embedding that renormalises its rows in place. `in_place`: as in :func:`own_written`.
+    Also raise if it uses an embedding that renormalises its rows in place, or a module whose trained parameters have
+    hooks for gradients and aren't among the `given` tensors. `in_place`: as in :func:`own_written`.
     """
-    return nullcontext() if _called.has(fn) else _looking(fn, in_place)
+    return nullcontext() if _called.has(fn) else _looking(fn, in_place, given)
 
 
 @contextmanager
-def _looking(fn: Any, in_place: Callable[[], set[int]]) -> Iterator[None]:
-    modules = modules_of(fn)
+def _looking(fn: Any, in_place: Callable[[], set[int]], given: Callable[[], Iterable[Any]]) -> Iterator[None]:
+    modules, tensors = modules_of(fn), [x for x in given() if isinstance(x, torch.Tensor)]
+    ids, derived = {*map(id, tensors)}, any(x.grad_fn is not None for x in tensors)
     for module in modules:
         refuse_max_norm(module)
+        own = [(name, x) for name, x in module.named_parameters() if type(x) is nn.Parameter and id(x) not in ids]
+        left = [(name, x) for name, x in own if x.requires_grad]
+        if not derived and (place := first_hooked([x for _, x in left])) is not None:
+            raise StepError(hooked_text(f"the step uses a module whose {left[place][0]!r} ({type(module).__name__})"))
     watched = [(module, buffer, _value(buffer.tensor)) for module in modules for buffer in Members(module).buffers]
     try:
         yield
@@ -156,6 +165,25 @@ def _looking(fn: Any, in_place: Callable[[], set[int]]) -> Iterator[None]:
         other = not x.is_meta and x.shape == value.shape and not same_values([x], [value])
         own_written([buffer._replace(version=-1) if other else buffer], type(module).__name__, in_place)
     _called.add(fn)
+
+
+def first_hooked(tensors: Sequence[torch.Tensor]) -> int | None:
+    """The place of the first tensor that has hooks for its gradient; None if none has."""
+    with private.plain_tensors():
+        found = zip(map(_HOOKS[0], tensors), map(_HOOKS[1], tensors), strict=True)
+        return next((place for place, hooks in enumerate(found) if any(hooks)), None)
+
+
+_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+
+def hooked_text(which: str) -> str:
+    return (
+        f"{which} has hooks (register_hook), which are called for the gradient of this very tensor, and here another "
+        "one is differentiated. Remove them (handle.remove()), and do what they do to the gradients that you get: "
+        'grads["name"] * mask after ltx.grad(step)(params, ...); in a train step in the optimizer, '
+        "ltx.optim.chain(ltx.optim.from_functions(...), optimizer)."
+    )
 
 
 def refuse_max_norm(module: nn.Module) -> None:
@@ -238,6 +266,7 @@ class Members:
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that holds the tensor, and its key
         self.tied: dict[int, list[str]] = {}  # the names of tensors with several names, by id
         self.buffers: list[Buffer] = []
+        self.hooked: list[str] = []  # the names of parameters with hooks for their gradients
         slots, first = self.slots, dict[int, str]()
         rest: list[tuple[str, nn.Module]] = [("", module)]
         while rest:
@@ -258,10 +287,22 @@ class Members:
                     slots[path] = kept_in, name
                     if (other := first.setdefault(key, path)) is not path:
                         self.tied.setdefault(key, [other]).append(path)
-                    if kept_in is not part._parameters:
+                    if kept_in is part._parameters:
+                        # parameters of other types may be those that a train state has taken over
+                        if type(tensor) is nn.Parameter and (
+                            tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+                        ):
+                            self.hooked.append(path)
+                    else:
                         persistent = name not in part._non_persistent_buffers_set
                         self.buffers.append(Buffer(path, kept_in, name, tensor, version_of(tensor), persistent))
             rest.extend([(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None])
+
+    def tensor(self, path: str) -> torch.Tensor:
+        """The tensor that the module has now."""
+        kept_in, name = self.slots[path]
+        found: torch.Tensor = kept_in[name]
+        return found
 
     def untied(self, given: dict[str, torch.Tensor], tie_weights: bool) -> dict[str, torch.Tensor]:
         """`given`, checked, with entries added for all names of tensors that have several names in the module."""

@@ -145,7 +145,7 @@ class DataParallel(StepSettings):
             with marked.schedule.in_forward() if marked.schedule and options.step is None else nullcontext():
                 token, before = in_step.set(True), private.nodes_made()
                 try:
-                    with look_at_modules(self.fn, tensors_in_place):
+                    with look_at_modules(self.fn, tensors_in_place, lambda: whole_leaves):
                         output = whole_scalars(self.fn(*args, **kwargs))
                 finally:
                     in_step.reset(token)

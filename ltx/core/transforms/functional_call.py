@@ -1,41 +1,47 @@
-"""functional_call: as torch.func's, but its tensors are also in place while activation checkpointing recomputes.
+"""functional_call: as torch.func's, but its tensors are also in place where the backward pass calls a module again.
 
 The tensors are in the module for the time of the call, as with torch. To call a copy of the module would be simpler,
 but bound methods, patched forwards and lists of layers refer to the original, and would use its old parameters.
 
-``torch.utils.checkpoint`` runs a function again in the backward pass. By then a functional call has given the module
-its own tensors back, so the function would use these, and gradients would be silently wrong. Torch has no hook for
-this, so three of its classes are replaced by subclasses here. When a checkpoint begins, they note which tensors
-functional calls of ltx (and in a step, of torch) have put into modules. Otherwise they do what torch's classes do.
+By the time of the backward pass the module has its own tensors back. Yet an autograd.Function may call it there once
+more (``odeint_adjoint``, reversible layers), and gradients would be silently wrong. So :class:`Calls` records what a
+forward pass has put into modules. Who runs the backward pass too, as a train step does, calls it ``in_pass``: the first
+module that is called there gets its tensors once more, until the pass has ended. What can't be repeated so raises: two
+calls with different tensors, buffers that the first call has written and that its output depends on, and a pass that
+somebody else runs, whose end nobody sees after an error.
 
-We also tried to leave the tensors in the module until the backward pass has ended (torch 2.13). That works for one call
-of a module in a step that owns its backward pass. It is wrong for two calls with different tensors (a teacher, an inner
-loop), for buffers that the first pass has written (power iterations, batch norm), and after ``step(params)`` with a
-later backward pass, or none: the module would keep the step's parameters, even after errors.
+``torch.utils.checkpoint`` has a mechanism of its own (``checkpoints.py``).
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.utils.checkpoint as checkpointing
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import stateless
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
-from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _CheckpointFrame, checkpoint
 
-from ltx.core.base import private, traced
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
 from ltx.core.base.private import unwrapped
 from ltx.core.gradients.planning import in_step
 from ltx.core.ranks.axis import axes_in_scope
-from ltx.core.transforms.closure_check import Members, own_written, refuse_max_norm, same_values, version_of
+from ltx.core.transforms.closure_check import (
+    Members,
+    hooked_text,
+    own_written,
+    refuse_max_norm,
+    same_values,
+    version_of,
+)
 
 
 def functional_call(
@@ -120,16 +126,19 @@ def functional_call(
     versions = {name: version_of(copy) for name, copy in copies.items()}
     values = {} if return_buffers else {name: _value(x, given[name], module.training) for name, x in copies.items()}
     own = [buffer for buffer in members.buffers if buffer.path not in tensors]
+    for name in members.hooked:
+        if (x := tensors.get(name)) is not None and x.is_leaf and x is not members.tensor(name):
+            raise StepError(hooked_text(f"functional_call: parameter {name!r} of {type(module).__name__}"))
     with swap.in_place():
         output = module(*args, **kwargs)
+    placed, swap.after = swap.after, {}  # one may be the output itself, whose graph mustn't hold it
+    _record(swap, output)
     own_written(own, type(module).__name__, tensors_in_place)
     if return_buffers:
         # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
-        after = {name: swap.after[name] for name in copies}
+        after = {name: placed[name] for name in copies}
         return output, {name: x.detach() if x.is_leaf and x.requires_grad else x for name, x in after.items()}
-    moved = (
-        name for name, copy in copies.items() if swap.after[name] is not copy or version_of(copy) != versions[name]
-    )
+    moved = (name for name, copy in copies.items() if placed[name] is not copy or version_of(copy) != versions[name])
     written = next(moved, None) or _written({name: (copies[name], x) for name, x in values.items() if x is not None})
     if written is not None:
         raise StepError(
@@ -222,6 +231,7 @@ class Swap:
         self._parametrized, self._others = NamedMemberAccessor(members.module), dict[str, torch.Tensor]()
         # For each buffer: the tensor, the count of writes to it, and its value at that count.
         self._kept = {name: (tensors[name], version_of(tensors[name]), value) for name, value in before.items()}
+        self.first, self.replaced = dict(self._kept), set[str]()
 
     @classmethod
     def of_call(cls, module: nn.Module, given: Mapping[str, torch.Tensor]) -> Swap:
@@ -230,7 +240,7 @@ class Swap:
         tensors = {path: x for path, (kept_in, key) in members.slots.items() if id(x := kept_in[key]) in ids}
         return cls(members, tensors, {b.path: b.tensor.clone() for b in members.buffers if b.path in tensors})
 
-    def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
         slots = self.members.slots
         self._others, _ = self._parametrized.swap_tensors_dict({k: x for k, x in tensors.items() if k not in slots})
         for name, tensor in tensors.items():
@@ -239,7 +249,7 @@ class Swap:
                 self._own[name] = kept_in[key]
                 kept_in[key] = tensor
 
-    def _take_out(self) -> dict[str, torch.Tensor]:
+    def take_out(self) -> dict[str, torch.Tensor]:
         """Put the module's own tensors back. Returns the tensors that were in their places, by name."""
         held = {}
         for name, tensor in self._own.items():
@@ -248,6 +258,20 @@ class Swap:
             kept_in[key] = tensor
         return held | self._parametrized.swap_tensors_dict(self._others)[0]
 
+    def given(self, name: str) -> torch.Tensor:
+        """What the call was given; of a buffer the module got a copy."""
+        return self.first[name][2] if name in self.first else self.tensors[name]
+
+    def written_before(self) -> str | None:
+        """The name of a buffer that the call has written to, or None; batch norm's output doesn't depend on them."""
+        for name, (tensor, version, _) in self.first.items():
+            part = self.members.module.get_submodule(name.rpartition(".")[0])
+            if (name in self.replaced or version_of(tensor) != version) and not isinstance(
+                part, nn.modules.batchnorm._NormBase
+            ):
+                return name
+        return None
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the tensors into the module for the block, then put its own tensors back."""
@@ -255,16 +279,17 @@ class Swap:
         token = _placed.set((*_placed.get(), self))
         lost: list[str] = []
         try:
-            self._put(self.tensors)
+            self.put(self.tensors)
             try:
                 yield
             finally:
                 self.after = {name: slots[name][0][slots[name][1]] for name in self._kept}
+                self.replaced = {name for name, x in self.after.items() if x is not self.tensors[name]}
                 now = {name: slots[name][0].get(slots[name][1]) for name in self._own}
                 lost = [name for name, was in self._own.items() if now[name] is was is not self.tensors[name]]
         finally:
             _placed.reset(token)
-            self._take_out()
+            self.take_out()
         if lost:
             raise UnsupportedError(
                 f"functional_call: {type(module).__name__} lost the {lost[0]!r} that it was given, during the call. "
@@ -311,11 +336,12 @@ def set_placed_aside() -> Callable[[], None]:
 
     The returned function puts the tensors of this thread's running functional calls in again.
     """
-    held = [(swap, swap._take_out()) for swap in reversed(_placed.get())]
+    again = [swap for calls in _passes.get() for swap in calls.placed]
+    held = [(swap, swap.take_out()) for swap in reversed((*again, *_placed.get()))]
 
     def undo() -> None:
         for swap, tensors in reversed(held):
-            swap._put(tensors)
+            swap.put(tensors)
 
     return undo
 
@@ -323,119 +349,234 @@ def set_placed_aside() -> Callable[[], None]:
 def tensors_in_place() -> set[int]:
     """The ids of tensors that running functional calls, of ltx and torch, have put into modules."""
     ids = {id(x) for swap in _placed.get() for x in swap.tensors.values()}
-    return ids.union(*({id(x) for x in call.tensors.values()} for call in _calls()[0]))
+    return ids.union(*({id(x) for x in tensors.values()} for _, tensors in calls_of_torch()))
 
 
-def functional_calls_of_torch() -> list[nn.Module]:
-    """The modules of the calls of torch.func.functional_call that run in this thread."""
-    return [call.module for call in _calls()[0]]
+def calls_of_torch() -> list[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
+    """The (module, tensors) of the calls of torch.func.functional_call that run in this thread.
 
-
-class _Call(NamedTuple):
-    """A running call of torch.func.functional_call. `for_ltx`: whether ltx.functional_call made it."""
-
-    module: nn.Module
-    tensors: Mapping[str, torch.Tensor]
-    for_ltx: bool
-
-
-def _calls() -> tuple[list[_Call], bool]:
-    """(the functional calls of torch that run in this thread, whether a data-parallel step runs).
-
-    They are found on the stack, since parts of a compiled function that can't be compiled don't set `in_step`.
+    They are found on the stack, as torch's own function, since in a graph a call records nothing, and the graph may
+    break in it: what the module calls then runs eagerly, in a call of which only the frame knows.
     """
-    found, inside = [], in_step.get()
+    found = []
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code  # Dynamo makes a code object of the same name and file, but not the same object
         if code.co_name == _CALL.co_name and code.co_filename == _CALL.co_filename:
-            caller = frame.f_back.f_back
-            for_ltx = caller is not None and caller.f_globals.get("__name__") == "ltx.core.transforms.functional_call"
-            found.append(_Call(frame.f_locals["module"], frame.f_locals["parameters_and_buffers"], for_ltx))
-        elif code.co_name == "run" and frame.f_globals.get("__name__") == "ltx.core.transforms.data_parallel":
-            inside = True
+            found.append((frame.f_locals["module"], frame.f_locals["parameters_and_buffers"]))
         frame = frame.f_back
-    return found, inside
+    return found
 
 
-_CALL = stateless._functional_call.__code__
+def is_placed() -> bool:
+    """Whether an ltx.functional_call runs in this thread."""
+    return bool(_placed.get())
 
 
-def _run_again(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` for a recomputation, in which modules have the tensors that they have now."""
-    if private.in_transform():
-        return fn  # under torch.func there is no recomputation
-    calls, inside = _calls()
-    swaps = [swap.again() for swap in _placed.get()]
-    swaps += [Swap.of_call(call.module, call.tensors).again() for call in calls if inside or call.for_ltx]
-    if not (swaps or inside):
-        return fn
-
-    def again(*args: Any, **kwargs: Any) -> Any:
-        token = in_step.set(inside)
-        try:
-            with ExitStack() as stack:
-                for swap in swaps:
-                    stack.enter_context(swap())
-                return fn(*args, **kwargs)
-        finally:
-            in_step.reset(token)
-
-    return again
+def running_again() -> list[Callable[[], AbstractContextManager[None]]]:
+    """Functions that put in again what the running functional calls have put into modules, the outermost first."""
+    return [
+        *(swap.again() for swap in _placed.get()),
+        *(Swap.of_call(module, tensors).again() for module, tensors in calls_of_torch()),
+    ]
 
 
-# --- torch's three classes -------------------------------------------------------------------------------------------
+# --- modules that the backward pass calls again -----------------------------------------------------------------------
+
+#: Where functional calls of this thread are recorded, and the backward passes that repeat them.
+_recorded: ContextVar[Calls | None] = ContextVar("_recorded", default=None)
+_passes: ContextVar[tuple[Calls, ...]] = ContextVar("_passes", default=())
 
 
-class _Frame(_CheckpointFrame):
-    def __init__(self, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any):
-        super().__init__(_run_again(recompute_fn), *args, **kwargs)
+class Calls:
+    """The functional calls of a forward pass, for what calls their modules again in its backward pass.
 
-
-class _Hook(_checkpoint_hook):
-    """torch's hooks that drop the activations of a checkpointed call; off under torch.func, which forbids them."""
-
-    def __enter__(self) -> None:
-        refused = private.why_no_saved_hooks() is not None
-        self._off = private.in_transform() and (refused or bool(_placed.get()))
-        if not self._off:
-            super().__enter__()
-
-    def __exit__(self, *args: object) -> None:
-        if not self._off:
-            super().__exit__(*args)
-
-
-class _Reentrant(CheckpointFunction):
-    """torch's checkpoint for ``use_reentrant=True``.
-
-    It would differentiate down to the step's parameters by itself, past the reduction, and tensors that it closes over
-    would silently get no gradient. Inside ltx.functional_call and data-parallel steps the checkpoint for
-    ``use_reentrant=False`` replaces it, with the same gradients.
+    Its owner runs both passes: ``with calls.recorded(): forward``, then ``with calls.in_pass(): backward``. Calls that
+    nobody records are alone in a record without an owner. `around`: another record, for derivatives of this pass.
     """
 
-    @classmethod
-    def apply(cls, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        calls, inside = _calls()
-        if _placed.get() or inside or any(call.for_ltx for call in calls):
-            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-        return CheckpointFunction.apply(function, preserve, *args)
+    def __init__(self, around: Calls | None = None) -> None:
+        self.placed: list[Swap] = []  # in the backward pass: what is in modules again
+        self._made: list[Callable[[], Swap]] = []
+        self._around, self._task, self._thread = around, private.graph_task(), threading.get_ident()
+        self._swaps: dict[int, Swap] = {}  # by the ids of the parts of their modules
+        self._mixed: set[int] = set()  # the ids of parts that were called with different tensors
+        self._handle: Any = None  # of the hook on all modules, while there is one
+        self._owned = False
+
+    def add(self, make: Callable[[], Swap]) -> None:
+        """Record a call, by a function that makes its swap, if it is ever needed."""
+        if private.graph_task() == self._task:  # else the backward pass calls it
+            self._made.append(make)
+        if self._around is not None:
+            self._around.add(make)
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the functional calls of the block, a forward pass."""
+        token = _recorded.set(self)
+        try:
+            yield
+        finally:
+            _recorded.reset(token)
+
+    @contextmanager
+    def in_pass(self, begun: bool = True) -> Iterator[None]:
+        """The backward pass. A recorded module that is called in it has the recorded tensors until the block ends.
+
+        With ``begun=False`` the pass begins where :meth:`begin` is called.
+        """
+        token = _passes.set((*_passes.get(), self))
+        try:
+            if begun and self._made:
+                self.begin()
+            yield
+        finally:
+            self._end()
+            self._owned = False
+            while self.placed:
+                self.placed.pop().take_out()
+            _passes.reset(token)
+
+    def begin(self, _: Any = None) -> None:
+        """The owner's backward pass begins."""
+        self._end()
+        self._owned, self._handle = True, register_module_forward_pre_hook(self._called)
+
+    def _begin(self, _: Any) -> None:
+        """A backward pass comes to an output of a recorded call. If it isn't the owner's, it may call no module."""
+        if self._handle is None:
+            self._handle = register_module_forward_pre_hook(self._called)
+            private.at_end_of_pass(self._end)
+
+    def watch(self, outputs: Any, at: Callable[[Any], None] | None = None) -> None:
+        """Have a backward pass that comes to `outputs` call a function."""
+        for x in tree.flatten(outputs)[0]:
+            while isinstance(x, torch.Tensor) and not x.requires_grad and private.is_wrapped(x):
+                x = private.unwrapped_once(x)
+            if isinstance(x, torch.Tensor) and x.requires_grad and x.grad_fn is not None:
+                x.grad_fn.register_prehook(at or self._begin)
+
+    def _end(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+    def _called(self, module: nn.Module, _: Any) -> None:
+        """A module is called, anywhere in the process."""
+        task, passes = private.graph_task(), _passes.get()
+        if task == self._task or task == -1 or (passes and self not in passes):
+            if not self._owned and threading.get_ident() == self._thread:
+                self._end()  # after an error torch doesn't say that the pass has ended
+            return
+        if self._made:
+            self._look()
+        swap = self._swaps.get(id(module))
+        if swap is None or any(swap.members.module is again.members.module for again in self.placed):
+            return
+        running = (*(swap.members.module for swap in _placed.get()), *(around for around, _ in calls_of_torch()))
+        if any(module is part for around in running for part in around.modules()):
+            return
+        path = next(path for path, part in swap.members.module.named_modules() if part is module)
+        now = {name: kept_in[key] for name, (kept_in, key) in swap.members.slots.items()}
+        if id(module) not in self._mixed and all(swap.given(name) is now.get(name) for name in swap.tensors):
+            return  # it was called with its own
+        name = type(swap.members.module).__name__
+        which = f"{path!r} of {name}" if path else name
+        if not self._owned:
+            self._end()
+            raise StepError(_called_again(which, "has its own tensors there, and not those of the step", _OWNED))
+        if id(module) in self._mixed:
+            raise StepError(_called_again(which, "was called with several sets of tensors", _COPY))
+        if (written := swap.written_before()) is not None:
+            raise StepError(_called_again(which, f"has written to its buffer {written!r} since", _CHECKPOINT))
+        copies: dict[int, torch.Tensor] = {}
+        fresh = {name: copies.setdefault(id(x), value.clone()) for name, (x, _, value) in swap.first.items()}
+        again = Swap(swap.members, {**swap.tensors, **fresh}, {})
+        self.placed.append(again)
+        again.put(again.tensors)
+
+    def _look(self) -> None:
+        """Find the parts of modules, and those with several sets. A part that got no tensor has its own in its set."""
+        held: dict[tuple[int, str], int] = {}
+        mixed: set[int] = set()
+        swaps, self._made = [make() for make in self._made], []
+        for swap in swaps:
+            for path, (kept_in, key) in swap.members.slots.items():
+                x = id(swap.given(path) if path in swap.tensors else kept_in[key])
+                if held.setdefault((id(kept_in), key), x) != x:
+                    mixed.add(id(kept_in))
+        for swap in swaps:
+            parts = list(swap.members.module.modules())
+            if any(id(kept_in) in mixed for part in parts for kept_in in (part._parameters, part._buffers)):
+                self._mixed.update(map(id, parts))
+            self._swaps.update((id(part), swap) for part in parts)
 
 
-checkpointing._CheckpointFrame = _Frame  # type: ignore[misc]
-checkpointing._checkpoint_hook = _Hook  # type: ignore[misc]
-checkpointing.CheckpointFunction = _Reentrant  # type: ignore[misc]
+def _called_again(which: str, why: str, instead: str) -> str:
+    return (
+        f"{which} was called again in the backward pass, by a function that computes a part of the step anew, and "
+        f"{why}, so gradients would be wrong. {instead}"
+    )
 
 
-@contextmanager
-def checkpoints_allowed() -> Iterator[None]:
-    """Let plain autograd below a transform hook saved tensors, though torch.func turns such hooks off."""
-    message = private.why_no_saved_hooks()
-    if message is None:
-        yield
+_OWNED = (
+    "Have ltx run the backward pass, which keeps the step's tensors in the module: ltx.grad(step)(params, ...) or "
+    "ltx.train_step(step, optimizer). Or call ltx.functional_call(module, params, inputs) there, with the parameters "
+    "that the function was given. Or let torch.utils.checkpoint compute it anew."
+)
+_COPY = "Call a module for each set: other = copy.deepcopy(module), and ltx.functional_call(other, params, inputs)."
+_CHECKPOINT = "Let torch.utils.checkpoint compute it anew, which knows what the buffers were; or module.eval()."
+
+
+def own_grad_and_value(fn: Callable[..., Any], has_aux: bool = False, argnums: Any = 0) -> Callable[..., Any]:
+    """``torch.func.grad_and_value(fn)``, in whose backward pass modules may be called again."""
+
+    def run(*args: Any) -> Any:
+        if traced.recording():
+            return torch.func.grad_and_value(fn, argnums, has_aux)(*args)
+        calls = Calls(_recorded.get())
+
+        def recorded(*args: Any) -> Any:
+            with calls.recorded():
+                output = fn(*args)
+            calls.watch(output[0] if has_aux else output, calls.begin)
+            return output
+
+        with calls.in_pass(begun=False):
+            return torch.func.grad_and_value(recorded, argnums, has_aux)(*args)
+
+    return run
+
+
+def _record(make: Swap | Callable[[], Swap], output: Any) -> None:
+    """Record a functional call that has given `output`, if there will be a backward pass."""
+    if not torch.is_grad_enabled():
         return
-    private.enable_saved_hooks()
-    try:
-        yield
-    finally:
-        private.disable_saved_hooks(message)
+    calls = _recorded.get() or Calls()
+    calls.add((lambda: make) if isinstance(make, Swap) else make)
+    calls.watch(output)
+
+
+def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options: Any) -> Any:
+    """torch's function behind torch.func.functional_call, recorded."""
+    if traced.recording() or not (in_step.get() or _recorded.get()):
+        return _call_of_torch(module, parameters_and_buffers, *args, **options)
+    given = dict(parameters_and_buffers)  # torch writes to the other one
+    fixed = {k: (x, version_of(x)) for k, x in given.items() if not getattr(x, "requires_grad", True)}
+    output = _call_of_torch(module, parameters_and_buffers, *args, **options)
+
+    def swap() -> Swap:
+        members = Members(module)
+        made = Swap(members, members.untied(given, bool(options.get("tie_weights", True))), {})
+        buffers = {buffer.path for buffer in members.buffers} & set(fixed)
+        made.first = {name: (*fixed[name], fixed[name][0]) for name in buffers}
+        return made
+
+    _record(swap, output)
+    return output
+
+
+_call_of_torch = stateless._functional_call
+_CALL = _call_of_torch.__code__
+stateless._functional_call = _torch_calls

@@ -22,7 +22,9 @@ from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import requires_grad
 from ltx.core.gradients.reduction import LeafState
+from ltx.core.transforms.closure_check import first_hooked, hooked_text
 from ltx.core.transforms.data_parallel import DataParallel
+from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.marking import marks_on_wire
 from ltx.core.transforms.plain_autograd import gradients
 from ltx.core.transforms.run import CallOptions
@@ -145,7 +147,7 @@ def _by_torch_func(
         trees = [tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flat, strict=True)]
         return scalar(*at_places(args, numbers, trees), **kwargs)
 
-    lists, value = torch.func.grad_and_value(of_leaves, has_aux=has_aux)([leaves for leaves, _ in flat])
+    lists, value = own_grad_and_value(of_leaves, has_aux=has_aux)([leaves for leaves, _ in flat])
     grads = tuple(tree.unflatten(spec, leaves) for leaves, (_, spec) in zip(lists, flat, strict=True))
     return grads[0] if only else grads, value
 
@@ -176,7 +178,8 @@ def _by_plain_autograd(
     """The result of :func:`grad_and_value`'s function, if :func:`_is_plain`. `flat`: the parameters, flattened."""
     params = args[argnum]
     filled = at_places(args, [argnum], [params if sync_state is None else Synced(params, sync_state)])
-    with comm.span("forward"), torch.enable_grad():
+    calls = Calls()
+    with comm.span("forward"), torch.enable_grad(), calls.recorded():
         run = step.run(tuple(filled), kwargs, CallOptions(deferred=True, flat=flat))
         output = checked_output(run.value())
     schedule = run.schedule
@@ -189,7 +192,8 @@ def _by_plain_autograd(
         schedule.send_summary()
         loss = output[0] if isinstance(output, tuple) else output
         # If no operation connects the loss to the markers, it has no gradient.
-        schedule.backward(loss if loss.requires_grad else None, run.inputs)
+        with calls.in_pass():
+            schedule.backward(loss if loss.requires_grad else None, run.inputs)
         with torch.no_grad():
             for bucket, reduced in schedule.wait_buckets():
                 grads.update(zip(bucket.members, schedule.unpack(bucket, reduced), strict=True))
@@ -215,11 +219,13 @@ def _by_local_parts(
     """The result of :func:`grad_and_value`'s function for DTensors, into which torch.func can't look."""
     leaves, spec = tree.flatten(args[argnum])
     parts = [x.detach().requires_grad_() for x in placements.local(leaves)]
-    with torch.enable_grad():
+    calls = Calls()
+    with torch.enable_grad(), calls.recorded():
         filled = at_places(args, [argnum], [tree.unflatten(spec, placements.placed(parts))])
         output = scalar(*filled, **kwargs)
         total = output[0] if isinstance(output, tuple) else output
-    found = gradients(total, parts)
+    with calls.in_pass():
+        found = gradients(total, parts)
     with torch.no_grad():
         grads = placements.placed(found)
     value = tree.detached(output)
@@ -230,6 +236,8 @@ def _check_differentiable(params: Tree, number: int) -> None:
     """Raise unless argument `number` is a tree of tensors that have gradients."""
     leaves = tree.flatten(params)[0]
     tree.check_leaves(leaves, params, f"argument {number} of the step")
+    if (place := first_hooked(leaves)) is not None:
+        raise StepError(hooked_text(f"argument {number} of the step: leaf {tree.leaf_paths(params)[place]!r}"))
     dense = all(map(torch.Tensor.is_floating_point, leaves)) and {*map(attrgetter("layout"), leaves)} == {torch.strided}
     for place, x in () if dense else enumerate(leaves):
         if not (x.is_floating_point() or x.is_complex()) or x.layout not in _LAYOUTS:

@@ -22,15 +22,18 @@ from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.planning import tracked
 from ltx.core.ranks.batched import in_front
+from ltx.core.transforms.checkpoints import checkpoints_allowed
 from ltx.core.transforms.closure_check import is_wrapped, watch_for_traced_values
-from ltx.core.transforms.functional_call import checkpoints_allowed
+from ltx.core.transforms.functional_call import Calls
 
 
 def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of `total` with respect to `leaves`, by plain autograd; zeros where `total` doesn't use one."""
+    """The gradients of `total` with respect to new `leaves`, by plain autograd; zeros where `total` doesn't use one."""
     if not total.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
-    return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
+    found = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    # A Function may have called backward() itself (reversible layers).
+    return [g if x.grad is None else g + x.grad for g, x in zip(found, leaves, strict=True)]
 
 
 class Call:
@@ -41,6 +44,7 @@ class Call:
         self.leaves, self.spec = tree.flatten((args, kwargs))
         self.wrapped = [i for i, x in enumerate(self.leaves) if is_wrapped(x)]
         self._wanted = [tracked(self.leaves[i]) for i in self.wrapped]
+        self.calls = Calls()
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self._result: tuple[list[Any], Any] = ([], None)
@@ -52,7 +56,8 @@ class Call:
         args, kwargs = tree.unflatten(self.spec, at_places(self.leaves, self.wrapped, self.inputs))
         # Below a transform inference mode is still on, though torch says that it isn't: autograd would record nothing.
         plain, step = torch.inference_mode(False), self.step
-        with comm.span("forward"), plain, torch.enable_grad(), checkpoints_allowed(), watch_for_traced_values(step.fn):
+        allowed, watched = checkpoints_allowed(), watch_for_traced_values(step.fn)
+        with comm.span("forward"), plain, torch.enable_grad(), allowed, watched, self.calls.recorded():
             outputs, spec = tree.flatten(step.run(args, kwargs).value())
         self._differentiable = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
         self.outputs = [outputs[i] for i in self._differentiable]
@@ -73,7 +78,7 @@ class Call:
                 options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
                 return torch.autograd.grad(self.outputs, wanted, one, **options)
 
-        with comm.span("backward"), torch.inference_mode(False), checkpoints_allowed():
+        with comm.span("backward"), torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
             grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
         return tuple(next(grads) if x.requires_grad else None for x in self.inputs)
 

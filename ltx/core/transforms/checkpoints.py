@@ -1,0 +1,99 @@
+"""torch.utils.checkpoint runs a function again in the backward pass, with the tensors that modules had in the first.
+
+Torch has no hook for this, so three of its classes are replaced by subclasses here. When a checkpoint begins, they note
+which tensors running functional calls have put into modules. Otherwise they do what torch's classes do.
+
+This isn't :class:`ltx.core.transforms.functional_call.Calls`, though both put tensors in again, by :class:`Swap`. A
+checkpoint says where it begins, in the midst of a call. So it is right where that has to refuse: for several sets of
+tensors, for buffers that are half way (power iterations), and in whoever's backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.utils.checkpoint as checkpointing
+from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _CheckpointFrame, checkpoint
+
+from ltx.core.base import private
+from ltx.core.gradients.planning import in_step
+from ltx.core.transforms.functional_call import calls_of_torch, is_placed, running_again
+
+
+def _run_again(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` for a recomputation, in which modules have the tensors that they have now."""
+    if private.in_transform():
+        return fn  # under torch.func there is no recomputation
+    swaps, inside = running_again(), in_step.get()
+    if not (swaps or inside):
+        return fn
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        token = in_step.set(inside)
+        try:
+            with ExitStack() as stack:
+                for swap in swaps:
+                    stack.enter_context(swap())
+                return fn(*args, **kwargs)
+        finally:
+            in_step.reset(token)
+
+    return again
+
+
+# --- torch's three classes -------------------------------------------------------------------------------------------
+
+
+class _Frame(_CheckpointFrame):
+    def __init__(self, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any):
+        super().__init__(_run_again(recompute_fn), *args, **kwargs)
+
+
+class _Hook(_checkpoint_hook):
+    """torch's hooks that drop the activations of a checkpointed call; off under torch.func, which forbids them."""
+
+    def __enter__(self) -> None:
+        refused = private.why_no_saved_hooks() is not None
+        self._off = private.in_transform() and (refused or is_placed())
+        if not self._off:
+            super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        if not self._off:
+            super().__exit__(*args)
+
+
+class _Reentrant(CheckpointFunction):
+    """torch's checkpoint for ``use_reentrant=True``.
+
+    It would differentiate down to the step's parameters by itself, past the reduction, and tensors that it closes over
+    would silently get no gradient. Inside ltx.functional_call and data-parallel steps the checkpoint for
+    ``use_reentrant=False`` replaces it, with the same gradients.
+    """
+
+    @classmethod
+    def apply(cls, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if in_step.get() or is_placed() or calls_of_torch():
+            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+        return CheckpointFunction.apply(function, preserve, *args)
+
+
+checkpointing._CheckpointFrame = _Frame  # type: ignore[misc]
+checkpointing._checkpoint_hook = _Hook  # type: ignore[misc]
+checkpointing.CheckpointFunction = _Reentrant  # type: ignore[misc]
+
+
+@contextmanager
+def checkpoints_allowed() -> Iterator[None]:
+    """Let plain autograd below a transform hook saved tensors, though torch.func turns such hooks off."""
+    message = private.why_no_saved_hooks()
+    if message is None:
+        yield
+        return
+    private.enable_saved_hooks()
+    try:
+        yield
+    finally:
+        private.disable_saved_hooks(message)

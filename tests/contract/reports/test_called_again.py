@@ -1,0 +1,376 @@
+"""A module that is called again in the backward pass, by an autograd.Function that computes a part of the step anew.
+
+Right is what a step gives whose Functions are left out. Each step also leaves the module as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call as of_torch
+from torch.nn.modules import module as torch_modules
+from torch.utils.checkpoint import checkpoint
+
+import ltx
+from ltx.errors import StepError, TreeError
+from ltx.optim import from_torch
+from tests.kinds import Ranks
+from tests.twins.cases import Params, seeded
+
+SGD = from_torch(torch.optim.SGD, lr=0.5)
+CALLS = {"ltx": ltx.functional_call, "torch": of_torch}
+
+
+class Adjoint(torch.autograd.Function):
+    """As torchdiffeq's odeint_adjoint: the gradients of what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x, *params)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.block(x), (x, *params), dy, allow_unused=True)
+
+
+class Reversible(torch.autograd.Function):
+    """As reversible networks: a backward pass inside of the other one, which knows the parameters by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.block(x).backward(dy)
+        return None, x.grad
+
+
+class ByHand(torch.autograd.Function):
+    """Values alone: torch.func takes it too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(block: nn.Module, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return (x @ weight.T + bias).tanh()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.block, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        d = (1 - ctx.block(x).square()) * dy
+        return None, d @ weight, d.T @ x, d.sum(0)
+
+
+class Told(Adjoint):
+    """What the error recommends: the backward pass says with which parameters it calls the module."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            given = dict(zip((name for name, _ in ctx.block.named_parameters()), params, strict=True))
+            y = ltx.functional_call(ctx.block, given, (x,)) + of_torch(ctx.block, given, (x,))
+            return None, *torch.autograd.grad(y, (x, *params), dy / 2)
+
+
+KINDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "plain": lambda block, x: block(x),
+    "adjoint": lambda block, x: Adjoint.apply(block, x, *block.parameters()),
+    "told": lambda block, x: Told.apply(block, x, *block.parameters()),
+    "reversible": Reversible.apply,
+    "by hand": lambda block, x: ByHand.apply(block, x, *block.parameters()),
+}
+BY_AUTOGRAD = ["adjoint", "reversible", "by hand"]  # which call the module alone
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str, checkpoints: bool | None = None) -> None:
+        super().__init__()
+        self.kind, self.checkpoints = kind, checkpoints
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = KINDS[self.kind](block, x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.body(x) if self.checkpoints is None else checkpoint(self.body, x, use_reentrant=self.checkpoints)
+        return self.last(x).square().mean()
+
+
+def problem(seed: int, kind: str, checkpoints: bool | None = None) -> tuple[Net, Params, Tensor]:
+    """A net, other parameters, and three batches of this rank."""
+    with seeded(seed):
+        net, other = Net(kind, checkpoints).double(), Net("plain").double()
+        batches = torch.randn(3, 8, 3, dtype=torch.float64)
+    params = {name: p.detach() for name, p in other.named_parameters()}
+    return net, params, batches.view(3, ltx.axis_size(), -1, 3)[:, ltx.axis_index()]
+
+
+def unchanged(net: nn.Module, before: dict[str, Tensor]) -> bool:
+    return all(p is before[name] for name, p in net.named_parameters()) and not torch_modules._global_forward_pre_hooks
+
+
+def trained(
+    seed: int, kind: str, how: str, call: str = "ltx", checkpoints: bool | None = None, bucket_bytes: int | None = None
+) -> Params:
+    net, params, batches = problem(seed, kind, checkpoints)
+    before = dict(net.named_parameters())
+    strategy = ltx.DDPStrategy() if bucket_bytes is None else ltx.DDPStrategy(bucket_bytes=bucket_bytes)
+    step: Any = ltx.data_parallel(lambda p, x: CALLS[call](net, p, (x,)), strategy)
+    if how == "accumulate":
+        step = ltx.accumulate(step, 2)
+    if how in ("train", "update", "accumulate"):
+        train = ltx.train_step(step, SGD, overlap="update" if how == "update" else "backward")
+        state = train.init(params)
+        for x in batches:
+            state, _ = train(state, x)
+        params = state.params
+    for x in () if how in ("train", "update", "accumulate") else batches:
+        if how == "loop":
+            params = {name: p.detach().requires_grad_() for name, p in params.items()}
+            step(params, x).backward()
+            grads: Any = {name: p.grad for name, p in params.items()}
+        else:
+            grads = {"ltx.grad": ltx.grad, "torch.func.grad": torch.func.grad}[how](step)(params, x)
+        params = {name: p.detach() - 0.5 * grads[name] for name, p in params.items()}
+    assert unchanged(net, before)
+    return params
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_step_that_runs_its_own_backward_pass(ranks: Ranks, seed: int, call: str) -> None:
+    def every(alone: bool) -> None:
+        for how in ["train", "update", "accumulate"] + ([] if alone else ["ltx.grad"]):
+            want = trained(seed, "plain", how)
+            for kind in BY_AUTOGRAD:
+                torch.testing.assert_close(trained(seed, kind, how, call), want)
+        for how in ["ltx.grad"] if alone else ["ltx.grad", "torch.func.grad"]:
+            torch.testing.assert_close(trained(seed, "by hand", how, call), trained(seed, "plain", how))
+        # Buckets of one parameter: those of the blocks are complete after that of the last layer.
+        torch.testing.assert_close(trained(seed, "reversible", "train", call, None, 8), trained(seed, "plain", "train"))
+        if call == "ltx":
+            for kind in BY_AUTOGRAD[:2]:
+                for checkpoints in (False, True):
+                    got = trained(seed, kind, "train", call, checkpoints)
+                    torch.testing.assert_close(got, trained(seed, "plain", "train"))
+
+    every(True)
+    ranks(2).run(every, False)
+
+
+def test_on_simulated_ranks(seed: int) -> None:
+    found = []
+    for kind in ("by hand", "plain"):
+        net, params, batches = problem(seed, kind)
+        step = ltx.data_parallel(lambda p, x, net=net: ltx.functional_call(net, p, (x,)))
+        train = ltx.train_step(step, SGD)
+        xs = batches.view(3, 2, -1, 3)
+        grads = ltx.vmap(ltx.grad(step), in_dims=(None, 0))(params, xs[0])
+        state = ltx.vmap(lambda x, train=train, params=params: train(train.init(params), x)[0].params)(xs[0])
+        found.append((grads, state))
+        assert not torch_modules._global_forward_pre_hooks
+    torch.testing.assert_close(*found)
+
+
+AGAIN = r"'blocks\.1' of Net was called again in the backward pass, .*"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_in_a_backward_pass_of_somebody_else_it_raises(ranks: Ranks, seed: int, call: str) -> None:
+    def loops() -> None:
+        for kind in BY_AUTOGRAD:
+            with pytest.raises(StepError, match=AGAIN + r"ltx\.grad\(step\)\(params, \.\.\.\) or ltx\.train_step"):
+                trained(seed, kind, "loop", call)
+        torch.testing.assert_close(trained(seed, "told", "loop", call), trained(seed, "plain", "loop", call))
+
+    loops()
+    ranks(2).run(loops)
+    with pytest.raises(StepError, match=AGAIN):
+        trained(seed, "by hand", "torch.func.grad", call)
+
+
+def test_without_a_step_too(seed: int) -> None:
+    net, params, (x, *_) = problem(seed, "adjoint")
+    params = {name: p.requires_grad_() for name, p in params.items()}
+    with pytest.raises(StepError, match=AGAIN):
+        ltx.functional_call(net, params, (x,)).backward()
+    twin, *_ = problem(seed, "plain")
+    net.checkpoints = False
+    ltx.functional_call(twin, params, (x,)).backward()
+    for own in ({}, dict(net.named_parameters())):
+        ltx.functional_call(net, own, (x,)).backward()  # the tensors that it has in the backward pass too
+    assert not torch_modules._global_forward_pre_hooks
+
+
+def of(step: Callable[..., Tensor], seed: int, kind: str) -> Params:
+    net, params, (x, *_) = problem(seed, kind)
+    before = dict(net.named_parameters())
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: step(net, p, x)), SGD)
+    try:
+        return train(train.init(params), x)[0].params
+    finally:
+        assert unchanged(net, before)
+
+
+def doubled(params: Params) -> Params:
+    return {name: 2 * p for name, p in params.items()}
+
+
+def two_batches(net: Net, p: Params, x: Tensor) -> Tensor:
+    return ltx.functional_call(net, p, (x,)) + ltx.functional_call(net, p, (2 * x,))
+
+
+def teacher(net: Net, p: Params, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        wanted = ltx.functional_call(net, doubled(p), (x,))
+    return (ltx.functional_call(net, p, (x,)) - wanted).square()
+
+
+def two_sets(net: Net, p: Params, x: Tensor) -> Tensor:
+    return ltx.functional_call(net, p, (x,)) + of_torch(net, doubled(p), (x,))
+
+
+def two_modules(net: Net, p: Params, x: Tensor) -> Tensor:
+    return ltx.functional_call(net, p, (x,)) + ltx.functional_call(copy.deepcopy(net), doubled(p), (x,))
+
+
+def inner_loop(net: Net, p: Params, x: Tensor) -> Tensor:
+    grads = torch.autograd.grad(ltx.functional_call(net, p, (x,)), list(p.values()))
+    return ltx.functional_call(net, {n: v - g for (n, v), g in zip(p.items(), grads, strict=True)}, (x,))
+
+
+@pytest.mark.parametrize("kind", BY_AUTOGRAD)
+def test_several_calls_in_one_step(ranks: Ranks, seed: int, kind: str) -> None:
+    def every() -> None:
+        for step in (two_batches, teacher, two_modules):
+            torch.testing.assert_close(of(step, seed, kind), of(step, seed, "plain"))
+        with pytest.raises(StepError, match=AGAIN + r"several sets of tensors.* copy\.deepcopy"):
+            of(two_sets, seed, kind)
+        with pytest.raises(StepError, match=AGAIN + r"has its own tensors there"):
+            of(inner_loop, seed, kind)
+
+    every()
+    ranks(2).run(every)
+
+
+def test_errors_and_interrupts_leave_the_module_as_it_was(ranks: Ranks, seed: int) -> None:
+    def every() -> None:
+        for error in (KeyboardInterrupt, ValueError):
+
+            def step(net: Net, p: Params, x: Tensor, error: Any = error) -> Tensor:
+                def interrupt(_: Tensor) -> None:
+                    assert net.first.weight is not own  # the blocks were called before
+                    raise error("now")
+
+                own = net.first.weight
+                first = p["first.weight"] * 1
+                first.register_hook(interrupt)
+                return ltx.functional_call(net, {**p, "first.weight": first}, (x,))
+
+            with pytest.raises(error, match="now"):
+                of(step, seed, "reversible")
+
+    every()
+    torch.testing.assert_close(of(two_batches, seed, "adjoint"), of(two_batches, seed, "plain"))
+
+
+def with_buffers(seed: int, norm: Callable[[], nn.Module], kind: str) -> Any:
+    with seeded(seed):
+        first, block = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), norm())
+        net, x = nn.Sequential(first, block).double(), torch.randn(2, 6, 3, dtype=torch.float64)
+    net.forward = lambda x: KINDS[kind](block, first(x)).square().mean()  # type: ignore[method-assign]
+
+    def step(params: Params, buffers: Params, x: Tensor) -> Any:
+        return ltx.functional_call(net, (params, buffers), (x,), return_buffers=True)
+
+    train = ltx.train_step(ltx.data_parallel(step), SGD)
+    state = train.init(*({k: v.detach() for k, v in named()} for named in (net.named_parameters, net.named_buffers)))
+    for batch in x:
+        state, _ = train(state, batch)
+    return state.params, state.buffers
+
+
+def test_buffers(seed: int) -> None:
+    """Batch norm's output doesn't depend on what it has written; the output after a power iteration does."""
+    wanted = with_buffers(seed, lambda: nn.BatchNorm1d(3), "plain")
+    torch.testing.assert_close(with_buffers(seed, lambda: nn.BatchNorm1d(3), "adjoint"), wanted)
+    with pytest.raises(StepError, match=r"has written to its buffer '1\.1\..*' since.* torch\.utils\.checkpoint"):
+        with_buffers(seed, lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), "adjoint")
+
+
+# --- hooks of parameters ----------------------------------------------------------------------------------------------
+
+MASK = torch.tensor([[0.0, 1.0]])
+
+
+def masked(net: nn.Linear, hook: str) -> Any:
+    if hook == "register_hook":
+        return net.weight.register_hook(lambda g: g * MASK)
+    return net.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * MASK))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters(ranks: Ranks, hook: str, call: str) -> None:
+    def every() -> None:
+        net, x = nn.Linear(2, 1, bias=False), torch.full((1, 2), 4.0)
+        net.weight.data.zero_()
+        own = dict(net.named_parameters())
+        detached = {"weight": net.weight.detach()}
+
+        def step() -> ltx.DataParallel:
+            return ltx.data_parallel(lambda p, x: CALLS[call](net, p, (x,)).sum())
+
+        handle = masked(net, hook)
+        for grad in (ltx.grad, torch.func.grad):
+            for params in (own, detached):
+                with pytest.raises(
+                    StepError, match=r"'weight'.* has hooks \(register_hook\).*grads\[\"name\"\] \* mask"
+                ):
+                    grad(step())(params, x)
+        with pytest.raises(TreeError, match=r"'weight' has hooks"):
+            ltx.train_step(step(), SGD).init(own)
+        train = ltx.train_step(step(), SGD)
+        with pytest.raises(StepError, match=r"'weight'.* has hooks.*ltx\.optim\.chain"):
+            train(train.init(detached), x)
+        step()(own, x).backward()  # here they are called
+        assert torch.equal(net.weight.grad, 4 * MASK)  # type: ignore[arg-type]
+        if call == "ltx":
+            with pytest.raises(StepError, match=r"parameter 'weight' of Linear has hooks"):
+                torch.func.grad(lambda p: ltx.functional_call(net, p, (x,)).sum())(detached)
+        handle.remove()
+        chain = ltx.optim.chain(
+            ltx.optim.from_functions(lambda p: None, lambda g, s, p: ({"weight": g["weight"] * MASK}, s)), SGD
+        )
+        train = ltx.train_step(step(), chain)
+        assert torch.equal(train(train.init(own), x)[0].params["weight"], -2 * MASK)
+
+    every()
+    ranks(2).run(every)
