@@ -78,10 +78,18 @@ def test_the_oldest_torch_is_tried_beside_what_it_takes() -> None:
     workflows = ROOT / ".github/workflows"
     steps = (workflows / "oldest.yml").read_text()
     (lowest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-    assert set(re.findall(r"torch==(\d[\d.]+)", steps)) == {f"{lowest}.0"}
-    (command,) = re.findall(r"sed .* constraints.txt(?= >)", steps)
+    assert re.findall(r'torch: {type: string, default: "([\d.]+)"}', steps) == [f"{lowest}.0"]
+    (command,) = re.findall(r"sed .* constraints.txt(?= >)", steps.replace("${{ inputs.torch }}", f"{lowest}.0"))
     given = subprocess.run(command, shell=True, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     assert f"torch=={lowest}.0" in given
     assert not [line for line in given if line.startswith("setuptools==")]  # torch 2.11 takes those below 82
     for name in ("test.yml", "nightly.yml"):
         assert "uses: ./.github/workflows/oldest.yml" in (workflows / name).read_text()
+
+
+def test_the_newest_torch_that_pages_name_is_tried_every_night() -> None:
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    (newest,) = re.findall(r'matrix: {torch: \["2\.14\.1", "(\d+\.\d+)\.\d+"\]}', nightly)
+    for page in ("README.md", "docs/start/install.md"):
+        assert f"torch 2.11 to {newest}" in " ".join((ROOT / page).read_text().split()), page
+    assert f"(2.11 to {newest})" in (ROOT / "ltx/core/base/private.py").read_text()

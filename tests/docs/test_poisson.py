@@ -65,3 +65,15 @@ def test_samples_are_drawn_by_themselves(ranks: Callable[[int], ltx.Pool], tmp_p
     torch.testing.assert_close(joined.mean(0), torch.full((7,), 0.3), rtol=0.0, atol=0.06)  # 6 deviations
     apart = torch.corrcoef(joined.T) - torch.eye(7)
     assert apart.abs().max() < 0.14
+
+
+def test_a_rank_without_samples_of_its_own_has_a_batch(ranks: Callable[[int], ltx.Pool], tmp_path: Path) -> None:
+    """torch.func.vmap takes none of no samples for most layers."""
+
+    def lengths() -> list[tuple[int, float]]:
+        poisson = run_in_order(str(PAGE), blocks_of(PAGE)[:1], str(tmp_path))["poisson"]
+        with ltx.init():
+            return [(len(chosen), float(weights[-1])) for chosen, weights in poisson(1, 0.5, 20, 0)]
+
+    for found in ranks(2).run(lengths):
+        assert all(length and last == 0.0 for length, last in found)

@@ -73,7 +73,7 @@ class HookError(LtxError, TypeError):
 
 
 class StepError(LtxError, TypeError):
-    """A step's output or arguments don't fit the transformation around it."""
+    """A step's output or arguments don't fit the transformation around it, or its loss depends on no parameter."""
 
 
 class InputError(LtxError, ValueError):

@@ -1,42 +1,96 @@
 """All private names of torch that ltx uses, so that a change in torch is fixed in one file.
 
-Tried with torch 2.13.0, and every night with 2.11.0. None of them has a public equivalent. ``torch._foreach_*`` isn't
-listed here, since torch documents it.
+Tried with torch 2.13.0, and every night with 2.11.0, 2.14.1 and 2.15.0. None of them has a public equivalent.
+``torch._foreach_*`` isn't listed here, since torch documents it. Names that another torch doesn't have are told in one
+warning when ltx is imported, and only what uses them raises.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from contextlib import suppress
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
-from torch._C import _autograd, _functorch
-from torch._C._distributed_c10d import FileStore as FileStore
-from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import Store as Store
-from torch._guards import TracingContext as TracingContext
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch.autograd import Variable, forward_ad
+from torch.autograd import forward_ad
+
+from ltx.core.base.errors import UnsupportedError
 
 T = TypeVar("T")
+
+_TAKE = "Take a torch that ltx is tested with (2.11 to 2.15), or a newer ltx."
+_gone: list[str] = []
+
+
+class _Gone(type):
+    """The class of what stands in for a name that torch doesn't have: no object is of it, and its use raises."""
+
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"ltx needs {cls.__qualname__}, a private name that torch {torch.__version__} doesn't have. {_TAKE}"
+        )
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls()
+
+
+def _of_torch(path: str) -> Any:
+    """What torch has at `path`, written "module:name"; a stand-in if it has no such name."""
+    try:
+        return resolve_name(path)
+    except (ImportError, AttributeError):
+        _gone.append(path.replace(":", "."))
+        return _Gone(path.rpartition(".")[2], (), {"__qualname__": _gone[-1]})
+
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import FileStore as FileStore
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import Store as Store
+    from torch._guards import TracingContext as TracingContext
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+else:
+    FileStore, PrefixStore, Store = map(
+        _of_torch,
+        (
+            "torch._C._distributed_c10d:FileStore",
+            "torch._C._distributed_c10d:PrefixStore",
+            "torch._C._distributed_c10d:Store",
+        ),
+    )
+    TracingContext = _of_torch("torch._guards:TracingContext")
+    FakeTensor = _of_torch("torch._subclasses.fake_tensor:FakeTensor")
 
 # --- transforms of torch.func, and torch.vmap ---
 
 #: Whether a torch.func transform (or vmap) is running in this thread.
-in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+in_transform: Callable[[], bool] = _of_torch("torch._C:_are_functorch_transforms_active")
 #: A context manager in which no transform is active.
-below_transforms: Callable[[], Any] = torch._C._DisableFuncTorch
+below_transforms: Callable[[], Any] = _of_torch("torch._C:_DisableFuncTorch")
 #: The number of the innermost transform, from 1. Without any, the first function raises, and the second returns None.
-current_level, maybe_current_level = _functorch.current_level, _functorch.maybe_current_level
-interpreter_stack, TransformType = _functorch.get_interpreter_stack, _functorch.TransformType
+current_level, maybe_current_level = (
+    _of_torch("torch._C._functorch:current_level"),
+    _of_torch("torch._C._functorch:maybe_current_level"),
+)
+interpreter_stack, TransformType = (
+    _of_torch("torch._C._functorch:get_interpreter_stack"),
+    _of_torch("torch._C._functorch:TransformType"),
+)
 #: Whether a tensor is wrapped by a transform, or by a vmap; its level; its batch dimension; the tensor inside.
-is_wrapped: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
-is_batched: Callable[[torch.Tensor], bool] = _functorch.is_batchedtensor
-level_of, batch_dim_of = _functorch.maybe_get_level, _functorch.maybe_get_bdim
-unwrapped_once: Callable[[Any], Any] = _functorch.get_unwrapped
-add_batch_dim = _functorch._add_batch_dim
+is_wrapped: Callable[[torch.Tensor], bool] = _of_torch("torch._C._functorch:is_functorch_wrapped_tensor")
+is_batched: Callable[[torch.Tensor], bool] = _of_torch("torch._C._functorch:is_batchedtensor")
+level_of, batch_dim_of = (
+    _of_torch("torch._C._functorch:maybe_get_level"),
+    _of_torch("torch._C._functorch:maybe_get_bdim"),
+)
+unwrapped_once: Callable[[Any], Any] = _of_torch("torch._C._functorch:get_unwrapped")
+add_batch_dim: Callable[..., torch.Tensor] = _of_torch("torch._C._functorch:_add_batch_dim")
 #: The tensor inside a wrapper whose transform has ended; any other tensor unchanged.
-unwrapped_if_dead: Callable[[torch.Tensor], torch.Tensor] = _functorch.unwrap_if_dead
+unwrapped_if_dead: Callable[[torch.Tensor], torch.Tensor] = _of_torch("torch._C._functorch:unwrap_if_dead")
 
 
 def unwrapped(x: T) -> T:
@@ -49,23 +103,30 @@ def unwrapped(x: T) -> T:
 # --- tensors ---
 
 #: Consecutive views of a flat tensor in the shapes of other tensors. To split it and view each part takes 2.5 as long.
-parts_like: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = (
-    torch._utils._unflatten_dense_tensors
+parts_like: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _of_torch(
+    "torch._utils:_unflatten_dense_tensors"
 )
 
 # --- autograd ---
 
 #: The id of the running backward pass; -1 outside of one.
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
+graph_task: Callable[[], int] = _of_torch("torch._C:_current_graph_task_id")
 #: Calls a function at the end of the running backward pass.
-at_end_of_pass: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+at_end_of_pass: Callable[[Callable[[], None]], None] = _of_torch(
+    "torch.autograd:Variable._execution_engine.queue_callback"
+)
 #: Whether the running backward pass will execute a node.
-will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+will_run: Callable[[Any], bool] = _of_torch("torch._C:_will_engine_execute_node")
 #: The number of autograd nodes that this thread has made so far.
-nodes_made: Callable[[], int] = _autograd._get_sequence_nr
+nodes_made: Callable[[], int] = _of_torch("torch._C._autograd:_get_sequence_nr")
 #: The error text with which saved-tensor hooks are disabled, or None; functions that enable and disable the hooks.
-why_no_saved_hooks: Callable[[], str | None] = _autograd._saved_tensors_hooks_get_disabled_error_message
-enable_saved_hooks, disable_saved_hooks = _autograd._saved_tensors_hooks_enable, _autograd._saved_tensors_hooks_disable
+why_no_saved_hooks: Callable[[], str | None] = _of_torch(
+    "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message"
+)
+enable_saved_hooks, disable_saved_hooks = (
+    _of_torch("torch._C._autograd:_saved_tensors_hooks_enable"),
+    _of_torch("torch._C._autograd:_saved_tensors_hooks_disable"),
+)
 
 
 def has_tangents() -> bool:
@@ -75,26 +136,28 @@ def has_tangents() -> bool:
 
 #: autograd has a vmap of its own (``is_grads_batched``). These ask whether it wraps a tensor, begin it (returning its
 #: level), end it, wrap a tensor, and unwrap one.
-is_batched_by_autograd: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor
-enter_autograd_vmap: Callable[[], int] = torch._C._vmapmode_increment_nesting
-leave_autograd_vmap: Callable[[], int] = torch._C._vmapmode_decrement_nesting
-into_autograd_vmap, out_of_autograd_vmap = torch._add_batch_dim, torch._remove_batch_dim
+is_batched_by_autograd: Callable[[torch.Tensor], bool] = _of_torch("torch._C._functorch:is_legacy_batchedtensor")
+enter_autograd_vmap: Callable[[], int] = _of_torch("torch._C:_vmapmode_increment_nesting")
+leave_autograd_vmap: Callable[[], int] = _of_torch("torch._C:_vmapmode_decrement_nesting")
+into_autograd_vmap, out_of_autograd_vmap = _of_torch("torch:_add_batch_dim"), _of_torch("torch:_remove_batch_dim")
 
 # --- tracers ---
 
 #: Whether a dispatch key is active in this thread.
-is_dispatched: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
-PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
-AUTOGRAD_VMAP = torch._C._parse_dispatch_key("VmapMode")  # a constant, since parsing the key's name takes 6 us
+is_dispatched: Callable[[Any], bool] = _of_torch("torch._C:_dispatch_tls_is_dispatch_key_included")
+PRE_DISPATCH = _of_torch("torch._C:DispatchKey.PreDispatch")
+AUTOGRAD_VMAP: Any = None  # a constant, since parsing the key's name takes 6 us
+with suppress(UnsupportedError):
+    AUTOGRAD_VMAP = _of_torch("torch._C:_parse_dispatch_key")("VmapMode")
 #: The number of active dispatch modes; the active mode of a key, or None; the keys of tracing modes.
-count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
-PROXY = torch._C._TorchDispatchModeKey.PROXY
-TRACERS = (PROXY, torch._C._TorchDispatchModeKey.FAKE)
+count_of_modes: Callable[[], int] = _of_torch("torch._C:_len_torch_dispatch_stack")
+mode: Callable[[Any], Any] = _of_torch("torch._C:_get_dispatch_mode")
+PROXY = _of_torch("torch._C:_TorchDispatchModeKey.PROXY")
+TRACERS = (PROXY, _of_torch("torch._C:_TorchDispatchModeKey.FAKE"))
 #: The state of torch.jit.trace if it is tracing, else None.
-script_state: Callable[[], Any] = torch._C._get_tracing_state
+script_state: Callable[[], Any] = _of_torch("torch._C:_get_tracing_state")
 #: Sets Dynamo's callback for calls (None turns Dynamo off); returns the previous one.
-set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+set_eval_frame: Callable[[Any], Any] = _of_torch("torch._C:_dynamo.eval_frame.set_eval_frame")
 #: Dynamo's settings. Call it only while Dynamo traces, since the import takes 1.5 s.
 dynamo_config: Callable[[], Any] = lambda: torch._dynamo.config  # noqa: E731
 
@@ -108,9 +171,16 @@ def optree_of_dicts() -> tuple[Any, ...]:
 # --- the rest ---
 
 #: Context managers like the public ones, but faster or narrower.
-inference, without_autocast = torch._C._InferenceMode, torch._C._DisableAutocast
-plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+inference, without_autocast = _of_torch("torch._C:_InferenceMode"), _of_torch("torch._C:_DisableAutocast")
+plain_tensors: Callable[[], Any] = _of_torch("torch._C:DisableTorchFunctionSubclass")
 #: Raises RuntimeError with a text if a 0-dim bool is false, once the device has computed it. Works in graphs too.
-assert_later: Callable[[torch.Tensor, str], None] = torch._assert_async
+assert_later: Callable[[torch.Tensor, str], None] = _of_torch("torch:_assert_async")
 #: The number of tensors that use a storage; None in torch versions without this function.
 storage_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+if _gone:
+    warnings.warn(
+        f"torch {torch.__version__} doesn't have these private names, which ltx uses: {', '.join(_gone)}. What needs "
+        f"them raises. {_TAKE}",
+        stacklevel=2,
+    )

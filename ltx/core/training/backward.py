@@ -10,7 +10,7 @@ import torch
 
 from ltx.core import collectives, comm
 from ltx.core.base import tree
-from ltx.core.base.errors import UnusedParameterWarning, no_mean
+from ltx.core.base.errors import StepError, UnusedParameterWarning, no_mean
 from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import Plan
@@ -91,22 +91,28 @@ class Backward(NamedTuple):
                 if len(self.unused) + 1 == len(self.forward.leaves):  # a rank without data doesn't know of the others
                     self.unused.clear()
 
-    def warn_of_unused(self) -> None:
-        if self.unused:
-            paths = list(self.unused.values())
-            said = ", ".join(map(repr, paths[:6])) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
-            todo = (
-                "Leave out those that no step uses: train_step(..., trainable=lambda path: path not in "
-                f"{{{paths[0]!r}, ...}}). Keep those that other steps or ranks use, such as idle experts."
-            )
-            if len(paths) == len(self.forward.leaves):
-                todo = "These are all: use the parameters that the step is given, and don't detach the loss."
-            warnings.warn(
-                f"train_step: the loss of the first step doesn't depend on {said}. Their gradients are zeros, and "
-                f"weight decay moves them, where torch leaves parameters whose .grad is None alone. {todo}",
-                UnusedParameterWarning,
-                stacklevel=1,
-            )
+    def report_unused(self, shared: bool) -> None:
+        """Warn of :attr:`unused`; raise if these are all parameters. `shared`: the gradients are those of all ranks.
+
+        If they aren't, other ranks may use parameters, while this one has no data in this step.
+        """
+        paths = list(self.unused.values())
+        said = ", ".join(map(repr, paths[:6])) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+        todo = (
+            "Leave out those that no step uses: train_step(..., trainable=lambda path: path not in "
+            f"{{{paths[0]!r}, ...}}). Keep those that other steps or ranks use, such as idle experts."
+        )
+        text = f"train_step: the loss of the first step doesn't depend on {said}"
+        if len(paths) == len(self.forward.leaves):
+            todo = "These are all: use the parameters that the step is given, and don't detach the loss."
+            if shared:
+                raise StepError(f"{text}, on any rank. {todo}")
+        warnings.warn(
+            f"{text}. Their gradients are zeros, and weight decay moves them, where torch leaves parameters whose "
+            f".grad is None alone. {todo}",
+            UnusedParameterWarning,
+            stacklevel=1,
+        )
 
     def invalidated_by(self, error: BaseException, updated: int | None = None, plan: Plan | None = None) -> None:
         """Mark the state as invalid if `updated` buckets (None: all) had been updated in place before `error`."""

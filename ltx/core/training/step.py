@@ -429,7 +429,9 @@ class Step:
             state.begin_writing()
 
         try:
-            work.warn_of_unused()
+            if work.unused:
+                shared = train.step.strategy.shares_gradients(info.step) and forward.run.within is None
+                work.report_unused(shared or info.axis.size == 1)
             with uninterrupted(self._in_place):
                 updated = self._updated(done, states, finite, mean, about_to_write)
                 if train.confirms and self.late and info.axis.comm is not None:

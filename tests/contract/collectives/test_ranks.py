@@ -54,7 +54,8 @@ def test_shard_of_what_does_not_divide() -> None:
         ltx.vmap(lambda: ltx.shard({"batch": {"x": torch.zeros(5, 2)}}), axis_size=2)()
     assert str(caught.value) == (
         "shard: leaf 'batch.x' of shape [5, 2] can't be split along dim 0 into 2 equal parts, one for each rank of "
-        "axis 'data'. Drop or pad the remainder, or return ltx.Weighted from the step."
+        "axis 'data'. Drop or pad the remainder; or take unequal parts by ltx.share_out, and return ltx.Weighted from "
+        "the step."
     )
     with pytest.raises(AxisError, match="can't be split along dim 2"):
         ltx.shard(torch.zeros(4, 2), dim=2)

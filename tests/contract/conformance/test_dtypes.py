@@ -16,8 +16,8 @@ from torch import Tensor
 
 import ltx
 
-# Torch tells that it has few operators for complex32; ltx needs none.
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+# Torch tells that it has few operators for complex32 and bcomplex32; ltx needs none.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:BComplex32")
 
 DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import UnusedParameterWarning
+from ltx.errors import StepError, UnusedParameterWarning
 from tests.kinds import Params, Ranks
 
 adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
@@ -92,13 +92,41 @@ def test_bucket_by_bucket(strategy: ltx.Strategy, ranks: Ranks) -> None:
         assert_said(found)
 
 
+def refused(step: Any, **options: Any) -> tuple[str, float]:
+    train = ltx.train_step(step, adamw, donate=False, **options)
+    state = train.init(start())
+    with pytest.raises(StepError) as caught:
+        train(state, torch.ones(2, 2))
+    return str(caught.value), float(state.params["used"].sum())
+
+
 @pytest.mark.parametrize("overlap", ["backward", "update"])
-def test_a_loss_that_depends_on_nothing(overlap: Any, ranks: Ranks) -> None:
-    step = ltx.data_parallel(lambda params, x: loss(params, x).detach())
-    for found, _ in (warned(step, overlap=overlap), *ranks(2).run(warned, step, overlap=overlap)):
-        (text,) = found
-        assert "doesn't depend on 'low', 'pooler', 'used', 'zero'. " in text
+@pytest.mark.parametrize("strategy", [ltx.DDPStrategy(), ltx.BaguaStrategy("bytegrad")], ids=["ddp", "bytegrad"])
+def test_a_loss_that_depends_on_nothing(strategy: Any, overlap: Any, ranks: Ranks) -> None:
+    """On no rank: all raise, and the state is as before."""
+    step = ltx.data_parallel(lambda params, x: loss(params, x).detach(), strategy)
+    for text, kept in (refused(step, overlap=overlap), *ranks(2).run(refused, step, overlap=overlap)):
+        assert "the loss of the first step doesn't depend on 'low', 'pooler', 'used', 'zero', on any rank. " in text
         assert "These are all: use the parameters that the step is given" in text
+        assert kept == 2.0
+
+
+def test_another_networks_loss() -> None:
+    """The module's own weights were used, of a network that isn't trained here."""
+    other = torch.nn.Linear(2, 1)
+    text, _ = refused(ltx.data_parallel(lambda params, x: other(x).mean()))
+    assert "on any rank" in text
+
+
+def test_where_a_rank_does_not_see_the_gradients_of_others(ranks: Ranks) -> None:
+    """It may be the only one that depends on nothing, so this is a warning."""
+    step = ltx.data_parallel(without_data, ltx.LocalSGDStrategy(period=2))
+    first, second = (found for found, _ in ranks(2).run(warned, step))
+    assert "These are all: " in first[0]
+    assert_said(second)
+    of_none = ltx.data_parallel(lambda params, x: loss(params, x).detach(), ltx.ZeroStrategy())
+    for found, _ in ranks(2).run(warned, of_none):
+        assert "These are all: " in found[0]
 
 
 def test_on_ranks_in_turns() -> None:

@@ -131,6 +131,7 @@ def test_an_optimizer_that_sees_the_loss() -> None:
     assert state.params.tolist() == [10.0, 19.0]  # 1 - 3 - -12, 1 - 6 - -24
 
 
+TORCH = torch.torch_version.TorchVersion(torch.__version__)
 SGD, ADAMW = (partial(ltx.optim.from_torch, each, lr=0.1) for each in (torch.optim.SGD, torch.optim.AdamW))
 
 
@@ -169,8 +170,10 @@ def test_the_first_call_alone_compiles(
     compiled = torch.compile(train, fullgraph=True, backend=backend, dynamic=dynamic)
     params = {"w": torch.randn(4), "b": torch.randn(4)}
     state, other = (train.init(params, torch.zeros(())) for _ in range(2))
+    # From torch 2.14 on Dynamo takes the first count of an optimizer without state for a constant.
+    compiling = COMPILING + (str(optimizer) == str(SGD()) and scale is None and TORCH >= "2.14")
     for count in (1, 2, 3):
         x = torch.randn(4)
         (state, _), (other, _) = train(state, x), compiled(other, x)
-        assert (other.step, other.buffers.item(), len(graphs)) == (count, count, min(count, COMPILING))
+        assert (other.step, other.buffers.item(), len(graphs)) == (count, count, min(count, compiling))
     torch.testing.assert_close(other.params, state.params)
