@@ -86,3 +86,31 @@ def test_a_stopped_rank_0_takes_one_heartbeat(call: str, held_by: str, tmp_path:
     assert said.startswith("PeerLostError: rank 1: "), said
     assert "process has been stopped" in said or "process, which holds it, has been stopped" in said, said
     assert took_s < 2 * heartbeat_s - 1
+
+
+class OnOneRankAlone:
+    """An object that rank `where` can't unpickle."""
+
+    def __init__(self, where: int):
+        self.where = where
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        if ltx.axis_index() == state["where"]:
+            raise KeyError("not here")
+        self.__dict__.update(state)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_what_one_rank_cannot_unpickle_is_an_error_of_all(gathered: bool, ranks: Callable[[int], ltx.Pool]) -> None:
+    """One rank raised a bare KeyError, and the others went on."""
+
+    def on_a_rank() -> tuple[str, float]:
+        thing = OnOneRankAlone(1)
+        with pytest.raises(TypeError) as raised:
+            ltx.all_gather_object(thing) if gathered else ltx.broadcast_object(thing)
+        return str(raised.value), float(ltx.psum(torch.ones(())))
+
+    what = "all_gather_object" if gathered else "broadcast_object"
+    said, total = ranks(3).run(on_a_rank).replicated()
+    assert said.startswith(f"{what}: rank 1 couldn't unpickle rank 0's: KeyError: 'not here'."), said
+    assert total == 3
