@@ -144,19 +144,22 @@ def wanted(
     paths: Sequence[str],
     error: type[LtxError],
     what: str,
-    others: Sequence[str] = (),
+    others: Sequence[str] | None = (),
 ) -> set[str]:
     """The paths that match one of `patterns` (as in :mod:`fnmatch`). The error begins with `what`.
 
-    Raises unless each pattern matches a path, or one of the `others`, which aren't returned.
+    A pattern that is itself a path, such as ``a[0]``, matches no other: not ``a0``.
+
+    Raises unless each pattern matches a path, or one of the `others`, which aren't returned; None: they aren't known.
 
     >>> sorted(wanted("*.bias", ["head.bias", "head.weight"], LtxError, "labels: "))
     ['head.bias']
     """
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        fitting = [path for path in paths if path == pattern or fnmatchcase(path, pattern)]
-        if not fitting and not any(path == pattern or fnmatchcase(path, pattern) for path in others):
+        exact = pattern in paths or pattern in (others or ())
+        fitting = [path for path in paths if path == pattern or (not exact and fnmatchcase(path, pattern))]
+        if not (fitting or exact or others is None or any(fnmatchcase(path, pattern) for path in others)):
             raise error(
                 f"{what}{pattern!r} fits no parameter. Their paths: {', '.join(paths[:6])}"
                 f"{', ...' if len(paths) > 6 else ''}."
