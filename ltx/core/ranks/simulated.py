@@ -331,6 +331,8 @@ def mapped_size(
             raise AxisError(f"axis {name!r}: in_dims={dim} is out of range for a tensor of shape {list(leaf.shape)}.")
     sizes = {leaf.shape[dim] for leaf, dim in mapped}
     if given is not None:
+        if given < 1:
+            raise AxisError(f"axis {name!r}: {argument} is the number of ranks, at least 1, got {given}.")
         sizes.add(given)
     if len(sizes) != 1:
         got = f"sizes {sorted(sizes)}" if sizes else "no mapped tensor"
