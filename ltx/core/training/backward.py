@@ -215,5 +215,7 @@ def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale
             raise no_mean(state="The state is as before the step. ", odd=number != 0)
         return Scale(1 / work.loss_scale)  # no data on the ranks that share these gradients; other ranks continue
     weight = summary.enqueued().weight
-    empty = ~((weight > 0) & (weight < math.inf))  # the host raises later, when it reads the summary; until then nothing may change
+    empty = ~(
+        (weight > 0) & (weight < math.inf)
+    )  # the host raises later, when it reads the summary; until then nothing may change
     return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty)

@@ -117,7 +117,10 @@ RECORDED: dict[str, tuple[Callable[[Tensor], Any], list[float] | None]] = {
         None,
     ),
     "scan": (lambda x: scan(summed, torch.zeros(()), x.expand(2))[0], [6.0, 6.0]),
-    "scan, without a collective": (lambda x: scan(lambda c, x: (c + x, c * 1.0), torch.zeros(()), x.expand(2))[0], None),
+    "scan, without a collective": (
+        lambda x: scan(lambda c, x: (c + x, c * 1.0), torch.zeros(()), x.expand(2))[0],
+        None,
+    ),
     "while_loop": (
         lambda x: while_loop(lambda i, c: i < 1, lambda i, c: (i + 1, c + ltx.psum(c)), (torch.tensor(0), x))[1],
         None,

@@ -54,7 +54,9 @@ def test_weights_that_count_nothing(ranks: Ranks, weight: float, as_tensor: bool
         assert all("is negative, infinite or NaN" in text for text in said)
     step = ltx.data_parallel(lambda w, x, weight: ltx.Weighted((w * x).sum(), weight))
     with pytest.raises(WeightError, match="is negative, infinite or NaN"):
-        ltx.vmap(torch.func.grad(step), in_dims=(None, 0, 0))(torch.ones(()), torch.ones(2), torch.tensor([weight, 4.0]))
+        ltx.vmap(torch.func.grad(step), in_dims=(None, 0, 0))(
+            torch.ones(()), torch.ones(2), torch.tensor([weight, 4.0])
+        )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
