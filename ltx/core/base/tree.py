@@ -6,7 +6,8 @@ torch's pytree, so ltx's own nodes are registered with both (:func:`register_nod
 
 Containers are dicts, lists, tuples, named tuples, deques, None; all mappings (``collections.abc.Mapping``) and
 dataclasses, which unflatten to their own class; classes registered with ``optree.register_pytree_node`` for every
-namespace or for "ltx", and those registered with ``torch.utils._pytree``, such as TensorDict. Everything else is a leaf. Functions that change all tensors of a batch raise
+namespace or for "ltx", and those registered with ``torch.utils._pytree``, such as TensorDict. Everything
+else is a leaf. Functions that change all tensors of a batch raise
 :class:`ltx.errors.TreeError` for a leaf with tensors inside (:func:`check_open`).
 """
 
@@ -181,12 +182,12 @@ def insertion_order(tree: Tree) -> list[int]:
 
     def walk(node: Tree, start: int) -> int:
         """Append the indices of `node`'s leaves, which begin at `start`; return the index after the last."""
-        if isinstance(node, Mapping) and all(isinstance(key, str) for key in node.keys()):
+        if isinstance(node, Mapping) and all(isinstance(key, str) for key in node.keys()):  # noqa: SIM118
             starts = {}
             for key in sorted_keys(node):
                 starts[key] = start
                 start += _leaf_count(node[key])
-            for key in node.keys():  # to iterate over a TensorDict gives its rows
+            for key in node.keys():  # noqa: SIM118 - to iterate over a TensorDict gives its rows
                 walk(node[key], starts[key])
             return start
         if isinstance(node, list | tuple):

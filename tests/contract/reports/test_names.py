@@ -44,7 +44,7 @@ def by_labels_of_frozen(name: str) -> set[str]:
     groups = {"own": sgd(lr=0.1), "rest": sgd(lr=0.0)}
     optimizer = ltx.optim.partition(groups, {name: "own", "*": "rest"})
     frozen = moved(ltx.train_step(step, optimizer, trainable=lambda path: path != name))
-    return {name} - frozen if not frozen else frozen
+    return frozen or {name} - frozen
 
 
 def by_keep_params(name: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""What is beside the tensors of a batch: lists with an entry per sample are cut with them; and nodes of torch's pytree."""
+"""What is beside the tensors of a batch: lists with an entry per sample are cut, too; nodes of torch's pytree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ BESIDE: dict[str, tuple[Any, Callable[[Any], float]]] = {
 def loss(name: str) -> Callable[..., Tensor]:
     def of(w: Tensor, batch: dict[str, Any]) -> Tensor:
         numbers = [BESIDE[name][1](x) for x in batch["beside"]["deep"]]
-        assert len(numbers) == len(batch["x"]) and batch["classes"] == ["cat", "dog", "cow"]
+        assert len(numbers) == len(batch["x"])
+        assert batch["classes"] == ["cat", "dog", "cow"]
         return (w * batch["x"] * torch.tensor(numbers)).mean()
 
     return of
@@ -109,13 +110,16 @@ def test_nodes_of_torchs_pytree(seed: int) -> None:
     part = ltx.vmap(lambda pair: ltx.shard(pair).second, in_dims=None, axis_size=2)(Pair(a, b))
     assert torch.equal(part, b.view(2, 2))
     table = ltx.vmap(ltx.psum, out_dims=None)(Table(z=a, a=b))
-    assert list(table.columns) == ["z", "a"] and torch.allclose(table.columns["z"], a.sum())
+    assert list(table.columns) == ["z", "a"]
+    assert torch.allclose(table.columns["z"], a.sum())
     assert ltx.tree.leaf_paths(Table(z=a, a=b)) == ["a", "z"]  # sorted, as all names
     grads = ltx.grad(ltx.data_parallel(lambda p, x: (p.columns["z"] * x.first).sum()))(Table(z=a, a=b), Pair(b, 0.0))
-    assert torch.equal(grads.columns["z"], b) and not grads.columns["a"].any()
+    assert torch.equal(grads.columns["z"], b)
+    assert not grads.columns["a"].any()
     train = ltx.train_step(
         ltx.data_parallel(lambda p, x: (p.first * x + 0 * p.second).sum()),
         ltx.optim.from_torch(torch.optim.SGD, lr=1.0),
     )
     state, _ = train(train.init(Pair(a, b)), b)
-    assert torch.allclose(state.params.first, a - b) and torch.equal(state.params.second, b)
+    assert torch.allclose(state.params.first, a - b)
+    assert torch.equal(state.params.second, b)

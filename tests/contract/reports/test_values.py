@@ -50,7 +50,8 @@ def with_weight(weight: float, as_tensor: bool) -> list[str]:
 @pytest.mark.parametrize("weight", NONE)
 def test_weights_that_count_nothing(ranks: Ranks, weight: float, as_tensor: bool) -> None:
     for *said, after in (*ranks(2).run(with_weight, weight, as_tensor), with_weight(weight, as_tensor)):
-        assert len(said) == 4 and after == "1.0"
+        assert len(said) == 4
+        assert after == "1.0"
         assert all("is negative, infinite or NaN" in text for text in said)
     step = ltx.data_parallel(lambda w, x, weight: ltx.Weighted((w * x).sum(), weight))
     with pytest.raises(WeightError, match="is negative, infinite or NaN"):
@@ -113,7 +114,7 @@ def test_parameters_that_share_memory(name: str) -> None:
     make, overlap = OVERLAPS[name]
     train = ltx.train_step(ltx.data_parallel(lambda p: sum(x.abs().sum() for x in p.values())), sgd(lr=0.1))
     if overlap:
-        with pytest.raises(TreeError, match="'[abc]' and '[abc]' share memory .* would be trained apart"):
+        with pytest.raises(TreeError, match=r"'[abc]' and '[abc]' share memory .* would be trained apart"):
             train.init(make(torch.ones(16)))
     else:
         state, _ = train(train.init(make(torch.ones(16))))
