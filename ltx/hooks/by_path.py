@@ -83,7 +83,7 @@ def _places(patterns: tuple[str, ...], paths: tuple[str, ...], part: bool) -> li
     """For each pattern, the places of the `paths` that it matches and no earlier pattern does."""
     left, found = dict.fromkeys(range(len(paths))), []
     for pattern in patterns:
-        fitting = tree.wanted(pattern, paths, StrategyError, "hooks.partition: ", (pattern,) if part else ())
+        fitting = tree.wanted(pattern, paths, StrategyError, "hooks.partition: ", None if part else ())
         found.append([place for place in left if paths[place] in fitting])
         for place in found[-1]:
             del left[place]

@@ -1,4 +1,4 @@
-"""Users' containers as nodes of trees: mappings and dataclasses of any class; and what to say of everything else.
+"""Users' containers as nodes of trees: mappings, dataclasses, nodes of torch's pytree; what to say of everything else.
 
 A class is registered with optree, in ltx's own namespace, when its first instance is found as a leaf; from then on
 optree flattens it in C++ without a look from here.
@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import optree
 import torch
+import torch.utils._pytree as torch_pytree
 
 from ltx.core.base.errors import TreeError
 from ltx.core.base.traced import TORCH, at_trace_time
@@ -44,17 +45,25 @@ _WHOLE = {
 }
 
 
-@cast(Callable[[Callable[[type], bool]], Callable[[type], bool]], functools.cache)
 def opened(cls: type) -> bool:
-    """Whether instances of `cls` are nodes, from this call on: mappings and dataclasses.
+    """Whether instances of `cls` are nodes, from this call on: mappings, dataclasses, and nodes of torch's own pytree.
 
     Not ltx's own classes, which are registered or are values, and not modules, whose parameters go by another way.
     """
+    return _opened(cls, cls in torch_pytree.SUPPORTED_NODES)
+
+
+@cast(Callable[[Callable[[type, bool], bool]], Callable[[type, bool], bool]], functools.cache)
+def _opened(cls: type, of_torch: bool) -> bool:
     if cls.__module__.split(".")[0] == "ltx" or issubclass(cls, torch.nn.Module | torch.Tensor):
         return False
-    if not (issubclass(cls, Mapping) or dataclasses.is_dataclass(cls)):
+    of_torch = of_torch and not (_is_refilled(cls) or dataclasses.is_dataclass(cls))
+    if not (of_torch or issubclass(cls, Mapping) or dataclasses.is_dataclass(cls)):
         return False
     if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
+        if of_torch:
+            optree.register_pytree_node(cls, _torch_parts, _torch_whole, namespace=NAMESPACE)  # type: ignore[arg-type]
+            return True
         parts = _mapping_parts if issubclass(cls, Mapping) else _dataclass_parts
         whole = _mapping_whole if issubclass(cls, Mapping) else _dataclass_whole
         optree.register_pytree_node(cls, parts, whole, namespace=NAMESPACE)  # type: ignore[arg-type]
@@ -93,7 +102,7 @@ class _Rest:
 
 def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
     """Keys in the order of the children: sorted, so that ranks pair the same ones; an OrderedDict's as they are."""
-    keys = list(mapping)
+    keys = list(mapping.keys())  # to iterate over a TensorDict gives its rows
     if isinstance(mapping, OrderedDict):
         return keys
     try:
@@ -142,6 +151,39 @@ def _dataclass_whole(static: Any, children: Sequence[Any]) -> Any:
     for name, child in zip(names, children, strict=True):
         object.__setattr__(node, name, child)
     return node
+
+
+class _Context:
+    """What torch's pytree keeps of a node besides its children; `order` are their places, sorted by name."""
+
+    def __init__(self, cls: type, order: tuple[int, ...], context: Any):
+        self.cls, self.order, self.context = cls, order, context
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Context) and self.cls is other.cls and bool(self.context == other.context)
+
+    def __hash__(self) -> int:
+        return hash(self.cls)
+
+
+def _torch_parts(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
+    """A node of a class that is registered with torch's pytree: its children, sorted by name if they have names."""
+    rule = torch_pytree.SUPPORTED_NODES[type(node)]
+    children, context = rule.flatten_fn(node)
+    names = [str(place) for place in range(len(children))]
+    order = list(range(len(children)))
+    if rule.flatten_with_keys_fn is not None:
+        keys = [key for key, _ in rule.flatten_with_keys_fn(node)[0]]
+        names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys]
+        if all(isinstance(key, torch_pytree.MappingKey) for key in keys):
+            order.sort(key=names.__getitem__)
+    return [children[i] for i in order], _Context(type(node), tuple(order), context), tuple(names[i] for i in order)
+
+
+def _torch_whole(static: Any, children: Sequence[Any]) -> Any:
+    given = dict(zip(static.order, children, strict=True))
+    rule = torch_pytree.SUPPORTED_NODES[static.cls]
+    return rule.unflatten_fn([given[place] for place in range(len(given))], static.context)
 
 
 def _mapping_parts(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
@@ -242,7 +284,8 @@ def closed(leaf: Any, tensors_only: bool) -> tuple[str, str] | None:
     if type(leaf) in PLAIN or isinstance(leaf, torch.Tensor):
         return None
     if _is_array(leaf):
-        return ("a NumPy array", "Pass torch.as_tensor(array).") if leaf.ndim and not tensors_only else None
+        advice = "Pass torch.as_tensor(array)." if leaf.dtype.kind in "biufc" else "Pass array.tolist(), a list."
+        return ("a NumPy array", advice) if leaf.ndim and not tensors_only else None
     source = isinstance(leaf, torch.utils.data.DataLoader | torch.utils.data.Dataset)
     if not tensors_only and (source or hasattr(type(leaf), "__next__")):
         return "which gives batches and is none", "Take a batch from it, and pass that."

@@ -193,8 +193,18 @@ class CallInterruptedError(_OfACall, KeyboardInterrupt):
         self.kept = kept
 
 
-def no_mean(what: str = "Weighted: the weights of all ranks add up to 0", state: str = "") -> WeightError:
-    """The error where weights leave nothing to take a mean of. `state`: what has become of that of a training."""
+def no_mean(
+    what: str = "Weighted: the weights of all ranks add up to 0", state: str = "", odd: bool = False
+) -> WeightError:
+    """The error where weights leave nothing to take a mean of. `state`: what has become of that of a training.
+
+    `odd`: a weight is no count at all.
+    """
+    if odd:
+        return WeightError(
+            f"Weighted: the weight of this rank or of another is negative, infinite or NaN. {state}Weights count "
+            "samples: give 0 to a rank whose loss is to count for nothing."
+        )
     fix = "Give at least one rank a weight, or leave the call out on all of them."
     return WeightError(f"{what}, so there is no mean. {state}{fix}")
 

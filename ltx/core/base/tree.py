@@ -5,8 +5,9 @@ different orders; torch's own pytree keeps insertion order. ``torch.func`` howev
 torch's pytree, so ltx's own nodes are registered with both (:func:`register_node`).
 
 Containers are dicts, lists, tuples, named tuples, deques, None; all mappings (``collections.abc.Mapping``) and
-dataclasses, which unflatten to their own class; and classes registered with ``optree.register_pytree_node`` for every
-namespace or for "ltx". Everything else is a leaf. Functions that change all tensors of a batch raise
+dataclasses, which unflatten to their own class; classes registered with ``optree.register_pytree_node`` for every
+namespace or for "ltx", and those registered with ``torch.utils._pytree``, such as TensorDict. Everything
+else is a leaf. Functions that change all tensors of a batch raise
 :class:`ltx.errors.TreeError` for a leaf with tensors inside (:func:`check_open`).
 """
 
@@ -144,19 +145,22 @@ def wanted(
     paths: Sequence[str],
     error: type[LtxError],
     what: str,
-    others: Sequence[str] = (),
+    others: Sequence[str] | None = (),
 ) -> set[str]:
     """The paths that match one of `patterns` (as in :mod:`fnmatch`). The error begins with `what`.
 
-    Raises unless each pattern matches a path, or one of the `others`, which aren't returned.
+    A pattern that is itself a path, such as ``a[0]``, matches no other: not ``a0``.
+
+    Raises unless each pattern matches a path, or one of the `others`, which aren't returned; None: they aren't known.
 
     >>> sorted(wanted("*.bias", ["head.bias", "head.weight"], LtxError, "labels: "))
     ['head.bias']
     """
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        fitting = [path for path in paths if path == pattern or fnmatchcase(path, pattern)]
-        if not fitting and not any(path == pattern or fnmatchcase(path, pattern) for path in others):
+        exact = pattern in paths or pattern in (others or ())
+        fitting = [path for path in paths if path == pattern or (not exact and fnmatchcase(path, pattern))]
+        if not (fitting or exact or others is None or any(fnmatchcase(path, pattern) for path in others)):
             raise error(
                 f"{what}{pattern!r} fits no parameter. Their paths: {', '.join(paths[:6])}"
                 f"{', ...' if len(paths) > 6 else ''}."
@@ -178,12 +182,12 @@ def insertion_order(tree: Tree) -> list[int]:
 
     def walk(node: Tree, start: int) -> int:
         """Append the indices of `node`'s leaves, which begin at `start`; return the index after the last."""
-        if isinstance(node, Mapping) and all(isinstance(key, str) for key in node):
+        if isinstance(node, Mapping) and all(isinstance(key, str) for key in node.keys()):  # noqa: SIM118
             starts = {}
             for key in sorted_keys(node):
                 starts[key] = start
                 start += _leaf_count(node[key])
-            for key in node:
+            for key in node.keys():  # noqa: SIM118 - to iterate over a TensorDict gives its rows
                 walk(node[key], starts[key])
             return start
         if isinstance(node, list | tuple):

@@ -1,7 +1,8 @@
 """axis_index, rank_seed and shard: each rank's index, random seed, and part of a batch.
 
 :func:`ltx.shard` and :func:`ltx.accumulate` cut a batch by the same rule. A batch's tensors have one length along dim
-0, with one entry per sample; tensors without dimensions, numbers and strings aren't cut. A list or tuple of containers
+0, with one entry per sample; tensors without dimensions, numbers and strings aren't cut. A list or tuple without
+tensors in it, such as texts, is cut if it is as long as the batch. A list or tuple of containers
 of one structure is either a list of records, one per sample: it is as long as the batch, and is cut between records. Or
 it is a list of fields: the tensors in it are as long as the batch, and are cut. If it could be either, the call raises.
 """
@@ -86,7 +87,8 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
         value: a tree of dicts, lists, tuples, and any mappings or dataclasses, such as a ``BatchEncoding``. Every
             tensor with dimensions is split along `dim` into as many equal parts as there are ranks; other leaves
             (numbers, strings) aren't split. Along dim 0 all tensors must have one length, with an entry per sample. A
-            list of that length that holds records, containers of one structure, is split between records.
+            list or tuple of that length that holds records, containers of one structure, or no tensors at all (texts,
+            numbers), is split between its entries.
         axis: as in :func:`ltx.psum`.
         dim: the dimension to split.
 
@@ -232,9 +234,32 @@ def opened(batch: Tree, what: str, dim: int = 0) -> tuple[Tree, int | None]:
         within = tree.flatten(cell)[0] if place in lists else [cell]
         leaves += [None] * len(within) if place in records else within
     tree.check_open(leaves, batch, what, "split")
-    if not records:
+    if records:
+        batch = tree.unflatten(spec, [Records(x) if place in records else x for place, x in enumerate(found)])
+    if not length or all(isinstance(x, torch.Tensor) for x in leaves):
         return batch, length
-    return tree.unflatten(spec, [Records(x) if place in records else x for place, x in enumerate(found)]), length
+
+    def of_samples(node: Any) -> bool:
+        return is_records(node) or (type(node) in (list, tuple) and len(node) == length and not _has_tensors(node))
+
+    found, spec = optree.tree_flatten(batch, of_samples, namespace=tree.NAMESPACE)
+    for place, cell in enumerate(found):
+        if of_samples(cell):
+            items = cell.items if is_records(cell) else cell
+            lists = all(type(x) in (list, tuple) and len(x) == length for x in items)
+            if lists and not _has_tensors(items):
+                path = tree.leaf_paths(batch, is_leaf=of_samples)[place]
+                raise TreeError(
+                    f"{what}: leaf {path!r} is a {type(items).__name__} of {length} lists of {length}, as many as "
+                    "samples: these can be samples, or fields of a batch. Pass fields in a dict, {'a': ..., 'b': ...}, "
+                    "and samples as a list of dicts."
+                )
+            found[place] = Records(items)
+    return tree.unflatten(spec, found), length
+
+
+def _has_tensors(node: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) for x in tree.flatten(node)[0])
 
 
 def _read(

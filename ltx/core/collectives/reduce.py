@@ -10,6 +10,7 @@ Ranks that tie share the extremum's cotangent equally, as in ``torch.amax``. A N
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -364,6 +365,11 @@ def _mean_dtype(dtype: torch.dtype) -> torch.dtype:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype for sums and averages: `dtype`, float32 at least. In 16 bits long sums stop growing, or overflow."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def unusable(weight: torch.Tensor) -> torch.Tensor:
+    """What is wrong with sums of weights, 0-dim: 0 if nothing is, 1 if one is 0, 2 if one is no count."""
+    return ((weight == 0) + 2 * ~(weight < math.inf)).max()
 
 
 def _real(sum_dtype: torch.dtype) -> torch.dtype:

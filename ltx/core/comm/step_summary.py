@@ -12,6 +12,7 @@ A compiled step sends its number with its loss, and an operation of the graph lo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -155,9 +156,9 @@ class IssuedSummary:
             limbs = [*map(int, summed[2:])]
             if [*map(mul, limbs[::2], limbs[::2])] != [*map(mul, limbs[1::2], repeat(self.channel.size))]:
                 self._refuse_apart(late)
-            if late and self.weighted and summed[1] == 0:
+            if late and self.weighted and not 0 < summed[1] < math.inf:
                 before = "Weighted: in the step before this one the weights of all ranks added up to 0"
-                raise no_mean(before, "That step has changed nothing. ")
+                raise no_mean(before, "The step before this one has changed nothing. ", odd=summed[1] != 0)
             self._summary, self.work = StepSummary(*torch.tensor(summed[:2], dtype=torch.float64, device="cpu")), None
         return self._summary
 

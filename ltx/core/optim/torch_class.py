@@ -12,6 +12,7 @@ begun. State that hasn't begun isn't put into the instance: the parameter had no
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -24,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ltx.core.base import traced, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import check_tensors, describe, flatten
@@ -131,13 +132,23 @@ def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> dict[str, A
     if not (lr is None or callable(lr) or isinstance(lr, Real | Adjustable)):
         hint = " A schedule may return a tensor: lr=lambda count: tensor." if isinstance(lr, Tensor) else ""
         raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got {brief(lr)}.{hint}")
-    return {key: _hashable(name, key, value) for key, value in kwargs.items()}
+    _check_finite(cls, "lr", lr)
+    return {key: _hashable(cls, key, value) for key, value in kwargs.items()}
 
 
-def _hashable(name: str, key: str, value: Any) -> Any:
+def _check_finite(cls: type, key: str, value: Any) -> None:
+    """Raise for NaN, and for infinity but where a third party's class may mean something by it."""
+    torchs = key == "lr" or cls.__module__.split(".")[0] == "torch"
+    if isinstance(value, Real) and not (math.isfinite(value) or (math.isinf(value) and not torchs)):
+        raise OptimError(f"from_torch({cls.__name__}): {key} must be a finite number, got {value}.")
+
+
+def _hashable(cls: type, key: str, value: Any) -> Any:
+    name = cls.__name__
+    _check_finite(cls, key, value)
     if isinstance(value, list | tuple):
         flatten(value)
-        return tuple(_hashable(name, key, item) for item in value)
+        return tuple(_hashable(cls, key, item) for item in value)
     if isinstance(value, Tensor):
         raise OptimError(f"from_torch({name}): {key} holds a tensor; optimizers compare by value, so give a number.")
     try:
@@ -157,12 +168,16 @@ def _varies(cls: type, name: str, value: Any) -> bool:
 def scheduled(name: str, schedule: Callable[[int], Any], count: int) -> Any:
     """The schedule's value after `count` updates: a number, or a tuple of numbers such as ``betas``."""
     value = schedule(count)
-    if name == "lr" and isinstance(value, Tensor) and value.dim() == 0:
-        return value
     several = value if isinstance(value, tuple) and name != "lr" else (value,)
-    if not all(isinstance(each, Real) and float(each) >= 0 for each in several):
+    if name == "lr" and isinstance(value, Tensor) and value.dim() == 0:
+        if traced.recording() or private.is_wrapped(value) or value.device.type != "cpu":
+            return value
+        several = (value.item(),)
+    if not all(isinstance(each, Real) and 0 <= float(each) < math.inf for each in several):
         allowed = "a 0-dim tensor" if name == "lr" else "a tuple of such numbers"
-        raise OptimError(f"the schedule {name}({count}) must be a number >= 0 or {allowed}, got {brief(value)}.")
+        raise OptimError(f"the schedule {name}({count}) must be a finite number >= 0 or {allowed}, got {brief(value)}.")
+    if isinstance(value, Tensor):
+        return value
     return tuple(map(float, several)) if several is value else float(value)
 
 

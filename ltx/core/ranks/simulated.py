@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -109,6 +110,8 @@ def vmap(
             )
         except RuntimeError as error:
             advice = next((text for part, text in _ADVICE if part in str(error)), None)
+            if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+                advice = _RECORDS
             if advice is None or isinstance(error, LtxError):
                 raise
             raise UnsupportedError(f"ltx.vmap, axis {axis_name!r}: {advice} torch says: {error}") from error
@@ -137,6 +140,11 @@ _WRITES = (
 _FORMATS = (
     "torch counts the rank dimension in memory formats. Call .to(memory_format=...) before ltx.vmap, or run the "
     "function under ltx.simulate."
+)
+_RECORDS = (
+    "torch.cond, scan, map and while_loop record their functions as graphs, which torch.vmap runs if all of their "
+    "branches and carried values have a rank dimension, at best. Write torch.where(condition, a, b), a Python `if` or "
+    "a Python loop; between processes they work."
 )
 _ADVICE = (
     ("calling .item() on a Tensor", _READS),
@@ -323,6 +331,8 @@ def mapped_size(
             raise AxisError(f"axis {name!r}: in_dims={dim} is out of range for a tensor of shape {list(leaf.shape)}.")
     sizes = {leaf.shape[dim] for leaf, dim in mapped}
     if given is not None:
+        if given < 1:
+            raise AxisError(f"axis {name!r}: {argument} is the number of ranks, at least 1, got {given}.")
         sizes.add(given)
     if len(sizes) != 1:
         got = f"sizes {sorted(sizes)}" if sizes else "no mapped tensor"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 from ltx.core import collectives, comm
 from ltx.core.base import tree
 from ltx.core.base.errors import StepError, UnusedParameterWarning, no_mean
+from ltx.core.collectives.reduce import unusable
 from ltx.core.gradients.marker import Marker
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import Plan
@@ -166,11 +168,11 @@ def mean_at_once(
         return mean, None
     if not alone:
         total, weight = collectives.psum((total, weight), axis)
-    empty = weight == 0
-    if bool(axis.ranks.read(empty, "the sum of the weights")):
-        if local and axis.size > 1:  # this rank has no data and no gradient; its peers continue
+    fault = int(axis.ranks.read(unusable(weight), "the sum of the weights"))
+    if fault:
+        if fault == 1 and local and axis.size > 1:  # this rank has no data and no gradient; its peers continue
             return torch.full_like(total, float("nan")), torch.ones_like(weight)
-        raise no_mean(state="The state is as before the step. ")
+        raise no_mean(state="The state is as before the step. ", odd=fault == 2)
     return total / weight, weight / axis.size if reduced and not alone else weight
 
 
@@ -210,13 +212,16 @@ def scale_of(work: Backward, schedule: ProcessSchedule, weighted: bool) -> Scale
     summary = schedule.pending.summary
     assert summary is not None
     if not summary.stays_on_device:
-        if number := float(summary.wait().weight):
+        number = float(summary.wait().weight)
+        if 0 < number < math.inf:
             return Scale(schedule.among.size / number / work.loss_scale)
-        if schedule.among is schedule.comm:
+        if number or schedule.among is schedule.comm:
             schedule.pending.flush()  # every rank raises: keep the channels in step
             schedule.finish()
-            raise no_mean(state="The state is as before the step. ")
+            raise no_mean(state="The state is as before the step. ", odd=number != 0)
         return Scale(1 / work.loss_scale)  # no data on the ranks that share these gradients; other ranks continue
     weight = summary.enqueued().weight
-    empty = weight == 0  # the host raises later, when it reads the summary; until then nothing may change
+    empty = ~(
+        (weight > 0) & (weight < math.inf)
+    )  # the host raises later, when it reads the summary; until then nothing may change
     return Scale((schedule.among.size / weight).masked_fill(empty, 0.0) / work.loss_scale, empty)

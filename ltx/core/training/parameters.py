@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -67,6 +69,7 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
 def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequence[bool]) -> None:
     """Refuse leaves that can't be trained, and two names of one tensor, which training would make different."""
     known: dict[Any, str] = {}
+    spans: list[tuple[int, str, torch.Tensor]] = []
     if (hooked := first_hooked(leaves)) is not None:
         raise TreeError(hooked_text(f"params: leaf {paths[hooked]!r}"))
     for x, path, is_frozen in zip(leaves, paths, frozen, strict=True):
@@ -77,6 +80,7 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
             )
         if private.is_wrapped(x) or x.is_meta or not x.numel():
             continue
+        spans.append((x.data_ptr(), path, x))
         place = (x.data_ptr(), x.shape, x.stride(), x.dtype)
         if place in known:
             raise TreeError(
@@ -85,6 +89,39 @@ def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequenc
                 "ltx.functional_call(model, params, ...) puts it in both places."
             )
         known[place] = path
+    _check_apart(sorted(spans, key=itemgetter(0)))
+
+
+def _check_apart(spans: Sequence[tuple[int, str, torch.Tensor]]) -> None:
+    """Refuse leaves that are views of the same elements. `spans`: (address, path, leaf), by address."""
+    groups, ends, last = list[list[tuple[int, str, torch.Tensor]]](), dict[int, int](), 0
+    for start, path, x in spans:
+        if start >= last:  # it lies behind all that came before
+            groups.append([])
+        groups[-1].append((start, path, x))
+        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        last = max(last, start + (reach + 1) * x.element_size())
+        ends[len(groups)] = last
+    for number, group in enumerate(groups, 1):
+        if len(group) > 1:
+            _check_group(group, ends[number] - group[0][0])
+
+
+def _check_group(group: Sequence[tuple[int, str, torch.Tensor]], nbytes: int) -> None:
+    """:func:`_check_apart` for leaves in `nbytes` of one memory: they may lie between each other, as columns do."""
+    base, size = group[0][0], math.gcd(*(x.element_size() for _, _, x in group))
+    owners = torch.zeros(nbytes // size, dtype=torch.int32, device="cpu")  # of each part of the memory
+    for number, (start, path, x) in enumerate(group, 1):
+        parts = x.element_size() // size
+        cells = owners.as_strided(
+            (*x.shape, parts), (*(step * parts for step in x.stride()), 1), (start - base) // size
+        )
+        if other := int(cells.max()):
+            raise TreeError(
+                f"params: leaves {group[other - 1][1]!r} and {path!r} share memory (views of one tensor that overlap), "
+                "and would be trained apart. Pass the whole once, and take views of it inside the step."
+            )
+        cells.fill_(number)
 
 
 def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tuple[Tree, Tree]:

@@ -77,6 +77,15 @@ def refuse_captured(fn: Any, outputs: Tree, given: Tree, made: int = 0, to_given
     _looked_at.add(fn, made)
 
 
+def closes_over_variables(fn: Any, outputs: Tree, given: Tree, made: int) -> bool:
+    """Whether `outputs` of `fn` depend on what :func:`refuse_captured` refuses."""
+    try:
+        refuse_captured(fn, outputs, given, made)
+    except StepError:
+        return True
+    return False
+
+
 def _name_of(fn: Any, tensor: torch.Tensor) -> str:
     for module in modules_of(fn):
         for what, held in (("a parameter", module.named_parameters()), ("a buffer", module.named_buffers())):

@@ -19,10 +19,11 @@ from ltx.core.base.arguments import checked, outcome
 from ltx.core.base.errors import StepError, UnsupportedError
 from ltx.core.base.placements import Placements
 from ltx.core.collectives.linear import at_places
+from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.planning import requires_grad
 from ltx.core.gradients.reduction import LeafState
-from ltx.core.transforms.closure_check import first_hooked, hooked_text
+from ltx.core.transforms.closure_check import closes_over_variables, first_hooked, hooked_text
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.marking import marks_on_wire
@@ -84,10 +85,14 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         if placements and isinstance(argnums, int):  # only first derivatives are taken
             leaves = [x.detach() for x in leaves]
             args = (*args[:argnums], tree.unflatten(spec, leaves), *args[argnums:][1:])
-        if isinstance(argnums, int) and leaves and _is_plain(step, argnums, args, sync_state):
+        if isinstance(argnums, int) and leaves and _is_plain(step, argnums, args):
             others = tree.flatten((at_places(args, [argnums], [None]), kwargs))[0]
             if not requires_grad([*leaves, *others]):
-                return _by_plain_autograd(step, argnums, (leaves, spec), args, kwargs, sync_state, checked_output)
+                axis = comm.resolve(step.axis)
+                if marks_on_wire(step, _hook_now(step, sync_state), axis):
+                    return _by_plain_autograd(step, argnums, (leaves, spec), args, kwargs, sync_state, checked_output)
+                if axis.size == 1 and not axis.ranks.levels and sync_state is None:
+                    return _by_local_parts(scalar, argnums, args, kwargs, placements, step.fn)
         if placements and isinstance(argnums, int):
             if sync_state is not None:
                 raise UnsupportedError(
@@ -152,7 +157,7 @@ def _by_torch_func(
     return grads[0] if only else grads, value
 
 
-def _is_plain(step: Step, argnum: int, args: tuple[Any, ...], sync_state: SyncState | None) -> TypeGuard[DataParallel]:
+def _is_plain(step: Step, argnum: int, args: tuple[Any, ...]) -> TypeGuard[DataParallel]:
     """Whether plain autograd gives torch.func's result for parameters alone: no transform is active."""
     if not isinstance(step, DataParallel) or not isinstance(step.argnums, int) or step.returns != "value":
         return False
@@ -160,10 +165,11 @@ def _is_plain(step: Step, argnum: int, args: tuple[Any, ...], sync_state: SyncSt
         return False
     if traced.recording() or private.in_transform():
         return False
-    if private.has_tangents() or torch.is_inference_mode_enabled():
-        return False
-    hook = step.hook_as_chosen(sync_state).hook(0 if sync_state is None else sync_state.checked_step())
-    return marks_on_wire(step, hook, comm.resolve(step.axis))
+    return not (private.has_tangents() or torch.is_inference_mode_enabled())
+
+
+def _hook_now(step: DataParallel, sync_state: SyncState | None) -> CommHook | None:
+    return step.hook_as_chosen(sync_state).hook(0 if sync_state is None else sync_state.checked_step())
 
 
 def _by_plain_autograd(
@@ -202,9 +208,7 @@ def _by_plain_autograd(
     except BaseException as error:
         schedule.abandon(error)
         raise
-    # Scalars are copied: a loss that is a parameter itself may be changed in place (loss /= steps).
-    value = tree.map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x, output)
-    value = tree.detached(value)
+    value = tree.detached(_apart(output))
     with torch.no_grad():
         found = tree.unflatten(spec, placements.placed([*map(grads.__getitem__, range(len(leaves)))]))
     if sync_state is None:
@@ -213,23 +217,39 @@ def _by_plain_autograd(
     return (found, sync_state.advanced(after)), value
 
 
+def _apart(output: Tree) -> Tree:
+    """`output` with copies of scalars: a loss that is a parameter itself may be changed in place (loss /= steps)."""
+    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x, output)
+
+
 def _by_local_parts(
-    scalar: Callable[..., Any], argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], placements: Placements
+    scalar: Callable[..., Any],
+    argnum: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    placements: Placements,
+    alone: Step | None = None,
 ) -> Any:
-    """The result of :func:`grad_and_value`'s function for DTensors, into which torch.func can't look."""
+    """The result of :func:`grad_and_value`'s function by plain autograd.
+
+    For DTensors, into which torch.func can't look, and for the step `alone` of one rank, which may use what torch.func
+    has no rules for, as it may on several ranks.
+    """
     leaves, spec = tree.flatten(args[argnum])
     parts = [x.detach().requires_grad_() for x in placements.local(leaves)]
     calls = Calls()
     with torch.enable_grad(), calls.recorded():
         filled = at_places(args, [argnum], [tree.unflatten(spec, placements.placed(parts))])
+        before = private.nodes_made()
         output = scalar(*filled, **kwargs)
         total = output[0] if isinstance(output, tuple) else output
+        closes = alone is not None and closes_over_variables(alone, output, filled, private.nodes_made() - before)
     with calls.in_pass():
-        found = gradients(total, parts)
-    with torch.no_grad():
-        grads = placements.placed(found)
-    value = tree.detached(output)
-    return tree.unflatten(spec, grads), value
+        found = gradients(total, parts, closes)
+    with torch.set_grad_enabled(closes and torch.is_grad_enabled()):
+        grads = tree.unflatten(spec, placements.placed(found))
+        value = _apart(output)
+    return grads, value if closes else tree.detached(value)
 
 
 def _check_differentiable(params: Tree, number: int) -> None:

@@ -27,11 +27,14 @@ from ltx.core.transforms.closure_check import is_wrapped, watch_for_traced_value
 from ltx.core.transforms.functional_call import Calls
 
 
-def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of `total` with respect to new `leaves`, by plain autograd; zeros where `total` doesn't use one."""
+def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor], again: bool = False) -> list[torch.Tensor]:
+    """The gradients of `total` with respect to new `leaves`, by plain autograd; zeros where `total` doesn't use one.
+
+    `again`: they may be differentiated.
+    """
     if not total.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
-    found = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(total, leaves, create_graph=again, allow_unused=True, materialize_grads=True)
     # A Function may have called backward() itself (reversible layers).
     return [g if x.grad is None else g + x.grad for g, x in zip(found, leaves, strict=True)]
 

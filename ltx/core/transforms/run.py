@@ -16,7 +16,7 @@ from ltx.core.base.needs import require
 from ltx.core.base.placements import PLAIN, Placements, meshes_are_used, on_mesh, whole
 from ltx.core.base.readable import Readable
 from ltx.core.collectives.linear import at_places
-from ltx.core.collectives.reduce import wide
+from ltx.core.collectives.reduce import unusable, wide
 from ltx.core.comm import to_device
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.marker import MARKER_PRIORITY, raise_priority
@@ -41,7 +41,8 @@ class Weighted(NamedTuple):
     Raises:
         StrategyError: (from a train step) the strategy averages the parameters or updates of ranks that take their own
             steps (local SGD, DiLoCo, gossip, asynchronous averaging, Adasum): there every rank has the same weight.
-        WeightError: (from the step) the weights of all ranks add up to 0. In a compiled graph the result is NaN.
+        WeightError: (from the step) the weights of all ranks add up to 0, or one is negative, infinite or NaN. In a
+            compiled graph the result is NaN.
 
     Example:
         >>> import torch, ltx
@@ -77,7 +78,9 @@ class Weighted(NamedTuple):
             weight = torch.full((), float(self.weight), dtype=dtype, device=total.device)
         if weight.ndim != 0:
             raise StepError(f"Weighted.weight must be 0-dim, got shape {list(weight.shape)}. Sum it.")
-        return total.to(dtype), weight.to(dtype).detach()
+        weight = weight.to(dtype).detach()
+        # The sum over ranks is then NaN on all of them, and all raise: see `unusable`.
+        return total.to(dtype), torch.where(weight >= 0, weight, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -222,12 +225,12 @@ class Run(NamedTuple):
             total, weight = collectives.psum((total, weight), self.within or self.axis)
         if not traced.recording():
             with private.below_transforms():
-                empty = (plain_values(weight) == 0).any()
-                none = bool(comm.resolve(self.axis).ranks.read(empty, "the sum of the weights"))
-            if none:
+                ranks = comm.resolve(self.axis).ranks
+                fault = int(ranks.read(unusable(plain_values(weight)), "the sum of the weights"))
+            if fault:
                 of = "" if self.within is None else f" of {self.within.name!r}"
                 whose = "this rank's weight is 0" if self.local else f"the weights of all ranks{of} add up to 0"
-                raise no_mean(f"Weighted: {whose}")
+                raise no_mean(f"Weighted: {whose}", odd=fault == 2)
         return total / weight
 
 

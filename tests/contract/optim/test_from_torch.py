@@ -193,7 +193,7 @@ def test_schedule_may_return_a_tensor_and_may_not_return_nonsense() -> None:
     negative = from_torch(SGD, lr=lambda count: -1.0 if count else 0.1)
     state = negative.init(params)
     with pytest.raises(
-        OptimError, match=re.escape("the schedule lr(1) must be a number >= 0 or a 0-dim tensor, got -1")
+        OptimError, match=re.escape("the schedule lr(1) must be a finite number >= 0 or a 0-dim tensor, got -1")
     ):
         negative.apply(params, replace(state, count=1), params)
 

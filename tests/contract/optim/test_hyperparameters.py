@@ -340,7 +340,10 @@ STEP = ltx.data_parallel(lambda w, x: (w * x).sum())
         ),
         (lambda: adjust(ADJUSTABLE, lr=torch.ones(1)), "adjust: lr must be a finite number of at least 0, got tensor("),
         (lambda: adjust(from_torch(SGD).init({}), lr=0.1), "keeps no lr. Make the optimizer with it: ltx.optim.from_"),
-        (lambda: from_torch(SGD, momentum=lambda n: "1").init({}), "the schedule momentum(0) must be a number >= 0 or"),
+        (
+            lambda: from_torch(SGD, momentum=lambda n: "1").init({}),
+            "the schedule momentum(0) must be a finite number >= 0 or",
+        ),
         (
             lambda: from_torch(SGD, lr=adjustable(0.1)).apply({}, from_torch(SGD).init({}), {}),
             "expected the state that its init(params) made; this one keeps []",
