@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -32,9 +32,6 @@ from ltx.core.training.train_state import TrainState, counted, updates_of
 from ltx.core.transforms.strategy import Strategy
 from ltx.core.transforms.strategy_update import StateLayout
 from ltx.typing import Tree
-
-if TYPE_CHECKING:
-    from ltx.core.training.train_step import TrainStep
 
 
 def layout_for(train: TrainSettings, params: Tree, sync_state: Any) -> StateLayout:
@@ -60,7 +57,7 @@ def _members(value: Any) -> list[Any]:
     return [each for each in held if isinstance(each, Optimizer)]
 
 
-def check_made_for(train: TrainStep, state: TrainState) -> None:
+def check_made_for(train: Any, state: TrainState) -> None:
     """Raise unless `state` was made for `train`, or for one that makes the same of it.
 
     Raises:
@@ -90,7 +87,7 @@ def _check_in_graph(strategy: Strategy, optimizer: Optimizer, layout: StateLayou
         )
 
 
-def _differences(train: TrainStep, state: TrainState) -> Iterator[tuple[str, str, str]]:
+def _differences(train: Any, state: TrainState) -> Iterator[tuple[str, str, str]]:
     """(what differs, what the state was made for, what `train` has)."""
     was, own = state.layout, train.step.hook_as_chosen(state.sync_state).strategy
     if repr(own) != was.strategy:
@@ -111,7 +108,7 @@ def _differences(train: TrainStep, state: TrainState) -> Iterator[tuple[str, str
         yield "precision", "no dynamic loss scaling", repr(train.step.precision)
 
 
-def _fits(train: TrainStep, state: TrainState) -> bool:
+def _fits(train: Any, state: TrainState) -> bool:
     """Whether the optimizer is of the classes that the state was made for, and keeps tensors of the same names."""
     if kind_of(train.optimizer) != state.layout.optimizer[0]:
         return False
@@ -119,8 +116,9 @@ def _fits(train: TrainStep, state: TrainState) -> bool:
     return whole or _shapes(_first_opt_state(train, state)) == _shapes(state.held("opt_state"))
 
 
-def _first_opt_state(train: TrainStep, state: TrainState) -> Tree:
-    return train.step.strategy.init_optimizer(train.optimizer, state.trained, comm.resolve(train.step.axis))
+def _first_opt_state(train: Any, state: TrainState) -> Tree:
+    strategy: Strategy = train.step.strategy
+    return strategy.init_optimizer(train.optimizer, state.trained, comm.resolve(train.step.axis))
 
 
 def _shapes(part: Tree) -> list[tuple[str, torch.Size]]:
@@ -139,7 +137,7 @@ def _in_words(params: str) -> str:
 # --- adopt -----------------------------------------------------------------------------------------------------------
 
 
-def adopted(train: TrainStep, state: TrainState, params: Literal["mean", "rank0"]) -> TrainState:
+def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> TrainState:
     """:meth:`TrainStep.adopt`."""
     if params not in ("mean", "rank0"):
         raise StepError(f'adopt: params must be "mean" or "rank0", got {brief(params)}.')
