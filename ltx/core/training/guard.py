@@ -281,7 +281,7 @@ def next_state(
             loss_scale = LossScale(good_steps=before.run_after(finite))
     was, layout = state.layout, train.step.strategy.layout
     if layout != was:  # the state held the whole optimizer state, or a program has made it
-        was = replace(layout, strategy=was.strategy, optimizer=was.optimizer, left_out=was.left_out)
+        was = replace(was, params=layout.params, opt_state=layout.opt_state, sync_state=layout.sync_state)
     following = TrainState(
         updated.params,
         buffers,

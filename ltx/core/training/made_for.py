@@ -89,7 +89,7 @@ def _check_in_graph(strategy: Strategy, optimizer: Optimizer, layout: StateLayou
 
 def _differences(train: Any, state: TrainState) -> Iterator[tuple[str, str, str]]:
     """(what differs, what the state was made for, what `train` has)."""
-    was, own = state.layout, train.step.hook_as_chosen(state.sync_state).strategy
+    was, own = state.layout, train.step.hook_as_chosen(state.held("sync_state")).strategy
     if repr(own) != was.strategy:
         if any(getattr(own.layout, part) != getattr(was, part) for part in ("params", "sync_state", "copies_of")):
             yield "strategy", was.strategy, f"{own!r}, with which {_in_words(own.layout.params)}"
@@ -171,7 +171,13 @@ def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> 
         opt_state=_with_values(new.opt_state, kept),
         sync_state=sync_state,
         loss_scale=tree.map(torch.clone, old_scale) if alike else scale,
-        layout=replace(new.layout, left_out=tuple(sorted(left_out(train.trainable, _paths(state))))),
+        layout=replace(
+            new.layout,
+            left_out=tuple(sorted(left_out(train.trainable, _paths(state)))),
+            adopted=f"parameters {'unchanged' if was.params == 'replicated' else f'are the {params} of all ranks'}, "
+            f"optimizer state {'kept' if kept else 'new'}, communication state "
+            f"{'new' if sync_state is new.held('sync_state') else 'kept'}",
+        ),
     )
     steps = following.held("sync_state").step
     following = counted(following, state.step, updates_of(state) if kept else 0)

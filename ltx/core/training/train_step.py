@@ -129,7 +129,8 @@ class TrainStep(TrainSettings):
     def adopt(self, state: TrainState, params: Literal["mean", "rank0"] = "mean") -> TrainState:
         """A state for this train step, of one that was made for another: another strategy, optimizer, `trainable`.
 
-        Training goes on with the same parameters, buffers and count of steps. Every rank calls it. `state` stays valid.
+        Training goes on with the same parameters, buffers and count of steps. Every rank calls it. `state` stays valid;
+        ``layout.adopted`` of the new one says what was kept.
 
         ======================  =======================================================================================
         parameters              of ranks that have their own (local SGD, gossip) the mean, or rank 0's; else unchanged

@@ -79,7 +79,8 @@ class StateLayout:
         copies_of: the name of a state that is copied from peers: a parameter's other states are copies of it; "" if
             there is none.
         optimizer: the classes of the optimizer that the state was made for, and its text. left_out: the paths that
-            ``trainable=`` left out. Comparisons leave them out too.
+            ``trainable=`` left out. adopted: what ``train.adopt`` kept of another step's state; "" if the state comes
+            from init. Comparisons leave them out too.
     """
 
     params: LeafLayout = "replicated"
@@ -90,6 +91,7 @@ class StateLayout:
     copies_of: str = ""
     optimizer: tuple[str, str] = field(default=("", ""), compare=False, repr=False)
     left_out: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    adopted: str = field(default="", compare=False, repr=False)
 
 
 #: :meth:`ltx.core.transforms.strategy.Strategy.exchange`.

@@ -247,6 +247,7 @@ def test_moments_of_those_that_stay(seed: int) -> None:
     moment = state.opt_state.per_param["b"]["exp_avg"].clone()
     state = both.adopt(state)
     assert torch.equal(state.opt_state.per_param["b"]["exp_avg"], moment)
+    assert state.layout.adopted == "parameters unchanged, optimizer state kept, communication state kept"
     assert not state.opt_state.per_param["w"]["exp_avg"].any()
     assert state.frozen is None
 
