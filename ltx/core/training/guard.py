@@ -279,14 +279,16 @@ def next_state(
             # the state comes from a step without a limit
             before = LossScale() if isinstance(loss_scale, tuple) else loss_scale
             loss_scale = LossScale(good_steps=before.run_after(finite))
-    layout = train.step.strategy.layout
+    was, layout = state.layout, train.step.strategy.layout
+    if layout != was:  # the state held the whole optimizer state, or a program has made it
+        was = replace(was, params=layout.params, opt_state=layout.opt_state, sync_state=layout.sync_state)
     following = TrainState(
         updated.params,
         buffers,
         updated.opt_state,
         sync,
         traced.one_more(state.step),
-        state.layout if layout == state.layout else replace(layout, strategy=state.layout.strategy),
+        was,
         loss_scale,
         updated.pending,
         state.frozen,

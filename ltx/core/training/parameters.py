@@ -48,12 +48,8 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
     paths = tree.leaf_paths(params)
     says = any(x.requires_grad or isinstance(x, torch.nn.Parameter) for x in leaves)
     frozen = [says and not x.requires_grad for x in leaves]
-    if trainable is not None:
-        if callable(trainable):
-            wanted = {path for path in paths if trainable(path)}
-        else:
-            wanted = tree.wanted(trainable, paths, StepError, "train_step: trainable=")
-        frozen = [f or path not in wanted for f, path in zip(frozen, paths, strict=True)]
+    out = left_out(trainable, paths)
+    frozen = [f or path in out for f, path in zip(frozen, paths, strict=True)]
     _check(leaves, paths, frozen)
     if not any(frozen):
         return params, None
@@ -64,6 +60,15 @@ def split(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
         )
     halves = [(None, x) if f else (x, None) for x, f in zip(leaves, frozen, strict=True)]
     return tree.unflatten(spec, [x for x, _ in halves]), tree.unflatten(spec, [x for _, x in halves])
+
+
+def left_out(trainable: Trainable, paths: Sequence[str]) -> set[str]:
+    """The paths that `trainable` leaves out."""
+    if trainable is None:
+        return set()
+    if callable(trainable):
+        return {path for path in paths if not trainable(path)}
+    return set(paths) - tree.wanted(trainable, paths, StepError, "train_step: trainable=")
 
 
 def _check(leaves: Sequence[torch.Tensor], paths: Sequence[str], frozen: Sequence[bool]) -> None:

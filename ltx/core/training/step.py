@@ -439,7 +439,7 @@ class Step:
                 next_sync = state.held("sync_state").advanced(updated.states, info.step)
                 metrics = Metrics(mean, forward.aux)
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
-                following.__dict__.update(sees_loss=state.sees_loss, of_step=True)
+                following.__dict__.update(sees_loss=state.sees_loss, of_step=True, _made_by=self.train)
                 with nullcontext() if updated.finish is None else uninterrupted(True):
                     if updated.finish is not None:
                         state.begin_writing()

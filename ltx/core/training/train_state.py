@@ -111,6 +111,7 @@ class TrainState(Readable):
     def __post_init__(self) -> None:
         # Somebody else than a step may hold the tensors of the state that it makes; steps reset this for their states.
         object.__setattr__(self, "_seen", _PARTS)
+        object.__setattr__(self, "_made_by", None)
         if self.frozen is not None:
             given = self.__dict__["_params"]
             frozen = tree.masked(tree.filled(given, self.frozen), self.frozen)  # Dynamo can't flatten None alone
@@ -139,7 +140,8 @@ class TrainState(Readable):
     def __getstate__(self) -> dict[str, Any]:
         for part in _PARTS:
             self._look_at(part)
-        return {**self.__dict__, "pending": _LOST if self.under_way else None}  # this process alone has it
+        # this process alone has what is pending, and the train step
+        return {**self.__dict__, "pending": _LOST if self.under_way else None, "_made_by": None}
 
     def check_owned(self) -> None:
         """Raise if this state was donated or is invalid.
@@ -155,6 +157,16 @@ class TrainState(Readable):
                 "its tensors were updated in place and hold other values now. Use the state that the step returned; to "
                 "keep an old one, copy.deepcopy(state) before the step, or train_step(..., donate=False)."
             )
+
+    @property
+    def made_by(self) -> Any:
+        """The train step that has made this very object, or took it for one of its own; else None."""
+        return self.__dict__["_made_by"]
+
+    def by(self, train: Any) -> TrainState:
+        """Note that `train` has made this state. Returns the state."""
+        self.__dict__["_made_by"] = train
+        return self
 
     @property
     def of_step(self) -> bool:

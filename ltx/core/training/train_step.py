@@ -32,6 +32,7 @@ from ltx.core.training.guard import (
     scaling,
     should_raise,
 )
+from ltx.core.training.made_for import adopted, check_made_for, layout_for
 from ltx.core.training.outputs import Batch, GivenGradients, arguments_of, as_loss, check_call, outputs_of, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
 from ltx.core.training.placed_state import init_on_parts, on_parts
@@ -116,14 +117,53 @@ class TrainStep(TrainSettings):
         loss_scale = loss_scale if dynamic is None else dynamic.start()
         if leaves := tree.flatten(params)[0]:
             loss_scale = tree.map(lambda x: x.to(leaves[0].device), loss_scale)
-        layout = replace(strategy.layout, strategy=repr(self.step.hook_as_chosen(sync_state).strategy))
+        layout = layout_for(self, params if frozen is None else tree.filled(params, frozen), sync_state)
         state = TrainState(params, buffers, opt_state, sync_state, layout=layout, loss_scale=loss_scale, frozen=frozen)
         if state.sees_loss:
             require("loss, strategy", strategy, repr(self.optimizer))
             if self.overlap == "update":
                 require("loss, overlap", 'overlap="update"', repr(self.optimizer))
         state.__dict__["of_step"] = True
-        return state.unseen()
+        return state.by(self).unseen()
+
+    @on_parts
+    def adopt(self, state: TrainState, params: Literal["mean", "rank0"] = "mean") -> TrainState:
+        """A state for this train step, of one that was made for another: another strategy, optimizer, `trainable`.
+
+        Training goes on with the same parameters, buffers and count of steps. Every rank calls it. `state` stays valid;
+        ``layout.adopted`` of the new one says what was kept.
+
+        ======================  =======================================================================================
+        parameters              of ranks that have their own (local SGD, gossip) the mean, or rank 0's; else unchanged
+        buffers                 each rank's own, unchanged
+        optimizer's state       kept if the optimizer is of the same classes, for parameters that were trained before;
+                                new for others, and in an optimizer of other classes, whose schedules begin at 0
+        communication state     kept if the strategy is the same one; else new, and its schedules (periods, warm-ups,
+                                error feedback) begin at 0
+        loss scale              kept if both steps have one
+        ======================  =======================================================================================
+
+        Args:
+            state: a state whose exchanges are complete (:meth:`finish`), whole (:meth:`gather`).
+            params: "mean" or "rank0": which values parameters get, and with them the optimizer's state, where ranks'
+                differ.
+
+        Raises:
+            StepError: `params` is something else, or the optimizer's state is sharded. InputError: an exchange of the
+                state's strategy is under way.
+
+        Example:
+            >>> import torch, ltx
+            >>> step = ltx.data_parallel(lambda p, x: ((p["body"] * x + p["head"]) ** 2).mean())
+            >>> sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+            >>> head, all_of_it = ltx.train_step(step, sgd, trainable="head"), ltx.train_step(step, sgd)
+            >>> state = head.init({"body": torch.tensor(1.0), "head": torch.tensor(1.0)})
+            >>> state, _ = head(state, torch.tensor(1.0))
+            >>> state, _ = all_of_it(all_of_it.adopt(state), torch.tensor(1.0))
+            >>> state.step, state.params["body"] < 1.0
+            (2, tensor(True))
+        """
+        return adopted(self, state, params).by(self)
 
     @on_parts
     def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
@@ -155,7 +195,9 @@ class TrainStep(TrainSettings):
         if name := layout.copies_of:  # the state has copies of peers' parameters, which now equal this rank's
             entries = {path: {copy: held[name].clone() for copy in held} for path, held in entries.items()}
         sync = replace(SyncState.new(entries, choice), step=sync_step)
-        return TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen)
+        given = TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen)
+        check_made_for(self, given)  # on all ranks alike, as they have the same one now
+        return given.by(self)
 
     @on_parts
     def finish(self, state: TrainState) -> TrainState:
@@ -165,6 +207,7 @@ class TrainStep(TrainSettings):
         the same state. Training may continue afterwards.
         """
         state.check_whole()
+        check_made_for(self, state)
         info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
         strategy = self.step.strategy
         if not strategy.communicates_besides:
@@ -172,7 +215,8 @@ class TrainStep(TrainSettings):
         params, states = state.trained, state.sync_state.leaves
         got = strategy.finish(params, states, info, state.pending)
         params, states = check_next(strategy, "finish", got, params, states)
-        return replace(state, params=params, sync_state=replace(state.sync_state, leaves=states), pending=None)
+        sync_state = replace(state.sync_state, leaves=states)
+        return replace(state, params=params, sync_state=sync_state, pending=None).by(self)
 
     @on_parts
     def gather(self, state: TrainState) -> TrainState:
@@ -183,11 +227,13 @@ class TrainStep(TrainSettings):
         return the same state.
         """
         state.check_owned()
+        check_made_for(self, state)
         if state.layout.opt_state != "sharded":
             return state
         info = StepInfo(state.sync_state.checked_step(), comm.resolve(self.step.axis))
         opt_state = self.step.strategy.gather_optimizer(self.optimizer, state.trained, state.opt_state, info)
-        return replace(state, opt_state=opt_state, layout=replace(state.layout, opt_state="replicated"))
+        layout = replace(state.layout, opt_state="replicated")
+        return replace(state, opt_state=opt_state, layout=layout).by(self)
 
     @traced.whole
     @on_parts
@@ -198,6 +244,7 @@ class TrainStep(TrainSettings):
                 f"the first argument is the TrainState that init or the last step gave, got {type(state).__name__}."
             )
         if traced.recording():
+            check_made_for(self, state)
             return step_purely(self, state, batch)
         if torch.is_inference_mode_enabled():
             raise StepError(
@@ -205,6 +252,7 @@ class TrainStep(TrainSettings):
                 "would be zeros. Call it outside of that mode; torch.no_grad() around it does no harm."
             )
         state.check_owned()
+        check_made_for(self, state)
         flat = tree.flatten(state.held("params"))
         others = tree.flatten((state.held("buffers"), () if self._may_donate else batch))[0]
         # Somebody may differentiate the next state. If the step reuses memory, the batch doesn't count.

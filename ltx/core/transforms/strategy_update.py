@@ -78,6 +78,9 @@ class StateLayout:
         strategy: the strategy that has this layout, for errors; "" if unknown. Comparisons leave it out.
         copies_of: the name of a state that is copied from peers: a parameter's other states are copies of it; "" if
             there is none.
+        optimizer: the classes of the optimizer that the state was made for, and its text. left_out: the paths that
+            ``trainable=`` left out. adopted: what ``train.adopt`` kept of another step's state; "" if the state comes
+            from init. Comparisons leave them out too.
     """
 
     params: LeafLayout = "replicated"
@@ -86,6 +89,9 @@ class StateLayout:
     sync_state: LeafLayout = "per_rank"
     strategy: str = field(default="", compare=False)
     copies_of: str = ""
+    optimizer: tuple[str, str] = field(default=("", ""), compare=False, repr=False)
+    left_out: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    adopted: str = field(default="", compare=False, repr=False)
 
 
 #: :meth:`ltx.core.transforms.strategy.Strategy.exchange`.

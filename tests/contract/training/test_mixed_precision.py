@@ -569,7 +569,7 @@ def test_a_rank_that_fails_in_a_local_step_is_told_of_to_those_who_ask(on_new_ax
                 ltx.train_step(STEP, sgd()).init(params()), torch.ones(2, 4)
             ),
             StepError,
-            "this state has no loss scale, so it was made by another train step",
+            "precision: made for no dynamic loss scaling, this one has Precision(",
         ),
     ],
 )

@@ -1,0 +1,221 @@
+"""What a train state was made for, and what another train step keeps of it.
+
+A state fits the train step that made it. Elsewhere it may go wrong without a word: a step that averages gradients
+keeps the unequal replicas of local SGD unequal; Adadelta takes Adam's moments, which have other meanings, for its own.
+So each call that gets a state compares once what it was made for (``state.layout``), and :meth:`TrainStep.adopt` makes
+one of it that fits.
+
+A state that this train step has made names it (``made_by``), which costs a steady step one comparison of references.
+Others (changed by ``dataclasses.replace``, loaded, copied, of a train step that was made anew) are compared as texts,
+and where these differ by what they keep. So another learning rate, another bucket size or a hook without state are no
+difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from ltx.core import collectives, comm
+from ltx.core.base import traced, tree
+from ltx.core.base.arguments import brief
+from ltx.core.base.errors import StepError
+from ltx.core.optim import Optimizer
+from ltx.core.training.guard import scaling
+from ltx.core.training.parameters import left_out
+from ltx.core.training.settings import TrainSettings
+from ltx.core.training.train_state import TrainState, counted, updates_of
+from ltx.core.transforms.strategy import Strategy
+from ltx.core.transforms.strategy_update import StateLayout
+from ltx.typing import Tree
+
+
+def layout_for(train: TrainSettings, params: Tree, sync_state: Any) -> StateLayout:
+    """The layout of a state that `train` makes of `params`, with what it was made for."""
+    chosen = train.step.hook_as_chosen(sync_state).strategy
+    optimizer = kind_of(train.optimizer), repr(train.optimizer)
+    out = tuple(sorted(left_out(train.trainable, tree.leaf_paths(params))))
+    layout: StateLayout = chosen.layout
+    return replace(layout, strategy=repr(chosen), optimizer=optimizer, left_out=out)
+
+
+def kind_of(optimizer: Any) -> str:
+    """The classes of an optimizer and of those inside it: ``Chain(ClipByGlobalNorm, torch.optim.adam.Adam)``."""
+    of_torch = getattr(optimizer, "cls", None)
+    if isinstance(of_torch, type):
+        return f"{of_torch.__module__}.{of_torch.__qualname__}"
+    inner = [kind_of(each) for field in fields(optimizer) for each in _members(getattr(optimizer, field.name, None))]
+    return f"{type(optimizer).__name__}({', '.join(inner)})" if inner else type(optimizer).__name__
+
+
+def _members(value: Any) -> list[Any]:
+    held = [*value.values()] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+    return [each for each in held if isinstance(each, Optimizer)]
+
+
+def check_made_for(train: Any, state: TrainState) -> None:
+    """Raise unless `state` was made for `train`, or for one that makes the same of it.
+
+    Raises:
+        StepError: it says what differs, and how to get a state that fits.
+    """
+    if traced.recording():
+        _check_in_graph(train.step.strategy, train.optimizer, state.layout)
+        return
+    if state.made_by is train or not state.layout.strategy:  # a state that a program has made says nothing of this
+        return
+    if found := [f"{what}: made for {was}, this one has {now}" for what, was, now in _differences(train, state)]:
+        raise StepError(
+            f"this TrainState (step {state.step}) was made for another train step. " + "; ".join(found) + ". To go on "
+            "with this one, take state = train.adopt(state), on all ranks: it makes parameters equal where ranks' "
+            "differ, and keeps of the rest what fits."
+        )
+
+
+@traced.at_trace_time
+def _check_in_graph(strategy: Strategy, optimizer: Optimizer, layout: StateLayout) -> None:
+    """As :func:`check_made_for`, by what is constant in a graph."""
+    if layout.strategy and (strategy.layout.params, kind_of(optimizer)) != (layout.params, layout.optimizer[0]):
+        raise StepError(
+            f"this TrainState was made for another train step: for {layout.strategy} and {layout.optimizer[1]}, and "
+            f"this one has {strategy!r} and {optimizer!r}. To go on with this one, take state = train.adopt(state), on "
+            "all ranks, outside of the compiled step."
+        )
+
+
+def _differences(train: Any, state: TrainState) -> Iterator[tuple[str, str, str]]:
+    """(what differs, what the state was made for, what `train` has)."""
+    was, own = state.layout, train.step.hook_as_chosen(state.held("sync_state")).strategy
+    if repr(own) != was.strategy:
+        if any(getattr(own.layout, part) != getattr(was, part) for part in ("params", "sync_state", "copies_of")):
+            yield "strategy", was.strategy, f"{own!r}, with which {_in_words(own.layout.params)}"
+        elif _shapes(train.step.init(state.trained).leaves) != _shapes(state.held("sync_state").leaves):
+            yield "strategy", was.strategy, f"{own!r}, which keeps other tensors of each parameter"
+        elif was.opt_state != own.layout.opt_state or type(_first_opt_state(train, state)) is not type(state.opt_state):
+            yield "strategy", was.strategy, f"{own!r}, with other parts of the optimizer's state on each rank"
+    if repr(train.optimizer) != was.optimizer[1] and not _fits(train, state):
+        yield "optimizer", was.optimizer[1], repr(train.optimizer)
+    out = left_out(train.trainable, _paths(state))
+    if out != set(was.left_out):
+        now, before = out - set(was.left_out), set(was.left_out) - out
+        told = [f"{brief(sorted(names))} {word}" for names, word in ((now, "frozen"), (before, "trained")) if names]
+        yield "trainable=", "other parameters", f"{' and '.join(told)} by {brief(train.trainable)}"
+    if scaling(train) is not None and isinstance(getattr(state.loss_scale, "scale", ()), tuple):
+        yield "precision", "no dynamic loss scaling", repr(train.step.precision)
+
+
+def _fits(train: Any, state: TrainState) -> bool:
+    """Whether the optimizer is of the classes that the state was made for, and keeps tensors of the same names."""
+    if kind_of(train.optimizer) != state.layout.optimizer[0]:
+        return False
+    whole = state.layout.opt_state != train.step.strategy.layout.opt_state  # that of ZeRO has other shapes
+    return whole or _shapes(_first_opt_state(train, state)) == _shapes(state.held("opt_state"))
+
+
+def _first_opt_state(train: Any, state: TrainState) -> Tree:
+    strategy: Strategy = train.step.strategy
+    return strategy.init_optimizer(train.optimizer, state.trained, comm.resolve(train.step.axis))
+
+
+def _shapes(part: Tree) -> list[tuple[str, torch.Size]]:
+    return [(path, x.shape) for path, x in zip(tree.leaf_paths(part), tree.flatten(part)[0], strict=True)]
+
+
+def _paths(state: TrainState) -> list[str]:
+    """The paths of all parameters, trained and frozen."""
+    return tree.leaf_paths(state.held("params"), with_none=True)
+
+
+def _in_words(params: str) -> str:
+    return "ranks have equal parameters" if params == "replicated" else "each rank has parameters of its own"
+
+
+# --- adopt -----------------------------------------------------------------------------------------------------------
+
+
+def adopted(train: Any, state: TrainState, params: Literal["mean", "rank0"]) -> TrainState:
+    """:meth:`TrainStep.adopt`."""
+    if params not in ("mean", "rank0"):
+        raise StepError(f'adopt: params must be "mean" or "rank0", got {brief(params)}.')
+    state.check_whole()
+    state.check_finished("adopt")
+    if (was := state.layout).opt_state == "sharded":
+        raise StepError(
+            f"adopt: each rank has a part of this state's optimizer state ({was.strategy}). Put it together first, by "
+            "the train step that made it, on all ranks: state = old_train.gather(state)."
+        )
+    axis = comm.resolve(train.step.axis)
+    # Ranks may have parameters, and then moments, of their own.
+    equal = partial(_made_equal, axis=axis, mean=params == "mean")
+    whole, opt_state = state.params, state.held("opt_state")
+    whole = whole if was.params == "replicated" else equal(whole)
+    opt_state = opt_state if was.opt_state == "replicated" else equal(opt_state)
+    # By requires_grad=False when the state was made, which its tensors don't show.
+    out = (_frozen(state) - set(was.left_out)) | left_out(train.trainable, _paths(state))
+    new = replace(train, trainable=lambda path: path not in out).init(whole)
+    new = train.gather(new)
+    kept = {} if new.layout.optimizer[0] != was.optimizer[0] else _by_path(opt_state)
+    sync_state = new.held("sync_state")
+    if new.layout.strategy == was.strategy and not was.copies_of:
+        leaves_kept = _with_values(sync_state.leaves, _by_path(state.held("sync_state").leaves))
+        sync_state = replace(sync_state, leaves=leaves_kept, step=state.held("sync_state").checked_step())
+    scale, old_scale = new.loss_scale, state.loss_scale
+    alike = tree.flatten(scale)[1] == tree.flatten(old_scale)[1]
+    following = replace(
+        new,
+        buffers=tree.map(torch.clone, state.buffers),
+        opt_state=_with_values(new.opt_state, kept),
+        sync_state=sync_state,
+        loss_scale=tree.map(torch.clone, old_scale) if alike else scale,
+        layout=replace(
+            new.layout,
+            left_out=tuple(sorted(left_out(train.trainable, _paths(state)))),
+            adopted=f"parameters {'unchanged' if was.params == 'replicated' else f'are the {params} of all ranks'}, "
+            f"optimizer state {'kept' if kept else 'new'}, communication state "
+            f"{'new' if sync_state is new.held('sync_state') else 'kept'}",
+        ),
+    )
+    steps = following.held("sync_state").step
+    following = counted(following, state.step, updates_of(state) if kept else 0)
+    return replace(following, sync_state=replace(following.held("sync_state"), step=steps))
+
+
+def _frozen(state: TrainState) -> set[str]:
+    return set() if state.frozen is None else set(tree.leaf_paths(state.frozen))
+
+
+def _made_equal(part: Tree, axis: Any, mean: bool) -> Tree:
+    """`part` with the mean over ranks in all leaves that have one, or with rank 0's values."""
+    if not mean:
+        return collectives.broadcast(part, axis=axis)
+    return tree.map(
+        lambda x: collectives.pmean(x, axis) if x.is_floating_point() or x.is_complex() else collectives.pmax(x, axis),
+        part,
+    )
+
+
+def _named(part: Tree) -> list[str]:
+    """The paths of a state, without the name that a whole state of ZeRO has in front: its leaves are vectors."""
+    return [path.removeprefix("shard_0_of_1.") for path in tree.leaf_paths(part)]
+
+
+def _by_path(part: Tree) -> dict[str, torch.Tensor]:
+    return dict(zip(_named(part), tree.flatten(part)[0], strict=True))
+
+
+def _with_values(part: Tree, values: Mapping[str, torch.Tensor]) -> Tree:
+    """`part` with copies of `values` where path, shape and dtype fit."""
+    leaves, spec = tree.flatten(part)
+    kept = [
+        old.detach().reshape(x.shape).clone() if (old := values.get(path)) is not None and _alike(old, x) else x
+        for x, path in zip(leaves, _named(part), strict=True)
+    ]
+    return tree.unflatten(spec, kept)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.numel(), a.dtype, a.device) == (b.numel(), b.dtype, b.device)
