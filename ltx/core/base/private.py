@@ -7,6 +7,7 @@ listed here, since torch documents it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +48,22 @@ def unwrapped(x: T) -> T:
 
 
 # --- tensors ---
+
+_PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether the numbers of `x` lie in memory as they are: torch's efficient zeros don't, nor do lazy conjugates and
+    negatives, nor tensors of a class that dispatches itself.
+    """
+    of_torch = type(x).__torch_dispatch__ is _PLAIN_DISPATCH
+    return of_torch and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
+
+
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` that :func:`has_memory`, unless the class of `x` allows none."""
+    return x.resolve_conj().resolve_neg().clone()
+
 
 #: Consecutive views of a flat tensor in the shapes of other tensors. To split it and view each part takes 2.5 as long.
 parts_like: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = (
@@ -106,6 +123,12 @@ def optree_of_dicts() -> tuple[Any, ...]:
 
 
 # --- the rest ---
+
+
+def below_modes() -> AbstractContextManager[None]:
+    """A context below the user's dispatch modes, which must neither see ltx's messages nor replace them."""
+    return torch._C._DisableTorchDispatch() if count_of_modes() else nullcontext()
+
 
 #: Context managers like the public ones, but faster or narrower.
 inference, without_autocast = torch._C._InferenceMode, torch._C._DisableAutocast
