@@ -38,9 +38,10 @@ class Schedule(ABC):
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        #: This backward pass goes through an earlier backward pass. Gradients of gradients are reduced exactly: by the
-        #: sum that the hook counts as, not by the hook.
+        #: This backward pass goes through another derivative: an earlier backward pass, or one of a transform inside of
+        #: its own. Derivatives of derivatives are reduced exactly: by the sum that the hook counts as, not by the hook.
         self.again = False
+        self.innermost = 0.0  # the innermost level of transforms that differentiates the step; 0 is plain autograd
         #: Called when a backward pass has begun: a digest of the unreduced gradients in ``.grad``, which ranks compare.
         self.unreduced: Callable[[], str] = lambda: ""
 
