@@ -117,7 +117,6 @@ def collective(
     found, background = comm.resolve(axis), axis if isinstance(axis, comm.InBackground) else None
     if found.ranks.overlaps:
         tree.check_values(leaves, value, name)
-        _check_memory(name, leaves, value)
     if background:
         check_plain(background.name, leaves, value, found)
     groups = [static(x, found.size) for x in leaves]
@@ -181,16 +180,12 @@ def movable(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
-    """Raise unless every leaf is a strided tensor."""
+    """Raise unless every leaf is a strided tensor, which holds its numbers itself."""
     tree.check_leaves(leaves, value, f"{name}: its argument")
     hint = "Only ltx.psum and ltx.pmean take sparse tensors (COO): use x.to_dense()."
     tree.check_dense(leaves, value, name, hint)
-
-
-def _check_memory(name: str, leaves: list[torch.Tensor], value: Tree) -> None:
-    """Raise for a tensor of a class that holds its numbers in other tensors."""
     for place, x in enumerate(leaves):
-        if not (private.has_memory(x) or private.has_memory(private.in_memory(x))):
+        if not (private.has_memory(x) or isinstance(x, private.FakeTensor) or private.has_memory(private.in_memory(x))):
             raise UnsupportedError(
                 f"{name}: leaf {tree.leaf_paths(value)[place]!r} is a {type(x).__name__}, which holds its numbers in "
                 "other tensors, and a plain tensor was expected. Pass those."

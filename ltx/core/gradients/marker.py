@@ -31,6 +31,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
@@ -174,7 +175,7 @@ class Begin(Function):
 
     @staticmethod
     def forward(schedule: Schedule) -> torch.Tensor:
-        schedule.begin()
+        schedule.enter()
         return torch.zeros((), device="cpu")
 
     @staticmethod
@@ -353,6 +354,7 @@ class Tie(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, ctx.tokens, ctx.kept, *tensors = inputs
         _note_level(ctx)
+        ctx.save_for_forward(*tensors[: ctx.tokens])
         ctx.save_for_backward(*tensors[: ctx.tokens], *tensors[ctx.tokens + ctx.kept : ctx.tokens + 2 * ctx.kept])
 
     @staticmethod
@@ -360,7 +362,7 @@ class Tie(Function):
         _look_inside(ctx)
         tokens, successors = ctx.saved_tensors[: ctx.tokens], ctx.saved_tensors[ctx.tokens :]
         if _plain():
-            ctx.schedule.begin()
+            ctx.schedule.enter()
             links = [torch.zeros_like(token) for token in tokens]
         else:
             Begin.apply(ctx.schedule)
@@ -373,7 +375,11 @@ class Tie(Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         _note_level(ctx, tangents=True)
-        return _views(tangents[3 + ctx.tokens + 2 * ctx.kept :])
+        # Tied too: a pass over tangents that don't reach all parameters on this rank leads to every marker as well.
+        tokens = [forward_ad.unpack_dual(token, level=0).primal for token in ctx.saved_tensors]
+        of_outputs = tangents[3 + ctx.tokens + 2 * ctx.kept :]
+        tied: tuple[Any, ...] = Tie.apply(ctx.schedule, ctx.tokens, 0, *tokens, *of_outputs)
+        return tied
 
     @staticmethod
     def vmap(

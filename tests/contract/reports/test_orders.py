@@ -166,6 +166,30 @@ def test_what_a_gradient_is_made_of_stays_reduced_by_the_hook(seed: int) -> None
     torch.testing.assert_close(beside, first, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("word", ["RF", "RFF", "FRF", "RR"])
+def test_tangents_that_reach_no_parameter_on_one_rank(word: str, seed: int, ranks: Callable[[int], Pool]) -> None:
+    """A loss that is linear on rank 1 leaves nothing there to differentiate again, and the ranks don't part."""
+    params, directions = ([torch.randn(n, dtype=torch.float64) for n in (2, 3)] for _ in range(2))
+
+    def loss(params: list[Tensor], rank: int) -> Tensor:
+        return sum(((p.sin() * (i + 2)).sum() if rank == 0 else p.sum() for i, p in enumerate(params)), ZERO)
+
+    def derivative(word: str, f: Callable[[list[Tensor]], Tensor]) -> Callable[[list[Tensor]], Tensor]:
+        if not word:
+            return f
+        inner = derivative(word[1:], f)
+        if word[0] == "F":
+            return lambda params: jvp(inner, (params,), (directions,))[1]
+        return lambda params: sum(
+            ((g * d).sum() for g, d in zip(grad(inner)(params), directions, strict=True)), torch.zeros(())
+        )
+
+    step = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook="fp16", first_bucket_bytes=8))
+    expected = derivative(word, lambda params: (loss(params, 0) + loss(params, 1)) / 2)(params)
+    for found in ranks(2).run(lambda: derivative(word, lambda params: step(params, ltx.world().rank))(params)):
+        torch.testing.assert_close(found, expected)
+
+
 ZERO, ONE = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
 
 
