@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -102,6 +102,22 @@ def unwrapped(x: T) -> T:
 
 # --- tensors ---
 
+_PLAIN_DISPATCH = _of_torch("torch._C:_disabled_torch_dispatch_impl")
+
+
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether the numbers of `x` lie in memory as they are: torch's efficient zeros don't, nor do lazy conjugates and
+    negatives, nor tensors of a class that dispatches itself.
+    """
+    of_torch = type(x).__torch_dispatch__ is _PLAIN_DISPATCH
+    return of_torch and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
+
+
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` that :func:`has_memory`, unless the class of `x` allows none."""
+    return x.resolve_conj().resolve_neg().clone()
+
+
 #: Consecutive views of a flat tensor in the shapes of other tensors. To split it and view each part takes 2.5 as long.
 parts_like: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _of_torch(
     "torch._utils:_unflatten_dense_tensors"
@@ -169,6 +185,15 @@ def optree_of_dicts() -> tuple[Any, ...]:
 
 
 # --- the rest ---
+
+
+_NO_DISPATCH: Callable[[], AbstractContextManager[None]] = _of_torch("torch._C:_DisableTorchDispatch")
+
+
+def below_modes() -> AbstractContextManager[None]:
+    """A context below the user's dispatch modes, which must neither see ltx's messages nor replace them."""
+    return _NO_DISPATCH() if count_of_modes() else nullcontext()
+
 
 #: Context managers like the public ones, but faster or narrower.
 inference, without_autocast = _of_torch("torch._C:_InferenceMode"), _of_torch("torch._C:_DisableAutocast")

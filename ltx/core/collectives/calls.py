@@ -180,10 +180,16 @@ def movable(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def check_dense(name: str, leaves: list[Any], value: Tree) -> None:
-    """Raise unless every leaf is a strided tensor."""
+    """Raise unless every leaf is a strided tensor, which holds its numbers itself."""
     tree.check_leaves(leaves, value, f"{name}: its argument")
     hint = "Only ltx.psum and ltx.pmean take sparse tensors (COO): use x.to_dense()."
     tree.check_dense(leaves, value, name, hint)
+    for place, x in enumerate(leaves):
+        if not (private.has_memory(x) or isinstance(x, private.FakeTensor) or private.has_memory(private.in_memory(x))):
+            raise UnsupportedError(
+                f"{name}: leaf {tree.leaf_paths(value)[place]!r} is a {type(x).__name__}, which holds its numbers in "
+                "other tensors, and a plain tensor was expected. Pass those."
+            )
 
 
 def check_sums(name: str, leaves: list[Any], value: Tree, what: str = "sums") -> None:

@@ -21,6 +21,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from ltx.core.base import private
 from ltx.core.base.errors import (
     AxisError,
     CollectiveTimeoutError,
@@ -438,7 +439,8 @@ class Channel:
         if ordered:
             ledger.note_on_device(event, buffer.device)
         try:
-            work, value, finish = entry.start(ordered.group if ordered else self.group, buffer, arguments)
+            with private.below_modes():
+                work, value, finish = entry.start(ordered.group if ordered else self.group, buffer, arguments)
         except RuntimeError as error:
             if is_out_of_memory(error):  # only this rank failed: its peers would pair its next collective with this one
                 self.failed = RankMismatchError(

@@ -309,7 +309,8 @@ class Operation:
         # Functional collectives gather and scatter along dimension 0; ltx's have an extra dimension for the ranks.
         flat = buffer if self.name in ("all_gather", "gather") or buffer.ndim == 1 else buffer.flatten(0, 1)
         shape = self.result_shape(buffer.shape, n)
-        return self.start_in_graph(flat.contiguous(), n, group_name, arguments), lambda x: _wait(x).reshape(shape)
+        flat = torch.atleast_1d(flat.contiguous())  # gloo can't gather numbers without a dimension
+        return self.start_in_graph(flat, n, group_name, arguments), lambda x: _wait(x).reshape(shape)
 
 
 def _reduction(

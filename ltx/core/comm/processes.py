@@ -33,11 +33,16 @@ class ProcessRanks(AxisComm):
         return "by its close(), the end of its `with`, or of its world" if self.closed else ""
 
     def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
-        works = [self._issue(rule, static, x) for x in xs]
-        return tuple(self._finished(rule, static, x, work.wait()) for x, work in zip(xs, works, strict=True))
+        xs = [x if private.has_memory(x) else private.in_memory(x) for x in xs]
+        with private.below_modes():
+            works = [self._issue(rule, static, x) for x in xs]
+            return tuple(self._finished(rule, static, x, work.wait()) for x, work in zip(xs, works, strict=True))
 
     def begin(self, rule: Rule, static: Static, x: torch.Tensor, label: str) -> tuple[Work, OfTensor]:
-        return self._issue(rule, static, x, label), lambda result: self._finished(rule, static, x, result)
+        given = x if private.has_memory(x) else private.in_memory(x)
+        with private.below_modes():
+            work = self._issue(rule, static, given, label)
+        return work, lambda result: self._finished(rule, static, given, result)
 
     def _issue(self, rule: Rule, static: Static, x: torch.Tensor, label: str = "") -> Work:
         """Start a rule's operation. With a `label`, which the ledger and errors show, x may change during the call."""

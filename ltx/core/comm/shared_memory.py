@@ -178,7 +178,8 @@ class SharedMemoryTransport:
         self._begun += 1  # this comes first: if it fails on this rank alone, the peers refuse all later chunks
         work = SharedMemoryWork(self)
         try:
-            with private.below_transforms(), torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            no_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+            with private.below_transforms(), private.below_modes(), no_grad:
                 row = OPERATIONS[operation]
                 out = row.new_result(buffer, self.size)
                 chunks = list(row.chunks(Job(buffer, out, arguments, self.rank, self.size)))
@@ -216,10 +217,10 @@ class SharedMemoryTransport:
         if self.error is not None or not self._turn.acquire(blocking=False):
             return moved
         try:
-            # A waiting thread may be under a transform, which must not see these bytes. In inference mode the thread
-            # may write to all tensors, also to those made in that mode. torch.inference_mode() isn't used: an
+            # A waiting thread may be under transforms and modes, which must not see these bytes. In inference mode the
+            # thread may write to all tensors, also to those made in that mode. torch.inference_mode() isn't used: an
             # interrupt, which probably comes here, during a wait, might leave the mode on.
-            with private.below_transforms(), private.inference(True):
+            with private.below_transforms(), private.below_modes(), private.inference(True):
                 try:
                     while self._empty() or self._reduce() or self._fill():
                         moved = True

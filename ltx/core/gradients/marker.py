@@ -16,9 +16,10 @@ In the order of the backward pass:
 Before torch 2.13, which can raise a marker's priority, hooks on the leaf tensors start the buckets: :class:`LeafHooks`.
 
 All is differentiable again, in reverse and forward mode. :class:`Launch` counts as the identity and :class:`Wait` as
-the exact mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. The
-functions take vmap levels off one by one, and know which levels are ranks. :func:`reduce_gradients` reduces given
-gradients without a marker.
+the exact mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. A backward
+pass reduces exactly too (:attr:`Schedule.again`) if it comes through :class:`Wait`, or if a level of transforms inside
+of its own has differentiated the step, in whichever mode. The functions take vmap levels off one by one, and know which
+levels are ranks. :func:`reduce_gradients` reduces given gradients without a marker.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
@@ -149,6 +151,22 @@ def _plain() -> bool:
     return not (torch.is_grad_enabled() or private.in_transform() or in_autograd_vmap())
 
 
+def _note_level(ctx: Any, tangents: bool = False) -> None:
+    """Note that the level of transforms where `ctx` is made differentiates the call, unless no input has a derivative.
+
+    Plain autograd is level 0. It has tangents too, which count as inside of its backward passes: that can't be known.
+    """
+    ctx.level = private.maybe_current_level() or 0
+    if tangents or any(ctx.needs_input_grad):
+        schedule, inside = ctx.schedule, 0.5 if tangents and not ctx.level else ctx.level
+        schedule.innermost = max(schedule.innermost, inside)
+
+
+def _look_inside(ctx: Any) -> None:
+    """In a backward pass: a level inside of its own has differentiated the call, so this isn't a first derivative."""
+    ctx.schedule.again |= ctx.level < ctx.schedule.innermost
+
+
 class Begin(Function):
     """``Begin.apply(schedule)``: begins a backward pass.
 
@@ -157,7 +175,7 @@ class Begin(Function):
 
     @staticmethod
     def forward(schedule: Schedule) -> torch.Tensor:
-        schedule.begin()
+        schedule.enter()
         return torch.zeros((), device="cpu")
 
     @staticmethod
@@ -184,11 +202,12 @@ class Launch(Peeled):
         ctx.count = len(inputs[0].plan.buckets[inputs[1]].members)
         ctx.mark_non_differentiable(*output[ctx.count :])
         ctx.zeros = [_zeros_later(t) for t in output[: ctx.count]]
-        ctx.states = len(output) - ctx.count
+        ctx.states, ctx.link = len(output) - ctx.count, _zeros_later(inputs[4])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, None, None, None, *cotangents[: ctx.count], *(None,) * ctx.states)
+        # Through the link every marker waits for this pass' Wait, which says how all buckets are reduced.
+        return (None, None, None, None, ctx.link(), *cotangents[: ctx.count], *(None,) * ctx.states)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
@@ -211,8 +230,7 @@ class Wait(Peeled):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        # This backward pass goes on to the markers, which then reduce gradients of gradients.
-        ctx.schedule.again = True
+        ctx.schedule.again = True  # this pass goes on to the markers
         return (None, None, None, None, *Wait._derivatives(ctx, cotangents))
 
     @staticmethod
@@ -294,6 +312,7 @@ class Marker(Peeled):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, ctx.bucket, ctx.dims, _, *tensors = inputs
+        _note_level(ctx)
         states = tensors[len(output) - 1 :]
         if not ctx.schedule.fenced:
             # A backward pass inside of this one may come here too, after which saved tensors are gone.
@@ -305,6 +324,7 @@ class Marker(Peeled):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        _look_inside(ctx)
         *grads, link = cotangents
         tensors = [*grads, *(ctx.saved_tensors if ctx.schedule.fenced else ctx.states)]
         if _plain():
@@ -316,6 +336,7 @@ class Marker(Peeled):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        _note_level(ctx, tangents=True)
         # A token's tangent, though zero, keeps this rank in step with its peers in forward over reverse mode.
         count = len(ctx.schedule.plan.buckets[ctx.bucket].members)
         index = _index(ctx.schedule.plan.axis, ctx.dims)
@@ -337,13 +358,16 @@ class Tie(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.schedule, ctx.tokens, ctx.kept, *tensors = inputs
+        _note_level(ctx)
+        ctx.save_for_forward(*tensors[: ctx.tokens])
         ctx.save_for_backward(*tensors[: ctx.tokens], *tensors[ctx.tokens + ctx.kept : ctx.tokens + 2 * ctx.kept])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        _look_inside(ctx)
         tokens, successors = ctx.saved_tensors[: ctx.tokens], ctx.saved_tensors[ctx.tokens :]
         if _plain():
-            ctx.schedule.begin()
+            ctx.schedule.enter()
             links = [torch.zeros_like(token) for token in tokens]
         else:
             Begin.apply(ctx.schedule)
@@ -355,7 +379,12 @@ class Tie(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        return _views(tangents[3 + ctx.tokens + 2 * ctx.kept :])
+        _note_level(ctx, tangents=True)
+        # Tied too: a pass over tangents that don't reach all parameters on this rank leads to every marker as well.
+        tokens = [forward_ad.unpack_dual(token, level=0).primal for token in ctx.saved_tensors]
+        of_outputs = tangents[3 + ctx.tokens + 2 * ctx.kept :]
+        tied: tuple[Any, ...] = Tie.apply(ctx.schedule, ctx.tokens, 0, *tokens, *of_outputs)
+        return tied
 
     @staticmethod
     def vmap(

@@ -38,9 +38,11 @@ class Schedule(ABC):
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        #: This backward pass goes through an earlier backward pass. Gradients of gradients are reduced exactly: by the
-        #: sum that the hook counts as, not by the hook.
+        #: This backward pass goes through another derivative: an earlier backward pass, or one of a transform inside of
+        #: its own. Derivatives of derivatives are reduced exactly: by the sum that the hook counts as, not by the hook.
         self.again = False
+        self._entered = -1  # the autograd run of the last backward pass
+        self.innermost = 0.0  # the innermost level of transforms that differentiates the step; 0 is plain autograd
         #: Called when a backward pass has begun: a digest of the unreduced gradients in ``.grad``, which ranks compare.
         self.unreduced: Callable[[], str] = lambda: ""
 
@@ -52,6 +54,13 @@ class Schedule(ABC):
     def in_forward(self) -> AbstractContextManager[None]:
         """A context around the forward pass of a plain step."""
         return self.plan.axis.ranks.in_forward()
+
+    def enter(self) -> None:
+        """A backward pass has come to a tie. It begins at the first one: outputs have one, and their tangents too."""
+        task = private.graph_task()
+        if task < 0 or task != self._entered:
+            self._entered = task
+            self.begin()
 
     @abstractmethod
     def begin(self) -> None:

@@ -19,9 +19,9 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
 import ltx
-from ltx import Pool
+from ltx import Pool, hooks
 from tests.contract.conformance.table import OPS, Fn, Op, bend, draw, wide
-from tests.contract.hooks.table import FEW, HOOKS
+from tests.contract.hooks.table import HOOKS
 from tests.covering import some
 
 WORDS = ["".join(letters) for length in (1, 2, 3, 4) for letters in product("FR", repeat=length)]
@@ -107,31 +107,87 @@ def model_loss(params: list[Tensor], x: Tensor) -> Tensor:
     return ((x @ w).tanh() @ v.sin() + w.square().sum() ** 2 / 50).sin().mean()
 
 
-#: Derivatives beyond the first reduction, which rounds: they count it as the mean.
-BEYOND = [word for word in WORDS if "R" in word[1:]]
+#: Derivatives that go through a reduction and aren't the first, which rounds: they count it as the mean.
+BEYOND = [word for word in WORDS if "R" in word and word != "R"]
+EACH_HOOK: dict[str, hooks.CommHook] = {
+    "exact": hooks.AllReduce(),
+    "fp16": hooks.FP16(),
+    "onebit, not fed back": hooks.OneBit(block=8, error_feedback=False),
+    "partition of two": hooks.partition({"0": hooks.OneBit(block=8), "*": hooks.FP16()}),
+    **HOOKS,
+}
+#: What rounds a lot, with states and without: every word with --full.
+SEVERE = ("fp16", "bytegrad", "onebit, not fed back", "topk", "powersgd 1", "qsgd", "partition of two")
 
 
-@pytest.mark.parametrize("name", [*some(HOOKS, *FEW[:3], "powersgd 1")])
-def test_every_hook_counts_as_the_mean(name: str, seed: int, request: pytest.FixtureRequest) -> None:
-    words = [word for word in BEYOND if word in words_of(request)]
-    params = [torch.randn(5, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
-    directions, xs = [torch.randn_like(p) for p in params], torch.randn(2, 4, 5, dtype=torch.float64)
-    step = ltx.data_parallel(model_loss, ltx.DDPStrategy(comm_hook=HOOKS[name]))
+def along_a_line(words: list[str], name: str, params: list[Tensor], directions: list[Tensor], x: Tensor) -> Tensor:
+    """One rank's derivatives by the place on a line through the parameters; a first gradient is no factor in them."""
+    step = ltx.data_parallel(model_loss, ltx.DDPStrategy(comm_hook=EACH_HOOK[name], first_bucket_bytes=8))
     state = step.init(params)
 
-    def along(s: Tensor) -> list[Tensor]:
-        return [p + s * d for p, d in zip(params, directions, strict=True)]  # in which a first gradient is no factor
+    def at(s: Tensor, state: Any) -> Tensor:
+        return step(ltx.Synced([p + s * d for p, d in zip(params, directions, strict=True)], state), x)
 
-    def on_rank(x: Tensor) -> Tensor:
-        return torch.stack(
-            [of_rank(word, lambda s, state: step(ltx.Synced(along(s), state), x), ZERO, ONE, state) for word in words]
-        )
+    return torch.stack([of_rank(word, at, ZERO, ONE, state) for word in words])
+
+
+@pytest.mark.parametrize("backing", ["simulated", "processes"])
+@pytest.mark.parametrize("name", [*some(EACH_HOOK, *SEVERE)])
+def test_every_hook_counts_as_the_mean(
+    name: str, backing: str, seed: int, ranks: Callable[[int], Pool], request: pytest.FixtureRequest
+) -> None:
+    words = [word for word in BEYOND if word in [*words_of(request), "RFR"]]
+    if request.config.getoption("--full") and name in SEVERE:
+        words = BEYOND
+    params = [torch.randn(5, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
+    directions, xs = [torch.randn_like(p) for p in params], torch.randn(2, 4, 5, dtype=torch.float64)
 
     def on_all(ss: Tensor) -> Tensor:
-        return torch.stack([model_loss(along(ss.mean()), x) for x in xs])
+        return torch.stack(
+            [model_loss([p + ss.mean() * d for p, d in zip(params, directions, strict=True)], x) for x in xs]
+        )
 
     expected = torch.stack([of_all(word, on_all, ZERO.expand(2, 1), ONE.expand(2, 1)) for word in words], 1)
-    check(words, ltx.vmap(on_rank)(xs), expected)
+    if backing == "simulated":
+        found = ltx.vmap(lambda x: along_a_line(words, name, params, directions, x))(xs)
+    else:
+        rows = ranks(2).run(lambda: along_a_line(words, name, params, directions, xs[ltx.world().rank]))
+        found = torch.stack(list(rows))
+    check(words, found, expected)
+
+
+def test_what_a_gradient_is_made_of_stays_reduced_by_the_hook(seed: int) -> None:
+    """A first gradient is what the hook says, also beside its own derivative and inside of a transform around it."""
+    step = ltx.data_parallel(model_loss, ltx.DDPStrategy(comm_hook=hooks.OneBit(block=8, error_feedback=False)))
+    params = [torch.randn(5, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
+    xs = torch.randn(2, 4, 5, dtype=torch.float64)
+    first = ltx.vmap(partial(grad(step), params))(xs)
+    beside = ltx.vmap(lambda x: jvp(lambda p: grad(step)(p, x), (params,), (params,))[0])(xs)
+    torch.testing.assert_close(beside, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("word", ["RF", "RFF", "FRF", "RR"])
+def test_tangents_that_reach_no_parameter_on_one_rank(word: str, seed: int, ranks: Callable[[int], Pool]) -> None:
+    """A loss that is linear on rank 1 leaves nothing there to differentiate again, and the ranks don't part."""
+    params, directions = ([torch.randn(n, dtype=torch.float64) for n in (2, 3)] for _ in range(2))
+
+    def loss(params: list[Tensor], rank: int) -> Tensor:
+        return sum(((p.sin() * (i + 2)).sum() if rank == 0 else p.sum() for i, p in enumerate(params)), ZERO)
+
+    def derivative(word: str, f: Callable[[list[Tensor]], Tensor]) -> Callable[[list[Tensor]], Tensor]:
+        if not word:
+            return f
+        inner = derivative(word[1:], f)
+        if word[0] == "F":
+            return lambda params: jvp(inner, (params,), (directions,))[1]
+        return lambda params: sum(
+            ((g * d).sum() for g, d in zip(grad(inner)(params), directions, strict=True)), torch.zeros(())
+        )
+
+    step = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook="fp16", first_bucket_bytes=8))
+    expected = derivative(word, lambda params: (loss(params, 0) + loss(params, 1)) / 2)(params)
+    for found in ranks(2).run(lambda: derivative(word, lambda params: step(params, ltx.world().rank))(params)):
+        torch.testing.assert_close(found, expected)
 
 
 ZERO, ONE = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
