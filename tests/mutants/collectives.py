@@ -230,7 +230,7 @@ MUTANTS = (
     Mutant(
         name="tree: the order of arrival is that of the keys",
         where="insertion_order.walk",
-        old="for key in node:",
+        old="for key in node.keys():",
         new="for key in sorted_keys(node):",
         breaks="buckets are ready in another order than they are sent",
         tests=("tests/contract/base/test_tree.py", "ltx/core/base/tree.py"),

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import optree
 import torch
-import torch.utils._pytree as torch_pytree
 
+from ltx.core.base import private
 from ltx.core.base.errors import TreeError
 from ltx.core.base.traced import TORCH, at_trace_time
 
@@ -50,7 +50,7 @@ def opened(cls: type) -> bool:
 
     Not ltx's own classes, which are registered or are values, and not modules, whose parameters go by another way.
     """
-    return _opened(cls, cls in torch_pytree.SUPPORTED_NODES)
+    return _opened(cls, cls in private.torch_pytree.SUPPORTED_NODES)
 
 
 @cast(Callable[[Callable[[type, bool], bool]], Callable[[type, bool], bool]], functools.cache)
@@ -168,21 +168,21 @@ class _Context:
 
 def _torch_parts(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
     """A node of a class that is registered with torch's pytree: its children, sorted by name if they have names."""
-    rule = torch_pytree.SUPPORTED_NODES[type(node)]
+    rule = private.torch_pytree.SUPPORTED_NODES[type(node)]
     children, context = rule.flatten_fn(node)
     names = [str(place) for place in range(len(children))]
     order = list(range(len(children)))
     if rule.flatten_with_keys_fn is not None:
         keys = [key for key, _ in rule.flatten_with_keys_fn(node)[0]]
         names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys]
-        if all(isinstance(key, torch_pytree.MappingKey) for key in keys):
+        if all(isinstance(key, private.torch_pytree.MappingKey) for key in keys):
             order.sort(key=names.__getitem__)
     return [children[i] for i in order], _Context(type(node), tuple(order), context), tuple(names[i] for i in order)
 
 
 def _torch_whole(static: Any, children: Sequence[Any]) -> Any:
     given = dict(zip(static.order, children, strict=True))
-    rule = torch_pytree.SUPPORTED_NODES[static.cls]
+    rule = private.torch_pytree.SUPPORTED_NODES[static.cls]
     return rule.unflatten_fn([given[place] for place in range(len(given))], static.context)
 
 

@@ -186,6 +186,9 @@ def optree_of_dicts() -> tuple[Any, ...]:
 
 # --- the rest ---
 
+#: torch's own registry of trees' nodes, by class.
+torch_pytree: Any = _of_torch("torch.utils:_pytree")
+
 
 _NO_DISPATCH: Callable[[], AbstractContextManager[None]] = _of_torch("torch._C:_DisableTorchDispatch")
 
