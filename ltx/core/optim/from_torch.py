@@ -256,8 +256,8 @@ def from_torch(
             LBFGS raises an error, since it calls the loss. A third-party class that doesn't make its state in
             ``_init_group`` (timm's, transformers' Adafactor, a ten-line Lion) works with its own ``step()``, on all
             parameters together. It can't be compiled or differentiated, and ``overlap="update"`` and ZeRO refuse it. If
-            it has a ``train()`` method (schedulefree's classes), ltx calls it before each step, and never calls
-            ``eval()``.
+            it has a ``train()`` method (schedulefree's classes), ltx calls it before each step; the weights that its
+            ``eval()`` would leave are ``optimizer.evaluated(state.params, state.opt_state)``.
         lr: a number, or a schedule as in optax: a function from the number of updates done so far (0 at first) to a
             number or 0-dim tensor. Or a rate that the state keeps: :func:`adjustable`, :func:`reduce_on_plateau`. None
             is torch's default. ASGD and Rprop keep a rate of their own in the state, which starts as the schedule's

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -227,7 +228,25 @@ class OpaqueOptimizer(ClassOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._instance([torch.zeros(1, 1, requires_grad=True, device="cpu")], 0, self._hyper)
+        instance = self._instance([torch.zeros(1, 1, requires_grad=True, device="cpu")], 0, self._hyper)
+        if callable(getattr(instance, "eval", None)):
+            warnings.warn(
+                f"{self.cls.__name__} evaluates with other weights than it trains with (its eval()), and a state has "
+                "the latter. The former are optimizer.evaluated(state.params, state.opt_state).",
+                stacklevel=4,
+            )
+
+    def evaluated(self, params: Tree, state: TorchState) -> Tree:
+        """Copies of `params` with the weights for evaluation, of a class that has ``eval()`` (schedule-free ones)."""
+        leaves, spec = flatten(params)
+        with torch.no_grad():
+            aliases = [x.detach().clone().requires_grad_() for x in leaves]
+            instance = self._restored(aliases, state, spec, donate=False)
+            if callable(train := getattr(instance, "train", None)):
+                train()  # as in a step; before the first one there is nothing to change
+            if state.count:
+                instance.eval()
+        return spec.unflatten([x.detach() for x in aliases])
 
     def init(self, params: Tree) -> TorchState:
         check_tensors(params, "params")
@@ -263,12 +282,7 @@ class OpaqueOptimizer(ClassOptimizer):
         targets = leaves if donate else [leaf.clone() for leaf in leaves]
         with torch.no_grad():
             aliases = [x.detach().requires_grad_() for x in targets]
-        instance = self._instance(aliases, state.count, state.hyper)
-        for alias, own in zip(aliases, kept, strict=True):
-            if own.get(_BEGUN):
-                instance.state[alias] = _put(own, donate)
-        if shared.get(_BEGUN):
-            instance.param_groups[0].update(_put(shared, donate))
+        instance = self._restored(aliases, state, spec, donate)
         if donate:  # autograd doesn't count writes to `param.data`
             torch.autograd.graph.increment_version(targets)
         own_grads = [None if g is None else g.detach().clone() for g in given]
@@ -279,6 +293,18 @@ class OpaqueOptimizer(ClassOptimizer):
         after = [_begun(self._taken(instance, alias)) or own for alias, own in zip(aliases, kept, strict=True)]
         per_param = {"params": spec.unflatten(after), "group": _begun(group)}
         return spec.unflatten(targets), TorchState(per_param, state.count + 1, self._hyper_after(state))
+
+    def _restored(self, params: list[Tensor], state: TorchState, spec: Any, donate: bool) -> Any:
+        """An instance that has `state`."""
+        instance, shared = self._instance(params, state.count, state.hyper), state.per_param["group"]
+        for param, own in zip(
+            params, leaves_like(spec, state.per_param["params"], "the optimizer's state"), strict=True
+        ):
+            if own.get(_BEGUN):
+                instance.state[param] = _put(own, donate)
+        if shared.get(_BEGUN):
+            instance.param_groups[0].update(_put(shared, donate))
+        return instance
 
     def _instance(self, params: list[Tensor], count: int, hyper: Tree) -> Any:
         arguments = ({} if self.lr is None else {"lr": self.lr}) | self._kwargs | self._values(count, hyper)
@@ -342,6 +368,11 @@ class OpaqueOptimizer(ClassOptimizer):
 
     def _tensor(self, key: Any, value: Any) -> tuple[str, Tensor]:
         if isinstance(value, Tensor):
+            if not private.has_memory(value):  # torchao's eight bits are two tensors
+                raise OptimError(
+                    f"{self} keeps a {type(value).__name__} in its state as {key!r}, which isn't a plain tensor: its "
+                    "numbers lie in others. Take a class that keeps plain tensors."
+                )
             return str(key), value.detach()
         if value is None:
             return f"{_NONE}{key}", torch.zeros(0, device="cpu")

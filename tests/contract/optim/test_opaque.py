@@ -479,3 +479,92 @@ def test_hidden_state_is_found_at_the_first_update_that_changes_it() -> None:
     state = optimizer.init(params)
     with pytest.raises(OptimError, match=r"its step\(\) changes self\.moved"):
         optimizer.apply(torch.full((2,), 2.0), state, params)
+
+
+class Averaging(torch.optim.Optimizer):
+    """As schedule-free classes: gradients are taken between two points, evaluation is at one of them."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
+
+    def _to(self, training: bool) -> None:
+        for group in self.param_groups:
+            weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+            for p in group["params"] if group["train_mode"] is not training else ():
+                if "z" in self.state[p]:
+                    p.data.lerp_(self.state[p]["z"], weight)
+            group["train_mode"] = training
+
+    def train(self) -> None:
+        self._to(True)
+
+    def eval(self) -> None:
+        self._to(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["train_mode"]
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"]).add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+def test_weights_for_evaluation(seed: int) -> None:
+    with pytest.warns(UserWarning, match=r"Averaging evaluates with other weights .* optimizer\.evaluated\("):
+        optimizer = from_torch(Averaging, lr=0.05)
+    w, xs = torch.randn(3), torch.randn(5, 3)
+    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum().square()), optimizer)
+    state = train.init({"w": w})
+    own = torch.nn.Parameter(w.clone())
+    theirs = Averaging([own], lr=0.05)
+    torch.testing.assert_close(optimizer.evaluated(state.params, state.opt_state)["w"], w)  # type: ignore[attr-defined]
+    for x in xs:
+        state, _ = train(state, x)
+        own.grad = None
+        (own * x).sum().square().backward()
+        theirs.step()
+    torch.testing.assert_close(state.params["w"], own.detach())
+    theirs.eval()
+    torch.testing.assert_close(optimizer.evaluated(state.params, state.opt_state)["w"], own.detach())  # type: ignore[attr-defined]
+    state, _ = train(state, xs[0])  # and training goes on from what it had
+    theirs.train()
+    own.grad = None
+    (own * xs[0]).sum().square().backward()
+    theirs.step()
+    torch.testing.assert_close(state.params["w"], own.detach())
+
+
+class Split(Tensor):
+    """A tensor whose numbers lie in another one."""
+
+    part: Tensor
+
+    @staticmethod
+    def __new__(cls, part: Tensor) -> Split:
+        made = Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype)
+        made.part = part
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].part)
+        raise NotImplementedError(func)
+
+
+class KeepsParts(torch.optim.Optimizer):
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("m", Split(torch.zeros(p.shape)))
+
+
+def test_a_state_of_tensors_that_are_not_plain() -> None:
+    train = ltx.train_step(ltx.data_parallel(lambda p: p["w"].sum()), from_torch(KeepsParts))
+    with pytest.raises(OptimError, match="keeps a Split in its state as 'm', which isn't a plain tensor"):
+        train.init({"w": torch.ones(2)})
