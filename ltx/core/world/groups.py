@@ -12,8 +12,10 @@ import math
 import os
 import socket
 import struct
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -167,9 +169,42 @@ def _open_store(address: str, port: int, holds: bool, timeout: timedelta) -> Sto
             at = LOOPBACK if address == "localhost" else address, port
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listening["master_listen_fd"] = socket.create_server(at, family=family, backlog=2048).detach()
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=True, **listening
+    open_it: Callable[[], Store] = partial(
+        dist.TCPStore,  # type: ignore[attr-defined]
+        *(address, port),
+        is_master=holds,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        **listening,
     )
+    return open_it() if holds else _connected(open_it, address, port, timeout.total_seconds())
+
+
+def _connected(connect: Callable[[], Store], address: str, port: int, timeout_s: float) -> Store:
+    """The store of ``connect()``, which runs in a thread: a program that takes connections and never answers would keep
+    torch there for good, deaf to Ctrl-C.
+    """
+    connected: Future[Store] = Future()
+
+    def run() -> None:
+        try:
+            connected.set_result(connect())
+        except BaseException as error:
+            connected.set_exception(error)
+
+    threading.Thread(target=run, name="ltx-connects", daemon=True).start()
+    try:
+        return connected.result(timeout_s)
+    except TimeoutError:
+        try:
+            socket.create_connection((address, port), 1.0).close()
+        except OSError as error:
+            raise TimeoutError(f"nothing listens there ({error}): rank 0 hasn't come to ltx.init.") from None
+        raise TimeoutError(
+            "what listens there takes connections and doesn't answer as rank 0's store does: another program has the "
+            "port, or its process is stopped."
+        ) from None
 
 
 def is_loopback(address: str) -> bool:

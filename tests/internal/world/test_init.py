@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -391,3 +393,32 @@ def test_worlds_that_meet_at_one_address_after_the_other_leave_nothing(started: 
     for rank in range(2):
         first, last = world.told(rank)
         assert all(last[kind] <= first.get(kind, 0) for kind in last), (first, last)
+
+
+MEETS = "import sys, ltx\nltx.init(rank=1, size=2, master=f'127.0.0.1:{sys.argv[1]}', timeout=float(sys.argv[2]))"
+
+
+def test_a_port_that_takes_connections_and_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-c", MEETS, str(silent.getsockname()[1]), "2"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "WorldError: rank 1 of 2 couldn't set up torch.distributed (gloo)" in done.stderr
+    assert "takes connections and doesn't answer as rank 0's store does" in done.stderr
+
+
+def test_ctrl_c_while_a_silent_port_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-c", MEETS, str(silent.getsockname()[1]), "600"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            with silent.accept()[0]:  # it connects now
+                process.send_signal(signal.SIGINT)
+                _, printed = process.communicate(timeout=100)
+    assert "KeyboardInterrupt" in printed
+
+
+def test_rank_0_that_never_comes() -> None:
+    command = [sys.executable, "-c", MEETS, str(free_port()), "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "nothing listens there" in done.stderr
+    assert "rank 0 hasn't come to ltx.init" in done.stderr
