@@ -320,9 +320,10 @@ def compare(candidates: dict[str, TrainStep], state: TrainState, *batch: Any, st
         raise InputError(f"compare takes train steps by name and a state, got {brief(candidates)} and {brief(state)}.")
     trained, length = set(tree.leaf_paths(state.trained)), max(t.step.strategy.cycle[1] for t in candidates.values())
     states, sent, times = dict[str, TrainState](), dict[str, float](), {name: list[float]() for name in candidates}
+    candidates = {name: replace(train, trainable=trained.__contains__) for name, train in candidates.items()}
     for name, train in candidates.items():
-        fresh, at = replace(train, trainable=trained.__contains__), max(state.step, train.step.strategy.cycle[0])
-        states[name] = counted(fresh.init(state.params, state.buffers), at, at)
+        at = max(state.step, train.step.strategy.cycle[0])
+        states[name] = counted(train.init(state.params, state.buffers), at, at)
         with record() as trace:
             states[name], _ = _turn(train, states[name], batch, length)
         sent[name] = sum(x.nbytes for x in trace.events if x.kind in ("bucket", "exchange", "background")) / length
