@@ -410,10 +410,10 @@ def test_a_port_that_takes_connections_and_says_nothing() -> None:
 def test_ctrl_c_while_a_silent_port_is_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         command = [sys.executable, "-c", MEETS, str(silent.getsockname()[1]), "600"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-            with silent.accept()[0]:  # it connects now
-                process.send_signal(signal.SIGINT)
-                _, printed = process.communicate(timeout=100)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        with process, silent.accept()[0]:  # it connects now
+            process.send_signal(signal.SIGINT)
+            _, printed = process.communicate(timeout=100)
     assert "KeyboardInterrupt" in printed
 
 
