@@ -11,13 +11,16 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from ltx.core.base import private
 
 DEVICE = torch.device("privateuseone", 0)
 _ops: Any = torch.ops.aten
@@ -146,9 +149,15 @@ def device() -> Iterator[None]:
         _note_wait("torch.tensor(device=)")  # from memory that isn't pinned
         return OnDevice(tensor(data, dtype=dtype, **options))
 
+    has_memory = private.has_memory
+
+    def holds(x: torch.Tensor) -> bool:
+        return isinstance(x, OnDevice) or has_memory(x)
+
     torch.tensor = copied  # type: ignore[assignment]
     try:
-        with _Mode():
+        # The class and the mode aren't a user's: they are the device.
+        with patch.object(private, "has_memory", holds), patch.object(private, "below_modes", nullcontext), _Mode():
             yield
     finally:
         torch.tensor = tensor

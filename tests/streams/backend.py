@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -30,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ltx.core.base import private
 
 NAME = "streamed"
 #: How long the device may take for one collective.
@@ -271,6 +274,7 @@ class Host(TorchDispatchMode):
         for name in ("tolist", "cpu", "numpy"):
             self._patch.setattr(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
         self._patch.setattr(StreamWork, "hung_s", self._hung_s)
+        self._patch.setattr(private, "below_modes", nullcontext)  # this mode isn't a user's: it is the device
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

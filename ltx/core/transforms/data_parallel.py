@@ -23,7 +23,7 @@ from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
 from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once
-from ltx.core.transforms.functional_call import tensors_in_place
+from ltx.core.transforms.functional_call import keep, tensors_in_place
 from ltx.core.transforms.marking import mark, mark_in_graph, sync_gradients
 from ltx.core.transforms.run import (
     PLAIN_CALL,
@@ -144,6 +144,7 @@ class DataParallel(StepSettings):
         else:
             with marked.schedule.in_forward() if marked.schedule and options.step is None else nullcontext():
                 token, before = in_step.set(True), private.nodes_made()
+                keep(given)
                 try:
                     with look_at_modules(self.fn, tensors_in_place, lambda: whole_leaves):
                         output = whole_scalars(self.fn(*args, **kwargs))

@@ -7,8 +7,9 @@ By the time of the backward pass the module has its own tensors back. Yet an aut
 more (``odeint_adjoint``, reversible layers), and gradients would be silently wrong. So :class:`Calls` records what a
 forward pass has put into modules. Who runs the backward pass too, as a train step does, calls it ``in_pass``: the first
 module that is called there gets its tensors once more, until the pass has ended. What can't be repeated so raises: two
-calls with different tensors, buffers that the first call has written and that its output depends on, and a pass that
-somebody else runs, whose end nobody sees after an error.
+calls with different tensors, buffers that the first call has written and that its output depends on, tensors that are
+gone by then (nothing here keeps them: a sharded layer's weights are whole only while it runs), and a pass that somebody
+else runs, whose end nobody sees after an error.
 
 ``torch.utils.checkpoint`` has a mechanism of its own (``checkpoints.py``).
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -42,6 +44,7 @@ from ltx.core.transforms.closure_check import (
     same_values,
     version_of,
 )
+from ltx.typing import Tree
 
 
 def functional_call(
@@ -132,7 +135,7 @@ def functional_call(
     with swap.in_place():
         output = module(*args, **kwargs)
     placed, swap.after = swap.after, {}  # one may be the output itself, whose graph mustn't hold it
-    _record(swap, output)
+    _record(swap.tensors, swap.repeated(), output)
     own_written(own, type(module).__name__, tensors_in_place)
     if return_buffers:
         # If the module itself called requires_grad_() on a copy, that is a leaf, and no gradient may go on from it.
@@ -232,6 +235,18 @@ class Swap:
         # For each buffer: the tensor, the count of writes to it, and its value at that count.
         self._kept = {name: (tensors[name], version_of(tensors[name]), value) for name, value in before.items()}
         self.first, self.replaced = dict(self._kept), set[str]()
+        self.gone: dict[str, Any] = {}  # of tensors that nobody has kept since: where they were
+
+    def repeated(self) -> Callable[[dict[str, torch.Tensor]], Swap]:
+        """A function that makes this swap of given tensors, which it doesn't keep itself."""
+        members, first, replaced = self.members, self.first, self.replaced
+
+        def of(tensors: dict[str, torch.Tensor]) -> Swap:
+            made = Swap(members, tensors, {})
+            made.first, made.replaced = first, replaced
+            return made
+
+        return of
 
     @classmethod
     def of_call(cls, module: nn.Module, given: Mapping[str, torch.Tensor]) -> Swap:
@@ -393,10 +408,12 @@ class Calls:
 
     Its owner runs both passes: ``with calls.recorded(): forward``, then ``with calls.in_pass(): backward``. Calls that
     nobody records are alone in a record without an owner. `around`: another record, for derivatives of this pass.
+    `kept`: the parameters of the step. Nothing else that a call was given is kept by its record.
     """
 
     def __init__(self, around: Calls | None = None) -> None:
         self.placed: list[Swap] = []  # in the backward pass: what is in modules again
+        self.kept: list[Any] = []
         self._made: list[Callable[[], Swap]] = []
         self._around, self._task, self._thread = around, private.graph_task(), threading.get_ident()
         self._swaps: dict[int, Swap] = {}  # by the ids of the parts of their modules
@@ -472,21 +489,29 @@ class Calls:
         if self._made:
             self._look()
         swap = self._swaps.get(id(module))
-        if swap is None or any(swap.members.module is again.members.module for again in self.placed):
+        if swap is None:
+            return
+        whole = swap.members.module
+        if not swap.gone and any(whole is again.members.module for again in self.placed):
             return
         running = (*(swap.members.module for swap in _placed.get()), *(around for around, _ in calls_of_torch()))
         if any(module is part for around in running for part in around.modules()):
             return
-        path = next(path for path, part in swap.members.module.named_modules() if part is module)
+        path = next(path for path, part in whole.named_modules() if part is module)
+        which = f"{path!r} of {type(whole).__name__}" if path else type(whole).__name__
+        gone = next((name for name in swap.gone if not path or name.startswith(f"{path}.")), None)
+        mixed = id(module) in self._mixed
+        if gone is not None and self._owned and not mixed:
+            raise StepError(_called_again(which, f"was given a {gone!r} that nobody has kept since", _SAVED))
+        if any(whole is again.members.module for again in self.placed):
+            return
         now = {name: kept_in[key] for name, (kept_in, key) in swap.members.slots.items()}
-        if id(module) not in self._mixed and all(swap.given(name) is now.get(name) for name in swap.tensors):
+        if gone is None and not mixed and all(swap.given(name) is now.get(name) for name in swap.tensors):
             return  # it was called with its own
-        name = type(swap.members.module).__name__
-        which = f"{path!r} of {name}" if path else name
         if not self._owned:
             self._end()
             raise StepError(_called_again(which, "has its own tensors there, and not those of the step", _OWNED))
-        if id(module) in self._mixed:
+        if mixed:
             raise StepError(_called_again(which, "was called with several sets of tensors", _COPY))
         if (written := swap.written_before()) is not None:
             raise StepError(_called_again(which, f"has written to its buffer {written!r} since", _CHECKPOINT))
@@ -503,7 +528,7 @@ class Calls:
         swaps, self._made = [make() for make in self._made], []
         for swap in swaps:
             for path, (kept_in, key) in swap.members.slots.items():
-                x = id(swap.given(path) if path in swap.tensors else kept_in[key])
+                x = id(swap.gone.get(path) or (swap.given(path) if path in swap.tensors else kept_in[key]))
                 if held.setdefault((id(kept_in), key), x) != x:
                     mixed.add(id(kept_in))
         for swap in swaps:
@@ -520,11 +545,15 @@ def _called_again(which: str, why: str, instead: str) -> str:
     )
 
 
+_OTHERWISE = (
+    "call ltx.functional_call(module, params, inputs) there, with the parameters that the function was given. Or let "
+    "torch.utils.checkpoint compute it anew."
+)
 _OWNED = (
     "Have ltx run the backward pass, which keeps the step's tensors in the module: ltx.grad(step)(params, ...) or "
-    "ltx.train_step(step, optimizer). Or call ltx.functional_call(module, params, inputs) there, with the parameters "
-    "that the function was given. Or let torch.utils.checkpoint compute it anew."
+    f"ltx.train_step(step, optimizer). Or {_OTHERWISE}"
 )
+_SAVED = f"Save the parameters with ctx.save_for_backward, and {_OTHERWISE}"
 _COPY = "Call a module for each set: other = copy.deepcopy(module), and ltx.functional_call(other, params, inputs)."
 _CHECKPOINT = "Let torch.utils.checkpoint compute it anew, which knows what the buffers were; or module.eval()."
 
@@ -549,12 +578,29 @@ def own_grad_and_value(fn: Callable[..., Any], has_aux: bool = False, argnums: A
     return run
 
 
-def _record(make: Swap | Callable[[], Swap], output: Any) -> None:
-    """Record a functional call that has given `output`, if there will be a backward pass."""
+def keep(params: Tree) -> None:
+    """Have a step's parameters there in its backward pass, if it is recorded."""
+    if (calls := _recorded.get()) is not None:
+        calls.kept.append(params)
+
+
+def _record(given: Mapping[str, torch.Tensor], make: Callable[[dict[str, torch.Tensor]], Swap], output: Any) -> None:
+    """Record a functional call that has given `output`, if there will be a backward pass.
+
+    `make` makes its swap, of those of the `given` tensors that somebody has kept.
+    """
     if not torch.is_grad_enabled():
         return
+    names, found = tuple(given), tuple(map(weakref.ref, given.values()))
+
+    def swap() -> Swap:
+        there = {name: x for name, at in zip(names, found, strict=True) if (x := at()) is not None}
+        made = make(there)
+        made.gone = {name: at for name, at in zip(names, found, strict=True) if name not in there}
+        return made
+
     calls = _recorded.get() or Calls()
-    calls.add((lambda: make) if isinstance(make, Swap) else make)
+    calls.add(swap)
     calls.watch(output)
 
 
@@ -563,17 +609,18 @@ def _torch_calls(module: Any, parameters_and_buffers: Any, *args: Any, **options
     if traced.recording() or not (in_step.get() or _recorded.get()):
         return _call_of_torch(module, parameters_and_buffers, *args, **options)
     given = dict(parameters_and_buffers)  # torch writes to the other one
-    fixed = {k: (x, version_of(x)) for k, x in given.items() if not getattr(x, "requires_grad", True)}
+    fixed = {name: version_of(x) for name, x in given.items() if not getattr(x, "requires_grad", True)}
     output = _call_of_torch(module, parameters_and_buffers, *args, **options)
+    tied = bool(options.get("tie_weights", True))
 
-    def swap() -> Swap:
+    def swap(tensors: dict[str, torch.Tensor]) -> Swap:
         members = Members(module)
-        made = Swap(members, members.untied(given, bool(options.get("tie_weights", True))), {})
-        buffers = {buffer.path for buffer in members.buffers} & set(fixed)
-        made.first = {name: (*fixed[name], fixed[name][0]) for name in buffers}
+        made = Swap(members, members.untied(tensors, tied), {})
+        buffers = {buffer.path for buffer in members.buffers} & set(fixed) & set(tensors)
+        made.first = {name: (tensors[name], fixed[name], tensors[name]) for name in buffers}
         return made
 
-    _record(swap, output)
+    _record(given, swap, output)
     return output
 
 

@@ -198,7 +198,7 @@ def test_strategies_of_updates_work_by_parts(name: str, ranks: Ranks, seed: int)
         from torch.distributed.tensor import Shard, distribute_tensor
 
         with mesh_of(2, 2) as mesh:
-            params: Any = {"w": distribute_tensor(w, mesh["model"], [Shard(0)]) if split else w, "b": w[0]}
+            params: Any = {"w": distribute_tensor(w, mesh["model"], [Shard(0)]) if split else w, "b": w[0].clone()}
 
             def loss(p: Any, x: Tensor) -> Tensor:
                 whole = p["w"].full_tensor() if split else p["w"]
