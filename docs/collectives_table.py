@@ -25,7 +25,7 @@ class Row:
         rule: the linear rule it follows, if it is one.
         operation: the operation that it issues, where that isn't the rule's.
         static: arguments with which the rule is shown.
-        simulated: whether it works under :func:`ltx.vmap`; under :func:`ltx.simulate` all do.
+        simulated: whether it works under :func:`ltx.vmap`.
     """
 
     name: str

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from ltx.runtime.per_rank import PerRank
     from ltx.runtime.pool import Pool, launch
     from ltx.runtime.show import progress, show
-    from ltx.runtime.simulation import simulate
     from ltx.strategies.bagua import BaguaStrategy
     from ltx.strategies.diloco import DiLoCoStrategy
     from ltx.strategies.horovod import HorovodStrategy
@@ -84,7 +83,6 @@ _LATER = {
     "rank_zero_first": "ltx.data",
     "share_out": "ltx.data",
     "show": "ltx.runtime.show",
-    "simulate": "ltx.runtime.simulation",
     "uneven": "ltx.data",
 }
 _LATER_SUBMODULES = ("checkpoint", "profile")
@@ -140,7 +138,6 @@ __all__ = [
     "share_out",
     "show",
     "shutdown",
-    "simulate",
     "to_device",
     "uneven",
     "vmap",

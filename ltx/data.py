@@ -220,7 +220,7 @@ def uneven(
         "objects",
         f"uneven has no form under ltx.vmap: the ranks of axis {found.name!r} share all iterables. Pad the ranks' "
         "batches to one number outside, stack them, and pass the ranks' weights, 0 for padding, as one more mapped "
-        "tensor; or give each rank its own with ltx.simulate.",
+        "tensor; or give each rank its own on processes, by ltx.Pool(n).run(fn).",
     )
     return _turns(iterable, found, divisor, stop) if found.size > 1 else _alone(iterable)
 
@@ -331,7 +331,8 @@ def share_out(items: Items, axis: Any = None, *, pad: bool = False) -> Items:
 
     Example:
         >>> import ltx
-        >>> ltx.simulate(lambda: ltx.share_out(["a", "b", "c"], pad=True), ranks=2)()
+        >>> with ltx.Pool(2) as pool:
+        ...     pool.run(lambda: ltx.share_out(["a", "b", "c"], pad=True))
         PerRank(rank 0: ['a', 'b'], rank 1: ['c', 'c'])
     """
     found = comm.resolve(axis)

@@ -85,7 +85,7 @@ class Together:
         if found.size > 1 and found.comm is None:
             raise UnsupportedError(
                 f"{operation}: the ranks of axis {found.name!r} are simulated, and simulated ranks have no files of "
-                "their own. Call it outside of ltx.vmap or ltx.simulate, with the state of all ranks."
+                "their own. Call it outside of ltx.vmap, with the state of all ranks."
             )
         self.operation, self._signature = operation, comm.Signature(operation, ())
         self.comm: comm.AxisComm | None = found.comm

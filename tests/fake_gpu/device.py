@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -161,16 +161,6 @@ def device() -> Iterator[None]:
             yield
     finally:
         torch.tensor = tensor
-
-
-def known(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` in another thread than that of :func:`device`, into which no mode leads."""
-
-    def run(*args: Any) -> Any:
-        with _Mode():
-            return f(*args)
-
-    return run
 
 
 def put(values: Any) -> Any:

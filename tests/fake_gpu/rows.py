@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 import ltx
 from ltx.core.gradients import comm_hook
@@ -20,7 +19,7 @@ from tests.contract.conformance.table import OPS
 from tests.contract.hooks.table import HOOKS
 from tests.contract.optim.cases import DENSE_CASES, Case, random_grads, random_params
 from tests.contract.strategies.table import ROWS as STRATEGIES
-from tests.fake_gpu.device import OnDevice, device, got, known, put, register, waits
+from tests.fake_gpu.device import device, got, put, register, waits
 
 N = 2
 Run = Callable[[Any], Any]
@@ -39,19 +38,7 @@ def _params() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in PARAMS.items()}
 
 
-def _threads(f: Callable[..., Any], in_dims: Any = 0, axis_size: int | None = None) -> Callable[..., Any]:
-    """As ``ltx.vmap``, by ranks that take turns, each of which knows the device if the arguments are there."""
-
-    def run(*args: Any) -> Any:
-        there = any(isinstance(x, OnDevice) for x in ltx.tree.flatten(args)[0])
-        with _disable_current_modes():
-            ranks = ltx.simulate(known(f) if there else f, in_dims, ranks=axis_size)(*args)
-        return ranks.stack()
-
-    return run
-
-
-def _reduced(hook: Any, simulated: Any = ltx.vmap) -> tuple[Any, Run]:
+def _reduced(hook: Any) -> tuple[Any, Run]:
     strategy = ltx.DDPStrategy(comm_hook=hook)
     step = ltx.data_parallel(_loss, strategy)
 
@@ -65,7 +52,7 @@ def _reduced(hook: Any, simulated: Any = ltx.vmap) -> tuple[Any, Run]:
                 found = grads
             return found
 
-        return simulated(each)(xs)
+        return ltx.vmap(each)(xs)
 
     return (_params(), torch.randn(N, 3, 6)), run
 
@@ -73,7 +60,7 @@ def _reduced(hook: Any, simulated: Any = ltx.vmap) -> tuple[Any, Run]:
 def _trained(
     strategy: ltx.Strategy,
     optimizer: ltx.optim.Optimizer,
-    simulated: Any,
+    simulated: bool,
     precision: ltx.Precision | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Run]:
@@ -89,7 +76,7 @@ def _trained(
                 state, metrics = train(state, x)
             return state.params, metrics.loss
 
-        return simulated(each)(xs) if simulated else each(xs[0])
+        return ltx.vmap(each)(xs) if simulated else each(xs[0])
 
     return (_params(), torch.randn(N, 3, 6)), run
 
@@ -119,29 +106,26 @@ def rows() -> dict[str, Callable[[], tuple[Any, Run]]]:
     sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
     adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1)
     found: dict[str, Callable[[], tuple[Any, Run]]] = {}
-    for kind, over in (("", ltx.vmap), ("threads' ", _threads)):
-        for op in (op for op in OPS if op.name not in OWN_TENSORS):
-            apply = partial(lambda op, over: (torch.randn(N, N, 2 * N), over(op.apply)), op, over)
-            found[f"{kind}collective {op.name}"] = apply
-        index = partial(lambda over: (torch.randn(N, 3), over(lambda x: torch.cat([x, ltx.axis_index()[None]]))), over)
-        found[f"{kind}collective axis_index"] = index
-        shard = partial(lambda over: (torch.randn(4, 3), over(ltx.shard, in_dims=None, axis_size=N)), over)
-        found[f"{kind}collective shard"] = shard
-        for name, hook in HOOKS.items():
-            found[f"{kind}hook {name}"] = partial(_reduced, hook, over)
-        for name, row in STRATEGIES.items():
-            if N in row.ranks:
-                found[f"{kind}strategy {name}"] = partial(_trained, row.strategy, row.optimizer, over)
+    for op in (op for op in OPS if op.name not in OWN_TENSORS):
+        found[f"collective {op.name}"] = partial(lambda op: (torch.randn(N, N, 2 * N), ltx.vmap(op.apply)), op)
+    index = ltx.vmap(lambda x: torch.cat([x, ltx.axis_index()[None]]))
+    found["collective axis_index"] = lambda: (torch.randn(N, 3), index)
+    found["collective shard"] = lambda: (torch.randn(4, 3), ltx.vmap(ltx.shard, in_dims=None, axis_size=N))
+    for name, hook in HOOKS.items():
+        found[f"hook {name}"] = partial(_reduced, hook)
+    for name, row in STRATEGIES.items():
+        if N in row.ranks:
+            found[f"strategy {name}"] = partial(_trained, row.strategy, row.optimizer, True)
     for case in DENSE_CASES:
         if case.cls is not torch.optim.ASGD:  # it makes its averages by an operation that devices of Python's lack
             found[f"optimizer {case!r}"] = partial(_updated, case)
     found["step moved to the device"] = _moved
-    found["step with a guard"] = partial(_trained, ltx.DDPStrategy(), sgd, None, guard="skip")
+    found["step with a guard"] = partial(_trained, ltx.DDPStrategy(), sgd, False, guard="skip")
     scaled = ltx.Precision(compute=torch.bfloat16, loss_scale=ltx.DynamicLossScale())
-    found["step with a loss scale"] = partial(_trained, ltx.DDPStrategy(), sgd, None, scaled)
-    found["step by buckets"] = partial(_trained, ltx.DDPStrategy(), adamw, None, overlap="update")
+    found["step with a loss scale"] = partial(_trained, ltx.DDPStrategy(), sgd, False, scaled)
+    found["step by buckets"] = partial(_trained, ltx.DDPStrategy(), adamw, False, overlap="update")
     clipped = ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), ltx.optim.ema(adamw, 0.9))
-    found["step clipped and averaged"] = partial(_trained, ltx.DDPStrategy(), clipped, None)
+    found["step clipped and averaged"] = partial(_trained, ltx.DDPStrategy(), clipped, False)
     return found
 
 

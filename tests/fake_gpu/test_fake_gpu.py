@@ -14,10 +14,7 @@ from tests.covering import some
 
 Outcomes = dict[str, tuple[str, list[str]]]
 
-KINDS = (
-    *("collective", "hook", "strategy", "optimizer", "step"),
-    *("threads' collective", "threads' hook", "threads' strategy"),
-)
+KINDS = ("collective", "hook", "strategy", "optimizer", "step")
 LISTS = "copies a list of ranks to the device, once a call"
 #: Where ltx waits for a device, and why.
 WAITS = {
@@ -30,8 +27,6 @@ WAITS = {
     "core/collectives/reduce.py: _check (aten::_local_scalar_dense)": "weights that are wrong raise at once",
     "core/transforms/run.py: _weighted_mean (aten::_local_scalar_dense)": "weights that are wrong raise at once",
     "core/training/train_step.py: <lambda> (a copy to or from the CPU)": "the loss scale, once, in init",
-    "core/transforms/compare.py: bytes_of (a copy to or from the CPU)": "ranks compare parameters, in the first step",
-    "strategies/decentralized.py: _check (aten::_local_scalar_dense)": "peers' numbers of steps, once a step",
     "core/optim/kernel.py: run (aten::_local_scalar_dense)": "torch's Adafactor and Rprop read their count of steps",
 }
 

@@ -198,8 +198,8 @@ def below_modes() -> AbstractContextManager[None]:
     return _NO_DISPATCH() if count_of_modes() else nullcontext()
 
 
-#: Context managers like the public ones, but faster or narrower.
-inference, without_autocast = _of_torch("torch._C:_InferenceMode"), _of_torch("torch._C:_DisableAutocast")
+#: A context manager like the public one, but faster.
+inference = _of_torch("torch._C:_InferenceMode")
 plain_tensors: Callable[[], Any] = _of_torch("torch._C:DisableTorchFunctionSubclass")
 #: Raises RuntimeError with a text if a 0-dim bool is false, once the device has computed it. Works in graphs too.
 assert_later: Callable[[torch.Tensor, str], None] = _of_torch("torch:_assert_async")

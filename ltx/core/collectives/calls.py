@@ -25,22 +25,12 @@ def prepare_trace(axis: Any) -> str:
         key: str = axis
         return key
     found = comm.resolve(axis)
-    check_recorded(found)
     return traced.keep(f"{found.name!r} of {found.size}, {found.ranks!r}", found)
 
 
 @traced.at_trace_time
 def _prepare_groups(axis: Any, groups: tuple[tuple[int, ...], ...]) -> str:
     return prepare_trace(comm.InGroups(axis, groups))
-
-
-def check_recorded(axis: Axis) -> None:
-    """Raise if a recorded graph can't communicate on `axis`."""
-    axis.ranks.need(
-        "graphs",
-        f"axis {axis.name!r}: a graph (torch.compile, make_fx, linearize) can't hold a collective of ltx.simulate, "
-        "whose ranks wait for each other in Python. Compile what is between collectives, or use ltx.vmap.",
-    )
 
 
 @traced.node

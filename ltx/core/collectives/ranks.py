@@ -151,8 +151,8 @@ def shard(value: Tree, axis: Any = None, dim: int = 0) -> Tree:
             return mine(torch.stack(parts))
         if any(isinstance(x, torch.Tensor) for x in parts) or any(x != parts[0] for x in parts):
             raise UnsupportedError(
-                "shard: the ranks of ltx.vmap have equal shapes and share all objects, and these records differ. Use "
-                "ltx.simulate."
+                "shard: the ranks of ltx.vmap have equal shapes and share all objects, and these records differ. Give "
+                "them equal shapes and objects, or run on processes, ltx.Pool(n).run(fn)."
             )
         return parts[0]
 

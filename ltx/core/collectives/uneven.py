@@ -61,7 +61,7 @@ def gather_all_tensors(tensor: torch.Tensor, axis: Any = None) -> list[torch.Ten
     if not isinstance(tensor, torch.Tensor):
         raise TreeError(f"gather_all_tensors takes one tensor, got {shown(tensor)}. Call it for each leaf of a tree.")
     tree.check_dense([tensor], tensor, "gather_all_tensors")
-    found = _real(axis, "gather_all_tensors", "Use ltx.all_gather, or ltx.simulate.")
+    found = _real(axis, "gather_all_tensors", "Use ltx.all_gather, or processes: ltx.Pool(n).run(fn).")
     if tensor.ndim > _MOST_DIMS:
         raise UnsupportedError(f"gather_all_tensors: {tree.describe(tensor)} can't be sent; cast or reshape it first.")
     header = [tensor.ndim, _DTYPES.index(tensor.dtype), *tensor.shape, *(0 for _ in range(_MOST_DIMS - tensor.ndim))]
@@ -222,7 +222,7 @@ def _joined(parts: torch.Tensor, lengths: Sequence[int], at: int, dim: int) -> t
     return torch.cat([part.narrow(at, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
 
 
-def _real(axis: Any, what: str, instead: str = "Leave splits out, or use ltx.simulate.") -> Axis:
+def _real(axis: Any, what: str, instead: str = "Leave splits out, or use processes: ltx.Pool(n).run(fn).") -> Axis:
     if traced.recording():
         traced.refuse(
             f"{what} can't be compiled: what it gives has another shape on each rank, or at each call. Call it outside "
@@ -350,7 +350,7 @@ def _axis_for_objects(what: str, src: int | None, axis: Any) -> Axis:
     found.ranks.need(
         "objects",
         f"{what} has no form under ltx.vmap: the ranks of axis {found.name!r} share all objects. Use the object "
-        "itself, or ltx.broadcast for tensors; or give each rank its own with ltx.simulate.",
+        "itself, or ltx.broadcast for tensors; or give each rank its own on processes, by ltx.Pool(n).run(fn).",
     )
     return found
 

@@ -63,8 +63,6 @@ class Exchange:
                     raise
                 self._failed = error  # wait() raises it, once the caller has finished other work
         else:
-            if plan.agreement is not None:
-                plan.axis.ranks.announce(plan.agreement)
             self._completed = [self.at_once(place, tensors) for place in range(len(plan.buckets))]
 
     def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ class Schedule(ABC):
 
     def in_forward(self) -> AbstractContextManager[None]:
         """A context around the forward pass of a plain step."""
-        return self.plan.axis.ranks.in_forward()
+        return nullcontext()
 
     def enter(self) -> None:
         """A backward pass has come to a tie. It begins at the first one: outputs have one, and their tangents too."""
@@ -87,7 +87,7 @@ class ImmediateSchedule(Schedule):
     """The schedule on simulated ranks and in a world of one: each bucket is reduced completely when it is ready."""
 
     def begin(self) -> None:
-        self.plan.axis.ranks.begin_pass(self.plan.agreement, self.unreduced())
+        self.unreduced()  # compares them, where ranks are simulated
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         plan, bucket = self.plan, self.plan.buckets[index]
@@ -97,8 +97,7 @@ class ImmediateSchedule(Schedule):
             flat, following = reduce_at_once(hook, axis, replace(plan, axis=axis).packed(hook, bucket, mine))
             return (*unpack(flat, bucket), *plan.flatten_states(bucket, following))
 
-        with plan.axis.ranks.in_pass(ends=bucket is plan.buckets[-1]):
-            return _under_vmaps(one_rank, dims, plan.axis, tensors)
+        return _under_vmaps(one_rank, dims, plan.axis, tensors)
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(t.view_as(t) for t in tensors)

@@ -1,9 +1,8 @@
 """Named axes: the dimensions of ranks that collectives reduce over, and which of them are in scope.
 
-An axis is backed by a process group, by a level of ``torch.vmap`` (:func:`ltx.vmap`), by threads that take turns
-(:func:`ltx.simulate`), or by nothing (size 1). Code that uses an axis can't tell which. The axes in scope are the only
-ambient state of ltx: the world's axes, set by ``ltx.init``, and inside them the axes that :func:`ltx.vmap` and
-:func:`ltx.simulate` open in a thread while their function runs.
+An axis is backed by a process group, by a level of ``torch.vmap`` (:func:`ltx.vmap`), or by nothing (size 1). Code that
+uses an axis can't tell which. The axes in scope are the only ambient state of ltx: the world's axes, set by
+``ltx.init``, and inside them the axes that :func:`ltx.vmap` opens in a thread while its function runs.
 """
 
 from __future__ import annotations
@@ -115,8 +114,6 @@ def in_groups(axis: Axis, part: Part, name: str) -> Axis:
 checks_alone: list[Callable[[], None]] = []
 _world_axes: tuple[Axis, ...] = ()
 _whole_world: list[Axis] = []  # the axis of all ranks of a world that has several axes
-#: The key in `_opened_axes` of the axes that threads find besides their own.
-OTHERS = 0
 # The opened axes by thread, each with the Dynamo trace in which it was opened, if any.
 _opened_axes: dict[int, list[tuple[Axis, private.TracingContext | None]]] = {}
 
@@ -128,7 +125,7 @@ def check_open(axis: Axis) -> Axis:
     if isinstance(axis.ranks, Alone) and axis.size > 1:
         raise AxisError(
             f"axis {axis.name!r} has {axis.size} ranks and none that it stands for. Open one with ltx.vmap, "
-            "ltx.simulate, ltx.init(mesh=...) or ltx.axis_from_group."
+            "ltx.init(mesh=...) or ltx.axis_from_group."
         )
     return axis
 
@@ -192,7 +189,7 @@ def _choice() -> tuple[Axis, ...]:
     if not (there := _there()) and len(_world_axes) == 1:
         return _world_axes
     world = math.prod(axis.size for axis in _world_axes)
-    opened = _opened(tuple(at for at in there if at[0] != OTHERS) or there)
+    opened = _opened(there)
     scope = opened if opened and world == 1 else (*_world_axes, *opened)
     names = list(dict.fromkeys(axis.name for axis in scope))
     if len(names) > 1:
@@ -259,17 +256,11 @@ def open_simulated(name: str, size: int, device: torch.device | None = None) -> 
     return level
 
 
-def open_alone(axis: Axis, thread: int | None = None) -> Callable[[], None]:
-    """Make `axis` the only opened axis of this thread, or of :data:`OTHERS`; the returned function undoes it."""
-    undo = set_opened_aside(thread)
-    _opened_axes[threading.get_ident() if thread is None else thread] = [(axis, None)]
-    return undo
-
-
-def set_opened_aside(thread: int | None = None) -> Callable[[], None]:
-    """Close the opened axes of this thread, or of :data:`OTHERS`; the returned function opens them again."""
-    thread = threading.get_ident() if thread is None else thread
+def open_alone(axis: Axis) -> Callable[[], None]:
+    """Make `axis` the only opened axis of this thread; the returned function undoes it."""
+    thread = threading.get_ident()
     kept = _opened_axes.pop(thread, None)
+    _opened_axes[thread] = [(axis, None)]
 
     def undo() -> None:
         _opened_axes.pop(thread, None)
@@ -283,15 +274,14 @@ def set_opened_aside(thread: int | None = None) -> Callable[[], None]:
 def _there() -> tuple[tuple[int, int], ...]:
     """The (thread, index) of the opened axes that are valid here; a failed trace leaves invalid ones behind.
 
-    A thread finds its own axes and the axes under OTHERS, but not the latter if it is a rank of :func:`ltx.simulate`.
-    Autograd's device threads, which may recompute a forward pass, find the axes of all threads.
+    A thread finds its own axes. Autograd's device threads, which may recompute a forward pass, find the axes of all
+    threads.
     """
     if not _opened_axes:
         return ()
     depth, trace, thread = private.maybe_current_level() or 0, private.TracingContext.try_get(), threading.get_ident()
-    own = _opened_axes.get(thread, [])
-    openers = [thread] if any(axis.ranks.in_turn for axis, _ in own) else [OTHERS, thread]
-    if not own and private.graph_task() != -1:
+    openers = [thread]
+    if thread not in _opened_axes and private.graph_task() != -1:
         openers = list(_opened_axes)
     return tuple(
         (opener, place)

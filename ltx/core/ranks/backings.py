@@ -1,8 +1,7 @@
 """The ranks of an axis: one interface, :class:`Ranks`, and the :class:`Rule` of a collective.
 
-Ranks are processes (:class:`ltx.core.comm.processes.ProcessRanks`), threads that take turns
-(:class:`ltx.core.comm.ThreadRanks`), entries of a vmap level, shapes alone, or one rank alone. Code that uses an axis
-calls its ranks' methods, and never asks which kind they are.
+Ranks are processes (:class:`ltx.core.comm.processes.ProcessRanks`), entries of a vmap level, shapes alone, or one rank
+alone. Code that uses an axis calls its ranks' methods, and never asks which kind they are.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Ranks:
     rank: int = 0  # this rank's index on the axis, where the process knows it
     overlaps: bool = False  # collectives on the ranks' channels go on while this rank computes
     lags: bool = False  # work begun in one step may be waited for in another step
-    in_turn: bool = False  # the ranks are threads of this process, and one runs at a time
     lasting: bool = True  # plans made for these ranks are worth keeping
     # makes a result from (operation, buffer, arguments, ranks)
     answer: Callable[..., Any] | None = None
@@ -135,8 +133,7 @@ class Ranks:
         """Raise an error with the text `said` if the ranks lack `what`.
 
         "objects": each rank may have objects, and take branches, of its own. "clock": each has its own time. "whole":
-        no other axis is in the same batch. "values": tensors have values, on which messages may depend. "graphs":
-        communication that a graph can hold.
+        no other axis is in the same batch. "values": tensors have values, on which messages may depend.
         """
         if what in self.lacks:
             raise self.lacks[what](said)
@@ -203,20 +200,6 @@ class Ranks:
 
     def start_anew(self) -> None:
         """All ranks begin a training: nothing that was begun for an earlier one may reach it."""
-
-    def in_forward(self) -> AbstractContextManager[None]:
-        """A context around the forward pass of a plain step."""
-        return nullcontext()
-
-    def begin_pass(self, agreement: Any, unreduced: str) -> None:
-        """Note that a backward pass begins; peers are told if this rank has left one out.
-
-        `agreement`: on the pass' plan, if there is one. `unreduced`: a digest of unreduced gradients in ``.grad``.
-        """
-
-    def in_pass(self, ends: bool) -> AbstractContextManager[None]:
-        """A context around the reduction of a bucket in a backward pass; `ends`: it is the last bucket."""
-        return nullcontext()
 
     # --- small values ----------------------------------------------------------------------------------------------
 

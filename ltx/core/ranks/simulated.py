@@ -1,4 +1,4 @@
-"""vmap: simulated ranks, each an entry of a batch dimension of ``torch.vmap``. See also :func:`ltx.simulate`."""
+"""vmap: simulated ranks, each an entry of a batch dimension of ``torch.vmap``."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def vmap(
 
     Inside `f` ltx's collectives, and all that is built on them, work over the axis `axis_name`, as they do between
     processes. The call composes with ``torch.func`` and nests. Code that ``torch.vmap`` can't run (``.item()``, boolean
-    masks, writes in place) runs under :func:`ltx.simulate`. A result of ``psum`` and its like is one tensor that all
-    ranks share: ``psum(x) + y`` works, and ``psum(x).add_(y)``, which would write all ranks' values into it, raises.
+    masks, writes in place) runs on processes: ``ltx.Pool(n).run(f)``. A result of ``psum`` and its like is one tensor
+    that all ranks share: ``psum(x) + y`` works, and ``psum(x).add_(y)``, which would write all ranks' values into it,
+    raises.
 
     Args:
         f: the function that one rank runs. It takes and returns trees; leaves that aren't tensors are passed on.
@@ -77,8 +78,8 @@ def vmap(
 
     def mapped(*args: Any, **named: Any) -> Any:
         # Dynamo can't flatten a dict without keys.
-        leaves, spec, dims = mapped_arguments(axis_name, in_dims, args, (*args, named) if named else args)
-        size = mapped_size(axis_name, axis_size, leaves, dims)
+        leaves, spec, dims = _mapped_arguments(axis_name, in_dims, args, (*args, named) if named else args)
+        size = _mapped_size(axis_name, axis_size, leaves, dims)
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         mapped_first = sorted(positions, key=lambda i: dims[i] is None)
         device = leaves[mapped_first[0]].device if positions else None
@@ -131,15 +132,15 @@ def vmap(
 #: torch's texts for operations that its vmap can't run, and what to do instead.
 _READS = (
     "the function reads values, which simulated ranks don't have one by one (.item(), an `if`, a boolean "
-    "mask). Run it under ltx.simulate, or choose by torch.where(condition, a, b)."
+    "mask). Run it on processes, ltx.Pool(n).run(fn), or choose by torch.where(condition, a, b)."
 )
 _WRITES = (
     "a write in place needs a tensor that holds the result. What all ranks share, such as what psum gives, has no rank "
-    "dimension: write psum(x) + y for psum(x).add_(y), or run the function under ltx.simulate."
+    "dimension: write psum(x) + y for psum(x).add_(y), or run the function on processes, ltx.Pool(n).run(fn)."
 )
 _FORMATS = (
     "torch counts the rank dimension in memory formats. Call .to(memory_format=...) before ltx.vmap, or run the "
-    "function under ltx.simulate."
+    "function on processes, ltx.Pool(n).run(fn)."
 )
 _RECORDS = (
     "torch.cond, scan, map and while_loop record their functions as graphs, which torch.vmap runs if all of their "
@@ -155,18 +156,18 @@ _ADVICE = (
     (
         "randomness on an unbatched tensor",
         "the function draws random numbers in place, as a module does that is made in it. Make the module before and "
-        "pass its parameters (in_dims=None), or run the function under ltx.simulate.",
+        "pass its parameters (in_dims=None), or run the function on processes, ltx.Pool(n).run(fn).",
     ),
     ("doesn't match the broadcast shape", _WRITES),
     ("but `self` not being vmapped over", _WRITES),
     (
         "running_mean or running_var",
-        "batch norm writes its statistics in place. Run the function under ltx.simulate, or use "
-        "ltx.nn.sync_batch_norm.",
+        "batch norm writes its statistics in place. Use ltx.nn.sync_batch_norm, or run the function on processes, "
+        "ltx.Pool(n).run(fn).",
     ),
     (
         "Tensor.requires_grad_()",
-        "differentiate by ltx.grad or torch.func.grad, or run the function under ltx.simulate.",
+        "differentiate by ltx.grad or torch.func.grad, or run the function on processes, ltx.Pool(n).run(fn).",
     ),
     ("to use channels_last", _FORMATS),
     ("vmap for memory_format", _FORMATS),
@@ -241,13 +242,12 @@ def _place(result: torch.Tensor, out_dim: int | None) -> torch.Tensor:
     return result if out_dim == 0 else result.movedim(0, out_dim)
 
 
-def mapped_arguments(
-    axis_name: str, in_dims: Any, args: tuple[Any, ...], given: tuple[Any, ...], opaque: Any = ()
+def _mapped_arguments(
+    axis_name: str, in_dims: Any, args: tuple[Any, ...], given: tuple[Any, ...]
 ) -> tuple[list[Any], Any, list[int | None]]:
     """The leaves of a call's arguments, `given`, their structure, and the ranks' dimension of each leaf.
 
-    `given`: `args`, and after them a dict of keyword arguments. Leaves of the types `opaque` may be mapped though they
-    aren't tensors.
+    `given`: `args`, and after them a dict of keyword arguments, if there are any.
     """
     leaves, spec = tree.flatten(given)
     dims = _broadcast_dims(in_dims, args)
@@ -255,7 +255,7 @@ def mapped_arguments(
     if not torch.compiler.is_compiling():
         leaves = [x if dim is None else of_array(x) for x, dim in zip(leaves, dims, strict=True)]
     tree.check_open(
-        [None if dim is None or isinstance(x, opaque) else x for x, dim in zip(leaves, dims, strict=True)],
+        [None if dim is None else x for x, dim in zip(leaves, dims, strict=True)],
         given,
         f"axis {axis_name!r}: mapped arguments",
         "mapped (in_dims=None gives every rank the whole)",
@@ -307,10 +307,8 @@ class _Shape(str):
     __repr__ = str.__str__
 
 
-def mapped_size(
-    name: str, given: int | None, leaves: list[Any], dims: list[int | None], argument: str = "axis_size"
-) -> int:
-    """The size of an axis, which mapped `leaves` have, and which may be `given` by the argument called `argument`."""
+def _mapped_size(name: str, given: int | None, leaves: list[Any], dims: list[int | None]) -> int:
+    """The size of an axis, which mapped `leaves` have, and which may be `given`."""
     mapped = [
         (leaf, dim)
         for leaf, dim in zip(leaves, dims, strict=True)
@@ -332,9 +330,9 @@ def mapped_size(
     sizes = {leaf.shape[dim] for leaf, dim in mapped}
     if given is not None:
         if given < 1:
-            raise AxisError(f"axis {name!r}: {argument} is the number of ranks, at least 1, got {given}.")
+            raise AxisError(f"axis {name!r}: axis_size is the number of ranks, at least 1, got {given}.")
         sizes.add(given)
     if len(sizes) != 1:
         got = f"sizes {sorted(sizes)}" if sizes else "no mapped tensor"
-        raise AxisError(f"axis {name!r} needs one size, got {got}. Stack one entry for each rank, or give {argument}.")
+        raise AxisError(f"axis {name!r} needs one size, got {got}. Stack one entry for each rank, or give axis_size.")
     return sizes.pop()

@@ -154,12 +154,11 @@ def is_one(scale: float | torch.Tensor) -> bool:
 
 
 def mean_at_once(
-    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool, reduced: bool = False
+    total: torch.Tensor, weight: torch.Tensor | None, axis: Axis, local: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(mean loss, divisor of the gradients), without a step summary; the divisor of an unweighted step is None.
 
-    `local`: ranks don't share gradients, so they don't wait for each other to share losses either. `reduced`: gradients
-    are means over the ranks of `axis`.
+    `local`: ranks don't share gradients, so they don't wait for each other to share losses either.
     """
     total, alone = total.detach(), local or axis.size == 1
     if weight is None:
@@ -173,7 +172,7 @@ def mean_at_once(
         if fault == 1 and local and axis.size > 1:  # this rank has no data and no gradient; its peers continue
             return torch.full_like(total, float("nan")), torch.ones_like(weight)
         raise no_mean(state="The state is as before the step. ", odd=fault == 2)
-    return total / weight, weight / axis.size if reduced and not alone else weight
+    return total / weight, weight
 
 
 class BackwardResult(NamedTuple):

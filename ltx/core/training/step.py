@@ -289,7 +289,7 @@ class Step:
                 done, mean = self._backward(forward, schedule, work)
         else:
             among, local = forward.run.within or self.info.axis, self.train.step.strategy.hook(self.info.step) is None
-            mean, divisor = mean_at_once(forward.total, forward.weight, among, local, schedule is not None)
+            mean, divisor = mean_at_once(forward.total, forward.weight, among, local)
             with self._calls.in_pass():
                 done = work.run_alone(forward.total, divisor)
         return self._apply(forward, work, done, mean if forward.mean is None else forward.mean, drawn)

@@ -34,7 +34,7 @@ _START = (
 def check_params_once(axis: Axis, params: Tree, fn: Any, key: Hashable, signature: comm.Signature | None) -> None:
     """Raise ReplicaDivergedError on every rank unless `params`, which step `fn` is given, are the same on all.
 
-    Between processes and threads, only the first call of `fn` with each `key` compares; all ranks must make it
+    Between processes, only the first call of `fn` with each `key` compares; all ranks must make it
     together. If a peer calls something else meanwhile, its error says that this rank is at `signature`. Simulated ranks
     that share a tensor have nothing to compare; tensors that they don't share are compared at every call.
     """

@@ -264,14 +264,12 @@ class Swap:
                 self._own[name] = kept_in[key]
                 kept_in[key] = tensor
 
-    def take_out(self) -> dict[str, torch.Tensor]:
-        """Put the module's own tensors back. Returns the tensors that were in their places, by name."""
-        held = {}
+    def take_out(self) -> None:
+        """Put the module's own tensors back."""
         for name, tensor in self._own.items():
             kept_in, key = self.members.slots[name]
-            held[name] = kept_in[key]
             kept_in[key] = tensor
-        return held | self._parametrized.swap_tensors_dict(self._others)[0]
+        self._parametrized.swap_tensors_dict(self._others)
 
     def given(self, name: str) -> torch.Tensor:
         """What the call was given; of a buffer the module got a copy."""
@@ -344,21 +342,6 @@ class Swap:
 
 def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def set_placed_aside() -> Callable[[], None]:
-    """Put modules' own tensors back, for the time in which another rank of this process runs.
-
-    The returned function puts the tensors of this thread's running functional calls in again.
-    """
-    again = [swap for calls in _passes.get() for swap in calls.placed]
-    held = [(swap, swap.take_out()) for swap in reversed((*again, *_placed.get()))]
-
-    def undo() -> None:
-        for swap, tensors in reversed(held):
-            swap.put(tensors)
-
-    return undo
 
 
 def tensors_in_place() -> set[int]:

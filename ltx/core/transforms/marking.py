@@ -20,7 +20,7 @@ from ltx.core.base.errors import SyncStateError, UnsupportedError
 from ltx.core.base.needs import require
 from ltx.core.base.placements import Placements, local, summed
 from ltx.core.base.private import unwrapped
-from ltx.core.collectives.calls import check_dense, check_recorded, check_sums
+from ltx.core.collectives.calls import check_dense, check_sums
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker
@@ -64,7 +64,6 @@ def prepare_trace(
     in :func:`in_dtype`. `choice`: that of the state.
     """
     found = comm.resolve(axis)
-    check_recorded(found)
     if strategy.auto_hook and with_state and not blocked:
         strategy = strategy.with_choice(choice)
     hook = None if blocked else in_dtype(strategy.hook_in_graph(step), dtype)

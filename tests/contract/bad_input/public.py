@@ -226,15 +226,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             )
         ],
         "ltx.elastic": [],  # trains; what it refuses is in runtime/test_elastic.py
-        "ltx.simulate": [
-            Call(
-                ltx.simulate,
-                (lambda x: ltx.psum(x), 0),
-                {"ranks": 4, "axis_name": "data", "randomness": "same"},
-                then=lambda simulated: simulated(batch()),
-            ),
-            Call(ltx.simulate(lambda x: ltx.psum(x), ranks=2, in_dims=None), (batch(),)),
-        ],
         "ltx.launch": [],  # starts processes; refused in test_processes.py
         "ltx.Pool": [],
         "ltx.PerRank": [Call(ltx.PerRank, ([T, T],), {}, lambda values: values.stack())],

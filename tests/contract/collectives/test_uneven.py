@@ -398,28 +398,6 @@ def test_inferred_alone_and_simulated(seed: int) -> None:
         torch.compile(lambda x: ltx.all_gather(x, tiled=True, splits="infer"), fullgraph=True, backend="eager")(x)
 
 
-@pytest.mark.parametrize("lengths", [[[2, 0], [0, 5], [3, 1]], [[0, 0]] * 3], ids=str)
-def test_all_gather_infers_lengths_in_turns(lengths: list[list[int]], seed: int) -> None:
-    trees = _ragged(3, lengths, 0)
-
-    def run() -> tuple[Any, Any]:
-        mine = trees[int(ltx.axis_index())]
-        found, pull = torch.func.vjp(lambda x: ltx.all_gather(x, tiled=True, splits="infer"), mine)
-        return found, pull(found)[0]
-
-    for mine, (found, bar) in zip(trees, ltx.simulate(run, ranks=3)(), strict=True):
-        for name, x in mine.items():
-            assert torch.equal(found[name], torch.cat([one[name] for one in trees]))
-            torch.testing.assert_close(bar[name], 3 * x)
-
-    def unequal() -> str:
-        with pytest.raises(RankMismatchError) as caught:
-            ltx.all_gather(torch.ones(2, 3 + int(ltx.axis_index())), tiled=True, splits="infer")
-        return str(caught.value)
-
-    assert "rank 0: float32[any, 3]; rank 1: float32[any, 4]" in ltx.simulate(unequal, ranks=2)().replicated()
-
-
 def test_only_some_ranks_infer(on_new_axis: Callable[..., Any]) -> None:
     """Whichever has seen what before: an error on all ranks, never a hang."""
 

@@ -49,25 +49,18 @@ def _from_outside(output: Fn, transform: Transform, xs: Tensor, ts: Tensor, back
     return attempt(lambda xs, ts: transform.reference(ltx.vmap(output), xs, ts), xs, ts, backend)
 
 
-def _in_turns(output: Fn, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
-    ranks = ltx.simulate(lambda x, t: transform.per_rank(output, x, t))
-    return attempt(lambda xs, ts: ranks(xs, ts).stack(), xs, ts, backend)
-
-
 def _alone(output: Fn, transform: Transform, xs: Tensor, ts: Tensor, backend: str | None) -> Outcome:
     return attempt(lambda xs, ts: transform.per_rank(output, xs[0], ts[0]).unsqueeze(0), xs, ts, backend)
 
 
 PROCESSES = Backing("2 processes", 2)
 SIMULATED = Backing("2 simulated", 2, _simulated, plain=False)
-TURNS = Backing("3 in turns", 3, _in_turns)
 ALONE = Backing("alone", 1, _alone)
 BACKINGS = (
     PROCESSES,
     SIMULATED,
     Backing("3 simulated", 3, _simulated, plain=False),
     Backing("2 from outside", 2, _from_outside),
-    TURNS,
     ALONE,
 )
 
@@ -116,8 +109,6 @@ MET = [MET[i] for i in covering(MET, 1)]
 def _is_in_table(backing: Backing, mode: str | None, op: Op, transform: Transform) -> bool:
     if op.paired and backing.size == 3:
         return False
-    if backing is TURNS:
-        return mode is EAGER and not transform.forward
     if mode is EAGER:
         return (backing.plain or not transform.plain) and (op.from_outside or backing.apply is not _from_outside)
     if mode == INDUCTOR:
@@ -253,10 +244,6 @@ def test_conformance(row: Row, outcome: Callable[[Row], Outcome], drawn: int) ->
     _check(got.to(want.dtype) if isinstance(got, Tensor) else got, want, rounding)
 
 
-#: A product of all ranks' matrices at once is a kernel of its own, which may add in another order than one matrix's.
-IN_ANOTHER_ORDER = {"product round a ring"}
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name.replace(" ", "_"))
 def test_simulated_ranks_give_what_processes_give(op: Op, outcome: Callable[[Row], Outcome]) -> None:
@@ -264,12 +251,6 @@ def test_simulated_ranks_give_what_processes_give(op: Op, outcome: Callable[[Row
     for transform in TRANSFORMS:
         if not transform.plain:
             simulated = outcome(Row(SIMULATED, EAGER, op, transform))
-            if not transform.forward:
-                in_turns = outcome(Row(replace(TURNS, size=2), EAGER, op, transform))
-                if op.name in IN_ANOTHER_ORDER:
-                    _check(in_turns, simulated, 1e-9)
-                else:
-                    assert torch.equal(in_turns, simulated)
             _check(simulated, outcome(Row(PROCESSES, EAGER, op, transform)), 1e-9)
 
 

@@ -72,16 +72,6 @@ def simulated(hook: CommHook, grads: list[Grads], bucket_bytes: int = 1 << 20) -
     return results, leaves
 
 
-@pytest.mark.full(but=3)
-@pytest.mark.parametrize("name", TWINS)
-def test_ranks_in_turns_give_what_they_give_at_once(name: str, seed: int) -> None:
-    grads = gradients(3)
-    found = ltx.simulate(lambda *gs: run(strategy_of(TWINS[name].hook, 64), list(gs)))(*grads)
-    results, leaves = simulated(TWINS[name].hook, grads, 64)
-    torch.testing.assert_close(ltx.PerRank([r for r, _ in found]).stack(), results, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(ltx.PerRank([s.leaves for _, s in found]).stack(), leaves, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("name", TWINS)

@@ -104,9 +104,3 @@ CASES: dict[str, tuple[str, bool, ltx.Strategy | None, str]] = {
 def test_generate_and_save_after_training_on_two_ranks(case: str, ranks: Ranks, seed: int) -> None:
     name, *others = CASES[case]
     check(ranks(2).run(trained, name, seed, *others), name, seed)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(120)
-def test_generate_and_save_on_ranks_in_turns(seed: int) -> None:
-    check(ltx.simulate(lambda: trained("gpt2", seed, True, None, "backward"), ranks=2)(), "gpt2", seed)

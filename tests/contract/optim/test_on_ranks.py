@@ -95,12 +95,6 @@ def test_processes_and_alone(name: str, strategy: str, overlap: str, ranks: Rank
         check(found, expected)
 
 
-@pytest.mark.parametrize("name", ["groups", "an average", *OPAQUE])
-def test_ranks_in_turns(name: str, seed: int) -> None:
-    for found, expected in ltx.simulate(lambda: both(name, "ddp", "backward"), ranks=2)():
-        check(found, expected)
-
-
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in OPAQUE])
 def test_simulated_ranks(name: str, seed: int) -> None:
     params, x, y = problem()

@@ -17,7 +17,6 @@ from tests.kinds import Ranks
 from tests.meshes import mesh_of
 
 N = 2
-REAL_AND_THREADS = pytest.mark.parametrize("real", [True, False], ids=["processes", "threads"])
 
 
 def loss(w: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -48,10 +47,6 @@ def total(means: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def of(w: dict[str, Tensor]) -> dict[str, Any]:
     return {k: v.grad for k, v in w.items()}
-
-
-def everywhere(ranks: Ranks, real: bool, fn: Callable[..., Any], *args: Any) -> Any:
-    return ranks(N).run(fn, *args) if real else ltx.simulate(fn, in_dims=None, ranks=N)(*args)
 
 
 def clipped(w: dict[str, Tensor]) -> None:
@@ -154,18 +149,6 @@ def drifted(seed: int, name: str) -> None:
 @pytest.mark.parametrize("name", UNFOUND)
 def test_what_it_has_done_to_parameters_is_found_in_the_next_step(ranks: Ranks, seed: int, name: str) -> None:
     ranks(N).run(drifted, seed, name)
-
-
-def both(seed: int) -> None:
-    w, xs, _ = problem(seed)
-    LOCAL(w, xs[0]).backward()
-    CHANGED["mul_"](w)
-    STEP(w, xs[1]).backward()
-
-
-def test_threads_refuse_it(seed: int) -> None:
-    with pytest.raises(RankMismatchError, match=r"adds to 'a\.grad' and 1 more .*ltx\.accumulate\("):
-        ltx.simulate(both, in_dims=None, ranks=N)(seed)
 
 
 def test_simulated_ranks_refuse_it_where_each_has_its_own(seed: int) -> None:
@@ -306,10 +289,9 @@ def allowed(name: str, seed: int) -> Any:
     return of(w), total([means[i] for i in batches])
 
 
-@REAL_AND_THREADS
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_is_right_stays(ranks: Ranks, seed: int, name: str, real: bool) -> None:
-    for got, want in everywhere(ranks, real, allowed, name, seed):
+def test_what_is_right_stays(ranks: Ranks, seed: int, name: str) -> None:
+    for got, want in ranks(N).run(allowed, name, seed):
         torch.testing.assert_close(got, want)
 
 

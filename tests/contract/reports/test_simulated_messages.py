@@ -15,6 +15,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import AxisError, UnsupportedError
+from tests.kinds import Ranks
 
 ROOT = Path(__file__).parents[3]
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
@@ -82,7 +83,6 @@ def test_numpy_arrays_are_mapped() -> None:
     for given in (x, x[:, ::-1], x.astype(">f4")):
         found = ltx.vmap(lambda x, k: ltx.psum(k * x))(given, k=np.array([1, 2]))
         np.testing.assert_array_equal(found.numpy(), np.stack([given[0] + 2 * given[1]] * 2))
-        np.testing.assert_array_equal(ltx.simulate(ltx.psum)(given)[0].numpy(), given.sum(0))
     assert ltx.vmap(lambda a, x: x * int(a[0]), in_dims=(None, 0))(np.array([3]), torch.ones(2)).tolist() == [3, 3]
 
 
@@ -111,21 +111,21 @@ def assigned(x: Tensor) -> Tensor:
 
 #: (a function of one rank, what its error says)
 RAW: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "item": (lambda x: x.sum().item(), r"reads values.*ltx\.simulate.*torch\.where"),
-    "float": (lambda x: float(x.sum()), r"reads values.*ltx\.simulate"),
+    "item": (lambda x: x.sum().item(), r"reads values.*ltx\.Pool\(n\)\.run\(fn\).*torch\.where"),
+    "float": (lambda x: float(x.sum()), r"reads values.*ltx\.Pool\(n\)\.run\(fn\)"),
     "if": (lambda x: x if x.sum() > 0 else -x, r"reads values.*torch\.where"),
     "mask": (lambda x: x[x > 0], r"reads values.*torch\.where"),
     "written mask": (written, r"reads values.*torch\.where"),
-    "nonzero": (torch.nonzero, r"reads values.*ltx\.simulate"),
-    "numpy": (lambda x: x.numpy(), r"reads values.*ltx\.simulate"),
-    "an index": (lambda x: [1.0, 2.0][ltx.axis_index()], r"reads values.*ltx\.simulate"),
-    "a module": (lambda x: torch.nn.Linear(3, 1)(x), r"Make the module before.*ltx\.simulate"),
+    "nonzero": (torch.nonzero, r"reads values.*ltx\.Pool\(n\)\.run\(fn\)"),
+    "numpy": (lambda x: x.numpy(), r"reads values.*ltx\.Pool\(n\)\.run\(fn\)"),
+    "an index": (lambda x: [1.0, 2.0][ltx.axis_index()], r"reads values.*ltx\.Pool\(n\)\.run\(fn\)"),
+    "a module": (lambda x: torch.nn.Linear(3, 1)(x), r"Make the module before.*ltx\.Pool\(n\)\.run\(fn\)"),
     "in place": (lambda x: ltx.psum(x).add_(x), r"no rank dimension: write psum\(x\) \+ y"),
     "an entry": (lambda x: torch.zeros(3).index_fill_(0, torch.tensor(1), x.sum()), r"no rank dimension"),
     "a slice": (assigned, r"no rank dimension: write psum\(x\) \+ y"),
     "multiplied": (lambda x: ltx.psum(x).mul_(x), r"no rank dimension"),
     "lerp": (lambda x: torch.zeros(3).lerp_(x, 0.5), r"no rank dimension"),
-    "equal": (lambda x: torch.equal(x, x), r"reads values.*ltx\.simulate"),
+    "equal": (lambda x: torch.equal(x, x), r"reads values.*ltx\.Pool\(n\)\.run\(fn\)"),
     "contiguous": (lambda x: x.view(1, 3, 1, 1).contiguous(memory_format=torch.channels_last), r"before ltx\.vmap"),
     "cloned": (lambda x: x.view(1, 3, 1, 1).clone(memory_format=torch.channels_last), r"before ltx\.vmap"),
     "channels_last": (lambda x: x.view(1, 3, 1, 1).to(memory_format=torch.channels_last), r"before ltx\.vmap"),
@@ -135,13 +135,12 @@ RAW: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_what_vmap_cannot_run_says_what_to_write(name: str) -> None:
+def test_what_vmap_cannot_run_says_what_to_write(name: str, ranks: Ranks) -> None:
     fn, text = RAW[name]
     with pytest.raises(UnsupportedError, match=rf"(?s)ltx\.vmap, axis 'data': .*{text}.* torch says: ") as raised:
         ltx.vmap(fn)(torch.randn(2, 3))
     assert isinstance(raised.value.__cause__, RuntimeError)
-    if name not in ("backward", "an index"):
-        ltx.simulate(fn)(torch.randn(2, 3))
+    ranks(2).run(lambda: fn(torch.randn(3)))
 
 
 def test_errors_of_the_user_s_own_stay_what_they_are() -> None:

@@ -225,12 +225,6 @@ def test_symbolic_traces_are_refused_by_name(call: str) -> None:
         torch.fx.symbolic_trace(Calls(CALLS[call]))
 
 
-def test_ranks_that_take_turns_are_refused() -> None:
-    for trace in (lambda x: make_fx(lambda x: ltx.psum(x))(x), lambda x: linearize(ltx.psum, x)):
-        with refused(r"a graph \(torch.compile, make_fx, linearize\) can't hold a collective of ltx.simulate"):
-            ltx.simulate(trace)(torch.ones(2, 3))
-
-
 def objects_recorded() -> str:
     with pytest.raises(UnsupportedError) as caught:
         make_fx(lambda x: x * ltx.all_gather_object(1.0)[0])(torch.ones(2))

@@ -97,13 +97,6 @@ def test_every_rank_raises_and_the_axis_stays_in_step(ranks: Ranks, name: str) -
     assert DIFFERENT[name][2] in text
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_threads_raise_too(name: str) -> None:
-    call, tree, leaf = DIFFERENT[name]
-    with pytest.raises(RankMismatchError, match=leaf):
-        ltx.simulate(lambda: call(tree(int(ltx.axis_index()))), ranks=2)()
-
-
 def loses_a_table() -> list[str]:
     """Two tables for some steps, of which a rank then misses one: what the others do is known by then."""
     rank, said = int(ltx.axis_index()), []
@@ -142,10 +135,9 @@ def sums(count: int, size: int, seed: int) -> list[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("count", [1, 31, 40])
 def test_sums_of_sparse_and_dense_leaves(ranks: Ranks, seed: int, count: int) -> None:
-    for by_rank in (ranks(2).run(sums, count, 5, seed), ltx.simulate(sums, in_dims=None, ranks=2)(count, 5, seed)):
-        for (got, *rest), (want, *others) in (pair for found in by_rank for pair in found):
-            assert rest == others
-            torch.testing.assert_close(got, want)
+    for (got, *rest), (want, *others) in (pair for found in ranks(2).run(sums, count, 5, seed) for pair in found):
+        assert rest == others
+        torch.testing.assert_close(got, want)
 
 
 def sparse_gradient(seed: int) -> tuple[Tensor, Tensor]:

@@ -129,13 +129,6 @@ def test_where_a_rank_does_not_see_the_gradients_of_others(ranks: Ranks) -> None
         assert "These are all: " in found[0]
 
 
-def test_on_ranks_in_turns() -> None:
-    train = ltx.train_step(ltx.data_parallel(loss), adamw)
-    with pytest.warns(UnusedParameterWarning, match="doesn't depend on 'pooler'") as caught:
-        ltx.simulate(lambda: train(train.init(start()), torch.ones(2))[1].loss, ranks=2)()
-    assert len(caught) == 2
-
-
 def test_not_of_what_another_rank_uses(ranks: Ranks) -> None:
     step = ltx.data_parallel(by_rank)
     assert_said(warned(step)[0])

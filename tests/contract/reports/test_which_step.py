@@ -223,18 +223,11 @@ def _plain(seed: int, handles: str, how: str) -> tuple[list[str], float]:
     return said, w.item()
 
 
-ON = {
-    "processes": lambda ranks, *args: list(ranks(2).run(_plain, *args)),
-    "threads": lambda _, *args: list(ltx.simulate(lambda: _plain(*args), ranks=2)()),
-}
-
-
-@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("how", ["backward", "ltx.grad"])
 @pytest.mark.parametrize("where", ["alone", "in the backward pass"])
-def test_a_plain_step_that_one_rank_leaves_out(where: str, how: str, on: str, ranks: Ranks, seed: int) -> None:
+def test_a_plain_step_that_one_rank_leaves_out(where: str, how: str, ranks: Ranks, seed: int) -> None:
     """Its peers hear of it once, and leave it out too: their next one is its next one."""
-    (waited, w), (failed, w_1) = ON[on](ranks, seed, where, how)
+    (waited, w), (failed, w_1) = ranks(2).run(_plain, seed, where, how)
     why = "MemoryError: no memory for pass 2" if where != "alone" else "OutOfMemoryError: no memory for the batch"
     assert failed == [why]
     left = f"its forward pass raised {why}" if where == "alone" else why
@@ -267,25 +260,6 @@ def test_a_trial_on_one_rank_before_training(ranks: Ranks, seed: int) -> None:
     assert ranks(2).run(_probed, seed).replicated() == 1
 
 
-@pytest.mark.parametrize(("where", "why"), [("forward", "OutOfMemoryError"), ("update", "MemoryError")])
-def test_simulated_ranks(where: str, why: str, seed: int) -> None:
-    def run() -> tuple[list[str], int]:
-        return _train(seed, where)[:2]
-
-    (told, at), (failed, at_1) = ltx.simulate(run, ranks=2)()
-    assert failed[0].startswith(why)
-    kind = "ReplicaDivergedError" if where == "update" else "DeadlockDetectedError"
-    assert told[0].startswith(f"{kind}: rank 0: rank 1 has left step 2 of the training on axis 'data'")
-    assert f"halfway ({why}: no memory" in told[0]
-    assert (len(told), len(failed)) == ((1, 1) if where == "forward" else (2, 3))
-    if where == "update":
-        assert (at, at_1) == (BROKEN + 1, BROKEN)
-        assert failed[1].startswith("ReplicaDivergedError: axis 'data': rank 1 left step 2 of the training halfway")
-        assert "This rank had completed it." in told[0]
-        assert "rank 0: step 3 of the training" in told[1]
-        assert "rank 1: step 2 of the training" in told[1]
-
-
 def _agreeing(seed: int, where: str) -> tuple[list[str], int, float]:
     """Ranks ask each other after each step whether it went well on all, and go on from rank 0's state if not."""
     rank, said = int(ltx.axis_index()), list[str]()
@@ -304,14 +278,9 @@ def _agreeing(seed: int, where: str) -> tuple[list[str], int, float]:
     return said, state.step, state.params.item()
 
 
-@pytest.mark.parametrize(
-    ("where", "on"), [(where, on) for where in ("forward", "update") for on in ("processes", "threads")]
-)
-def test_ranks_that_agree_after_each_step(where: str, on: str, ranks: Ranks, seed: int) -> None:
-    if on == "threads":
-        found = list(ltx.simulate(lambda: _agreeing(seed, where), ranks=2)())
-    else:
-        found = list(ranks(2).run(_agreeing, seed, where))
+@pytest.mark.parametrize("where", ["forward", "update"])
+def test_ranks_that_agree_after_each_step(where: str, ranks: Ranks, seed: int) -> None:
+    found = list(ranks(2).run(_agreeing, seed, where))
     why = "OutOfMemoryError" if where == "forward" else "MemoryError"
     assert [said for said, *_ in found] == [
         ["ReplicaDivergedError" if where == "update" else "DeadlockDetectedError"],

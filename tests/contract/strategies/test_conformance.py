@@ -105,18 +105,6 @@ def test_simulated_ranks_do_what_the_reference_says(name: str, n: int, seed: int
             assert_is([{k: x[rank] for k, x in state.params.items()}], expected[step : step + 1], rank, row.tolerance)
 
 
-@pytest.mark.full(but=6)
-@pytest.mark.covering(1, of=lambda name: (KINDS[name],))
-@pytest.mark.parametrize("name", NAMES)
-def test_ranks_in_turns_do_what_the_reference_says(name: str, seed: int) -> None:
-    row = ROWS[name]
-    n = max(row.ranks)
-    problem = make_problem(seed, n)
-    expected = row.reference(problem)
-    for rank, (history, _, _) in enumerate(ltx.simulate(lambda: trained(row, problem), ranks=n)()):
-        assert_is(history, expected, rank, row.tolerance)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_world_of_one_does_what_the_reference_says(name: str, seed: int) -> None:
     row, problem = ROWS[name], make_problem(seed, 1)

@@ -98,16 +98,14 @@ def test_in_micro_batches(name: str, overlap: str, guard: str, ranks: Ranks, see
     torch.testing.assert_close(by_grads, by_loss)
 
 
-@pytest.mark.parametrize("simulated", [ltx.simulate, ltx.vmap])
-def test_in_micro_batches_on_simulated_ranks(simulated: Any, seed: int) -> None:
+def test_in_micro_batches_on_simulated_ranks(seed: int) -> None:
     def run(x: Tensor, y: Tensor) -> tuple[Params, Params]:
         params = {name: p.detach() for name, p in NET.named_parameters()}
         accumulated = ltx.accumulate(ltx.data_parallel(gradients, returns="grads"), 2)
         return ltx.grad(accumulated)(params, x, y), ltx.grad(ltx.data_parallel(loss_fn))(params, x, y)
 
-    found = simulated(run)(torch.randn(3, 8, 4), torch.randint(3, (3, 8)))
-    for by_grads, by_loss in found if isinstance(found, ltx.PerRank) else [found]:
-        torch.testing.assert_close(by_grads, by_loss)
+    by_grads, by_loss = ltx.vmap(run)(torch.randn(3, 8, 4), torch.randint(3, (3, 8)))
+    torch.testing.assert_close(by_grads, by_loss)
 
 
 def test_dp_sgd_is_that_of_one_process(ranks: Ranks, seed: int) -> None:
@@ -187,8 +185,7 @@ def test_ranks_that_try_perturbations_of_their_own_are_as_one_that_tries_all(ran
     alone = evolved(noises.flatten(1, 2))
     together = ranks(2).run(lambda: evolved(noises[:, ltx.axis_index()])).replicated()
     simulated = ltx.vmap(evolved, in_dims=1)(noises)["w"]
-    in_turns = ltx.simulate(evolved, in_dims=1)(noises).replicated()
-    for found in (together["w"], *simulated, in_turns["w"]):
+    for found in (together["w"], *simulated):
         torch.testing.assert_close(found, alone["w"])
 
 

@@ -1,4 +1,4 @@
-"""share_out and rank_zero_first: on processes, on simulated ranks, and alone."""
+"""share_out and rank_zero_first: on processes, and alone."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def plain(shares: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", SHARES)
-def test_each_rank_gets_its_share(name: str) -> None:
+def test_each_rank_gets_its_share(name: str, ranks: Ranks) -> None:
     items, size, pad, expected = SHARES[name]
-    assert plain(ltx.simulate(lambda: ltx.share_out(items, pad=pad), ranks=size)()) == plain(expected)
+    found = [ltx.share_out(items, pad=pad)] if size == 1 else ranks(size).run(ltx.share_out, items, pad=pad)
+    assert plain(found) == plain(expected)
 
 
 def test_processes_get_their_shares_and_join_them(ranks: Ranks) -> None:
@@ -105,18 +106,16 @@ def failing() -> tuple[str, str, float]:
         return type(error).__name__, str(error), ltx.psum(torch.tensor(1.0)).item()  # all go on together
 
 
-@pytest.mark.parametrize("kind", ["processes", "simulated"])
-def test_rank_zero_goes_first_and_its_errors_reach_all(kind: str, ranks: Ranks, tmp_path: Path) -> None:
-    run = ranks(2).run if kind == "processes" else lambda f: ltx.simulate(f, ranks=2)()
-    found: Any = run(seen_first(tmp_path))
+def test_rank_zero_goes_first_and_its_errors_reach_all(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2).run(seen_first(tmp_path))
     assert list(found) == [([False] * 2, [0, 0]), ([True] * 2, [1, 1])]
-    first, second = run(failing)
+    first, second = ranks(2).run(failing)
     assert first == ("OSError", "no such host", 2.0)
     assert second[0::2] == ("DataError", 2.0)
     assert "rank 0 of axis 'data' raised OSError: no such host. All ranks stop here." in second[1]
 
 
-def test_an_interrupt_of_rank_zero_reaches_all() -> None:
+def test_an_interrupt_of_rank_zero_reaches_all(ranks: Ranks) -> None:
     def on_a_rank() -> str:
         try:
             with ltx.rank_zero_first():
@@ -124,7 +123,7 @@ def test_an_interrupt_of_rank_zero_reaches_all() -> None:
         except (KeyboardInterrupt, DataError) as error:
             return repr(error)
 
-    first, second = ltx.simulate(on_a_rank, ranks=2)()
+    first, second = ranks(2).run(on_a_rank)
     assert first == "KeyboardInterrupt()"
     assert "raised KeyboardInterrupt" in second
 

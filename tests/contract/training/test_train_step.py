@@ -215,13 +215,9 @@ def measured_norms(seed: int, strategy: ltx.Strategy) -> tuple[list[Tensor], Par
     return norms, state.params
 
 
-@pytest.mark.parametrize("backing", ["processes", "in turns"])
 @pytest.mark.parametrize("strategy", [BUCKETS, ltx.ZeroStrategy(bucket_bytes=64, first_bucket_bytes=64)], ids=repr)
-def test_the_norm_is_measured_without_clipping(backing: str, strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
-    if backing == "processes":
-        norms, params = ranks(2).run(measured_norms, seed, strategy).replicated()
-    else:
-        norms, params = ltx.simulate(lambda: measured_norms(seed, strategy), ranks=2)().replicated()
+def test_the_norm_is_measured_without_clipping(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
+    norms, params = ranks(2).run(measured_norms, seed, strategy).replicated()
     module, batches = problem(seed, EQUAL, 4)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
     for norm, batch in zip(norms, whole(batches), strict=True):

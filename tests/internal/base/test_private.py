@@ -31,7 +31,6 @@ ELSEWHERE = {
     "core/transforms/functional_call.py": 1,
     "hooks/ddp.py": 1,
     "nn.py": 2,
-    "runtime/simulation.py": 3,
 }
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 LTX = Path(__file__).parents[3] / "ltx"
 #: An axis' kinds, the names of their classes, and the communicator of one of them.
-KINDS = {"threads", "simulated", "meta"}
-CLASSES = {"ProcessRanks", "ThreadRanks", "VmapRanks", "ShapeRanks"}
-#: What makes ranks of a kind: ltx.simulate, and explain. The threads of a worker are its processors'.
-MAKERS = {"runtime/simulation.py", "estimate.py", "runtime/worker.py"}
+KINDS = {"simulated", "meta"}
+CLASSES = {"ProcessRanks", "VmapRanks", "ShapeRanks"}
+#: What makes ranks of a kind: explain.
+MAKERS = {"estimate.py"}
 #: Uses of a communicator (``axis.comm``), which only go down.
 MOST = 40
 

@@ -82,7 +82,6 @@ ROWS = [
         PRECISIONS,
         (None, 1),
         (False, True),
-        (False, True),
     )
 ]
 REFUSED = re.compile(r"^.+ needs .+, which .+ doesn't offer: .+\.$", re.DOTALL)
@@ -90,7 +89,7 @@ REFUSED = re.compile(r"^.+ needs .+, which .+ doesn't offer: .+\.$", re.DOTALL)
 
 def trained(row: tuple[Any, ...], params: Any, xs: torch.Tensor) -> Any:
     """The mean over ranks of the parameters, after some steps."""
-    strategy, hook, optimizer, overlap, guard, precision, check_every, weighted, threads = row
+    strategy, hook, optimizer, overlap, guard, precision, check_every, weighted = row
     made = OTHERS[strategy] if hook is None else STRATEGIES[strategy](hook)
 
     def loss(params: Any, x: torch.Tensor) -> Any:
@@ -107,7 +106,7 @@ def trained(row: tuple[Any, ...], params: Any, xs: torch.Tensor) -> Any:
             state, _ = train(state, x)
         return ltx.pmean(train.finish(state).params)
 
-    return ltx.simulate(run)(xs).stack() if threads else ltx.vmap(run)(xs)
+    return ltx.vmap(run)(xs)
 
 
 def by_torch(optimizer: str, params: Any, xs: list[torch.Tensor]) -> Any:

@@ -106,7 +106,6 @@ def test_what_does_not(environment: Callable[..., None], who: str) -> None:
 def test_simulated_ranks_are_no_processes(environment: Callable[..., None]) -> None:
     environment(TORCHRUN)
     assert torch.equal(ltx.vmap(ltx.psum)(X), 3 * X)
-    assert ltx.simulate(lambda: float(ltx.psum(torch.tensor(2.0))), ranks=2)().replicated() == 4.0
     assert torch.equal(torch.func.grad(loss)(X, X), X)  # nothing of ltx
     with pytest.raises(WorldError, match="rank 5 of 8"):
         ltx.vmap(lambda x: ltx.psum(x, "data"), axis_name="other")(X)
