@@ -25,23 +25,23 @@ class Size(NamedTuple):
 
 BUDGET = {
     ".": Size(1849, 11),
-    "all": Size(42383, 166),
+    "all": Size(41967, 165),
     "checkpoint": Size(1612, 7),
     "core": Size(1, 1),
     "core/base": Size(2391, 11),
     "core/collectives": Size(3161, 11),
-    "core/comm": Size(6353, 22),
-    "core/gradients": Size(2429, 8),
+    "core/comm": Size(6221, 21),
+    "core/gradients": Size(2337, 8),
     "core/optim": Size(3058, 11),
     "core/ranks": Size(1191, 5),
     "core/training": Size(3840, 14),
-    "core/transforms": Size(3658, 13),
+    "core/transforms": Size(3610, 13),
     "core/world": Size(1619, 7),
     "demo": Size(482, 3),
     "hooks": Size(2651, 13),
-    "profile": Size(1110, 4),
+    "profile": Size(1082, 4),
     "runtime": Size(4258, 14),
-    "strategies": Size(2720, 11),
+    "strategies": Size(2604, 11),
 }
 
 

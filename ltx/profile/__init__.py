@@ -6,23 +6,21 @@
 :func:`compare`                     how long steps take here, with several strategies in turns
 :func:`record`                      every collective of a block of code, with times and bytes
 :func:`timeline`                    a recording as a picture, or as a file for a trace viewer
-:func:`measure_network`             bandwidth and latency between the ranks
 ==================================  ==============================================================================
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ltx.core.comm.network import Network, measure_network
 from ltx.profile.traces import Timeline, Trace, record, timeline
 
 if TYPE_CHECKING:
-    from ltx.profile.cost import Comparison, Cost, compare, plan
+    from ltx.profile.cost import Comparison, Cost, Network, compare, plan
     from ltx.profile.explanation import Explanation, explain
 
 # These modules are imported at first use: programs that only train don't need them.
 _LATER = {
-    **dict.fromkeys(("Comparison", "Cost", "compare", "plan"), "ltx.profile.cost"),
+    **dict.fromkeys(("Comparison", "Cost", "Network", "compare", "plan"), "ltx.profile.cost"),
     **dict.fromkeys(("Explanation", "explain"), "ltx.profile.explanation"),
 }
 
@@ -35,7 +33,6 @@ __all__ = [
     "Trace",
     "compare",
     "explain",
-    "measure_network",
     "plan",
     "record",
     "timeline",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ltx.core import collectives, comm
+from ltx.core import collectives
 from ltx.core.base import tree
 from ltx.core.base.arguments import brief, checked, number, whole
 from ltx.core.base.readable import Shown, Table, format_bytes, format_seconds, many
@@ -30,10 +30,29 @@ from ltx.estimate import Collective, Issues, Started, Steps, Waited
 from ltx.optim import Optimizer
 from ltx.profile.traces import record
 from ltx.strategies import Strategy
-from ltx.strategies.ddp import choice_for
 from ltx.typing import Tree
 
 FORWARD, BACKWARD, OPTIMIZER = 0.3, 0.6, 0.1  #: the parts of `compute_s`
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects the ranks of an axis.
+
+    Args:
+        bandwidth: of each rank's link in each direction, in bits per second: 1e9 for 1 Gbit/s.
+        latency: of a message, in seconds.
+
+    Raises:
+        InputError: (a ValueError) a number is out of range.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bandwidth", number("Network.bandwidth", self.bandwidth, 0, more=True))
+        object.__setattr__(self, "latency", number("Network.latency", self.latency, 0))
 
 
 @dataclass(frozen=True)
@@ -108,7 +127,7 @@ class _Transfer:
 class _Clock:
     """The clock of one rank and of its link. The rank computes, and the link sends, one thing after the other."""
 
-    networks: list[tuple[int, comm.Network]]  # (number of neighbours that it connects, network), the smallest first
+    networks: list[tuple[int, Network]]  # (number of neighbours that it connects, network), the smallest first
     compute_s: float
     now: float = 0.0
     link_free: float = 0.0
@@ -187,7 +206,7 @@ def plan(
     bandwidth: float,
     latency: float,
     compute_s: float,
-    inside: Mapping[int, comm.Network] | None = None,
+    inside: Mapping[int, Network] | None = None,
     optimizer: Optimizer | None = None,
     steps: range | None = None,
 ) -> Cost:
@@ -235,19 +254,15 @@ def plan(
         <BLANKLINE>
         computing 100 ms, waiting 300 ms
     """
-    network = comm.Network(number("plan: bandwidth", bandwidth, 0, more=True), number("plan: latency", latency, 0))
+    network = Network(number("plan: bandwidth", bandwidth, 0, more=True), number("plan: latency", latency, 0))
     compute_s, world = number("plan: compute_s", compute_s, 0), whole("plan: world", world, 1)
     inside = {} if inside is None else inside
-    if not isinstance(inside, Mapping) or not all(isinstance(net, comm.Network) for net in inside.values()):
+    if not isinstance(inside, Mapping) or not all(isinstance(net, Network) for net in inside.values()):
         raise InputError(f"plan: inside maps numbers of ranks to ltx.profile.Network, got {brief(inside)}.")
     networks = sorted((whole("plan: a group of inside", size, 1), net) for size, net in inside.items())
     if steps is not None and not (isinstance(steps, range) and len(steps) and steps.start >= 0 and steps.step == 1):
         raise InputError(f"plan: steps must be a range of steps that follow one another, got {brief(steps)}.")
     tree.check_dense(tree.flatten(params)[0], params, "the parameters")
-    if strategy.auto_sizes or strategy.auto_hook:
-        strategy = replace(strategy, network=strategy.network or network)
-    if strategy.auto_hook:
-        strategy = strategy.with_choice(choice_for(strategy, params, world, strategy.network).name)
     window = _cycle_of(strategy) if steps is None else steps
     start = max(0, window.start - strategy.cycle[1])
     driven = Steps(strategy, params, world, 0, start, optimizer)

@@ -388,8 +388,7 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         ],
         # --- the wire
         "ltx.debug_checks": [Call(ltx.debug_checks, (), {"same_lines": True}, _entered)],
-        "ltx.profile.measure_network": [Call(ltx.profile.measure_network, ("data",))],
-        "ltx.profile.Network": [Call(ltx.profile.Network, (1e9, 1e-4), {}, lambda network: network.sum_s(1000, 2))],
+        "ltx.profile.Network": [Call(ltx.profile.Network, (1e9, 1e-4), {}, lambda network: network.latency)],
         "ltx.profile.record": [Call(ltx.profile.record, (), {"profiler": False}, _entered)],
         "ltx.profile.timeline": [Call(ltx.profile.timeline, ([trace],), {}, _uses)],
         "ltx.profile.Timeline": [],
