@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1849, 11),
-    "all": Size(42085, 165),
+    ".": Size(1832, 11),
+    "all": Size(41790, 165),
     "checkpoint": Size(1612, 7),
     "core": Size(1, 1),
     "core/base": Size(2391, 11),
@@ -33,15 +33,15 @@ BUDGET = {
     "core/comm": Size(6240, 21),
     "core/gradients": Size(2363, 8),
     "core/optim": Size(3058, 11),
-    "core/ranks": Size(1191, 5),
+    "core/ranks": Size(1188, 5),
     "core/training": Size(3840, 14),
     "core/transforms": Size(3610, 13),
     "core/world": Size(1619, 7),
     "demo": Size(482, 3),
     "hooks": Size(2651, 13),
-    "profile": Size(1155, 4),
+    "profile": Size(881, 4),
     "runtime": Size(4258, 14),
-    "strategies": Size(2604, 11),
+    "strategies": Size(2603, 11),
 }
 
 

@@ -49,7 +49,7 @@ class StrategyOffers:
         constant_after: the number of steps after which ``hook(step)`` stays the same; None if it keeps changing. From
             then on, compiled graphs can hold the hook.
         cycle: (first, length): from step `first` on, what a step sends repeats every `length` steps.
-            :func:`ltx.profile.plan` takes the mean over that many steps.
+            :func:`ltx.profile.compare` times that many at a time.
         hook_in_graph: ``hook(step)`` for a compiled graph that is traced at step `step` and runs at later steps; raises
             if the hook changes.
         hook_in_training: ``hook(step)`` in a train step, where only ``update`` sees the gradients.
