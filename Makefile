@@ -74,8 +74,8 @@ notebooks: $(VENV)/.full
 
 # One table: ltx, DDP, Fabric, accelerate and JAX on loopback and two shaped links. Others beside it:
 # python -m benchmarks.step_time, benchmarks.collectives, benchmarks.hooks, benchmarks.codecs, benchmarks.strategies,
-# benchmarks.plan, benchmarks.simulated, benchmarks.studies.hooks, benchmarks.studies.strategies,
-# benchmarks.start, benchmarks.checks, benchmarks.overhead, benchmarks.memory.
+# benchmarks.simulated, benchmarks.studies.hooks, benchmarks.studies.strategies, benchmarks.start,
+# benchmarks.checks, benchmarks.overhead, benchmarks.memory.
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.table $(BENCH)
 

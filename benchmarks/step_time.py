@@ -1,15 +1,14 @@
 """Time of a training step: ltx, torch DDP and the local step, iteration by iteration in one run.
 
     python -m benchmarks.step_time [--link loopback|1gbit|100mbit] [--iterations 60]
-        [--compiled] [--memory] [--alone] [--auto] [--waiting]
+        [--compiled] [--memory] [--alone] [--waiting]
 
 Each variant does forward, backward and fused AdamW on the 5 M parameter transformer, one thread a rank. A figure is the
 median over iterations of the ratio of two variants' times in the same iteration, the slowest rank's each. Variants take
 turns of `--block` steps. `--memory`
 runs each variant in processes of its own and compares their peak resident memory above that of the imports. `--alone`
 compares a world of one with the bare torch loop, and with that loop through ``functional_call``, which costs about half
-a percent by itself. `--auto` compares buckets and hooks that ltx chooses for the link with its defaults and with DDP;
-the steps are those after a hook's exact ones. `--waiting` has a model that waits instead of computing, so that ranks of
+a percent by itself. `--waiting` has a model that waits instead of computing, so that ranks of
 one machine contend for nothing but the link, and prints the bound, the longer of computation and message.
 """
 
@@ -21,7 +20,6 @@ import json
 import resource
 import statistics
 import sys
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -38,30 +36,15 @@ from benchmarks.ranks import Variant, backend_on, found_by_ranks, interleaved, r
 GOALS: list[tuple[str, str, float, str | None]] = [
     ("ltx", "ddp", 1.0, None),
     ("ltx update", "ddp", 0.97, None),
-    ("ltx update, auto buckets", "ddp", 1.0, "loopback"),
-    ("ltx update, auto buckets", "ddp", 0.78, "1gbit"),
-    ("ltx update, auto buckets", "ddp", 0.97, "100mbit"),
     ("ltx update, fp16", "ddp", 0.62, "1gbit"),
     ("ltx func.grad", "ddp gradients", 1.0, None),
     ("ltx compiled", "ddp compiled", 0.95, None),
     ("ltx alone", "torch loop", 1.01, None),
-    ("ltx auto buckets", "ltx", 1.02, None),
-    ("ltx auto", "ddp", 0.95, "loopback"),
-    ("ltx auto", "ddp", 0.60, "1gbit"),
-    ("ltx auto", "ddp", 0.10, "100mbit"),
-    ("ltx auto update", "ddp", 0.95, "loopback"),
-    ("ltx auto update", "ddp", 0.60, "1gbit"),
-    ("ltx auto update", "ddp", 0.10, "100mbit"),
 ]
 
-#: As much as possible is left to ltx.
-AUTO = ltx.DDPStrategy(bucket_bytes="auto", comm_hook="auto")
-#: More than the exact steps of any hook that may be chosen.
-SETTLED = 10_000
 with torch.device("meta"):
     #: Of the gradients.
     NBYTES = sum(4 * p.numel() for p in Transformer().parameters())
-AUTO_BUCKETS = ltx.DDPStrategy(bucket_bytes="auto")
 HALVES = ltx.DDPStrategy(comm_hook="fp16")
 
 
@@ -130,9 +113,6 @@ class Setting:
         def step() -> None:
             state[0], _ = train(state[0], self.inputs, self.targets)
 
-        if strategy == AUTO:
-            state[0] = replace(state[0], sync_state=replace(state[0].sync_state, step=SETTLED))
-            step.chosen = f"{state[0].sync_state.choice} for {ltx.profile.measure_network()}"
         return step
 
     def ltx_of_compiled_loss(self, strategy: ltx.Strategy | None = None) -> Variant:
@@ -197,10 +177,6 @@ def variants(setting: Setting, names: list[str]) -> dict[str, Variant]:
         "ltx alone": setting.ltx_step,
         "ltx update": lambda: setting.ltx_step(overlap="update"),
         "ltx guarded": lambda: setting.ltx_step(guard="skip"),
-        "ltx auto buckets": lambda: setting.ltx_step(AUTO_BUCKETS),
-        "ltx update, auto buckets": lambda: setting.ltx_step(AUTO_BUCKETS, overlap="update"),
-        "ltx auto": lambda: setting.ltx_step(AUTO),
-        "ltx auto update": lambda: setting.ltx_step(AUTO, overlap="update"),
         "ltx func.grad": setting.ltx_gradients,
         "ltx compiled": setting.ltx_compiled,
         "ltx compiled step": setting.ltx_compiled_step,
@@ -222,8 +198,7 @@ def worker(arguments: argparse.Namespace) -> None:
         if dist.is_initialized():
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         if world.is_global_zero:
-            chosen = {name: variant.chosen for name, variant in made.items() if hasattr(variant, "chosen")}
-            print(json.dumps({"times": times, "peak_mib": peak.item() / 1024, "chosen": chosen}))
+            print(json.dumps({"times": times, "peak_mib": peak.item() / 1024}))
 
 
 def measure(
@@ -268,7 +243,6 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="compiled steps")
     parser.add_argument("--memory", action="store_true", help="peak memory, each variant in processes of its own")
     parser.add_argument("--alone", action="store_true", help="a world of one beside the bare torch loop")
-    parser.add_argument("--auto", action="store_true", help="what ltx chooses for the link")
     parser.add_argument("--waiting", action="store_true", help="a model that waits instead of computing, and the bound")
     parser.add_argument("--large", action="store_true", help="a model of 152 M parameters, for GPUs")
     parser.add_argument("--default-malloc", action="store_true", help="let glibc give freed memory back each step")
@@ -296,11 +270,8 @@ def main() -> None:
             arguments.ranks,
             "ddp",
         )
-    elif arguments.auto:
-        names = ["local", "ddp", "ltx", "ltx auto buckets", "ltx auto", "ltx auto update"]
-        ranks, base = arguments.ranks, "ddp"
     elif arguments.waiting:
-        names = ["local", "ddp", "ltx", "ltx update", "ltx update, auto buckets"]
+        names = ["local", "ddp", "ltx", "ltx update"]
         ranks, base = arguments.ranks, "ddp"
     else:
         names, ranks, base = (
@@ -320,8 +291,6 @@ def main() -> None:
         message_s = links.wire_s(arguments.link, ranks, NBYTES)
         times["the bound"] = [max(alone, message_s) for alone in times["local"]]
     print("\n".join(table(times, base, arguments.link)))
-    for name, chosen in found["chosen"].items():
-        print(f"{name}: {chosen}")
 
 
 if __name__ == "__main__":

@@ -64,11 +64,10 @@ def _qadam() -> ltx.Strategy:
 
 
 WARMUP = 2
-AUTO = {"bucket_bytes": "auto"}
 
 ROWS = {
-    "gradient_allreduce": Row(lambda: ltx.BaguaStrategy("gradient_allreduce", **AUTO), 8, _goals(0.98), "update"),
-    "bytegrad": Row(lambda: ltx.BaguaStrategy("bytegrad", **AUTO), 8, _goals(0.28), "update"),
+    "gradient_allreduce": Row(lambda: ltx.BaguaStrategy("gradient_allreduce"), 8, _goals(0.98), "update"),
+    "bytegrad": Row(lambda: ltx.BaguaStrategy("bytegrad"), 8, _goals(0.28), "update"),
     "low_precision_decentralized": Row(
         lambda: ltx.BaguaStrategy("low_precision_decentralized"), 2, _goals(0.30), "update"
     ),

@@ -37,8 +37,7 @@ from benchmarks.ranks import ratios
 from benchmarks.step_time import NBYTES, measure
 
 HERE = Path(__file__).parent
-VARIANTS = ["local", "ddp", "fabric", "accelerate", "ltx", "ltx update"]
-VARIANTS += ["ltx update, auto buckets", "ltx update, fp16", "ltx auto update"]
+VARIANTS = ["local", "ddp", "fabric", "accelerate", "ltx", "ltx update", "ltx update, fp16"]
 # On one rank, where ltx leaves out exact sums.
 ALONE = ["local", "ddp", "ltx", "ltx update", "ddp, fp16", "ltx, fp16", "ltx update, fp16"]
 ALONE += ["ltx, large buckets, fp16", "ltx guarded, fp16"]
@@ -76,7 +75,7 @@ def names_of(ranks: int, device: str, compiled: bool, wanted: Sequence[str] | No
     if ranks == 1:
         return ALONE
     if device == "cuda":  # the others' own processes would want a GPU each
-        return [name for name in VARIANTS if name not in NEEDS and not name.startswith("ltx auto")]
+        return [name for name in VARIANTS if name not in NEEDS]
     return [name for name in VARIANTS if find_spec(NEEDS.get(name, "torch"))]
 
 

@@ -119,7 +119,7 @@ autosummary_context = {"returned": returned}
 
 #: What classes that users hold do for the train step, or a step for its transformations.
 INTERNAL = {
-    "DataParallel": {"params_of", "run", "hook_as_chosen"},
+    "DataParallel": {"params_of", "run"},
     "DynamicLossScale": {"after", "start"},
     "SyncState": {"advanced", "checked_step", "new"},
     "TrainState": {

@@ -1,15 +1,14 @@
 """The messages of a training step, found from shapes alone before anything runs.
 
 A strategy's own methods run on the meta device, and the collectives that they ask for are recorded. So the result is
-what a step will really issue, and not a separate formula. :func:`ltx.profile.explain` shows it for one step,
-:func:`ltx.profile.plan` computes times from it.
+what a step will really issue, and not a separate formula. :func:`ltx.profile.explain` shows it for one step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,12 +17,11 @@ import torch
 from ltx import hooks
 from ltx.core import comm
 from ltx.core.base import tree
-from ltx.core.base.readable import format_bytes as format_bytes  # re-exported for strategies
 from ltx.core.comm.operations import OPERATIONS
 from ltx.core.gradients.comm_hook import reduce_at_once, states_of
 from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import Plan, arrival_order, differentiable, make_plan
-from ltx.core.gradients.reduction import REQUESTS, Bucket, LeafState, Reduced
+from ltx.core.gradients.reduction import REQUESTS, LeafState, Reduced
 from ltx.core.optim.base import Update, advanced
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, open_alone
 from ltx.core.ranks.batched import ShapeRanks
@@ -42,7 +40,6 @@ class Collective:
     buffer: str  # dtype and shape of the input, as "float16[99]"
     nbytes: int  # bytes that this rank sends for it, as :func:`ltx.profile.record` will count them
     ranks: int  # the number of ranks that take part
-    between: tuple[int, int] = field(compare=False)  # the first and the last of these ranks
 
 
 @dataclass(frozen=True)
@@ -72,41 +69,31 @@ class Started:
 
     rows: tuple[BucketExplanation, ...] = ()
     summary: Collective | None = None
-    exchange: Exchange | None = None
-
-
-@dataclass(frozen=True)
-class Waited:
-    """A step waits for an exchange that this step or an earlier one has started."""
-
-    exchange: Exchange
 
 
 @dataclass(frozen=True)
 class Issues:
-    """What a step issues and waits for, in order: `begun` before the forward pass, `updated` after the gradients."""
+    """What a step issues, in order: `begun` before the forward pass, `updated` after the gradients."""
 
-    begun: tuple[Started | Waited, ...] = ()
+    begun: tuple[Started, ...] = ()
     gradients: Started = Started()
-    updated: tuple[Started | Waited, ...] = ()
+    updated: tuple[Started, ...] = ()
 
     @property
     def exchanges(self) -> tuple[BucketExplanation, ...]:
         """The rows of all exchanges that start in this step."""
-        events = (*self.begun, *self.updated)
-        return tuple(row for event in events if isinstance(event, Started) for row in event.rows)
+        return tuple(row for event in (*self.begun, *self.updated) for row in event.rows)
 
     @property
     def summaries(self) -> tuple[Collective, ...]:
         events = (self.gradients, *self.begun, *self.updated)
-        return tuple(x.summary for x in events if isinstance(x, Started) and x.summary is not None)
+        return tuple(x.summary for x in events if x.summary is not None)
 
 
 def collective(operation: str, buffer: torch.Tensor, ranks: Any) -> Collective:
     """The collective `operation` of `buffer`, whose shape is read, among `ranks`, a :class:`ShapeRanks`."""
-    part, size = ranks.members, ranks.size
-    between = (part[0], part[-1]) if part else (0, size - 1)
-    return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, size), size, between)
+    size = ranks.size
+    return Collective(operation, tree.describe(buffer), comm.bytes_sent(operation, buffer, size), size)
 
 
 def summary(ranks: Any) -> Collective:
@@ -150,10 +137,6 @@ class Counted(Exchange):
         self.found.append(self._alike[kind][0])
         return self._alike[kind][1]
 
-    def wait_buckets(self) -> list[tuple[Bucket, Reduced]]:
-        self._steps.events.append(Waited(self))
-        return super().wait_buckets()
-
     def rows(
         self, paths: Sequence[str], exchange: int | None = None, background: bool = False
     ) -> tuple[BucketExplanation, ...]:
@@ -191,7 +174,7 @@ class Steps:
         streams = (axis.ranks.stream_of(x.device) for axis in scope for x in tree.flatten(params)[0])
         stream = next(filter(None, streams), None)
         self.axis = Axis(DEFAULT_NAME, size, ShapeRanks(rank, size, self._answer, self._exchange, stream=stream))
-        self.events: list[Started | Waited] = []
+        self.events: list[Started] = []
         self._exchanges = 0  # the number of exchanges that have started in this step
         self._asked: Callable[[str, torch.Tensor, ShapeRanks], torch.Tensor] | None = None
         given, self._spec = tree.flatten(params)
@@ -319,7 +302,7 @@ class Steps:
         counted = Counted(self, " of an exchange", plan, tensors, states, background)
         rows = counted.rows(paths, self._exchanges, background)
         self._exchanges += 1
-        self.events.append(Started(rows, None if background else summary(plan.axis.ranks), counted))
+        self.events.append(Started(rows, None if background else summary(plan.axis.ranks)))
         return counted
 
 

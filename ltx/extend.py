@@ -74,7 +74,7 @@ Modules. The names listed here are stable.
 * :mod:`needs`: ``TABLE`` has the requirements for combinations; ``require`` raises by a row of it.
 * :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.
 * :mod:`comm`: the communication of an axis of processes, for code that issues collectives like ``to_torch``:
-  ``resolve``, ``AxisComm``, ``Signature``, ``Network``, ``to_device``.
+  ``resolve``, ``AxisComm``, ``Signature``, ``to_device``.
 * :class:`Pending`: buckets that are reduced at the same time, with their phases in order.
 * :class:`Halving`: a rank's part of the adaptive sum, between the collectives of :func:`ltx.adasum`.
 * :func:`told`: gives every rank's host a few integers of every rank.

@@ -24,24 +24,24 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1847, 11),
-    "all": Size(41575, 164),
+    ".": Size(1830, 11),
+    "all": Size(40982, 163),
     "checkpoint": Size(1612, 7),
     "core": Size(1, 1),
     "core/base": Size(2391, 11),
     "core/collectives": Size(3151, 11),
-    "core/comm": Size(5899, 21),
-    "core/gradients": Size(2426, 8),
+    "core/comm": Size(5786, 20),
+    "core/gradients": Size(2360, 8),
     "core/optim": Size(3058, 11),
-    "core/ranks": Size(1162, 5),
+    "core/ranks": Size(1159, 5),
     "core/training": Size(3839, 14),
-    "core/transforms": Size(3640, 13),
+    "core/transforms": Size(3592, 13),
     "core/world": Size(1619, 7),
     "demo": Size(482, 3),
     "hooks": Size(2651, 13),
-    "profile": Size(1110, 4),
+    "profile": Size(881, 4),
     "runtime": Size(3967, 13),
-    "strategies": Size(2720, 11),
+    "strategies": Size(2603, 11),
 }
 
 

@@ -1,4 +1,4 @@
-"""Pictures of measurements and plans: `python docs/pictures/measured.py [NAME ...]`."""
+"""Pictures of measurements: `python docs/pictures/measured.py [NAME ...]`."""
 
 from __future__ import annotations
 
@@ -148,34 +148,6 @@ def overlap() -> None:
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False, labelcolor=INK)
 
 
-def plan() -> None:
-    """A step by :func:`ltx.profile.plan`, to its computing, on 8 to 10,000 ranks in nodes of eight."""
-    params = {str(i): torch.empty(160_000, device="meta") for i in range(160)}  # 25.6 M, as ResNet-50
-    network = {"bandwidth": 1e11, "latency": 5e-6, "compute_s": 0.1}
-    network["inside"] = {8: ltx.profile.Network(bandwidth=2e12, latency=2e-6)}
-    strategies = {
-        "DDPStrategy()": ltx.DDPStrategy(),
-        "hierarchical, nodes of 8": ltx.BaguaStrategy("gradient_allreduce", hierarchical=True, node_size=8),
-        "LocalSGDStrategy(period=8)": ltx.LocalSGDStrategy(period=8),
-        'decentralized, "shift_one"': ltx.BaguaStrategy("decentralized", peer_selection_mode="shift_one"),
-    }
-    worlds = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 10_000]
-    _, axes = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
-    for (name, strategy), color in zip(strategies.items(), (INK, BLUE, "#c0562f", "#5b8c5a"), strict=True):
-        costs = [ltx.profile.plan(strategy, params, world=n, **network) for n in worlds]
-        axes.plot(worlds, [cost.time_s / cost.compute_s for cost in costs], label=name, color=color, linewidth=1.5)
-    axes.set_xscale("log")
-    axes.set_xticks([8, 64, 512, 2048, 10_000], ["8", "64", "512", "2,048", "10,000"], fontsize=8)
-    axes.set_yscale("log")
-    axes.set_yticks([1, 2, 5, 10, 30], ["1", "2", "5", "10", "30"])
-    axes.minorticks_off()
-    axes.tick_params(labelsize=8)
-    axes.set_xlabel("ranks", fontsize=9)
-    axes.set_ylabel("a step, to its computing", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-
-
 def demo() -> None:
     """The losses of ``ltx demo``, which runs for it."""
     from ltx.demo.gpt import Corpus, read_topics, unigram_entropy
@@ -202,4 +174,4 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
-    main({f.__name__: f for f in (hooks, overlap, plan, demo)})
+    main({f.__name__: f for f in (hooks, overlap, demo)})

@@ -2,41 +2,34 @@
 
 ==================================  ==============================================================================
 :func:`explain`                     what a step will send, bucket by bucket, before anything runs
-:func:`plan`                        how long a step will take on a network that you describe
 :func:`compare`                     how long steps take here, with several strategies in turns
 :func:`record`                      every collective of a block of code, with times and bytes
 :func:`timeline`                    a recording as a picture, or as a file for a trace viewer
-:func:`measure_network`             bandwidth and latency between the ranks
 ==================================  ==============================================================================
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ltx.core.comm.network import Network, measure_network
 from ltx.profile.traces import Timeline, Trace, record, timeline
 
 if TYPE_CHECKING:
-    from ltx.profile.cost import Comparison, Cost, compare, plan
+    from ltx.profile.comparison import Comparison, compare
     from ltx.profile.explanation import Explanation, explain
 
 # These modules are imported at first use: programs that only train don't need them.
 _LATER = {
-    **dict.fromkeys(("Comparison", "Cost", "compare", "plan"), "ltx.profile.cost"),
+    **dict.fromkeys(("Comparison", "compare"), "ltx.profile.comparison"),
     **dict.fromkeys(("Explanation", "explain"), "ltx.profile.explanation"),
 }
 
 __all__ = [
     "Comparison",
-    "Cost",
     "Explanation",
-    "Network",
     "Timeline",
     "Trace",
     "compare",
     "explain",
-    "measure_network",
-    "plan",
     "record",
     "timeline",
 ]

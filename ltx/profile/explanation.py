@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,7 @@ from ltx import hooks
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.arguments import whole
-from ltx.core.base.readable import Shown, Table, format_bytes, format_seconds, many
-from ltx.core.gradients.planning import MIB, chosen_sizes
+from ltx.core.base.readable import Shown, Table, format_bytes, many
 from ltx.core.optim.combine import members_of
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
 from ltx.core.ranks.axis import axes_in_scope
@@ -24,13 +23,11 @@ from ltx.core.training.parameters import split
 from ltx.core.training.train_state import TrainState
 from ltx.core.training.train_step import TrainStep
 from ltx.core.transforms.data_parallel import DataParallel
-from ltx.core.transforms.sync_state import SyncState
 from ltx.errors import LtxError, StepError
 from ltx.estimate import BucketExplanation, Collective, Issues, Steps, collective, meta
 from ltx.optim import Optimizer, chain, identity
 from ltx.profile.traces import Trace
 from ltx.strategies import StepInfo, Strategy
-from ltx.strategies.ddp import choice_for
 from ltx.typing import Tree
 
 
@@ -231,7 +228,6 @@ def explain(
     size, rank = comm.size_and_rank(inner.axis) if world is None else (world, 0)
     counted = 0 if state is None else state.checked_step()
     number = counted if sync_step is None else sync_step
-    given, (inner, chosen) = inner.strategy, _as_it_runs(inner, params, state, size, number)
     trains, strategy, post_update_hook = isinstance(step, TrainStep), inner.strategy, None
     hook = inner.hook(number, training=trains)
     steps = Steps(strategy, params, size, rank, scope=axes_in_scope())
@@ -242,9 +238,9 @@ def explain(
     issues = Issues()
     if size > 1 and isinstance(step, TrainStep):
         # The step before is driven too, for the exchanges that it leaves under way.
-        at_number, first = replace(step, step=inner), max(0, number - 1)
-        optimizer, post_update_hook = _stand_in(strategy, step.optimizer), at_number.post_update_hook(number)
-        hooked = inner.reduce_dtype, at_number.post_update_hook, partial(_ask_if_finite, at_number)
+        first = max(0, number - 1)
+        optimizer, post_update_hook = _stand_in(strategy, step.optimizer), step.post_update_hook(number)
+        hooked = inner.reduce_dtype, step.post_update_hook, partial(_ask_if_finite, step)
         steps = Steps(strategy, params, size, rank, first, optimizer, *hooked, axes_in_scope())
         if number:
             steps.next()
@@ -252,11 +248,11 @@ def explain(
     elif size > 1 and hook is not None:
         issues = Issues(gradients=steps.gradients(hook, number))
     exchanges = issues.exchanges if trains else None
-    notes = [*chosen, *_notes(inner, hook, size, number, trains)]
+    notes = _notes(inner, hook, size, number, trains)
     if post_update_hook is not None:
         notes.append('with overlap="update" a bucket is sent once the optimizer has run on it')
     rows = issues.gradients.rows, exchanges, issues.summaries
-    return Explanation(given, post_update_hook or hook, size, rank, number, *rows, plain_bytes, tuple(notes))
+    return Explanation(strategy, post_update_hook or hook, size, rank, number, *rows, plain_bytes, tuple(notes))
 
 
 def _stand_in(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
@@ -278,42 +274,6 @@ def _ask_if_finite(train: TrainStep, info: StepInfo) -> None:
     """Send what the guard sends if ranks don't share gradients."""
     if must_sync_finite(train, info):
         on_any(train, meta((), torch.bool), info)
-
-
-def _as_it_runs(
-    step: DataParallel, params: Tree, state: SyncState | None, ranks: int, hook_step: int
-) -> tuple[DataParallel, list[str]]:
-    """`step` with the sizes and the hook that "auto" chooses for the network, and sentences on the choice."""
-    strategy, notes = step.strategy, list[str]()
-    if not (strategy.auto_sizes or strategy.auto_hook) or step.blocked or ranks == 1:
-        return step, notes
-    axis_comm: comm.AxisComm | None = comm.resolve(step.axis).comm
-    network = strategy.network or (None if axis_comm is None else axis_comm.network)  # nothing is measured here
-    if network is None:
-        notes.append(
-            "the network isn't known yet, so these are the sizes and the hook without one; step.init(params) measures "
-            "it on all ranks, or say what it is: network=ltx.profile.Network(bandwidth=, latency=)"
-        )
-    else:
-        notes.append(f"the network, {'measured' if strategy.network is None else 'as was said'}: {network}")
-        strategy = replace(strategy, network=network)
-    if strategy.auto_hook and (network is not None or state is not None):
-        dtype = None if step.precision is None else step.precision.reduce
-        choice = choice_for(strategy, params, ranks, network, dtype)
-        name = choice.name if state is None else state.choice
-        strategy = strategy.with_choice(name)
-        said = "" if name == choice.name else f" in this state, where {choice.name!r} would be chosen now"
-        notes.append(f'comm_hook="auto" is {name!r}{said}: {choice.reason}')
-    hook = strategy.hook(hook_step)
-    if network is not None and strategy.auto_sizes and hook is not None:
-        nbytes = sum(x.numel() * x.dtype.itemsize for x in tree.flatten(params)[0])
-        bucket, first = chosen_sizes(strategy.sizes, network, hook, ranks, nbytes)
-        start_s, whole_s = network.start_s(ranks), network.sum_s(bucket, ranks)
-        notes.append(
-            f'bucket_bytes="auto" is {bucket / MIB:g} MiB, the first {first / MIB:g}: a sum of one takes '
-            f"{format_seconds(whole_s)}, of which its start {format_seconds(start_s)}"
-        )
-    return replace(step, strategy=strategy), notes
 
 
 def _notes(step: DataParallel, hook: hooks.CommHook | None, size: int, number: int, trains: bool) -> list[str]:

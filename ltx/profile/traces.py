@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ltx.core.base.arguments import checked
-from ltx.core.base.readable import format_bytes, many
+from ltx.core.base.readable import Table, format_bytes, format_seconds, many
 from ltx.core.comm.ledger import Event, Recording, recorded
+from ltx.core.comm.operations import OPERATIONS
 from ltx.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -36,8 +38,14 @@ _COMPUTE = "compute"
 class Trace(Recording):
     """The events that a recording has seen so far; a trace can be read during the recording, and pickled.
 
+    ``print`` shows what was sent: for the buckets of gradients, the strategy's exchanges and each other kind of
+    collective, their number, sizes, hook, messages and bytes, and what went on during the backward pass.
+
     Attributes:
-        events: the collectives that were issued, in their order.
+        events: the collectives that were issued, in their order. Of simulated ranks these are the buckets' and the
+            exchanges' of the first, without times.
+        packed: the buckets that were reduced, in the order in which their reduction began: ``label``, ``hook``, and
+            ``nbytes``, those of its tensors before the hook.
         spans: the times of computing, in the order in which they began: the parts of a train step; for a data-parallel
             step that is called by itself "forward", and "backward" if ``torch.func.grad`` runs it.
         device_waited_s: seconds that an accelerator's stream waited for collectives.
@@ -57,6 +65,48 @@ class Trace(Recording):
     def _repr_png_(self) -> bytes | None:  # a notebook calls it
         return timeline([self])._repr_png_() if self.events or self.spans else None
 
+    def __str__(self) -> str:
+        messages = sum(map(_messages, self.events))
+        sent = f"{format_bytes(self.bytes)} in {many(len(self.events), 'collective')}, {many(messages, 'message')}"
+        if not self.events:
+            return f"rank {self.rank} sent nothing"
+        header = ("what", "number", "tensors", "hook", "collectives", "messages", "sent")
+        table = Table(header, self._rows(), (False, True, False, False, False, True, True))
+        return "\n".join([f"rank {self.rank} sent {sent}", "", str(table), "", self._beside()])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """A row for each kind of collective and hook."""
+        hooks = {packed.label: packed.hook for packed in self.packed}
+        kinds: dict[tuple[str, str], list[Event]] = {}
+        for event in self.events:
+            kinds.setdefault((event.kind, hooks.get(event.label, "")), []).append(event)
+        rows: list[tuple[str, ...]] = []
+        for (kind, hook), events in kinds.items():
+            sizes = [x.nbytes for x in self.packed if (x.label.rpartition(" ")[0], x.hook) == (kind, hook)]
+            ends = dict.fromkeys(map(format_bytes, (min(sizes), max(sizes)))) if sizes else ()
+            issued = Counter(event.operation for event in events)
+            rows.append(
+                (
+                    kind,
+                    f"{len(sizes) or len(events):,}",
+                    " to ".join(ends),
+                    hook,
+                    ", ".join(f"{count:,} {operation}" for operation, count in issued.items()),
+                    f"{sum(map(_messages, events)):,}",
+                    format_bytes(sum(event.nbytes for event in events)),
+                )
+            )
+        return rows
+
+    def _beside(self) -> str:
+        if all(event.completed_s is None for event in self.events):
+            return "without times"
+        backward = [(x.began_s, x.ended_s) for x in self.spans if x.name == "backward" and x.ended_s is not None]
+        parts = [(max(a, c), min(b, d)) for a, b in self._under_way() for c, d in backward]
+        beside = sum(max(0.0, stop - start) for start, stop in parts)
+        during = f", {format_seconds(beside)} of it during the backward pass" if backward else ""
+        return f"under way for {format_seconds(self.comm_s)}{during}; waited for {format_seconds(self.waited_s)}"
+
     @property
     def bytes(self) -> int:
         """Bytes that this rank sent."""
@@ -64,18 +114,21 @@ class Trace(Recording):
 
     @property
     def buckets(self) -> list[Event]:
-        """The events of gradient buckets, which :func:`ltx.profile.explain` counts."""
+        """The events of gradient buckets."""
         return [event for event in self.events if event.bucket is not None]
 
     @property
     def comm_s(self) -> float:
         """Seconds during which at least one collective was under way."""
-        spans = sorted((e.issued_s, e.completed_s) for e in self.events if e.completed_s is not None)
-        total, end = 0.0, float("-inf")
-        for start, stop in spans:
-            total += max(0.0, stop - max(start, end))
+        return sum(stop - start for start, stop in self._under_way())
+
+    def _under_way(self) -> Iterator[tuple[float, float]]:
+        """The stretches of time, in order and apart, during which collectives were under way."""
+        end = float("-inf")
+        for start, stop in sorted((e.issued_s, e.completed_s) for e in self.events if e.completed_s is not None):
+            if stop > max(start, end):
+                yield max(start, end), stop
             end = max(end, stop)
-        return total
 
     @property
     def waited_s(self) -> float:
@@ -102,6 +155,11 @@ class Trace(Recording):
         timeline([self]).save(path)
 
 
+def _messages(event: Event) -> int:
+    """The number of messages that a collective takes one after the other."""
+    return OPERATIONS[event.operation].messages(event.ranks)
+
+
 # An offset, so that the tracks of a profiler's devices and threads have different ids.
 _DEVICE_LANES = 1 << 32
 
@@ -111,9 +169,10 @@ _DEVICE_LANES = 1 << 32
 def record(*, profiler: bool = False) -> Iterator[Trace]:
     """Record every collective that this process issues, and the times in which its steps compute.
 
-    What each rank sees: its own collectives. Recordings can be nested; each records everything. :meth:`Trace.plot`
-    draws a trace and :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does both
-    for several ranks together.
+    What each rank sees: its own collectives; of simulated ranks the first one's, of buckets and exchanges. Recordings
+    can be nested; each records everything. ``print(trace)`` says what was sent, :meth:`Trace.plot` draws a trace and
+    :meth:`Trace.save` writes it for https://ui.perfetto.dev; :func:`ltx.profile.timeline` does both for several ranks
+    together.
 
     Args:
         profiler: also run torch's profiler, which slows steps down; its events go into the saved file, on the same
@@ -127,6 +186,20 @@ def record(*, profiler: bool = False) -> Iterator[Trace]:
         ...     state, metrics = train(state)
         >>> trace.bytes, trace.hidden, [span.name for span in trace.spans]
         (0, 1.0, ['step', 'forward', 'backward', 'update'])
+
+        Of simulated ranks, what one of them would send:
+
+        >>> step = ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.DDPStrategy(comm_hook="bf16"))
+        >>> with ltx.profile.record() as trace:
+        ...     _ = ltx.vmap(ltx.grad(step), in_dims=(None, 0))(torch.ones(1000), torch.ones(4, 1000))
+        >>> print(trace)
+        rank 0 sent 3,000 B in 1 collective, 6 messages
+        <BLANKLINE>
+        what    number  tensors  hook    collectives  messages     sent
+        ------  ------  -------  ------  -----------  --------  -------
+        bucket       1  4,000 B  BF16()  1 psum              6  3,000 B
+        <BLANKLINE>
+        without times
     """
     trace = Trace(rank=_rank(), epoch_s=_epoch_s())
     with ExitStack() as around:

@@ -84,8 +84,7 @@ class AsyncAveraging(NodeStrategy):
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
-        UnsupportedError: without a schedule: on simulated ranks, or in ``ltx.profile.explain`` or ``plan`` of a local
-            step.
+        UnsupportedError: without a schedule: on simulated ranks, or in ``ltx.profile.explain`` of a local step.
         StrategyError: from a step, without a schedule: another training by the clock has begun on the axis meanwhile.
         PeerLostError, CollectiveTimeoutError: from a step or :meth:`finish`: a rank is gone, or has begun no round for
             the axis' timeout. The state is as it was before the step.

@@ -140,8 +140,8 @@ MUTANTS = (
     Mutant(
         name="transforms: a broadcast state counts from 0",
         where="TrainStep.broadcast",
-        old="sync = replace(SyncState.new(entries, choice), step=sync_step)",
-        new="sync = SyncState.new(entries, choice)",
+        old="sync = replace(SyncState.new(entries), step=sync_step)",
+        new="sync = SyncState.new(entries)",
         breaks="after train.broadcast ranks are in another phase of their strategy",
         tests=("tests/contract/strategies/test_horovod.py::test_a_state_restored_on_one_rank_is_broadcast",),
     ),

@@ -7,9 +7,9 @@ from ltx.core.comm.backends import to_device as to_device
 from ltx.core.comm.channel import Channel as Channel
 from ltx.core.comm.channel import Work as Work
 from ltx.core.comm.debug import debug_checks as debug_checks
+from ltx.core.comm.ledger import note as note
+from ltx.core.comm.ledger import note_packed as note_packed
 from ltx.core.comm.ledger import span as span
-from ltx.core.comm.network import Network as Network
-from ltx.core.comm.network import measured as measured
 from ltx.core.comm.operations import bytes_sent as bytes_sent
 from ltx.core.comm.pickling import opened as opened
 from ltx.core.comm.pickling import sealed as sealed

@@ -89,7 +89,6 @@ class AxisComm(Ranks):
         self._pid = os.getpid()
         self._fork_error: WorldError | None = None  # set once this process is a fork of the rank's process
         self.compared = Seen()
-        self.network: Any = None  # the ltx.core.comm.Network, once it has been measured
         self.buffer_pool = BufferPool(self._room)  # of the gradients' buckets
         self._parts: dict[tuple[int, ...], AxisComm] = {}
         self.unread: IssuedSummary | None = None  # the step summary of the last pass, if the host hasn't read it

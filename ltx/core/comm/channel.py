@@ -432,7 +432,7 @@ class Channel:
         if entry.moves and dtype is not torch.uint8:
             moved, buffer = restored, as_bytes(buffer)
             restored = lambda completed: moved(from_bytes(completed, dtype))  # noqa: E731
-        event = ledger.note(self.name, operation, label, partial(bytes_sent, operation, buffer, self.size))
+        event = ledger.note(self.name, operation, label, partial(bytes_sent, operation, buffer, self.size), self.size)
         if self.transport is not None and not ordered:
             begun = self.transport.begin(operation, buffer, arguments, self.digest, summed, note)
             return Work(self, *begun, label, event, restored)

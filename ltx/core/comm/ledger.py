@@ -18,13 +18,14 @@ import torch
 class Event:
     """One collective. Times are the host's time.perf_counter seconds; after the recording, the accelerator's own."""
 
-    channel: str  # the channel's name: "user", "background", or "buckets 0", "buckets 1", .. by phases of buckets
+    channel: str  # its name: "user", "background", "simulated", or "buckets 0", "buckets 1", .. by phases of buckets
     operation: str  # the collective, such as "psum" or "all_gather"
     label: str  # what it is for, such as "psum" or "bucket 3"
     nbytes: int  # the bytes that this rank sends for it, by the ring's count: 2(n-1)/n of the buffer for a sum
     issued_s: float
     completed_s: float | None = None
     waited_s: float = 0.0  # the time for which the wait blocked this rank
+    ranks: int = 1  # the number of ranks that take part
     #: While recording on an accelerator: the events at which the device began and completed the collective.
     marks: list[Any] = field(default_factory=list, repr=False, compare=False)
 
@@ -37,6 +38,15 @@ class Event:
     def bucket(self) -> int | None:
         """The number of the gradient bucket that the collective reduces; None for other collectives."""
         return int(self.label.rpartition(" ")[2]) if self.kind == "bucket" else None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A bucket that was reduced: of gradients, or of an exchange of the strategy."""
+
+    label: str  # as that of its collectives, such as "bucket 3"
+    hook: str
+    nbytes: int  # of its tensors, before the hook
 
 
 @dataclass
@@ -54,6 +64,7 @@ class Recording:
 
     events: list[Event] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    packed: list[Packed] = field(default_factory=list)
     device_waited_s: float = 0.0
     device_waits: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
     _clock: tuple[Any, float] | None = field(default=None, repr=False)  # a mark on the device, and its host time
@@ -102,16 +113,22 @@ def mark(device: torch.device) -> Any:
     return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
 
 
-def note(channel: str, operation: str, label: str, nbytes: Callable[[], int]) -> Event | None:
+def note(channel: str, operation: str, label: str, nbytes: Callable[[], int], ranks: int) -> Event | None:
     """Record an issued collective and return its entry; None outside of a recording. `nbytes`: returns
     :attr:`Event.nbytes`; called only while recording.
     """
     if not _recordings:
         return None
-    event = Event(channel, operation, label, nbytes(), time.perf_counter())
+    event = Event(channel, operation, label, nbytes(), time.perf_counter(), ranks=ranks)
     for recording in _recordings:
         recording.events.append(event)
     return event
+
+
+def note_packed(label: str, hook: Any, nbytes: int) -> None:
+    """Record a bucket whose reduction begins."""
+    for recording in _recordings:
+        recording.packed.append(Packed(label, repr(hook), nbytes))
 
 
 def note_on_device(event: Event | None, device: torch.device) -> None:

@@ -136,7 +136,7 @@ class IssuedSummary:
             return ()
         note, self.numbers = self.numbers, ()
         sent = lambda: bytes_sent("psum", torch.tensor(note, dtype=torch.float64, device="cpu"), channel.size)  # noqa: E731
-        self._event = ledger.note(channel.name, "psum", "summary", sent)
+        self._event = ledger.note(channel.name, "psum", "summary", sent, channel.size)
         return note
 
     def wait(self) -> StepSummary:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from ltx.core import comm
 from ltx.core.base import private, traced
 from ltx.core.base.arguments import Offering, check_fields, follows
 from ltx.core.base.errors import StrategyError
@@ -255,9 +257,26 @@ def program_of(hook: CommHook, inputs: BucketInput) -> Program:
     return Program(hook.reduce(inputs), [inputs.flat, *chain.from_iterable(map(dict.values, inputs.states))])
 
 
-def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput) -> Reduced:
-    """Run one reduction to its end with differentiable collectives: a readable reference for the schedules."""
-    return drive(hook.reduce(inputs), lambda request: answer_at_once(request, axis))
+def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = "bucket") -> Reduced:
+    """Run one reduction to its end with differentiable collectives: a readable reference for the schedules.
+
+    A recording counts what the first simulated rank would send; processes' collectives count themselves. `kind`: the
+    word for the bucket in it.
+    """
+    label = f"{kind} {inputs.bucket.index}"
+    # Ranks that are threads all come here.
+    simulated = axis.comm is None and axis.size > 1 and axis.ranks.answer is None and axis.ranks.rank == 0
+
+    def answer(request: CollectiveRequest) -> torch.Tensor:
+        size = (request.axis or axis).size
+        if simulated and size > 1 and request.buffer.numel():
+            sent = partial(comm.bytes_sent, request.operation, request.buffer, size)
+            comm.note("simulated", request.operation, label, sent, size)
+        return answer_at_once(request, axis)
+
+    if simulated:
+        comm.note_packed(label, hook, inputs.bucket.nbytes)
+    return drive(hook.reduce(inputs), answer)
 
 
 def unchanging(hook: CommHook, step: int) -> CommHook:

@@ -63,6 +63,7 @@ class Exchange:
                     raise
                 self._failed = error  # wait() raises it, once the caller has finished other work
         else:
+            self._kind = "background" if background else "exchange"
             self._completed = [self.at_once(place, tensors) for place in range(len(plan.buckets))]
 
     def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:
@@ -74,7 +75,7 @@ class Exchange:
         mine, own = self._of(bucket, tensors)
         hook = plan.hook_of(bucket)
         flat = pack_pure(mine, bucket, hook, plan.axis.size, own)
-        return reduce_at_once(hook, plan.axis, plan.bucket_input(bucket, flat, own))
+        return reduce_at_once(hook, plan.axis, plan.bucket_input(bucket, flat, own), self._kind)
 
     def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, name = self._plan, "an exchange of the strategy"
@@ -91,6 +92,7 @@ class Exchange:
             mine, states = self._of(bucket, tensors)
             hook = plan.hook_of(bucket)
             flat = pack(mine, bucket, hook, plan.axis.size, states)
+            comm.note_packed(f"{'background' if background else 'exchange'} {bucket.index}", hook, bucket.nbytes)
             self._pending.reduce(hook, plan.bucket_input(bucket, flat, states))
 
     @property

@@ -414,6 +414,7 @@ class ProcessSchedule(Schedule):
         hook, plan, batch = self.hook_of(bucket), self.plan, self._batches[bucket.index]
         room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index, hook.exact)
         plan.refuse_sparse(bucket, tensors)
+        comm.note_packed(f"bucket {bucket.index}", hook, bucket.nbytes)
         flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
         return program_of(hook, plan.bucket_input(bucket, flat.view(-1), states, update))
 

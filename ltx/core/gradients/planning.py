@@ -4,12 +4,11 @@ A plan is a pure function of shapes, dtypes and sizes, so every rank makes the s
 order of the plan, whatever the order in which they become ready.
 
 Ranks compare a plan when it is new. A plan says which leaves are reduced, in which order their gradients are
-expected, and how large buckets are: as the strategy says, or with ``bucket_bytes="auto"`` as the network suggests.
+expected, and how large buckets are.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -17,36 +16,30 @@ from datetime import timedelta
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from ltx.core import comm
 from ltx.core.base import private, tree
-from ltx.core.base.arguments import brief, check_fields, check_whole, seconds, whole
+from ltx.core.base.arguments import check_fields, check_whole, seconds
 from ltx.core.base.errors import StrategyError, UnsupportedError
 from ltx.core.base.readable import Readable
-from ltx.core.comm import Network
 from ltx.core.gradients.comm_hook import CommHook, pack_pure
 from ltx.core.gradients.reduction import Bucket, BucketInput, Leaf, LeafState
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
-KIB = 1 << 10
 MIB = 1 << 20
 
-#: The bytes of a bucket, and the most bytes of the first one, for an unknown network.
-DEFAULT_BYTES = 4 * MIB
-#: The same for stream-ordered backends, as in torch's DDP: an accelerator's kernels cost more to start.
-DEFAULT_STREAM_BYTES = 25 * MIB
-_LEAST, _MOST = 256 * KIB, 256 * MIB
-#: The largest part of a bucket's time that its start may take.
-_START = 0.02
-#: The CPU time of a bucket besides its transfer, in seconds.
-_OWN_S = 1e-3
-#: The first bucket is this many times smaller than the others.
-_FIRST = 4
+# The bytes of a bucket, by what carries it. Shared memory and sockets have one size: with sizes that suit each link a
+# step of two ranks took 1.00 of its time through shared memory, 0.95 to 1.00 through sockets at 1 Gbit/s (2 MiB) and
+# 0.96 at 100 Mbit/s, but over n ranks each bucket more costs 2(n-1) messages. Measured with 21 MB of gradients:
+# benchmarks/NOTES.md, "Sizes of buckets".
+HOST_BYTES = 4 * MIB
+#: On stream-ordered backends, such as NCCL, as in torch's DDP: an accelerator's kernels cost more to start.
+STREAM_BYTES = 25 * MIB
 #: Leaves are tiny beside a leaf that is this many times larger than all of them.
 _TINY = 64
 
@@ -253,50 +246,29 @@ class BucketSettings(Readable):
     Attributes:
         bucket_bytes: gradients travel in buckets of at most this many bytes, 25 MiB for the default on accelerators
             whose collectives streams order; a hook that sends far less may ask for larger ones
-            (``HookOffers.bucket_factor``). "auto": the axis is measured when ranks first use it
-            (:func:`ltx.profile.measure_network`), and sizes are chosen by the cost of a message
-            (:func:`ltx.core.gradients.planning.bucket_sizes`); they are the same on every rank and stay so. The
-            rounding of a sum over three or more ranks depends on a number's place in its bucket: set a number where two
-            runs must be equal bit for bit. Compiled graphs need it measured before; simulated ranks and one rank take
-            the default.
-        first_bucket_bytes: size of the first bucket; small, so that communication starts early. With "auto" a maximum.
-        network: what "auto" uses instead of a measurement.
+            (``HookOffers.bucket_factor``).
+        first_bucket_bytes: size of the first bucket; small, so that communication starts early.
         process_group_backend: backend for ``ltx.init``; None chooses NCCL on CUDA and gloo on CPU.
         timeout: how long ``ltx.init``'s collectives wait for a peer: a timedelta, or a number of seconds.
     """
 
     _one_line = True
 
-    bucket_bytes: int | Literal["auto"] = DEFAULT_BYTES
+    bucket_bytes: int = HOST_BYTES
     first_bucket_bytes: int = MIB
-    network: comm.Network | None = None
     process_group_backend: str | None = None
     timeout: timedelta = timedelta(seconds=1800)
 
     def __post_init__(self) -> None:
         check_fields(self, StrategyError, "process_group_backend")
-        if not (isinstance(self.bucket_bytes, str) and self.bucket_bytes == "auto"):
-            what = f"{type(self).__name__}.bucket_bytes"
-            object.__setattr__(
-                self, "bucket_bytes", whole(what, self.bucket_bytes, 1, StrategyError, besides='"auto" or ')
-            )
-        check_whole(self, 1, "first_bucket_bytes")
-        if not isinstance(self.network, comm.Network | None):
-            raise StrategyError(
-                f"{type(self).__name__}.network must be an ltx.profile.Network or None, got {brief(self.network)}."
-            )
+        check_whole(self, 1, "bucket_bytes", "first_bucket_bytes")
         length = seconds(f"{type(self).__name__}.timeout", self.timeout, StrategyError)
         object.__setattr__(self, "timeout", timedelta(seconds=length))
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a bucket, and of the first one; with "auto" the sizes for an unknown network."""
-        return DEFAULT_BYTES if isinstance(self.bucket_bytes, str) else self.bucket_bytes, self.first_bucket_bytes
-
-    @property
-    def auto_sizes(self) -> bool:
-        """Whether the sizes of buckets are chosen for the network."""
-        return self.bucket_bytes == "auto"
+        """Bytes of a bucket, and of the first one."""
+        return self.bucket_bytes, self.first_bucket_bytes
 
     def grouping(self, paths: Callable[[], list[str]], arrival: Sequence[int]) -> tuple[int, ...]:
         """Which gradients share a bucket: for each of `paths` the number of its group, -1 for none; () for no groups.
@@ -318,71 +290,12 @@ def _plan(
     each: tuple[CommHook, ...],
     names: Names,
     agreement: comm.Agreement | None,
-    network: comm.Network | None,
 ) -> Plan:
     found = tuple(Leaf(*leaf) for leaf in leaves)
-    bucket, first = chosen_sizes(sizes, network, hook, axis.size, sum(leaf.nbytes for leaf in found))
+    bucket, first = sizes
     buckets = plan_buckets(found, arrival, bucket if each else hook.bucket_factor * bucket, first, groups, each)
     hooks = tuple(each[bucket.members[0]] for bucket in buckets) if each else ()
     return Plan(axis, hook, buckets, names, hooks=hooks, agreement=agreement)
-
-
-def chosen_sizes(
-    sizes: tuple[int, int], network: comm.Network | None, hook: CommHook, ranks: int, nbytes: int
-) -> tuple[int, int]:
-    """Bytes of a bucket, before the hook's factor, and of the first one: `sizes`, or sizes that suit the network."""
-    if network is None or ranks == 1:
-        return sizes
-    bucket, first = bucket_sizes(network, ranks, nbytes, sizes[1])
-    # A hook that sends less, in several phases, spends more of a bucket's time on starts and on its codec.
-    small = hook.phases_on(ranks) <= 1 and hook.bucket_factor == 1
-    return (bucket, first) if small else (max(bucket, DEFAULT_BYTES), sizes[1])
-
-
-def bucket_sizes(network: Network, ranks: int, nbytes: int, first_bytes: int) -> tuple[int, int]:
-    """Bytes of a bucket, and of the first one (`first_bytes` at most), for gradients of `nbytes` on a network.
-
-    Gradients of B bytes in buckets of b take B/b starts of a sum, a seconds each, and the last bucket's own time behind
-    the backward pass, b/r at r bytes a second:
-
-        lost(b) = a B/b + b/r,     least at     b = sqrt(a B r)
-
-    The first part is lost where the link is the bottleneck of a step, the second where the computation is. Nothing is
-    known of the computation yet, so the sum of both is taken, which is never far from either. Up to the size that
-    strategies have by default, two things make buckets larger: where the link is the bottleneck, starts should take a
-    fiftieth of its time at most; and a bucket costs its rank about a millisecond besides, of calls, caches and waiting
-    for a processor, which counts like a start.
-
-    Sizes are powers of two, so that two measurements of one network give the same sizes.
-
-    >>> bucket_sizes(Network(bandwidth=1e9, latency=100e-6), 2, 21_000_000, MIB)  # 2 MiB
-    (2097152, 524288)
-    """
-    start_s = network.start_s(ranks)
-    rate = nbytes / max(network.sum_s(nbytes, ranks) - start_s, 1e-12)
-    best = math.sqrt(start_s * nbytes * rate)
-    worthwhile = max(start_s * rate / _START, math.sqrt((start_s + _OWN_S) * nbytes * rate))
-    size = min(max(best, min(worthwhile, DEFAULT_BYTES), _LEAST), _MOST)
-    rounded = 1 << round(math.log2(size))
-    return rounded, min(first_bytes, max(rounded // _FIRST, 1))
-
-
-def _network(owner: BucketSettings, axis: Axis, compare: bool, background: bool) -> comm.Network | None:
-    """The network for which sizes are chosen; None for fixed sizes. If it isn't known yet, all ranks call this."""
-    if not owner.auto_sizes or background:
-        return None
-    if owner.network is not None:
-        return owner.network
-    if axis.comm is None or axis.size == 1:
-        return None
-    axis_comm: comm.AxisComm = axis.comm
-    if axis_comm.network is None and not compare:
-        raise UnsupportedError(
-            'bucket_bytes="auto" measures the network, which a compiled graph can\'t do. Call '
-            "ltx.profile.measure_network() on every rank before, or train.init(params); or say what it is: "
-            "network=ltx.profile.Network(bandwidth=, latency=)."
-        )
-    return comm.measured(axis_comm)
 
 
 def by_path(
@@ -426,11 +339,7 @@ def make_plan(
 
     def described() -> comm.Signature:
         states = f"states {sorted({n for leaf in names for n in leaf})}, " if any(names) else ""
-        sizes = f"{owner.sizes} bytes"
-        if owner.auto_sizes:
-            network = "the network as measured" if owner.network is None else repr(owner.network)
-            sizes = f"bytes for {network}, the first of at most {owner.sizes[1]}"
-        text = f"{hook!r} with {states}buckets of {sizes}"
+        text = f"{hook!r} with {states}buckets of {owner.sizes} bytes"
         return comm.Signature.of(operation, paths(), list(tensors), text)
 
     if compare:
@@ -439,12 +348,11 @@ def make_plan(
         for on in () if background else (axis, *axes):
             on.ranks.open_phases(hook.phases_on(axis.size))
     order = tuple(agreement.offer) if agreement is not None else tuple(arrival())
-    network = _network(owner, axis, compare, background)
     sizes = owner.sizes
     on_streams = any(map(axis.ranks.stream_of, set(map(itemgetter(2), leaves))))
-    if sizes[0] == DEFAULT_BYTES and not background and on_streams:
-        sizes = (DEFAULT_STREAM_BYTES, sizes[1])
+    if sizes[0] == HOST_BYTES and not background and on_streams:
+        sizes = (STREAM_BYTES, sizes[1])
     groups, each = by_path(owner, hook, paths, order, grouped)
     make = _plan if axis.ranks.lasting else _plan.__wrapped__
-    plan: Plan = make(axis, hook, sizes, leaves, order, groups, each, names, agreement, network)
+    plan: Plan = make(axis, hook, sizes, leaves, order, groups, each, names, agreement)
     return replace(plan, step=step) if hook.stateful else plan

@@ -73,6 +73,10 @@ class Bucket:
     def numel(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
     @cached_property
     def sizes(self) -> list[int]:
         """Elements of each leaf."""

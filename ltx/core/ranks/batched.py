@@ -189,7 +189,6 @@ class ShapeRanks(Ranks):
     size: int = field()
     answer: Callable[..., torch.Tensor] = field(repr=False)
     exchanges: Callable[..., Any] | None = field(default=None, repr=False)  # (plan, tensors, states, background, paths)
-    members: tuple[int, ...] = ()  # if this is a part of an axis, its ranks in the whole axis
     stream: Any = None  # the stream on which the ranks that these stand for reduce buckets
     lasting = False
     lags = True
@@ -202,9 +201,7 @@ class ShapeRanks(Ranks):
         return {"values": UnsupportedError}
 
     def part(self, name: str, part: Part) -> ShapeRanks:
-        mine = part.members(self.rank)
-        members = tuple(self.members[i] if self.members else i for i in mine)
-        return replace(self, rank=part.place(self.rank), size=len(mine), members=members)
+        return replace(self, rank=part.place(self.rank), size=len(part.members(self.rank)))
 
     def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
         found = [rule.before(x, self.size, static) for x in xs]

@@ -36,11 +36,11 @@ from ltx.typing import Tree
 
 def layout_for(train: TrainSettings, params: Tree, sync_state: Any) -> StateLayout:
     """The layout of a state that `train` makes of `params`, with what it was made for."""
-    chosen = train.step.hook_as_chosen(sync_state).strategy
+    strategy = train.step.strategy
     optimizer = kind_of(train.optimizer), repr(train.optimizer)
     out = tuple(sorted(left_out(train.trainable, tree.leaf_paths(params))))
-    layout: StateLayout = chosen.layout
-    return replace(layout, strategy=repr(chosen), optimizer=optimizer, left_out=out)
+    layout: StateLayout = strategy.layout
+    return replace(layout, strategy=repr(strategy), optimizer=optimizer, left_out=out)
 
 
 def kind_of(optimizer: Any) -> str:
@@ -89,7 +89,7 @@ def _check_in_graph(strategy: Strategy, optimizer: Optimizer, layout: StateLayou
 
 def _differences(train: Any, state: TrainState) -> Iterator[tuple[str, str, str]]:
     """(what differs, what the state was made for, what `train` has)."""
-    was, own = state.layout, train.step.hook_as_chosen(state.held("sync_state")).strategy
+    was, own = state.layout, train.step.strategy
     if repr(own) != was.strategy:
         if any(getattr(own.layout, part) != getattr(was, part) for part in ("params", "sync_state", "copies_of")):
             yield "strategy", was.strategy, f"{own!r}, with which {_in_words(own.layout.params)}"

@@ -184,8 +184,8 @@ class TrainStep(TrainSettings):
         metas = [torch.empty_like(x, device="meta") for x in leaves]  # empty_like keeps strides if the tensor is dense
         shapes = [(x.shape, x.stride(), x.dtype, leaf.device.type) for x, leaf in zip(metas, leaves, strict=True)]
         empty = tree.unflatten(spec, metas)
-        told = (empty, shapes, state.step, sync.checked_step(), sync.choice, state.layout)
-        empty, shapes, step, sync_step, choice, layout = collectives.broadcast_object(told, src, axis)
+        told = (empty, shapes, state.step, sync.checked_step(), state.layout)
+        empty, shapes, step, sync_step, layout = collectives.broadcast_object(told, src, axis)
         if axis.rank != src or axis.size == 1:
             made = [torch.empty_strided(shape, strides, dtype=dtype, device=at) for shape, strides, dtype, at in shapes]
             parts = tree.unflatten(tree.flatten(empty)[1], made if axis.size > 1 else leaves)
@@ -194,7 +194,7 @@ class TrainStep(TrainSettings):
         )
         if name := layout.copies_of:  # the state has copies of peers' parameters, which now equal this rank's
             entries = {path: {copy: held[name].clone() for copy in held} for path, held in entries.items()}
-        sync = replace(SyncState.new(entries, choice), step=sync_step)
+        sync = replace(SyncState.new(entries), step=sync_step)
         given = TrainState(params, buffers, opt_state, sync, step, layout, loss_scale, frozen=frozen)
         check_made_for(self, given)  # on all ranks alike, as they have the same one now
         return given.by(self)
@@ -270,7 +270,7 @@ class TrainStep(TrainSettings):
         late = axis.size > 1 and strategy.communicates_after_update(info.step)
         hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
         try:
-            shared = self.step.hook_as_chosen(sync).hook(info.step, training=True)
+            shared = self.step.hook(info.step, training=True)
             everyone = late or must_sync_finite(self, info)
             among = axis if everyone or shared is None else shared.within(axis) or axis
             ranks = ALONE if axis.size == 1 or (shared is None and not everyone) else among.ranks
@@ -534,7 +534,7 @@ def step_purely(train: TrainSettings, state: TrainState, batch: Batch) -> tuple[
             "within a step there."
         )
     if traced.recording():  # a step number in the structure would make every step compile anew
-        next_sync = SyncState(updated.states, sync.uses, clock, sync.step, sync.choice)
+        next_sync = SyncState(updated.states, sync.uses, clock, sync.step)
     else:
         next_sync = sync.advanced(updated.states)
     return next_state(train, state, updated, buffers, next_sync, Metrics(loss, aux), finite)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -36,7 +36,7 @@ from ltx.core.transforms.run import (
     refuse_gradients,
     whole_scalars,
 )
-from ltx.core.transforms.strategy import Strategy, default_strategy, network_on
+from ltx.core.transforms.strategy import Strategy, default_strategy
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state
 from ltx.typing import Step, Tree
 
@@ -77,38 +77,20 @@ class DataParallel(StepSettings):
         return plain_autograd.applies(tree.flatten((params, state))[0], others)
 
     def init(self, params: Tree) -> SyncState:
-        """The communication state before the first step; it has no leaves if the strategy keeps no state.
-
-        With ``bucket_bytes="auto"`` or ``comm_hook="auto"`` the network is measured here, so every rank must call this.
-        """
+        """The communication state before the first step; it has no leaves if the strategy keeps no state."""
         tree.check_tensors(params, "params")
         tree.check_paths(params, "params")
         params = tree.map(local, params)
-        leaves, strategy, choice = tree.flatten(params)[0], self.strategy, ""
-        if strategy.auto_sizes or strategy.auto_hook:
-            axis = comm.resolve(self.axis)
-            network = network_on(strategy, axis, params)
-            if strategy.auto_hook:
-                choice = strategy.choose(params, axis.size, network, self.reduce_dtype)
-                strategy = strategy.with_choice(choice)
         states = {
             path: state
-            for path, leaf in zip(tree.leaf_paths(params), leaves, strict=True)
-            if leaf.is_floating_point() and (state := strategy.init(leaf, path))
+            for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
+            if leaf.is_floating_point() and (state := self.strategy.init(leaf, path))
         }
-        return SyncState.new(states, choice)
-
-    def hook_as_chosen(self, state: SyncState | None) -> DataParallel:
-        """This step with the hook that `state` says was chosen, if its strategy has ``comm_hook="auto"``."""
-        if state is None or not self.strategy.auto_hook or self.blocked:
-            return self
-        return replace(self, strategy=self.strategy.with_choice(state.choice))
+        return SyncState.new(states)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions = PLAIN_CALL) -> Run:
         """Call the step on marked parameters and tie its output."""
         params, sync_state = self._params_of(args) if options.step is None else self.params_of(args)
-        if self.strategy.auto_hook and sync_state is not None and not (self.blocked or traced.recording()):
-            return self.hook_as_chosen(sync_state).run(args, kwargs, options)
         leaves, spec = options.flat or tree.flatten(params)
         whole_leaves, step, placements, recorded = leaves, options.step, PLAIN, traced.recording()
         if recorded:

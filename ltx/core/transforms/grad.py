@@ -169,7 +169,7 @@ def _is_plain(step: Step, argnum: int, args: tuple[Any, ...]) -> TypeGuard[DataP
 
 
 def _hook_now(step: DataParallel, sync_state: SyncState | None) -> CommHook | None:
-    return step.hook_as_chosen(sync_state).hook(0 if sync_state is None else sync_state.checked_step())
+    return step.hook(0 if sync_state is None else sync_state.checked_step())
 
 
 def _by_plain_autograd(

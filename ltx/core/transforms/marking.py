@@ -56,16 +56,13 @@ def prepare_trace(
     with_state: bool,
     blocked: bool = False,
     dtype: torch.dtype | None = None,
-    choice: str = "",
 ) -> tuple[str, tuple[str, ...]]:
     """Returns (the key of a step's settings in a graph, the names of a leaf's states).
 
     The key is "" if gradients stay local. `with_state`: whether the step was given its communication state. `dtype`: as
-    in :func:`in_dtype`. `choice`: that of the state.
+    in :func:`in_dtype`.
     """
     found = comm.resolve(axis)
-    if strategy.auto_hook and with_state and not blocked:
-        strategy = strategy.with_choice(choice)
     hook = None if blocked else in_dtype(strategy.hook_in_graph(step), dtype)
     if hook is None and with_state:
         raise UnsupportedError(
@@ -73,7 +70,7 @@ def prepare_trace(
         )
     if hook is None:
         return "", ()
-    if (hook.stateful or strategy.auto_hook) and not with_state:
+    if hook.stateful and not with_state:
         raise SyncStateError(
             f"{strategy!r} has communication state, but was given bare parameters. Use ltx.Synced(params, state) or "
             "ltx.grad_and_value(step)(params, batch, sync_state=state); ltx.sync_gradients can't be compiled with it."
@@ -303,7 +300,6 @@ def mark_in_graph(
         sync_state is not None,
         step_fn.blocked,
         step_fn.reduce_dtype,
-        "" if sync_state is None else sync_state.choice,
     )
     if key == "":
         return Marked(leaves, as_given=True)
@@ -368,9 +364,6 @@ def sync_gradients(
         tensor([1.5000, 1.5000])
     """
     strategy = strategy if strategy is not None else default_strategy()
-    if strategy.auto_hook and sync_state is not None:
-        check_state(sync_state)
-        strategy = strategy.with_choice(sync_state.choice)
     leaves, spec = tree.flatten(grads)
     compiling = traced.recording()
     if Placements.of(leaves):

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.arguments import Offering, follows
 from ltx.core.base.needs import require
@@ -50,7 +49,7 @@ class StrategyOffers:
         constant_after: the number of steps after which ``hook(step)`` stays the same; None if it keeps changing. From
             then on, compiled graphs can hold the hook.
         cycle: (first, length): from step `first` on, what a step sends repeats every `length` steps.
-            :func:`ltx.profile.plan` takes the mean over that many steps.
+            :func:`ltx.profile.compare` times that many at a time.
         hook_in_graph: ``hook(step)`` for a compiled graph that is traced at step `step` and runs at later steps; raises
             if the hook changes.
         hook_in_training: ``hook(step)`` in a train step, where only ``update`` sees the gradients.
@@ -59,9 +58,6 @@ class StrategyOffers:
             update in place, so that a step in which a peer fails doesn't change its state.
         communicates_besides: a training step communicates more than gradients.
         updates_in_buckets: the optimizer may run bucket by bucket (``overlap="update"``): ``update`` isn't overridden.
-        auto_hook: ``step.init`` chooses the hook for the network, and puts the hook's name into the state. Then the
-            class has ``choose(params, ranks, network, dtype)``, which returns a hook's name (mixed precision reduces
-            gradients in `dtype`), and ``with_choice(name)``, which returns the strategy with that hook.
     """
 
     layout: StateLayout = StateLayout()
@@ -80,7 +76,6 @@ class StrategyOffers:
     communicates_after_update: OfStep[bool] = follows(lambda strategy: lambda n: _has_own(strategy, "after_update"))
     communicates_besides: bool = follows(lambda strategy: _has_own(strategy, "begin", "update", "after_update"))
     updates_in_buckets: bool = follows(lambda strategy: not _has_own(strategy, "update"))
-    auto_hook: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +94,7 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
     Attributes:
         offers: an :class:`ltx.extend.StrategyOffers`. A class overrides a default by an attribute, property or method
             of the field's name; a strategy has an attribute for each field.
-        bucket_bytes, first_bucket_bytes, network, process_group_backend, timeout: as in
-            :class:`ltx.extend.BucketSettings`.
+        bucket_bytes, first_bucket_bytes, process_group_backend, timeout: as in :class:`ltx.extend.BucketSettings`.
     """
 
     def hook(self, step: int) -> CommHook | None:
@@ -235,21 +229,6 @@ def constant_hook(strategy: Strategy, step: int) -> CommHook | None:
     require("graph, hook or strategy", strategy, f"a graph that is compiled at step {step}", step)
     hook = strategy.hook(step)
     return None if hook is None else unchanging(hook, step)
-
-
-def network_on(strategy: Strategy, axis: Axis, params: Tree) -> comm.Network | None:
-    """The network between the ranks of `axis`, measured if it isn't known; None without a network."""
-    axis_comm: comm.AxisComm | None = axis.comm
-    if strategy.network is not None or axis_comm is None or axis.size == 1:
-        return strategy.network
-    leaves, spec = tree.flatten(params)
-    shapes = tuple((x.shape, x.dtype) for x in leaves)
-    axis_comm.negotiate(
-        axis_comm.bucket_channel(0),
-        ("init", strategy, spec, shapes),
-        lambda: comm.Signature.of("init of an automatic strategy", tree.leaf_paths(params), leaves, repr(strategy)),
-    )
-    return comm.measured(axis_comm)
 
 
 class HandedIn:

@@ -33,21 +33,19 @@ class SyncState:
         uses: hidden guard, 0-dim; 1 in a state that may be used.
         clock: hidden count of steps since `step` was set, of shape (1,): counts the steps of a compiled graph.
         step: the number of synchronised steps so far, a Python int and part of the structure.
-        choice: with ``comm_hook="auto"`` the name of the chosen hook, part of the structure too; else "".
     """
 
     leaves: dict[str, LeafState]
     uses: torch.Tensor
     clock: torch.Tensor
     step: int = 0
-    choice: str = ""
 
     @staticmethod
-    def new(leaves: dict[str, LeafState], choice: str = "") -> SyncState:
+    def new(leaves: dict[str, LeafState]) -> SyncState:
         """A new state. Its guards stay on the CPU, where every step reads them."""
         # Float64 counts to 2^53. It isn't 0-dim: Dynamo traces a graph twice that has such a float64 tensor on the CPU.
         clock = torch.zeros(1, dtype=torch.float64, device="cpu")
-        return SyncState(leaves, torch.ones((), device="cpu"), clock, choice=choice)
+        return SyncState(leaves, torch.ones((), device="cpu"), clock)
 
     def checked_step(self) -> int:
         """The number of synchronised steps so far; raises unless the state was used exactly once."""
@@ -72,7 +70,7 @@ class SyncState:
         """The state after one more step, with other `leaves`, if given. `step`: :meth:`checked_step`'s, if known."""
         after = (self.checked_step() if step is None else step) + 1
         leaves = self.leaves if leaves is None else leaves
-        return SyncState(leaves, self.uses, torch.zeros_like(self.clock), after, self.choice)
+        return SyncState(leaves, self.uses, torch.zeros_like(self.clock), after)
 
 
 def check_state(state: Any) -> None:
@@ -94,7 +92,7 @@ def _numbers(x: torch.Tensor) -> list[float]:
 
 tree.register_node(
     SyncState,
-    lambda s: ((s.leaves, s.uses, s.clock), (s.step, s.choice)),
+    lambda s: ((s.leaves, s.uses, s.clock), (s.step,)),
     lambda parts, static: SyncState(*parts, *static),
     names=("leaves", "uses", "clock"),
 )

@@ -121,7 +121,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
     exact = hooks.AllReduce()
     lossy = hooks.TopK(0.5)
     adam = optim.from_torch(torch.optim.AdamW, lr=0.1)
-    network: dict[str, Any] = {"world": 4, "bandwidth": 1e9, "latency": 1e-5, "compute_s": 0.1}
     common: dict[str, Any] = {
         "bucket_bytes": 1 << 20,
         "first_bucket_bytes": 1 << 20,
@@ -358,7 +357,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
             Call(ltx.profile.explain, (dp, params(), batch()), {"world": 4, "sync_step": 0}, _uses, free=(2,))
         ],
         "ltx.profile.Explanation": [],  # results, which nobody makes by hand
-        "ltx.profile.Cost": [],
         "ltx.profile.Comparison": [],
         "ltx.profile.compare": [
             Call(
@@ -369,18 +367,8 @@ def calls(folder: Path) -> dict[str, list[Call]]:
                 free=(1,),
             )
         ],
-        "ltx.profile.plan": [
-            Call(
-                ltx.profile.plan,
-                (ddp, params()),
-                {**network, "optimizer": adam, "steps": range(2), "inside": {2: ltx.profile.Network(1e12, 1e-6)}},
-                _uses,
-            )
-        ],
         # --- the wire
         "ltx.debug_checks": [Call(ltx.debug_checks, (), {"same_lines": True}, _entered)],
-        "ltx.profile.measure_network": [Call(ltx.profile.measure_network, ("data",))],
-        "ltx.profile.Network": [Call(ltx.profile.Network, (1e9, 1e-4), {}, lambda network: network.sum_s(1000, 2))],
         "ltx.profile.record": [Call(ltx.profile.record, (), {"profiler": False}, _entered)],
         "ltx.profile.timeline": [Call(ltx.profile.timeline, ([trace],), {}, _uses)],
         "ltx.profile.Timeline": [],

@@ -140,7 +140,7 @@ def test_what_a_strategy_must_define() -> None:
 
 def test_base_fields_are_checked_in_subclasses() -> None:
     with pytest.raises(
-        StrategyError, match=re.escape('LocalSGD.bucket_bytes must be "auto" or a whole number of at least 1, got 0.')
+        StrategyError, match=re.escape("LocalSGD.bucket_bytes must be a whole number of at least 1, got 0.")
     ):
         LocalSGD(bucket_bytes=0)
 
@@ -284,7 +284,6 @@ def test_numbers_of_numpy_are_taken_for_pythons() -> None:
         ltx.LocalSGDStrategy(np.int64(4)),
         ltx.LocalSGDStrategy({np.int64(2): np.int64(2), 4: 4}),
         ltx.HorovodStrategy(groups=np.int64(2), gradient_predivide_factor=np.float32(2)),
-        ltx.DDPStrategy(network=ltx.profile.Network(np.float32(1e9), np.float64(0.5))),
     ]
     assert strategies == [
         ltx.DDPStrategy(bucket_bytes=1 << 20, comm_hook=ltx.hooks.PowerSGD(rank=2)),
@@ -292,6 +291,5 @@ def test_numbers_of_numpy_are_taken_for_pythons() -> None:
         ltx.LocalSGDStrategy(4),
         ltx.LocalSGDStrategy({2: 2, 4: 4}),
         ltx.HorovodStrategy(groups=2, gradient_predivide_factor=2.0),
-        ltx.DDPStrategy(network=ltx.profile.Network(1e9, 0.5)),
     ]
     assert "np." not in repr(strategies), "ranks compare what they have by its repr"

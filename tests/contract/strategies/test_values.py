@@ -28,8 +28,6 @@ VALUES = [
     DDP(model_averaging_period=4, start_local_sgd_step=100),
     DDP(comm_wrapper="bf16", comm_hook=hooks.PowerSGD(rank=2), start_method="spawn"),
     DDP(comm_wrapper=hooks.error_feedback, comm_hook=hooks.ByteGrad()),
-    DDP(comm_hook="auto", bucket_bytes="auto"),
-    DDP(comm_hook="auto", network=ltx.profile.Network(bandwidth=1e9, latency=1e-4)),
     Horovod(compression="fp16", op="sum"),
     Horovod(groups=[["w", "b"], ["x.*"]], backward_passes_per_step=3),
     Bagua("gradient_allreduce", average=False),
@@ -38,7 +36,7 @@ VALUES = [
     Bagua("low_precision_decentralized", communication_interval=2, bucket_bytes=1 << 20),
 ]
 ALL = [*VALUES, *(row.strategy for row in ROWS.values())]
-NAMES = {"datetime": datetime, "AsyncAveraging": AsyncAveraging, "QAdam": QAdam, "Network": ltx.profile.Network}
+NAMES = {"datetime": datetime, "AsyncAveraging": AsyncAveraging, "QAdam": QAdam}
 NAMES |= {name: getattr(module, name) for module in (ltx, hooks) for name in module.__all__}
 NAMES |= {"torch": torch, "After": type(hooks.after(1, hooks.Noop())), "from_torch": ltx.optim.from_torch}
 
@@ -76,7 +74,6 @@ Eight, Peers, EightBitPeers = map(partial(partial, Bagua), ("bytegrad", "decentr
 
 WHOLE, NOT_NEGATIVE = "a whole number of at least {}", "a finite number of at least 0"
 BYTES = WHOLE.format(1)
-OR_AUTO = f'"auto" or {BYTES}'
 HOOK = "one of {} or an ltx.hooks.CommHook"
 SHORT = HOOK.format(["allreduce", "bf16", "fp16"])
 AHEAD, ALONE = "less than period // fragments, ", "as one fragment is under way at a time"
@@ -94,12 +91,11 @@ ALGORITHM = (
 
 #: What makes a strategy, whose error it is, a field, what it must be, and values that it may not have.
 BAD: list[tuple[Callable[..., ltx.Strategy], str, str, str, list[Any]]] = [
-    (DDP, "DDPStrategy", "comm_hook", HOOK.format(["allreduce", "auto", "bf16", "fp16"]), ["bf17", None, hooks.BF16]),
+    (DDP, "DDPStrategy", "comm_hook", SHORT, ["bf17", None, hooks.BF16]),
     (DDP, "DDPStrategy", "comm_wrapper", WRAPPER, ["fp8", torch.float16]),
     (DDP, "DDPStrategy", "start_method", "'popen' or 'spawn' or 'fork' or 'forkserver'", ["thread"]),
-    (DDP, "DDPStrategy", "bucket_bytes", OR_AUTO, [0, -1, 2.0, True, "large"]),
+    (DDP, "DDPStrategy", "bucket_bytes", BYTES, [0, -1, 2.0, True, "auto"]),
     (DDP, "DDPStrategy", "first_bucket_bytes", BYTES, ["auto", "1 MiB"]),
-    (DDP, "DDPStrategy", "network", "an ltx.profile.Network or None", [1e9]),
     (DDP, "DDPStrategy", "timeout", SECONDS, ["60", datetime.timedelta(0)]),
     (DDP, "DDPStrategy", "timeout", f"{SECONDS} and less than 1,000 years", [float("inf")]),
     (Horovod, "HorovodStrategy", "compression", HOOK.format(["allreduce", "bf16", "fp16", "none"]), ["int8"]),
@@ -133,13 +129,18 @@ BAD: list[tuple[Callable[..., ltx.Strategy], str, str, str, list[Any]]] = [
     (Eight, "BaguaStrategy", "algorithm", ALGORITHM, ["byte_grad", None]),
     (Eight, "EightBitGradients", "average", "bool", [1]),
     (Eight, "BaguaStrategy", "flatten", "bool or None", [1]),
-    (Eight, "BaguaStrategy", "bucket_bytes", OR_AUTO, [0]),
+    (Eight, "BaguaStrategy", "bucket_bytes", BYTES, [0]),
     (partial(Eight, node_size=2), "EightBitGradients", "hierarchical", "bool", [1]),
     (partial(Eight, hierarchical=True), "EightBitGradients", "node_size", BYTES, [0]),
     (Peers, "Decentralized", "peer_selection_mode", "'all' or 'shift_one'", ["shift_two"]),
     (Peers, "Decentralized", "communication_interval", BYTES, [0]),
     (EightBitPeers, "LowPrecisionDecentralized", "communication_interval", BYTES, [1.5]),
 ]
+
+
+def test_a_hook_is_not_chosen() -> None:
+    with pytest.raises(StrategyError, match=r"Time train steps with several hooks by ltx\.profile\.compare"):
+        DDP(comm_hook="auto")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.kinds import Ranks
 def test_all_that_a_strategy_does_is_the_algorithms() -> None:
     """Whatever is added to the contract must be passed on."""
     # What the algorithm does by itself, and what it is given.
-    own = {"exchange", "negotiate", "sizes", "grouping", "auto_sizes", "auto_hook", "with_choice"}
+    own = {"exchange", "negotiate", "sizes", "grouping"}
     contract = {name for name, value in vars(ltx.Strategy).items() if callable(value) or isinstance(value, property)}
     assert {name for name in contract if not name.startswith("_")} - own <= set(vars(ltx.BaguaStrategy))
 
