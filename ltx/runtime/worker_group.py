@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any
 
+from ltx.core.comm import kernel
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime import messages
 from ltx.runtime.failures import exit_text, failure_of, told_where
@@ -197,7 +197,7 @@ class WorkerGroup:
         """Add an answer for each stopped process, which can't send one. Only Linux tells that, in /proc."""
         now = time.monotonic()
         for rank in ranks:
-            if not _is_stopped(self._processes[rank].pid):
+            if kernel.stat(self._processes[rank].pid)[0] != "T":
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) >= _STOPPED_S:
                 answers[rank] = "has been stopped (SIGSTOP, or Ctrl-Z)"
@@ -229,13 +229,6 @@ class WorkerGroup:
                         f"the worker of rank {rank} of {self.size} {message} when it was to {to}. What it wrote to "
                         f"stderr says more; `{sys.executable} -c 'import ltx'` should work."
                     )
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 def _end(owner: int, processes: list[Process], connections: list[Connection], output: Output, grace_s: float) -> None:

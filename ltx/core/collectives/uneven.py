@@ -22,6 +22,7 @@ from ltx.core.collectives.futures import in_step
 from ltx.core.collectives.linear import apply
 from ltx.core.comm.operations import from_bytes
 from ltx.core.comm.pickling import dumps
+from ltx.core.comm.signature import Signature
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -371,7 +372,23 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
         text, broken = rows[rank]
         if broken:
             raise TypeError(f"{what}: rank {rank}'s object can't be pickled: {text.decode()}")
-    return [obj if rank == found.ranks.rank else pickle.loads(rows[rank][0]) for rank in senders]
+    got, failed = [obj] * len(rows), b""
+    for rank in senders:
+        if rank != found.ranks.rank:
+            try:
+                got[rank] = pickle.loads(rows[rank][0])
+            except Exception as failure:
+                said = f"rank {found.ranks.rank} couldn't unpickle rank {rank}'s: {type(failure).__name__}: {failure}"
+                failed = failed or said.encode()
+    # If one rank alone raised, the others would go on without it.
+    note = f"{what}: whether all could be unpickled"
+    if any(any(row) for row in found.ranks.tell(note, [len(failed)], lambda: Signature(note, ()), lambda: note)):
+        texts = [text.decode() for text, _ in found.ranks.objects(f"{what}: what couldn't", lambda: (failed, True))]
+        raise TypeError(
+            f"{what}: {'; '.join(filter(None, texts))}. A class is imported by its module's name: all ranks need the "
+            "same module, and its __setstate__ or __reduce__ must work there."
+        )
+    return [got[rank] for rank in senders]
 
 
 @in_step

@@ -1,0 +1,108 @@
+"""Peers: a rank that is in one long call lives, one that is stopped is told once, and what pools know is used."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.errors import LtxError
+from tests.kinds import Started
+
+HEARTBEAT_S = 3.0
+
+
+def _hold_the_lock(for_s: float) -> None:
+    """One call of C code that doesn't release Python's lock."""
+    ctypes.PyDLL(None).usleep(int(for_s * 1e6))
+
+
+def _told(call: Callable[[], object]) -> str:
+    try:
+        call()
+        return "completed"
+    except LtxError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_rank_in_one_long_call_of_c_code_is_waited_for(busy: int, new: bool, started: Started) -> None:
+    """It was taken for lost after the heartbeat timeout, and took the store for lost when it came back."""
+
+    def body(tell: Callable[[Any], None]) -> str:
+        ltx.psum(torch.ones(3))
+        if ltx.world().rank == busy:
+            _hold_the_lock(2 * HEARTBEAT_S)
+        return _told(lambda: ltx.psum(torch.ones(4 if new else 3)))
+
+    world = started(2, body, held_by="rank 0", heartbeat_s=HEARTBEAT_S)
+    assert [world.told(rank) for rank in range(2)] == ["completed"] * 2
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("dies", [0, 1])
+def test_what_the_kernel_says_of_a_stopped_process_is_told(dies: int, started: Started) -> None:
+    def body(tell: Callable[[Any], None]) -> str:
+        ltx.psum(torch.ones(3))
+        if ltx.world().rank == dies:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return _told(lambda: ltx.psum(torch.ones(3)))
+
+    said = started(2, body, held_by="launcher", heartbeat_s=HEARTBEAT_S).told(1 - dies)
+    begins = (
+        f"PeerLostError: rank {1 - dies}: rank {dies} on axis 'data' has shown no sign of life for 3 s: its process"
+    )
+    assert said.startswith(f"{begins} has been stopped. It waited for psum"), said
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("held_by", ["rank 0", "launcher"])
+@pytest.mark.parametrize("call", ["barrier", "save"])
+def test_a_stopped_rank_0_is_told(call: str, held_by: str, tmp_path: Path, started: Started) -> None:
+    def body(tell: Callable[[Any], None]) -> None:
+        train = ltx.train_step(ltx.data_parallel(lambda w: w.sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state = train.init(torch.ones(3))
+        if ltx.world().rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        ltx.barrier() if call == "barrier" else ltx.checkpoint.save(tmp_path, state)
+
+    said = started(2, body, held_by=held_by, heartbeat_s=HEARTBEAT_S).told(1)
+    assert said.startswith("PeerLostError: rank 1: "), said
+    assert "process has been stopped" in said or "process, which holds it, has been stopped" in said, said
+
+
+class OnOneRankAlone:
+    """An object that rank `where` can't unpickle."""
+
+    def __init__(self, where: int):
+        self.where = where
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        if ltx.axis_index() == state["where"]:
+            raise KeyError("not here")
+        self.__dict__.update(state)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_what_one_rank_cannot_unpickle_is_an_error_of_all(gathered: bool, ranks: Callable[[int], ltx.Pool]) -> None:
+    """One rank raised a bare KeyError, and the others went on."""
+
+    def on_a_rank() -> tuple[str, float]:
+        thing = OnOneRankAlone(1)
+        with pytest.raises(TypeError) as raised:
+            ltx.all_gather_object(thing) if gathered else ltx.broadcast_object(thing)
+        return str(raised.value), float(ltx.psum(torch.ones(())))
+
+    what = "all_gather_object" if gathered else "broadcast_object"
+    said, total = ranks(3).run(on_a_rank).replicated()
+    assert said.startswith(f"{what}: rank 1 couldn't unpickle rank 0's: KeyError: 'not here'."), said
+    assert total == 3
