@@ -236,12 +236,14 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
     ended = [peer for peer, status in peers.items() if status.ended]
     found = silent_of(records)
     if silent := [place for place, rank in enumerate(waiter.ranks) if rank in found and place != me]:
-        if {*silent} <= {*ended}:  # forks of dead ranks may keep their connections open, so nothing breaks
+        whys = {peer: found[waiter.ranks[peer]] for peer in silent if peer not in ended}
+        which = [peer for peer, why in whys.items() if not why.endswith(kernel.GONE)]
+        if not which:  # forks of dead ranks may keep their connections open, so nothing breaks
             return PeerLostError(f"rank {me}: on axis {name!r}, {describe_lost(silent, ended)}.")
-        which = [peer for peer in silent if peer not in ended]
-        why = found[waiter.ranks[which[0]]]
-        since = "" if why.endswith(kernel.GONE) else f" has shown no sign of life for {waiter.heartbeat_s:g} s"
-        return PeerLostError(f"rank {me}: rank {', '.join(map(str, which))} on axis {name!r}{since}: {why}.")
+        return PeerLostError(
+            f"rank {me}: rank {', '.join(map(str, which))} on axis {name!r} has shown no sign of life for "
+            f"{waiter.heartbeat_s:g} s: {whys[which[0]]}."
+        )
     if waiter.issue is not None:
         address, number = waiter.issue
         if never := [peer for peer in ended if peers[peer].issued.get(address, number) < number]:
