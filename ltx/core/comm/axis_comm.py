@@ -144,6 +144,7 @@ class AxisComm(Ranks):
         began, deadlocks = time.monotonic(), self.watcher.deadlocks
 
         def check() -> None:
+            look_out()
             self.negotiation.check_peers(what, in_pass=False, now=bool(self.lost()))
             self.negotiation.refuse_lost(place, what)
             if time.monotonic() - began > PATIENCE_S:
