@@ -30,6 +30,8 @@ from ltx.runtime.worker import Process, Starter
 PATIENCE_S = 0.5
 #: How long a rank that was asked to give up has for it, unless the pool says otherwise.
 GRACE_S = 3.0
+# After ranks were busy with a call for so long, those that aren't in it are told.
+_BUSY_S = 1.0
 # How often the driver looks whether to warn that workers will be lost.
 _TELL_S = 0.25
 _STOP_GRACE_S = 3.0
@@ -278,7 +280,7 @@ def collect(
         waiting = asked - answers.keys()
         end = float("inf") if limit_s is None else time.monotonic() + limit_s
         end = min(end, time.monotonic() + PATIENCE_S) if answers else end
-        _wait(workers, waiting, answers, end, PATIENCE_S)
+        _wait(workers, waiting, answers, end, PATIENCE_S, number)
         if waiting:
             workers.cancel(waiting, number)
             _be_patient(workers, waiting, answers, grace_s)
@@ -317,12 +319,28 @@ def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any]
 
 
 def _wait(
-    workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], end: float, patience_s: float = float("inf")
+    workers: WorkerGroup,
+    waiting: set[int],
+    answers: dict[int, Any],
+    end: float,
+    patience_s: float = float("inf"),
+    number: int | None = None,
 ) -> None:
-    """Gather answers until no rank is `waiting`, or until `end`, or until `patience_s` after the first failure."""
-    while waiting and time.monotonic() < end:
-        came = workers.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
+    """Gather answers until no rank is `waiting`, or until `end`, or until `patience_s` after the first failure.
+
+    While ranks are busy with call `number` for long, the others are told.
+    """
+    tell_at = float("inf") if number is None else time.monotonic() + _BUSY_S
+    while waiting and (now := time.monotonic()) < end:
+        until = min(end, tell_at)
+        came = workers.receive(waiting, None if until == float("inf") else max(0.0, until - now))
         answers.update(came)
+        if came and number is not None:
+            tell_at = time.monotonic() + _BUSY_S
+        elif time.monotonic() >= tell_at:
+            tell_at = float("inf")
+            for rank in {*range(workers.size)} - waiting:
+                workers.send(rank, pack(messages.Others(number or 0)))
         done = {rank: answer for rank, answer in came.items() if not isinstance(answer, messages.At)}
         waiting.difference_update(done)
         if not all(isinstance(answer, Result) for answer in done.values()):

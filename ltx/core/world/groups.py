@@ -47,6 +47,8 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
 
+# How long a rank that can't make its part of the world waits for ranks that it could tell it.
+_TELL_S = 1.0
 # How long the store may take to answer while ranks connect: it resolves their host names one by one.
 _ANSWER_S = 30.0
 
@@ -276,6 +278,7 @@ class Meeting(Watched):
             self._failed = f"{type(error).__name__}: {error}".partition("\n")[0], False
             with suppress(LtxError, dist.DistError):
                 self.watcher.tell()
+                poll_until(lambda: len(self.watcher.look_now()) == self.world.size, _TELL_S)
                 self.watcher.wait_until_heard()
         self.watcher.leave(self)
         release_watcher(self.watcher)
