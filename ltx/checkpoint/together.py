@@ -19,6 +19,7 @@ from ltx.checkpoint.directory import EXCHANGE
 from ltx.core import comm
 from ltx.core.base.errors import message_of
 from ltx.core.comm.signature import Post
+from ltx.core.comm.store_exchange import SAVE_NOW
 from ltx.core.ranks.axis import Axis
 from ltx.errors import CheckpointError, LtxError, StoreGoneError, UnsupportedError
 
@@ -147,6 +148,8 @@ class Together:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, StoreGoneError) and self.operation == "checkpoint.save":
+                error.args = (message_of(error).replace(SAVE_NOW, ""),)
             self.leave(error)
             raise
 

@@ -104,6 +104,13 @@ class Renew:
     count: int
 
 
+@dataclass(frozen=True)
+class Others:
+    """To a worker that isn't in call `number`, or has answered it: others are busy with it for long."""
+
+    number: int
+
+
 class Stop:
     """The worker has to end."""
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from ltx.core import comm
 from ltx.core.comm.pickling import KEY
+from ltx.core.comm.watcher import Watcher
 from ltx.core.ranks.axis import set_world_axes
 from ltx.core.world.failures import LTX_HOME
 from ltx.core.world.groups import loopback_store
@@ -36,7 +39,7 @@ from ltx.core.world.init import init, renew
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.placement import LOOPBACK
 from ltx.core.world.world import abandon, accelerators, forget, process
-from ltx.errors import UnsupportedError, WorkerError
+from ltx.errors import LtxError, UnsupportedError, WorkerError
 from ltx.runtime import messages, show
 from ltx.runtime.failures import failure_of, places_of
 from ltx.runtime.messages import Call, Message, Modules, pack, receive
@@ -86,6 +89,8 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
                 loop.send(messages.Ready())
             except Exception as error:
                 loop.send(failure_of(error))
+        elif isinstance(message, messages.Others):
+            loop.wait_for_others(message.number)
         elif isinstance(message, Call):
             loop.answer(message, load)
 
@@ -96,6 +101,9 @@ def _no_input(prompt: object = "", /) -> str:
         "from, and send the answer along as an argument, or with `%%ltx --in`."
     )
 
+
+#: The key under which workers count the calls that have returned.
+_RETURNED = "pool/returned"
 
 # If a call runs on for so long after KeyboardInterrupt, it catches the interrupt, or is in code that ignores it.
 _DEAF_S = 1.0
@@ -109,6 +117,7 @@ class _WorkerLoop:
         self.inbox: SimpleQueue[tuple[Any, Callable[[], Any]]] = SimpleQueue()
         self.running: int | None = None  # the number of the call that runs
         self.cancelled: int | None = None  # the number of the last call that the driver asked to give up
+        self._returned = 0  # the number of the last call that has returned
         self._connection = connection
         self._raised: int | None = None  # the number of the last call in which KeyboardInterrupt was raised
         self._sending = threading.Lock()  # the user's threads may show things at the same time
@@ -158,6 +167,27 @@ class _WorkerLoop:
     def send(self, message: Any) -> None:
         self._deliver(pack(message))
 
+    def wait_for_others(self, number: int) -> None:
+        """Until the driver asks for more: wait for call `number` as in a collective, so that a circle of waits is seen.
+
+        A worker that is busy with the call may wait in a collective for this one, which won't come.
+        """
+        watcher, ranks = self._counted(), [*range(int(os.environ["WORLD_SIZE"]))]
+        with suppress(LtxError):  # the busy workers raise it
+            while watcher is not None and self.inbox.empty():
+                watcher.deadlocks.check(_RETURNED, number, ranks, lambda: "the call's end, as it isn't in it any more")
+                time.sleep(0.02)
+        if watcher is not None:
+            watcher.deadlocks.done()
+
+    def _counted(self) -> Watcher | None:
+        """The world's watcher, which is told how many calls have returned; None without a world."""
+        watcher = next((axis.comm.watcher for axis in comm.open_axes() if axis.comm is not None), None)
+        if watcher is not None:
+            main = threading.main_thread().ident or 0
+            watcher.deadlocks.counts[_RETURNED] = lambda: {_RETURNED: (self._returned, (main,))}
+        return watcher
+
     def answer(self, call: Call, load: Callable[[], Any]) -> None:
         try:
             reply = self._reply(call, load)
@@ -175,8 +205,9 @@ class _WorkerLoop:
     def _reply(self, call: Call, load: Callable[[], Any]) -> Message:
         """Run the call. Returns the message with its result or failure. A ``sys.exit`` in a call is a failure too."""
         doing = "unpickling the function and its arguments: "
-        self.running = call.number
+        self.running, self._returned = call.number, call.number - 1
         try:
+            self._counted()
             if self.cancelled == call.number:
                 raise KeyboardInterrupt
             fn, args, kwargs = self._asked(call, load)
@@ -189,7 +220,7 @@ class _WorkerLoop:
             self._modules.note()
             doing = f"pickling the result, which is of type {type(value).__name__}: "
             reply = pack(messages.Result(value, process.session is not None or dist.is_initialized()))
-            self.running = None
+            self.running, self._returned = None, call.number
             return reply
         except BaseException as error:
             self.running = None

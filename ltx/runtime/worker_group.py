@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any
 
+from ltx.core.comm import kernel
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime import messages
 from ltx.runtime.failures import exit_text, failure_of, told_where
@@ -30,6 +30,8 @@ from ltx.runtime.worker import Process, Starter
 PATIENCE_S = 0.5
 #: How long a rank that was asked to give up has for it, unless the pool says otherwise.
 GRACE_S = 3.0
+# After ranks were busy with a call for so long, those that aren't in it are told.
+_BUSY_S = 1.0
 # How often the driver looks whether to warn that workers will be lost.
 _TELL_S = 0.25
 _STOP_GRACE_S = 3.0
@@ -197,7 +199,7 @@ class WorkerGroup:
         """Add an answer for each stopped process, which can't send one. Only Linux tells that, in /proc."""
         now = time.monotonic()
         for rank in ranks:
-            if not _is_stopped(self._processes[rank].pid):
+            if kernel.stat(self._processes[rank].pid)[0] != "T":
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) >= _STOPPED_S:
                 answers[rank] = "has been stopped (SIGSTOP, or Ctrl-Z)"
@@ -229,13 +231,6 @@ class WorkerGroup:
                         f"the worker of rank {rank} of {self.size} {message} when it was to {to}. What it wrote to "
                         f"stderr says more; `{sys.executable} -c 'import ltx'` should work."
                     )
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 def _end(owner: int, processes: list[Process], connections: list[Connection], output: Output, grace_s: float) -> None:
@@ -285,7 +280,7 @@ def collect(
         waiting = asked - answers.keys()
         end = float("inf") if limit_s is None else time.monotonic() + limit_s
         end = min(end, time.monotonic() + PATIENCE_S) if answers else end
-        _wait(workers, waiting, answers, end, PATIENCE_S)
+        _wait(workers, waiting, answers, end, PATIENCE_S, number)
         if waiting:
             workers.cancel(waiting, number)
             _be_patient(workers, waiting, answers, grace_s)
@@ -324,12 +319,28 @@ def _be_patient(workers: WorkerGroup, waiting: set[int], answers: dict[int, Any]
 
 
 def _wait(
-    workers: WorkerGroup, waiting: set[int], answers: dict[int, Any], end: float, patience_s: float = float("inf")
+    workers: WorkerGroup,
+    waiting: set[int],
+    answers: dict[int, Any],
+    end: float,
+    patience_s: float = float("inf"),
+    number: int | None = None,
 ) -> None:
-    """Gather answers until no rank is `waiting`, or until `end`, or until `patience_s` after the first failure."""
-    while waiting and time.monotonic() < end:
-        came = workers.receive(waiting, None if end == float("inf") else max(0.0, end - time.monotonic()))
+    """Gather answers until no rank is `waiting`, or until `end`, or until `patience_s` after the first failure.
+
+    While ranks are busy with call `number` for long, the others are told.
+    """
+    tell_at = float("inf") if number is None else time.monotonic() + _BUSY_S
+    while waiting and (now := time.monotonic()) < end:
+        until = min(end, tell_at)
+        came = workers.receive(waiting, None if until == float("inf") else max(0.0, until - now))
         answers.update(came)
+        if came and number is not None:
+            tell_at = time.monotonic() + _BUSY_S
+        elif time.monotonic() >= tell_at:
+            tell_at = float("inf")
+            for rank in {*range(workers.size)} - waiting:
+                workers.send(rank, pack(messages.Others(number or 0)))
         done = {rank: answer for rank, answer in came.items() if not isinstance(answer, messages.At)}
         waiting.difference_update(done)
         if not all(isinstance(answer, Result) for answer in done.values()):

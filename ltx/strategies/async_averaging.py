@@ -203,6 +203,8 @@ class AsyncAveraging(NodeStrategy):
             "rounds a schedule: schedule=(period, delay). What a step sends can be counted while it runs: with "
             "ltx.profile.record() as trace.",
         )
+        if info.axis.comm is not None and (error := info.axis.comm.negotiation.diagnosed(in_pass=False)) is not None:
+            raise error  # steps between rounds wait for nobody, and would go on for ever
         mean = None if pending is None else pending.mean
         late = pending is None or time.monotonic() - pending.began_s >= self.sync_interval_ms / 1000
         is_there, late = self._all_of_node([mean is not None and mean.done, late], info)

@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         name="comm: a silent peer isn't seen",
         where="Watcher._look_after_peers",
-        old="record.beat and now - self._beats[rank][1] > late_s",
+        old="record.beat and (why == kernel.GONE or (why and late))",
         new="False",
         breaks="a peer whose machine is gone is waited for until the timeout",
         tests=("tests/internal/comm/test_watcher.py",),

@@ -16,12 +16,13 @@ import torch
 from ltx.core import comm
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import checked, shown
-from ltx.core.base.errors import AxisError, RankMismatchError, TreeError, UnsupportedError
+from ltx.core.base.errors import AuthenticationError, AxisError, RankMismatchError, TreeError, UnsupportedError
 from ltx.core.collectives.calls import check_dense, checked_index, collective, movable, refuse_background, tensors_of
 from ltx.core.collectives.futures import in_step
 from ltx.core.collectives.linear import apply
 from ltx.core.comm.operations import from_bytes
 from ltx.core.comm.pickling import dumps
+from ltx.core.comm.signature import Signature
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -364,14 +365,35 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
         except Exception as failure:
             return f"{type(failure).__name__}: {failure}".encode(), True
 
-    found = _axis_for_objects(what, src, axis)
-    rows = found.ranks.objects(what, dumped, src)
+    found, refused = _axis_for_objects(what, src, axis), None
+    try:
+        rows = found.ranks.objects(what, dumped, src)
+    except AuthenticationError as error:
+        rows, refused = [(b"", False)] * found.size, error
     senders = range(len(rows)) if src is None else [src]
     for rank in senders:
         text, broken = rows[rank]
         if broken:
             raise TypeError(f"{what}: rank {rank}'s object can't be pickled: {text.decode()}")
-    return [obj if rank == found.ranks.rank else pickle.loads(rows[rank][0]) for rank in senders]
+    got, failed = [obj] * len(rows), b""
+    for rank in senders:
+        if rank != found.ranks.rank and refused is None:
+            try:
+                got[rank] = pickle.loads(rows[rank][0])
+            except Exception as failure:
+                said = f"rank {found.ranks.rank} couldn't unpickle rank {rank}'s: {type(failure).__name__}: {failure}"
+                failed = failed or said.encode()
+    # If one rank alone raised, the others would go on without it.
+    note = f"{what}: whether all could be unpickled"
+    if any(any(row) for row in found.ranks.tell(note, [len(failed)], lambda: Signature(note, ()), lambda: note)):
+        texts = [text.decode() for text, _ in found.ranks.objects(f"{what}: what couldn't", lambda: (failed, True))]
+        raise TypeError(
+            f"{what}: {'; '.join(filter(None, texts))}. A class is imported by its module's name: all ranks need the "
+            "same module, and its __setstate__ or __reduce__ must work there."
+        )
+    if refused is not None:
+        raise refused
+    return [got[rank] for rank in senders]
 
 
 @in_step

@@ -143,6 +143,7 @@ class AxisComm(Ranks):
         began, deadlocks = time.monotonic(), self.watcher.deadlocks
 
         def check() -> None:
+            look_out()
             self.negotiation.check_peers(what, in_pass=False, now=bool(self.lost()))
             self.negotiation.refuse_lost(place, what)
             if time.monotonic() - began > PATIENCE_S:
@@ -346,7 +347,7 @@ class AxisComm(Ranks):
         if group is None or group.aborted:
             return
         if self.watcher.without_store:
-            in_vain = 0 in self.global_ranks and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            in_vain = 0 in self.global_ranks and self.watcher.held_by_rank_0
         else:
             in_vain = self.negotiation.diagnosed(in_pass=True, issue=group.issue) is not None
         if (in_vain or group.failed) and group.outstanding:  # not earlier: another thread may be capturing a CUDA graph

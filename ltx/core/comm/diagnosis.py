@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError
+from ltx.core.comm import kernel
 
 #: Keys with this suffix count the axes that a rank has opened; without the key a rank has opened none.
 OPENED = "opened"
@@ -45,6 +46,11 @@ _GO_ON = (
 )
 
 _AFTER = "after rank "
+
+_OR_LOCKED = (
+    "; or it is in one call of C code that holds Python's lock for longer than that: give ltx.init a "
+    "heartbeat_timeout= that outlives such calls"
+)
 
 
 @dataclass(frozen=True)
@@ -128,10 +134,11 @@ class Record:
 
     beat: float = 0.0  # a new number each time; 0 once the rank's watcher has ended
     seen: int = 0  # the version of the records that the rank has read
-    # ranks that this rank finds silent, and their last beats
-    silent: dict[int, float] = field(default_factory=dict)
+    # ranks that this rank finds silent, their last beats, and what the kernel says of their processes
+    silent: dict[int, tuple[float, str]] = field(default_factory=dict)
     axes: dict[str, Status] = field(default_factory=dict)  # by the axis' label
     told: Told = Told()
+    process: list[str] = field(default_factory=list)  # the rank's, as the kernel knows it
 
     def on(self, label: str) -> Status:
         """The rank's status on an axis. If its world of ``ltx.init`` has ended, it opens no other axis."""
@@ -156,9 +163,10 @@ class Record:
         return Record(
             fields["beat"],
             fields["seen"],
-            {int(rank): beat for rank, beat in fields["silent"].items()},
+            {int(rank): (beat, why) for rank, (beat, why) in fields["silent"].items()},
             {label: Status(**status) for label, status in fields["axes"].items()},
             Told([ThreadWait(**wait) for wait in told["waits"]], counts, found),
+            fields["process"],
         )
 
 
@@ -182,12 +190,12 @@ def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:
     return left
 
 
-def silent_of(records: Mapping[int, Record]) -> set[int]:
-    """The ranks that a peer has found silent and that have shown no heartbeat since."""
+def silent_of(records: Mapping[int, Record]) -> dict[int, str]:
+    """The ranks that a peer has found silent and that have shown no heartbeat since; and why they are, in words."""
     return {
-        rank
+        rank: f"its process {why}{_OR_LOCKED if why == kernel.UNKNOWN else ''}"
         for said in records.values()
-        for rank, beat in said.silent.items()
+        for rank, (beat, why) in said.silent.items()
         if rank not in records or records[rank].beat == beat
     }
 
@@ -228,12 +236,13 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
     ended = [peer for peer, status in peers.items() if status.ended]
     found = silent_of(records)
     if silent := [place for place, rank in enumerate(waiter.ranks) if rank in found and place != me]:
-        if {*silent} <= {*ended}:  # forks of dead ranks may keep their connections open, so nothing breaks
+        whys = {peer: found[waiter.ranks[peer]] for peer in silent if peer not in ended}
+        which = [peer for peer, why in whys.items() if not why.endswith(kernel.GONE)]
+        if not which:  # forks of dead ranks may keep their connections open, so nothing breaks
             return PeerLostError(f"rank {me}: on axis {name!r}, {describe_lost(silent, ended)}.")
-        which = ", ".join(str(peer) for peer in silent if peer not in ended)
         return PeerLostError(
-            f"rank {me}: rank {which} on axis {name!r} has shown no sign of life for {waiter.heartbeat_s:g} s: its "
-            "process has been stopped, or its machine or the link to it is down."
+            f"rank {me}: rank {', '.join(map(str, which))} on axis {name!r} has shown no sign of life for "
+            f"{waiter.heartbeat_s:g} s: {whys[which[0]]}."
         )
     if waiter.issue is not None:
         address, number = waiter.issue

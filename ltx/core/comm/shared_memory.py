@@ -51,6 +51,7 @@ import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import message_of
+from ltx.core.comm import kernel
 from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, Job, in_rank_order, part, sum_of
 from ltx.core.comm.operations import OPERATIONS
 
@@ -92,12 +93,8 @@ def _machine() -> list[object] | None:
     """A name that is equal on ranks which can share memory; None if shared memory doesn't work here."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get("LTX_SHARED_MEMORY", "1") == "0":
         return None
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return [boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid"), os.getuid()]
-    except OSError:
-        return None
+    here = kernel.machine()
+    return None if here is None else [*here, os.readlink("/proc/self/ns/net"), os.getuid()]
 
 
 @dataclass(eq=False)

@@ -28,13 +28,27 @@ T = TypeVar("T")
 #: How long `end` waits for the thread, which is idle or in a call to the store.
 ENDING_S = 1.0
 
+#: Advice of :class:`StoreGoneError`, not for a save.
+SAVE_NOW = ", and so does ltx.checkpoint.save, if it is called now"
+
+#: How long a thread that has waited too long leaves Python's lock to others before it gives up.
+YIELD_S = 0.1
+
 
 class StoreCaller:
     """Calls the store in a thread of its own, so that the calling thread can give up after `limit_s`."""
 
-    def __init__(self, rank: int, limit_s: float, why_gone: Callable[[], str], when_idle: Callable[[], None]):
-        self.limit_s, self.held_by = limit_s, "rank 0's, or the launcher's on its machine"
-        self._rank, self._why_gone, self._when_idle = rank, why_gone, when_idle
+    def __init__(
+        self,
+        rank: int,
+        limit_s: float,
+        why_gone: Callable[[], str],
+        when_idle: Callable[[], None],
+        state_of_host: Callable[[], str],
+    ):
+        self.limit_s = limit_s
+        self.host: int | None = None  # the rank that holds the store; None for the launcher
+        self._rank, self._why_gone, self._when_idle, self._state_of_host = rank, why_gone, when_idle, state_of_host
         self._gone: str | None = None  # the error's text; the error itself would keep frames and their objects alive
         self._late: Future[Any] | None = None
         self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
@@ -44,8 +58,13 @@ class StoreCaller:
     def close(self) -> None:
         """End the thread, and wait for it (one that returns from the store while Python ends aborts the process)."""
         self._questions.put(None)
-        if self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread() and not self.is_late:
             self._thread.join(ENDING_S)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether an answer for which a thread has waited in vain is still not there."""
+        return self._late is not None and not self._late.done()
 
     def refuse(self, why: str) -> None:
         self._gone = why
@@ -59,8 +78,11 @@ class StoreCaller:
         """
         if self._gone is not None:  # don't try again, since torch logs a page for each failed call
             raise self._told_gone(self._gone)
+        if self.is_late:
+            raise self.unanswered()
         asked = self._put(question)
-        if not wait([asked], self.limit_s).done:
+        # A call of another thread may have held Python's lock all the time, with the answer there.
+        if not wait([asked], self.limit_s).done and not wait([asked], YIELD_S).done:
             self._late = asked
             raise self.unanswered()
         try:
@@ -70,9 +92,13 @@ class StoreCaller:
 
     def unanswered(self) -> PeerLostError:
         return PeerLostError(
-            f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.limit_s:g} s. The "
-            f"process that holds it ({self.held_by}) has been stopped, or its machine or the link to it is down."
+            f"rank {self._rank}: the store through which the ranks meet hasn't answered for {self.limit_s:g} s: "
+            f"{self._host}, which holds it, {self._state_of_host()}."
         )
+
+    @property
+    def _host(self) -> str:
+        return "the launcher's process" if self.host is None else f"rank {self.host}'s process"
 
     def _put(self, question: Callable[[], T]) -> Future[T]:
         asked: Future[T] = Future()
@@ -83,7 +109,7 @@ class StoreCaller:
         """Call `statement`, which writes to the store and waits for no answer. Raises :class:`StoreGoneError`."""
         if self._gone is not None:
             raise self._told_gone(self._gone)
-        if self._late is not None and not self._late.done():
+        if self.is_late:
             # A pending call occupies the connection: this call waits behind it until the store answers.
             self._put(statement)
             return
@@ -96,10 +122,9 @@ class StoreCaller:
         """The error for a store that is gone, given the text of the error that showed it."""
         self._gone = said
         return StoreGoneError(
-            f"rank {self._rank}: the store through which the ranks meet is gone, and with it the process that held it."
-            f"{self._why_gone()} Steps whose collectives are known go on without it, and so does "
-            "ltx.checkpoint.save, if it is called now; nothing new can be compared. Start all ranks again after it. "
-            f"({said})"
+            f"rank {self._rank}: the store through which the ranks meet is gone, and with it {self._host}, which "
+            f"held it.{self._why_gone()} Steps whose collectives are known go on without it{SAVE_NOW}; nothing new can "
+            f"be compared. Start all ranks again after it. ({said})"
         )
 
     def _answer(self) -> None:

@@ -16,7 +16,8 @@ The store may end before the ranks do, with the launcher that held it. Then reco
 has held, empty, since the world was made: nothing is compared there, but it shows which ranks live.
 
 Calls to the store can block forever too, and are given up after one heartbeat timeout. Python computation doesn't stop
-the beats. C code that holds Python's lock for longer than the heartbeat timeout does.
+the beats, but C code that holds Python's lock does. So a rank without a beat is silent only if the kernel says that its
+process is stopped or gone, or can't say it, as from another machine.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ import torch.distributed as dist
 
 from ltx.core.base.errors import LtxError, RankMismatchError
 from ltx.core.base.private import PrefixStore, Store
+from ltx.core.comm import kernel
 from ltx.core.comm.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadWait, Told, Watched, silent_of, stuck
 from ltx.core.comm.signature import list_values
-from ltx.core.comm.store_exchange import ENDING_S, StoreCaller, poll_until
+from ltx.core.comm.store_exchange import ENDING_S, YIELD_S, StoreCaller, poll_until
 
 #: A peer without a sign of life for this long counts as lost.
-DEFAULT_HEARTBEAT_S = 10.0
+DEFAULT_HEARTBEAT_S = 30.0
 #: A thread that has waited this long tells its peers.
 PATIENCE_S = 1.0
 # How often a waiting thread looks, and how long the first one that finds a deadlock waits until the others know.
@@ -84,19 +86,24 @@ class Watcher:
         self._news = True  # whether this process' record has news
         self._wanted_s, self._tick_s = 0.0, _FIRST_TICK_S
         self.refresh = False  # whether the next tick reads all records even if none has news
-        self._mine = Record()
+        self._mine = Record(process=kernel.identity())
         self._past: dict[str, Status] = {}  # the statuses of the axes that were closed last
         self._rounds = 0  # how many rounds the watcher has made
         self._round = threading.Condition()
         self._under_way_s: float | None = None  # the time at which the pending call to the store began
         self._with_record: set[int] = set()
         self._beats: dict[int, tuple[float, float]] = {}  # (beat, since when) of all ranks whose record was read
-        self._silent: dict[int, float] = {}
+        self._silent: dict[int, tuple[float, str]] = {}
         self._looked_s = 0.0
         self._ended, self._gone, self._gone_s, self._woken = False, False, 0.0, threading.Event()
         # This comes after the fields above, which its thread reads.
+        #: Whether rank 0 holds the store of the world, not its launcher.
+        self.held_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         #: All calls to the store go through it, and can time out.
-        self.store_caller = StoreCaller(rank, max(heartbeat_s, answer_s), self._why_gone, self._when_idle)
+        self.store_caller = StoreCaller(
+            rank, max(heartbeat_s, answer_s), self._why_gone, self._when_idle, self._what_became_of_the_host
+        )
+        self.store_caller.host = 0 if self.held_by_rank_0 else None
         #: A name of this world, different from all others; the same on all ranks.
         self.world = self._own.compare_set("world", "", os.urandom(8).hex()).decode()
         self._write()
@@ -109,12 +116,21 @@ class Watcher:
     def without_store(self) -> bool:
         """Whether the store is gone, or doesn't answer."""
         began = self._under_way_s
-        return self._gone or (began is not None and time.monotonic() - began > self.store_caller.limit_s)
+        if self.store_caller.is_late:
+            return True
+        if not self._gone and began is not None and time.monotonic() - began > self.store_caller.limit_s:
+            time.sleep(YIELD_S)  # the watcher's thread may have the answer, and wait for Python's lock
+            return self._gone or self._under_way_s == began
+        return self._gone
 
     def host_gone(self, for_s: float = 0.0) -> bool:
         """Whether rank 0's process has been gone for `for_s`; False if another process holds the store."""
-        of_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        return of_rank_0 and self._gone_s > 0 and time.monotonic() - self._gone_s >= for_s
+        return self.held_by_rank_0 and self._gone_s > 0 and time.monotonic() - self._gone_s >= for_s
+
+    def _what_became_of_the_host(self) -> str:
+        """What the kernel says of the process that holds the store, in words."""
+        rank = self.store_caller.host
+        return kernel.state([] if rank is None else self.records.get(rank, Record()).process) or kernel.UNKNOWN
 
     def _when_idle(self) -> None:
         """Called now and then by threads that wait for the store, in case the watcher's thread is stuck or ended."""
@@ -172,8 +188,11 @@ class Watcher:
         with self._round:
             after = self._rounds + 1 + (self._under_way_s is not None)
             self._woken.set()
-            if wait and not self._ended and threading.current_thread() is not self._thread:
-                self._round.wait_for(lambda: self._rounds >= after or self.without_store, self.heartbeat_s)
+            end = time.monotonic() + self.heartbeat_s
+            while wait and not self._ended and threading.current_thread() is not self._thread:
+                if self._rounds >= after or self.without_store or time.monotonic() > end:
+                    break
+                self._round.wait(_PAUSE_S)  # nobody tells that the store doesn't answer
 
     def wait_until_heard(self, dead: Collection[int] = ()) -> None:
         """Wait briefly until all peers but the `dead` have read this record: the store may end with this process."""
@@ -181,7 +200,7 @@ class Watcher:
             poll_until(partial(self._is_heard, dead), _HEARD_S)
 
     def _is_heard(self, dead: Collection[int]) -> bool:
-        silent = silent_of(self.look_now()).union(dead, {self._rank})
+        silent = {*silent_of(self.look_now()), *dead, self._rank}
         alive = [record for rank, record in self.records.items() if record.beat and rank not in silent]
         return self._gone or all(record.seen >= self.version for record in alive)
 
@@ -199,7 +218,7 @@ class Watcher:
     def gone(self) -> set[int]:
         """The ranks that have ended or show no more beats, according to the ranks' records. As :meth:`look`."""
         said = self.look()
-        return silent_of(said) | {rank for rank, record in said.items() if not record.beat}
+        return {*silent_of(said), *(rank for rank, record in said.items() if not record.beat)}
 
     def without_beat(self, ranks: Sequence[int]) -> set[int]:
         """The ranks among `ranks` that show no beat for about an interval from now on; for several it waits longer."""
@@ -212,7 +231,7 @@ class Watcher:
 
         if not poll_until(lambda: are_silent(0), max(1.3 * self._pause_s, 0.25)):
             poll_until(lambda: are_silent(1) or self.without_store, 0.2 * self.heartbeat_s)
-        return silent
+        return {rank for rank in silent if kernel.state(self.records.get(rank, Record()).process)}
 
     def leave(self, axis: Watched) -> None:
         """`axis` has ended. The axis' last status stays in the record until many other axes have ended."""
@@ -231,7 +250,7 @@ class Watcher:
         self._ended = self._news = True
         self._woken.set()
         self.store_caller.close()
-        if self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread() and not self.without_store:
             self._thread.join(ENDING_S)
         del self.store, self.held  # close connections now, even if something still refers to this watcher
         return True
@@ -243,7 +262,7 @@ class Watcher:
             self._go_round_by_round()
         if not self._ended and self.second is not None:
             (holder, connect), self._gone_s = self.second, self._gone_s or time.monotonic()
-            self.store_caller.held_by = f"rank {holder}'s"
+            self.store_caller.host = holder
             with suppress(dist.DistError):
                 self._connection = connect()
                 self._own = PrefixStore(RECORDS, self._connection)
@@ -253,7 +272,7 @@ class Watcher:
                 self._go_round_by_round()
             lost = self.records.get(holder, Record())
             if lost.beat and not all(lost.on(label).ended for label in list(self.axes)):  # with the second store
-                said = replace(self._mine, silent={**self._silent, holder: lost.beat})
+                said = replace(self._mine, silent={**self._silent, holder: (lost.beat, kernel.state(lost.process))})
                 self.records = {**self.records, self._rank: said}
         self._gone, self._gone_s, self._under_way_s = True, self._gone_s or time.monotonic(), None
         with self._round:
@@ -271,8 +290,10 @@ class Watcher:
             beats = now >= due_s
             if beats or self._news:
                 self._write()
+                self._under_way_s = time.monotonic()
             if self.axes:
                 self._read()
+                self._under_way_s = time.monotonic()
                 if beats:
                     self._look_after_peers(now)
             if beats:
@@ -293,7 +314,7 @@ class Watcher:
         news |= self.deadlocks.is_new(told)
         axes = self._past | {label: axis.status() for label, axis in list(self.axes.items())}
         beat = 0.0 if self._ended else time.monotonic()
-        self._mine = Record(beat, self.version, self._silent, axes, told)
+        self._mine = Record(beat, self.version, self._silent, axes, told, self._mine.process)
         self._own.set(str(self._rank), self._mine.text())
         if news:
             self._own.add("version", 1)
@@ -335,8 +356,11 @@ class Watcher:
         self._looked_s = now
         records = self._records_of({rank for axis in list(self.axes.values()) for rank in self._after(axis)})
         late_s = self.heartbeat_s + self._pause_s  # a beat may be one interval late
-        late = [rank for rank, record in records.items() if record.beat and now - self._beats[rank][1] > late_s]
-        silent = {rank: records[rank].beat for rank in late}
+        silent = dict[int, tuple[float, str]]()
+        for rank, record in records.items():
+            why, late = kernel.state(record.process), now - self._beats[rank][1] > late_s
+            if record.beat and (why == kernel.GONE or (why and late)):
+                silent[rank] = record.beat, why
         if silent != self._silent:
             self._silent, self._news = silent, True
             self._write()
@@ -347,7 +371,7 @@ class Watcher:
         ranks = axis.global_ranks
         place = ranks.index(self._rank)
         order = ranks[place + 1 :] + ranks[:place]
-        if not {*order}.isdisjoint(silent_of(self.records) | self._silent.keys()):
+        if not {*order}.isdisjoint({*silent_of(self.records), *self._silent}):
             return order
         for number, rank in enumerate(order):
             if rank in self._with_record and (rank not in self.records or self.records[rank].beat):

@@ -195,6 +195,8 @@ class TorchOptimizer(ClassOptimizer):
                 f"{self} expected the state that its init(params) made; this one is that of other parameters, "
                 "which have containers where these have tensors."
             )
+        if {*map(type, states)} - {dict}:  # a TensorDict makes a TensorDict of what is put into it
+            return [own if type(own) is dict else {name: own[name] for name in own.keys()} for own in states]  # noqa: SIM118
         return states
 
     def _traced(self, lr: Rate | None, count: int) -> Tensor | None:

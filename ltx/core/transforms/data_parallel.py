@@ -69,7 +69,8 @@ class DataParallel(StepSettings):
             return self.run(args, kwargs).value()
 
     def _runs_below(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not comm.resolve(self.axis).ranks.overlaps:
+        axis = comm.resolve(self.axis)
+        if not (axis.ranks.overlaps or (axis.size == 1 and not axis.ranks.levels)):
             return False
         params, state = self._params_of(args)
         mine = {id(x) for x in tree.flatten((params, state))[0]}

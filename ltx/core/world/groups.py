@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ltx.core.base.errors import PeerLostError, WorldError
+from ltx.core.base.errors import LtxError, PeerLostError, WorldError
 from ltx.core.comm import close_axis, open_axis
 from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, look_out, looking_out, set_up_watchdog
 from ltx.core.comm.diagnosis import INIT, Status, Watched
@@ -46,6 +47,8 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
 
+# How long a rank that can't make its part of the world waits for ranks that it could tell it.
+_TELL_S = 1.0
 # How long the store may take to answer while ranks connect: it resolves their host names one by one.
 _ANSWER_S = 30.0
 
@@ -91,7 +94,7 @@ def make_group(
         # torch, in this world: it is abandoned if gloo still waits on it at the end.
         apart = world_store.clone()  # type: ignore[attr-defined]
         meeting = Meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
-        meanwhile.callback(meeting.close)
+        meanwhile.enter_context(meeting)
         meanwhile.enter_context(looking_out(meeting.look))
         own, last = own_address_towards(address, port), world.size - 1
         held = meeting.watcher.held = _open_store(own, 0, True, timeout) if own and world.rank == last else None
@@ -257,13 +260,26 @@ class Meeting(Watched):
 
     def __init__(self, store: Store, world: World, timeout_s: float, heartbeat_s: float):
         self.world, self._made = world, False
+        self._failed: tuple[str, bool] | None = None  # why this rank can't make its part; False: no peer is lost
+        self._told = False  # whether a peer has failed, of which the others hear by itself
         self.watcher = Watcher(store, world.rank, heartbeat_s, _ANSWER_S)
         self.watcher.axes[self.label] = self
         self._store = TimeoutStore(store, self.watcher.store_caller)
         self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, self._lost)
 
-    def close(self) -> None:
-        """The world is made, or has failed."""
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The world is made, or has failed: the peers hear why, as the store may end with this process."""
+        if error is not None and not self._told:
+            self._failed = f"{type(error).__name__}: {error}".partition("\n")[0], False
+            with suppress(LtxError, dist.DistError):
+                self.watcher.tell()
+                poll_until(lambda: len(self.watcher.look_now()) == self.world.size, _TELL_S)
+                self.watcher.wait_until_heard()
         self.watcher.leave(self)
         release_watcher(self.watcher)
 
@@ -272,13 +288,19 @@ class Meeting(Watched):
         return list(range(self.world.size))
 
     def status(self) -> Status:
-        """Whether this rank has made its part of the world."""
-        return Status(ended=self._made)
+        """Whether this rank has made its part of the world, or why it can't."""
+        return Status(ended=self._made, abandoned=self._failed)
 
     def look(self) -> None:
-        """Raise PeerLostError if a rank has come and then was lost before it made its part of the world."""
-        said = self.watcher.look()
-        made = [rank for rank, record in said.items() if record.axes.get(self.label, Status()).ended]
+        """Raise if a rank that has come can't make its part of the world (WorldError), or was lost (PeerLostError)."""
+        of = {rank: record.axes.get(self.label, Status()) for rank, record in self.watcher.look().items()}
+        for rank, status in of.items():
+            if status.abandoned is not None and rank != self.world.rank:
+                self._told = True
+                raise WorldError(
+                    f"rank {self.world.rank}: rank {rank} couldn't make its part of the world: {status.abandoned[0]}"
+                )
+        made = [rank for rank, status in of.items() if status.ended]
         if lost := self.watcher.gone().difference(made, [self.world.rank]):
             who = ", ".join(map(str, sorted(lost)))
             raise PeerLostError(f"rank {self.world.rank}: rank {who} has come, and shows no sign of life any more.")

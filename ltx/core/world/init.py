@@ -242,7 +242,6 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
         else:
             world = world_of(placement, backend=asked.get("backend"))
         mesh = asked.get("mesh", ((DEFAULT_NAME, world.size),))
-        check_mesh(mesh, world)
         if world.device.index is not None:
             torch.accelerator.set_device_index(world.device.index)
         held: list[Any] = []
@@ -250,6 +249,7 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
         meeting = None
         if not dist.is_initialized() and placement.master is not None:
             meeting = make_group(placement, world, timeout, heartbeat.total_seconds(), undo, meanwhile)
+        check_mesh(mesh, world)  # where it's wrong on one rank alone, the others hear of it
         if dist.is_initialized():
             axes, whole = open_axes(mesh, world, timeout, heartbeat, undo)
         else:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ltx.core.base.errors import said_of
+from ltx.core.comm import kernel
 from ltx.core.comm.diagnosis import INIT, Left, Record, Status, ThreadWait, Told, Waiter, diagnose, silent_of
 from ltx.errors import DeadlockDetectedError, PeerLostError, ReplicaDivergedError
 
@@ -16,7 +17,7 @@ ME = Waiter(1, "data", AXIS, [4, 6, 9], 10.0, generation=2, completed=5, issue=(
 LEFT = Left(generation=2, completed=5, why="ValueError: x", what="step 5 of the training", lost=False)
 
 
-def says(beat: float = 1.0, silent: dict[int, float] | None = None, **status: object) -> Record:
+def says(beat: float = 1.0, silent: dict[int, tuple[float, str]] | None = None, **status: object) -> Record:
     return Record(beat, 0, silent or {}, {AXIS: Status(**status)})  # type: ignore[arg-type]
 
 
@@ -47,15 +48,15 @@ TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
     "a peer's world ends as it has lost one": ({4: says(abandoned=("gone", True))}, PeerLostError, "rank 0 has left"),
     "another axis": ({4: Record(1.0, 0, {}, {"ltx/data/2": Status(left=LEFT, abandoned=("x", False))})}, None, ""),
     "a peer finds another silent": (
-        {4: says(silent={9: 3.0}), 9: says(3.0)},
+        {4: says(silent={9: (3.0, kernel.UNKNOWN)}), 9: says(3.0)},
         PeerLostError,
         "rank 1: rank 2 on axis 'data' has shown no sign of life for 10 s: its process has been stopped",
     ),
-    "which has shown a beat since": ({4: says(silent={9: 3.0}), 9: says(4.0)}, None, ""),
-    "one that isn't of the axis": ({4: says(silent={5: 3.0}), 5: says(3.0)}, None, ""),
-    "this rank was silent": ({4: says(silent={6: 3.0}), 6: says(3.0)}, None, ""),
+    "which has shown a beat since": ({4: says(silent={9: (3.0, kernel.UNKNOWN)}), 9: says(4.0)}, None, ""),
+    "one that isn't of the axis": ({4: says(silent={5: (3.0, kernel.UNKNOWN)}), 5: says(3.0)}, None, ""),
+    "this rank was silent": ({4: says(silent={6: (3.0, kernel.UNKNOWN)}), 6: says(3.0)}, None, ""),
     "a silent one has ended in order": (
-        {4: says(silent={9: 3.0}), 9: says(3.0, ended=True, issued={"user": 9})},
+        {4: says(silent={9: (3.0, kernel.UNKNOWN)}), 9: says(3.0, ended=True, issued={"user": 9})},
         PeerLostError,
         "rank 1: on axis 'data', rank 2 has ended its part of the world in good order",
     ),
@@ -109,9 +110,14 @@ def test_a_record_survives_the_store() -> None:
     wait = ThreadWait(7, 3, "ltx/data/1/user", 9, [4, 6], "psum (x.py:3)")
     told = Told([wait], {"ltx/data/1/user": (8, [7, 8])}, ([(4, 7, 3)], "text"))
     full = Status("exchanges/item/3", LEFT, ("KeyError: 3", True), True, {"user": 7})
-    for record in (Record(), Record(2.5, 11, {9: 3.25}, {AXIS: full, "other": Status()}, told)):
+    for record in (
+        Record(),
+        Record(2.5, 11, {9: (3.25, kernel.GONE)}, {AXIS: full, "other": Status()}, told, ["here", "1"]),
+    ):
         assert Record.of(record.text()) == record
 
 
 def test_silent_is_who_shows_no_beat_since_it_was_found_so() -> None:
-    assert silent_of({0: Record(1.0, 0, {1: 5.0, 2: 6.0}), 1: Record(5.0), 2: Record(6.5)}) == {1}
+    assert silent_of(
+        {0: Record(1.0, 0, {1: (5.0, kernel.GONE), 2: (6.0, kernel.GONE)}), 1: Record(5.0), 2: Record(6.5)}
+    ) == {1: "its process is gone"}

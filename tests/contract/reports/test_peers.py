@@ -1,0 +1,199 @@
+"""Peers: a rank that is in one long call lives, one that is stopped is told once, and what pools know is used."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltx
+from ltx.core.world import groups
+from ltx.core.world import init as world_init
+from ltx.errors import CallFailedError, LtxError
+from ltx.strategies.async_averaging import AsyncAveraging
+from tests.forks import free_port
+from tests.kinds import Ranks, Started
+
+HEARTBEAT_S = 3.0
+
+
+def _hold_the_lock(for_s: float) -> None:
+    """One call of C code that doesn't release Python's lock."""
+    ctypes.PyDLL(None).usleep(int(for_s * 1e6))
+
+
+def _told(call: Callable[[], object]) -> str:
+    try:
+        call()
+        return "completed"
+    except LtxError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_rank_in_one_long_call_of_c_code_is_waited_for(busy: int, new: bool, started: Started) -> None:
+    """It was taken for lost after the heartbeat timeout, and took the store for lost when it came back."""
+
+    def body(tell: Callable[[Any], None]) -> str:
+        ltx.psum(torch.ones(3))
+        if ltx.world().rank == busy:
+            _hold_the_lock(2 * HEARTBEAT_S)
+        return _told(lambda: ltx.psum(torch.ones(4 if new else 3)))
+
+    world = started(2, body, held_by="rank 0", heartbeat_s=HEARTBEAT_S)
+    assert [world.told(rank) for rank in range(2)] == ["completed"] * 2
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("dies", [0, 1])
+def test_what_the_kernel_says_of_a_stopped_process_is_told(dies: int, started: Started) -> None:
+    def body(tell: Callable[[Any], None]) -> str:
+        ltx.psum(torch.ones(3))
+        if ltx.world().rank == dies:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return _told(lambda: ltx.psum(torch.ones(3)))
+
+    said = started(2, body, held_by="launcher", heartbeat_s=HEARTBEAT_S).told(1 - dies)
+    begins = (
+        f"PeerLostError: rank {1 - dies}: rank {dies} on axis 'data' has shown no sign of life for 3 s: its process"
+    )
+    assert said.startswith(f"{begins} has been stopped. It waited for psum"), said
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("held_by", ["rank 0", "launcher"])
+@pytest.mark.parametrize("call", ["barrier", "save"])
+def test_a_stopped_rank_0_is_told(call: str, held_by: str, tmp_path: Path, started: Started) -> None:
+    def body(tell: Callable[[Any], None]) -> None:
+        train = ltx.train_step(ltx.data_parallel(lambda w: w.sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+        state = train.init(torch.ones(3))
+        if ltx.world().rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        ltx.barrier() if call == "barrier" else ltx.checkpoint.save(tmp_path, state)
+
+    said = started(2, body, held_by=held_by, heartbeat_s=HEARTBEAT_S).told(1)
+    assert said.startswith("PeerLostError: rank 1: "), said
+    assert "process has been stopped" in said or "process, which holds it, has been stopped" in said, said
+
+
+class OnOneRankAlone:
+    """An object that rank `where` can't unpickle."""
+
+    def __init__(self, where: int):
+        self.where = where
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        if ltx.axis_index() == state["where"]:
+            raise KeyError("not here")
+        self.__dict__.update(state)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_what_one_rank_cannot_unpickle_is_an_error_of_all(gathered: bool, ranks: Callable[[int], ltx.Pool]) -> None:
+    """One rank raised a bare KeyError, and the others went on."""
+
+    def on_a_rank() -> tuple[str, float]:
+        thing = OnOneRankAlone(1)
+        with pytest.raises(TypeError) as raised:
+            ltx.all_gather_object(thing) if gathered else ltx.broadcast_object(thing)
+        return str(raised.value), float(ltx.psum(torch.ones(())))
+
+    what = "all_gather_object" if gathered else "broadcast_object"
+    said, total = ranks(3).run(on_a_rank).replicated()
+    assert said.startswith(f"{what}: rank 1 couldn't unpickle rank 0's: KeyError: 'not here'."), said
+    assert total == 3
+
+
+FAILS: dict[str, tuple[str, dict[str, Any]]] = {
+    "its mesh": (r"WorldError: mesh=\{'a': 5\} is for 5 = 5 ranks", {"mesh": {"a": 5}}),
+    "as they meet": (r"couldn't set up torch.distributed .* ValueError: no", {}),
+    "as axes are opened": ("ValueError: no", {}),
+}
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("how", FAILS)
+def test_a_rank_that_fails_in_init_is_named(how: str, fails: int, started: Started) -> None:
+    """The others waited until the timeout, and then named rank 0, with which the store had gone."""
+    port, (why, given) = free_port(), FAILS[how]
+
+    def no(*_: Any) -> Any:
+        raise ValueError("no")
+
+    def body(tell: Callable[[Any], None]) -> str:
+        rank = ltx.world().rank
+        ltx.shutdown()
+        if rank == fails and how == "as they meet":
+            groups.Meeting.gather = no  # type: ignore[method-assign]
+        if rank == fails and how == "as axes are opened":
+            world_init.open_axes = no
+        its = given if rank == fails else {}
+        return _told(lambda: ltx.init(rank=rank, size=3, master=f"127.0.0.1:{port}", timeout=60.0, **its))
+
+    world = started(3, body, held_by="rank 0")
+    for rank in {0, 1, 2} - {fails}:
+        said = world.told(rank)  # the store may end before the rank has asked again
+        assert re.search(rf"rank {rank}: .*[rR]ank {fails} (couldn't make its|had left because of) .*{why}", said), said
+
+
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_worker_that_waits_for_one_that_is_not_in_the_call(left_out: bool, ranks: Ranks) -> None:
+    """It waited until the timeout, though the pool knew."""
+
+    def run() -> None:
+        if int(ltx.axis_index()) > 0 or left_out:
+            ltx.psum(torch.ones(3))
+
+    pool = ranks(3)
+    with pytest.raises(
+        CallFailedError, match=r"wait for each other: ranks? 0.*: the call's end, as it isn't in it any"
+    ):
+        pool.run_on(1, run) if left_out else pool.run(run)
+    assert pool.run(lambda: float(ltx.psum(torch.ones(())))).replicated() == 3
+
+
+def test_a_worker_may_go_on_alone(ranks: Ranks) -> None:
+    def run() -> float:
+        if int(ltx.axis_index()) == 1:
+            time.sleep(2.5)  # longer than it takes the pool to tell the other
+        return float(ltx.psum(torch.ones(()))) if int(ltx.axis_index()) < 0 else 1.0
+
+    assert ranks(2).run(run).replicated() == 1
+    assert ranks(2).run(lambda: float(ltx.psum(torch.ones(())))).replicated() == 2
+
+
+@pytest.mark.full
+def test_asynchronous_averaging_tells_of_a_lost_peer_between_rounds(started: Started) -> None:
+    """Between rounds nobody waits, and training ended as if nothing had happened."""
+
+    def body(tell: Callable[[Any], None]) -> Any:
+        strategy = AsyncAveraging(sync_interval_ms=600_000.0)
+        train = ltx.train_step(
+            ltx.data_parallel(lambda w: w.square().sum(), strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
+        )
+        state = train.init(torch.ones(3))
+
+        def steps() -> None:
+            nonlocal state
+            began = time.monotonic()
+            while time.monotonic() - began < 40:
+                if ltx.world().rank == 1 and state.step == 9:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                state, _ = train(state)
+
+        return _told(steps)
+
+    said = started(2, body, heartbeat_s=HEARTBEAT_S).told(0)
+    assert said.startswith("PeerLostError: rank 0: on axis 'data', the process of rank 1 is gone"), said
