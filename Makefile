@@ -1,4 +1,4 @@
-# make demo   the main job: installs what it needs, trains, prints a table
+# make demo   the main job: installs what it needs, trains examples/train_gpt.py, draws its loss; DEMO="--steps 50"
 # make test   the test suite in minutes, without what needs more packages than torch and pytest's own; make test-full
 #             adds that, all rows of its tables, and what is slow
 # make chaos  training with ranks that are killed, stopped, cut off: CHAOS="--minutes 120" goes on for so long
@@ -33,8 +33,9 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-full docs chaos mutants lint format notebooks bench gpu clean
 .DELETE_ON_ERROR:
 
+# The model is small and the number of processes any: all use the CPU, even if there are GPUs.
 demo: $(VENV)/.demo
-	$(BIN)/ltx demo $(DEMO)
+	CUDA_VISIBLE_DEVICES= $(BIN)/ltx run -n 2 examples/train_gpt.py --out ltx-demo $(DEMO)
 
 # In two processes, of which each takes a module when it is done with one. PYTEST="--shard 1/4" runs a quarter.
 test: $(VENV)/.test

@@ -1,4 +1,4 @@
-"""What the checks that are always on cost: the demo's training step with them and without, in turns in one run.
+"""What the checks that are always on cost: a small GPT's training step with them and without, in turns in one run.
 
     python -m benchmarks.checks [--iterations 200]
 
@@ -27,6 +27,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import ltx
+from benchmarks.gpt import GPT
 from benchmarks.ranks import backend_on, found_by_ranks, interleaved, ratio
 from ltx.core import comm
 from ltx.core.base import arguments, tree
@@ -34,9 +35,8 @@ from ltx.core.comm.channel import Channel
 from ltx.core.transforms.closure_check import refuse_captured
 from ltx.core.transforms.run import refuse_gradients
 from ltx.core.transforms.sync_state import SyncState
-from ltx.demo.gpt import GPT
 
-CONTEXT, BATCH, VOCABULARY = 64, 8, 96  # the demo's
+CONTEXT, BATCH, VOCABULARY = 64, 8, 96
 GOAL = 1.01
 
 
@@ -151,7 +151,7 @@ def main() -> None:
         return
     found = found_by_ranks(["-m", "benchmarks.checks", *sys.argv[1:]], "loopback", given.ranks)
     times = found["times"]
-    print("| the demo's step | ms | ratio | goal |\n|---|---|---|---|")
+    print("| a small GPT's step | ms | ratio | goal |\n|---|---|---|---|")
     print(f"| without checks | {1e3 * statistics.median(times['none']):.2f} | 1 | |")
     checked = ratio(times, "checks", "none")
     print(f"| with checks | {1e3 * statistics.median(times['checks']):.2f} | {checked:.4f} | at most {GOAL} |")

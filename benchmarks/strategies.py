@@ -29,10 +29,10 @@ from torch import nn
 
 import ltx
 from benchmarks import links
+from benchmarks.gpt import Corpus, read_topics
 from benchmarks.models import Transformer, cross_entropy
 from benchmarks.ranks import backend_on, found_by_ranks
 from ltx import hooks
-from ltx.demo.gpt import Corpus, read_topics
 
 BATCH, CONTEXT, HELD_OUT = 4, 64, 64
 

@@ -1,17 +1,14 @@
-"""The command line: ``ltx run`` starts a script on several ranks, ``ltx demo`` runs the demo, ``ltx doctor`` checks."""
+"""The command line: ``ltx run`` starts a script on several ranks, ``ltx doctor`` checks what is here."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ltx import __version__
-from ltx.core.world.world import cores
-from ltx.demo import train as demo_train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,15 +28,6 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "run", help="run a script on several ranks: ltx run -n 2 script.py ... (see ltx run --help)", add_help=False
     )
-    demo = commands.add_parser(
-        "demo",
-        help="train a small GPT, data parallel, in three configurations",
-        description="Train a character-level GPT, data parallel, on text that every CPython ships: gradients in fp32, "
-        "in bf16, and accumulated over four batches. Prints a table; writes loss.png and metrics.jsonl.",
-    )
-    demo.add_argument("--ranks", type=demo_train.positive, default=2, help="worker processes (default: %(default)s)")
-    demo_train.add_arguments(demo)
-    demo.set_defaults(function=_demo)
     doctor = commands.add_parser(
         "doctor",
         help="what world is chosen here and why, and whether a collective works",
@@ -50,13 +38,21 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print every rank's report, as JSON")
     doctor.add_argument(
         "--timeout",
-        type=demo_train.positive,
+        type=_positive,
         default=30,
         metavar="SECONDS",
         help="how long ranks may take to meet, and a collective to complete (default: %(default)s)",
     )
     doctor.set_defaults(function=_doctor)
     return parser
+
+
+def _positive(text: str) -> int:
+    """An ``argparse`` type: an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
+    return number
 
 
 # Each command imports its own module, so that the others needn't be imported.
@@ -66,13 +62,6 @@ def _run(arguments: Sequence[str]) -> int:
     from ltx.runtime.run import launch
 
     return launch(arguments)
-
-
-def _demo(parsed: argparse.Namespace) -> int:
-    threads = max(1, cores() // parsed.ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun warns if it isn't set
-    options = demo_train.Options.of(parsed).arguments()
-    return _run(["-n", str(parsed.ranks), "-m", "ltx.demo.train", *options])
 
 
 def _doctor(parsed: argparse.Namespace) -> int:

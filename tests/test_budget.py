@@ -24,24 +24,23 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1830, 11),
-    "all": Size(40982, 163),
-    "checkpoint": Size(1612, 7),
+    ".": Size(1819, 11),
+    "all": Size(40690, 161),
+    "checkpoint": Size(1615, 7),
     "core": Size(1, 1),
     "core/base": Size(2391, 11),
-    "core/collectives": Size(3151, 11),
-    "core/comm": Size(5786, 20),
+    "core/collectives": Size(3173, 11),
+    "core/comm": Size(5886, 21),
     "core/gradients": Size(2360, 8),
-    "core/optim": Size(3058, 11),
+    "core/optim": Size(3060, 11),
     "core/ranks": Size(1159, 5),
     "core/training": Size(3839, 14),
-    "core/transforms": Size(3592, 13),
-    "core/world": Size(1619, 7),
-    "demo": Size(482, 3),
+    "core/transforms": Size(3593, 13),
+    "core/world": Size(1641, 7),
     "hooks": Size(2651, 13),
     "profile": Size(881, 4),
-    "runtime": Size(3967, 13),
-    "strategies": Size(2603, 11),
+    "runtime": Size(4016, 13),
+    "strategies": Size(2605, 11),
 }
 
 

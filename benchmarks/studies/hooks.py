@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.hooks [--fresh] [--table] [--out FILE]
 
-Two tasks: the demo's GPT, small, on the characters of Python's own help texts, and scikit-learn's digits. Each hook
+Two tasks: a small GPT on the characters of Python's own help texts, and scikit-learn's digits. Each hook
 trains from the same parameters on the same batches as fp32 does, over the seeds 0, 1 and 2, which were fixed before
 anything was run; learning rates, warm-ups and block sizes were chosen on other seeds. Ranks are simulated, and for some
 of the runs two processes. All worlds share the same global batches, so that they differ in communication alone.

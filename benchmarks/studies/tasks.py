@@ -1,6 +1,6 @@
 """What the studies of convergence train: two tasks, and how far ranks drift apart. How they keep what came of it.
 
-The demo's GPT, small, on the characters of Python's own help texts, and scikit-learn's digits. All worlds share the
+A small GPT on the characters of Python's own help texts, and scikit-learn's digits. All worlds share the
 same global batches, so that they differ in communication alone.
 """
 
@@ -19,7 +19,7 @@ from torch.nn import attention
 from torch.nn.functional import cross_entropy
 
 import ltx
-from ltx.demo.gpt import GPT, Corpus, read_topics
+from benchmarks.gpt import GPT, Corpus, read_topics
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -91,7 +91,7 @@ class Task:
 
 
 class CharacterGPT(Task):
-    """The demo's GPT with 2 layers of width 32, on the texts of Python's help()."""
+    """A GPT with 2 layers of width 32, on the texts of Python's help()."""
 
     context = 32
 

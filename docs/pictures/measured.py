@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +14,6 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from drawing import BLUE, INK, WIDTH, main
-from matplotlib.ticker import MaxNLocator
 from torch.nn.parallel import DistributedDataParallel
 
 import ltx
@@ -148,30 +144,5 @@ def overlap() -> None:
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False, labelcolor=INK)
 
 
-def demo() -> None:
-    """The losses of ``ltx demo``, which runs for it."""
-    from ltx.demo.gpt import Corpus, read_topics, unigram_entropy
-    from ltx.demo.train import Curve, plot
-
-    curves: dict[str, Curve] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "ltx", "demo", f"--out={folder}"], check=True)
-        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    for said in map(json.loads, lines):
-        curve = curves.setdefault(said["strategy"], Curve())
-        if said["kind"] == "step":
-            curve.tokens.append(said["tokens"])
-            curve.loss.append(said["loss"])
-        elif said["kind"] == "validation":
-            curve.validation_tokens.append(said["tokens"])
-            curve.validation_loss.append(said["loss"])
-    plt.rcParams.update({"font.size": 8.5, "lines.linewidth": 1.2})
-    _, axes = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
-    plot(axes, curves, unigram_entropy(Corpus.of(read_topics()).train))
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, labelcolor=INK)
-
-
 if __name__ == "__main__":
-    main({f.__name__: f for f in (hooks, overlap, demo)})
+    main({f.__name__: f for f in (hooks, overlap)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -94,6 +95,19 @@ def test_the_gpt_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     command = ["-m", "ltx", "run", "-n", "2", str(EXAMPLES / "train_gpt.py"), "--checkpoints", "here", "--steps"]
     assert "step 2: loss" in script(*command, "3", folder=tmp_path)
     assert re.findall(r"step (\d+): loss", script(*command, "5", folder=tmp_path)) == ["4"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_the_gpt_keeps_what_it_measures_where_it_is_told_to(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs pip install 'ltx[demo]'")
+    command = ["-m", "ltx", "run", "-n", "2", str(EXAMPLES / "train_gpt.py"), "--out", "here", "--steps", "3"]
+    printed = script(*command, folder=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["bytes"] > 4 * 300_000, "the gradients of a rank"
+    assert f"{rows[-1]['loss']:.4f}" in printed
+    assert (tmp_path / "here" / "loss.png").stat().st_size > 1000
 
 
 def test_a_sharded_layer_is_whole_only_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The demo's GPT in half precision, at a size that keeps a GPU busy: it learns, and as torch's own loop does."""
+"""A GPT in half precision, at a size that keeps a GPU busy: it learns, and as torch's own loop does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import ltx
-from ltx.demo.gpt import GPT
+from benchmarks.gpt import GPT
 from tests.gpu.device import DEVICE
 
 BIG = DEVICE == "cuda"

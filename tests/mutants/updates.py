@@ -1,4 +1,4 @@
-"""Defects in what becomes of gradients: strategies, optimizers; batch norm, the demo, notebooks."""
+"""Defects in what becomes of gradients: strategies, optimizers; batch norm, notebooks."""
 
 from tests.mutants.mutant import Mutant
 
@@ -149,14 +149,6 @@ MUTANTS = (
         new="mean = means.mean(0)",
         breaks="ranks with fewer samples count as much as others",
         tests=("tests/contract/nn/test_sync_batch_norm.py",),
-    ),
-    Mutant(
-        name="demo: validation windows overlap the training text's order",
-        where="Corpus.validation_windows",
-        old="targets = self.validation[1 : count * context + 1].view(count, context)",
-        new="targets = self.validation[: count * context].view(count, context)",
-        breaks="the model is asked for the character that it has just seen",
-        tests=("tests/internal/demo/test_gpt.py",),
     ),
     Mutant(
         name="notebook: names of the notebook aren't sent",

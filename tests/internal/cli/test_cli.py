@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -17,8 +16,6 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.run import get_rdzv_endpoint
 
 import ltx.cli
-from ltx.demo.train import Options
-from ltx.demo.train import parse as parse_demo
 from ltx.runtime.run import Ended, first_failure
 
 torchrun = pytest.importorskip("torch.distributed.run")
@@ -51,7 +48,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     return folder
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"], ["run", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"], ["run", "--help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         ltx.cli.main(arguments)
@@ -79,10 +76,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--no-python", "nowhere"], "there is no program 'nowhere'"),
         (["run", "bad.py"], "bad.py isn't Python: invalid syntax (bad.py, line 2)"),
         (["run", "--standalone", "--nnodes", "2", "script.py"], "--standalone is of one machine, and --nnodes=2 of"),
-        (["demo", "--ranks", "0"], "argument --ranks: expected an integer of at least 1, got 0"),
         (["doctor", "--timeout", "0"], "argument --timeout: expected an integer of at least 1, got 0"),
-        (["demo", "--steps", "-1"], "argument --steps: expected an integer of at least 1, got -1"),
-        (["demo", "--strategy", "int4"], "argument --strategy: invalid choice: 'int4'"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
@@ -193,19 +187,6 @@ def test_machines_that_are_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().err == (
         "ltx run: this machine couldn't meet the others, or lost them: the store is gone\n"
     )
-
-
-def test_demo_starts_its_module(launched: list[argparse.Namespace]) -> None:
-    assert ltx.cli.main(["demo", "--ranks", "4", "--steps", "9", "--strategy", "bf16", "--out", "here"]) == 0
-    (parsed,) = launched
-    assert (parsed.nproc_per_node, parsed.module, parsed.training_script) == ("4", True, "ltx.demo.train")
-    assert parse_demo(parsed.training_script_args) == Options(steps=9, strategy="bf16", out=Path("here"))
-
-
-def test_demo_options_survive_the_command_line() -> None:
-    options = Options(steps=3, batch_size=2, strategy="accumulate", out=Path("a b"), seed=-1)
-    assert parse_demo(options.arguments()) == options
-    assert parse_demo([]) == Options() == Options.of(argparse.Namespace(**vars(Options())))
 
 
 def test_run_starts_every_rank(tmp_path: Path) -> None:
@@ -319,42 +300,3 @@ def test_on_one_machine_nothing_listens_beyond_loopback_and_others_are_told_wher
     assert set(done.stdout.split()) == {"listens", "0100007F"}  # 127.0.0.1
     assert re.fullmatch(r"ltx run: processes with the same LTX_KEY may join: LTX_JOIN=127.0.0.1:\d+\n", done.stderr)
     assert "secret" not in done.stderr
-
-
-#: Steps of each configuration. One rank is quick enough with one of them; tests/internal/demo trains the others.
-SHORT = {1: {"accumulate x 4": 1}, 2: {"fp32": 3, "bf16": 3, "accumulate x 4": 1}}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_short_demo(ranks: int, tmp_path: Path) -> None:
-    chosen = ["--strategy", "accumulate"] if ranks == 1 else []
-    arguments = ["--steps", "3", "--ranks", str(ranks), "--batch-size", "2", "--out", "out", *chosen]
-    done = run_ltx("demo", *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "strategy        steps  validation loss  tokens/s  bytes/step  hidden" in done.stdout
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    results = {line["strategy"]: line for line in lines if line["kind"] == "result"}
-    assert {name: result["steps"] for name, result in results.items()} == SHORT[ranks]
-    assert all(2 < result["validation_loss"] < 5 for result in results.values())
-    sent = {name: result["bytes_per_step"] for name, result in results.items()}
-    if ranks == 1:
-        assert set(sent.values()) == {0}
-    else:
-        assert sent["fp32"] > 3e6
-        assert sent["bf16"] == pytest.approx(sent["fp32"] / 2, rel=0.01)
-        assert sent["accumulate x 4"] == pytest.approx(sent["fp32"], rel=0.01)
-    assert sum(line["kind"] == "step" for line in lines) == sum(SHORT[ranks].values())
-
-
-@pytest.mark.full
-def test_the_demo_under_plain_torchrun(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    script = Path(ltx.cli.__file__).parent / "demo" / "train.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, str(script), "--steps=1", "--batch-size=1", "--strategy=bf16", f"--out={tmp_path}"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "metrics.jsonl").exists()
-    assert "bf16" in done.stdout

@@ -1,4 +1,4 @@
-"""The demo's model, a small GPT over characters, and the text that it learns.
+"""A small GPT over characters, and the text that it learns.
 
 The model is an ordinary :class:`torch.nn.Module` that knows nothing of ranks. It is called with
 :func:`ltx.functional_call`, so that its parameters are an argument of the training step.
@@ -116,10 +116,6 @@ class Corpus:
         )
         return cls(characters, train, validation)
 
-    def decode(self, tokens: Tensor) -> str:
-        """The text of a one-dimensional tensor of tokens."""
-        return "".join(self.characters[token] for token in tokens.tolist())
-
     def batch(self, step: int, batch_size: int, context: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """The global batch of step ``step``: random windows of the training text, and the same one character later.
 
@@ -137,10 +133,3 @@ class Corpus:
         inputs = self.validation[: count * context].view(count, context)
         targets = self.validation[1 : count * context + 1].view(count, context)
         return inputs, targets
-
-
-def unigram_entropy(tokens: Tensor) -> float:
-    """Entropy of the tokens' frequencies, in nats: the best loss of a model that knows nothing but frequencies."""
-    frequencies = tokens.bincount().double()
-    frequencies = frequencies[frequencies > 0] / len(tokens)
-    return -float((frequencies * frequencies.log()).sum())
