@@ -27,7 +27,7 @@ from ltx.core.transforms.closure_check import closes_over_variables, first_hooke
 from ltx.core.transforms.data_parallel import DataParallel
 from ltx.core.transforms.functional_call import Calls, own_grad_and_value
 from ltx.core.transforms.marking import marks_on_wire
-from ltx.core.transforms.plain_autograd import gradients
+from ltx.core.transforms.plain_autograd import gradients, warn_of_own_leaves
 from ltx.core.transforms.run import CallOptions
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state, states_after
 from ltx.typing import Step, Tree
@@ -200,6 +200,8 @@ def _by_plain_autograd(
         # If no operation connects the loss to the markers, it has no gradient.
         with calls.in_pass():
             schedule.backward(loss if loss.requires_grad else None, run.inputs)
+        if schedule.incomplete:
+            warn_of_own_leaves([loss], run.inputs)
         with torch.no_grad():
             for bucket, reduced in schedule.wait_buckets():
                 grads.update(zip(bucket.members, schedule.unpack(bucket, reduced), strict=True))

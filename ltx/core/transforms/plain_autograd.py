@@ -11,6 +11,7 @@ parameters that are differentiated, or a step that closes over a differentiated 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base import private, tree
-from ltx.core.base.errors import StepError, UnsupportedError
+from ltx.core.base.errors import StepError, UnsupportedError, UnusedParameterWarning
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.planning import tracked
 from ltx.core.ranks.batched import in_front
@@ -34,9 +35,35 @@ def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor], again: bool =
     """
     if not total.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
-    found = torch.autograd.grad(total, leaves, create_graph=again, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(total, leaves, create_graph=again, allow_unused=True)
     # A Function may have called backward() itself (reversible layers).
-    return [g if x.grad is None else g + x.grad for g, x in zip(found, leaves, strict=True)]
+    grads = [g if x.grad is None else x.grad if g is None else g + x.grad for g, x in zip(found, leaves, strict=True)]
+    if type(None) in map(type, grads):
+        warn_of_own_leaves([total], leaves)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+
+
+def warn_of_own_leaves(totals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+    """Warn of Functions in the graph of `totals` to which the backward pass towards `leaves` doesn't come.
+
+    They lead to nothing but tensors that the step has made: a reversible layer with a dummy argument, say, whose
+    backward pass brings the gradients of the parameters by itself.
+    """
+    queue: list[Any] = [x.grad_fn for x in totals if x.grad_fn is not None]
+    wanted, seen = {*map(id, leaves)}, set[Any]()
+    for node in queue:  # the loop appends to the queue
+        ends = [following for following, _ in node.next_functions if following is not None]
+        own = [getattr(end, "variable", None) for end in ends]
+        if hasattr(node, "_forward_cls") and own and not any(x is None or id(x) in wanted for x in own):
+            warnings.warn(
+                f"{node._forward_cls.__name__} leads to nothing but tensors that the step has made: the backward pass "
+                "doesn't come to it, and what it would compute for parameters is lost. Give it one of the parameters "
+                "as an argument.",
+                UnusedParameterWarning,
+                stacklevel=2,
+            )
+        queue.extend({*ends} - seen)
+        seen.update(ends)
 
 
 class Call:
@@ -47,7 +74,7 @@ class Call:
         self.leaves, self.spec = tree.flatten((args, kwargs))
         self.wrapped = [i for i, x in enumerate(self.leaves) if is_wrapped(x)]
         self._wanted = [tracked(self.leaves[i]) for i in self.wrapped]
-        self.calls = Calls()
+        self.calls, self._schedule = Calls(), None
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self._result: tuple[list[Any], Any] = ([], None)
@@ -61,7 +88,9 @@ class Call:
         plain, step = torch.inference_mode(False), self.step
         allowed, watched = checkpoints_allowed(), watch_for_traced_values(step.fn)
         with comm.span("forward"), plain, torch.enable_grad(), allowed, watched, self.calls.recorded():
-            outputs, spec = tree.flatten(step.run(args, kwargs).value())
+            run = step.run(args, kwargs)
+            outputs, spec = tree.flatten(run.value())
+        self._schedule = run.schedule
         self._differentiable = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
         self.outputs = [outputs[i] for i in self._differentiable]
         self._result = ([None if i in self._differentiable else x for i, x in enumerate(outputs)], spec)
@@ -78,8 +107,10 @@ class Call:
 
         def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with comm.nested_run():
-                options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-                return torch.autograd.grad(self.outputs, wanted, one, **options)
+                found = torch.autograd.grad(self.outputs, wanted, one, retain_graph=True, allow_unused=True)
+                if type(None) in map(type, found) or getattr(self._schedule, "incomplete", False):
+                    warn_of_own_leaves(self.outputs, wanted)
+                return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True))
 
         with comm.span("backward"), torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
             grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
