@@ -43,7 +43,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m tests.shards --doctest-ignore-import-errors $(PYTEST)
 
 test-full: $(VENV)/.full
-	@echo "All of the suite takes about half an hour on two cores."
+	@echo "All of the suite takes half an hour to an hour and a half on two cores. PYTEST=\"--part 1/4\": a quarter of its rows."
 	$(BIN)/python -m tests.shards --full $(PYTEST)
 
 # Warnings are errors. SPHINX="-D nb_execution_mode=off" shows the notebooks' committed outputs instead.
