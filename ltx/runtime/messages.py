@@ -106,7 +106,7 @@ class Renew:
 
 @dataclass(frozen=True)
 class Others:
-    """To a worker that isn't in call `number`, or has answered it: others are busy with it for long."""
+    """To a worker that isn't in call `number`, or has answered it: others are busy with it for long. 0: no longer."""
 
     number: int
 

@@ -174,7 +174,7 @@ class _WorkerLoop:
         """
         watcher, ranks = self._counted(), [*range(int(os.environ["WORLD_SIZE"]))]
         with suppress(LtxError):  # the busy workers raise it
-            while watcher is not None and self.inbox.empty():
+            while number and watcher is not None and self.inbox.empty():
                 watcher.deadlocks.check(_RETURNED, number, ranks, lambda: "the call's end, as it isn't in it any more")
                 time.sleep(0.02)
         if watcher is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -191,11 +191,18 @@ torch_pytree: Any = _of_torch("torch.utils:_pytree")
 
 
 _NO_DISPATCH: Callable[[], AbstractContextManager[None]] = _of_torch("torch._C:_DisableTorchDispatch")
+_NO_FUNCTIONS: Callable[[], AbstractContextManager[None]] = _of_torch("torch._C:DisableTorchFunction")
+_count_of_function_modes: Callable[[], int] = _of_torch("torch._C:_len_torch_function_stack")
 
 
-def below_modes() -> AbstractContextManager[None]:
-    """A context below the user's dispatch modes, which must neither see ltx's messages nor replace them."""
-    return _NO_DISPATCH() if count_of_modes() else nullcontext()
+def below_modes() -> AbstractContextManager[object]:
+    """A context below the user's modes, which must neither see ltx's messages nor replace them."""
+    if not (count_of_modes() or _count_of_function_modes()):
+        return nullcontext()
+    below = ExitStack()
+    below.enter_context(_NO_DISPATCH())
+    below.enter_context(_NO_FUNCTIONS())
+    return below
 
 
 #: A context manager like the public one, but faster.
