@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from ltx.errors import (
     UnsupportedError,
 )
 from tests import inside
+from tests.forks import settles
 from tests.inside import axes_in_scope
 from tests.kinds import OnNewAxis, Ranks
 
@@ -276,7 +278,9 @@ def test_known_collectives_in_swapped_order_are_refused_by_shared_memory(on_new_
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("operation", ["psum", "data_parallel", "barrier 'end'"])
-def test_a_peer_that_does_not_come(on_new_axis: OnNewAxis, operation: str, known: bool) -> None:
+def test_a_peer_that_does_not_come(on_new_axis: OnNewAxis, operation: str, known: bool, tmp_path: Path) -> None:
+    done = tmp_path / "done"  # until then the peer is busy with something else
+
     def run() -> tuple[str, float]:
         step = ltx.data_parallel(lambda w: (w**2).sum())
         calls: dict[str, Callable[[], Any]] = {
@@ -287,10 +291,12 @@ def test_a_peer_that_does_not_come(on_new_axis: OnNewAxis, operation: str, known
         if known:
             calls[operation]()
         if int(ltx.axis_index()) == 1:
+            settles(done.exists, bool)
             return "", 0.0
         began = time.monotonic()
         with pytest.raises(CollectiveTimeoutError) as caught:
             calls[operation]()
+        done.touch()
         assert isinstance(caught.value, TimeoutError)
         return str(caught.value), time.monotonic() - began
 
