@@ -384,9 +384,9 @@ def _objects(what: str, obj: T, axis: Any, src: int | None = None) -> list[T]:
                 said = f"rank {found.ranks.rank} couldn't unpickle rank {rank}'s: {type(failure).__name__}: {failure}"
                 failed = failed or said.encode()
     # If one rank alone raised, the others would go on without it.
-    note = f"{what}: whether all could be unpickled"
+    note = f"{what} (whether all could be unpickled)"
     if any(any(row) for row in found.ranks.tell(note, [len(failed)], lambda: Signature(note, ()), lambda: note)):
-        texts = [text.decode() for text, _ in found.ranks.objects(f"{what}: what couldn't", lambda: (failed, True))]
+        texts = [text.decode() for text, _ in found.ranks.objects(f"{what} (what couldn't)", lambda: (failed, True))]
         raise TypeError(
             f"{what}: {'; '.join(filter(None, texts))}. A class is imported by its module's name: all ranks need the "
             "same module, and its __setstate__ or __reduce__ must work there."

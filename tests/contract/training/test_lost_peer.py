@@ -81,7 +81,8 @@ def test_peers_are_told_soon_and_hold_the_last_whole_step(
         raised_s, said = told
         assert raised_s - killed_s < SOON_S
         assert said.startswith(f"rank {rank}: "), said
-        assert re.search(r"(bucket \d|summary) on axis 'data' failed while waiting .* rank 1 is gone", said), said
+        assert re.search(r"rank 1 is gone", said), said  # by the kernel, by the connection, or by a peer that knew
+        assert re.search(r"(bucket \d|summary) (on axis 'data' failed while waiting|\(issue \d+\))", said), said
         assert said.endswith(f"It was in step {LAST_WHOLE} of the training."), said
         held = world.told(rank)
         if overlap == "update" and isinstance(held, str):  # some buckets were complete before the rank died
