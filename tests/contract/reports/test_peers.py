@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -15,11 +14,7 @@ import pytest
 import torch
 
 import ltx
-from ltx.core.world import groups
-from ltx.core.world import init as world_init
 from ltx.errors import CallFailedError, LtxError
-from ltx.strategies.async_averaging import AsyncAveraging
-from tests.forks import free_port
 from tests.kinds import Ranks, Started
 
 HEARTBEAT_S = 3.0
@@ -114,39 +109,6 @@ def test_what_one_rank_cannot_unpickle_is_an_error_of_all(gathered: bool, ranks:
     assert total == 3
 
 
-FAILS: dict[str, tuple[str, dict[str, Any]]] = {
-    "its mesh": (r"WorldError: mesh=\{'a': 5\} is for 5 = 5 ranks", {"mesh": {"a": 5}}),
-    "as they meet": (r"couldn't set up torch.distributed .* ValueError: no", {}),
-    "as axes are opened": ("ValueError: no", {}),
-}
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("fails", [0, 1])
-@pytest.mark.parametrize("how", FAILS)
-def test_a_rank_that_fails_in_init_is_named(how: str, fails: int, started: Started) -> None:
-    """The others waited until the timeout, and then named rank 0, with which the store had gone."""
-    port, (why, given) = free_port(), FAILS[how]
-
-    def no(*_: Any) -> Any:
-        raise ValueError("no")
-
-    def body(tell: Callable[[Any], None]) -> str:
-        rank = ltx.world().rank
-        ltx.shutdown()
-        if rank == fails and how == "as they meet":
-            groups.Meeting.gather = no  # type: ignore[method-assign]
-        if rank == fails and how == "as axes are opened":
-            world_init.open_axes = no
-        its = given if rank == fails else {}
-        return _told(lambda: ltx.init(rank=rank, size=3, master=f"127.0.0.1:{port}", timeout=60.0, **its))
-
-    world = started(3, body, held_by="rank 0")
-    for rank in {0, 1, 2} - {fails}:
-        said = world.told(rank)  # the store may end before the rank has asked again
-        assert re.search(rf"rank {rank}: .*[rR]ank {fails} (couldn't make its|had left because of) .*{why}", said), said
-
-
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("left_out", [False, True])
 def test_a_worker_that_waits_for_one_that_is_not_in_the_call(left_out: bool, ranks: Ranks) -> None:
@@ -179,7 +141,7 @@ def test_asynchronous_averaging_tells_of_a_lost_peer_between_rounds(started: Sta
     """Between rounds nobody waits, and training ended as if nothing had happened."""
 
     def body(tell: Callable[[Any], None]) -> Any:
-        strategy = AsyncAveraging(sync_interval_ms=600_000.0)
+        strategy = ltx.BaguaStrategy("async", sync_interval_ms=600_000.0)
         train = ltx.train_step(
             ltx.data_parallel(lambda w: w.square().sum(), strategy), ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
         )
