@@ -35,11 +35,11 @@ BUDGET = {
     "core/optim": Size(3060, 11),
     "core/ranks": Size(1159, 5),
     "core/training": Size(3839, 14),
-    "core/transforms": Size(3626, 13),
+    "core/transforms": Size(3624, 13),
     "core/world": Size(1641, 7),
     "hooks": Size(2651, 13),
     "profile": Size(881, 4),
-    "runtime": Size(4020, 13),
+    "runtime": Size(4022, 13),
     "strategies": Size(2605, 11),
 }
 

@@ -332,23 +332,25 @@ def _wait(
     """
     tell_at = float("inf") if number is None else time.monotonic() + _BUSY_S
     told: set[int] = set()
-    while waiting and (now := time.monotonic()) < end:
-        until = min(end, tell_at)
-        came = workers.receive(waiting, None if until == float("inf") else max(0.0, until - now))
-        answers.update(came)
-        if came and number is not None:
-            tell_at = time.monotonic() + _BUSY_S
-        elif time.monotonic() >= tell_at:
-            tell_at = float("inf")
-            told = {*range(workers.size)} - waiting
-            for rank in told:
-                workers.send(rank, pack(messages.Others(number or 0)))
-        done = {rank: answer for rank, answer in came.items() if not isinstance(answer, messages.At)}
-        waiting.difference_update(done)
-        if not all(isinstance(answer, Result) for answer in done.values()):
-            end = min(end, time.monotonic() + patience_s)
-    for rank in told:
-        workers.send(rank, pack(messages.Others(0)))
+    try:
+        while waiting and (now := time.monotonic()) < end:
+            until = min(end, tell_at)
+            came = workers.receive(waiting, None if until == float("inf") else max(0.0, until - now))
+            answers.update(came)
+            if came and number is not None:
+                tell_at = time.monotonic() + _BUSY_S
+            elif time.monotonic() >= tell_at:
+                tell_at = float("inf")
+                told = {*range(workers.size)} - waiting
+                for rank in told:
+                    workers.send(rank, pack(messages.Others(number or 0)))
+            done = {rank: answer for rank, answer in came.items() if not isinstance(answer, messages.At)}
+            waiting.difference_update(done)
+            if not all(isinstance(answer, Result) for answer in done.values()):
+                end = min(end, time.monotonic() + patience_s)
+    finally:  # an interrupt may end the wait
+        for rank in told:
+            workers.send(rank, pack(messages.Others(0)))
 
 
 def open_pipe() -> tuple[int, int]:

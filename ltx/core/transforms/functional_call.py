@@ -475,8 +475,6 @@ class Calls:
         if swap is None:
             return
         whole = swap.members.module
-        if not swap.gone and any(whole is again.members.module for again in self.placed):
-            return
         running = (*(swap.members.module for swap in _placed.get()), *(around for around, _ in calls_of_torch()))
         if any(module is part for around in running for part in around.modules()):
             return
