@@ -219,7 +219,7 @@ def test_strategies_of_a_few_lines(ranks: Ranks, name: str, n: int) -> None:
     quiet: tuple[Issues, list[int]] = [], []
     mean: tuple[Issues, list[int]] = [("exchange 0", "psum", share)], [header]
     steps = {
-        "post-local SGD": [([("bucket 0", "psum", share)], [header])] * 3 + [quiet, quiet, mean, quiet],
+        "post-local SGD": [([("bucket 0", "psum", share)], [header])] * 2 + [mean, quiet, quiet, mean, quiet],
         "gossip": [([("background 0", "psum", share)], [])] * 7,
     }.get(name, [quiet, quiet, mean] * 2 + [quiet])
 
