@@ -9,7 +9,7 @@ variants' mean step times in the same round, the slowest rank's each.
 
 `--losses N` then trains each variant anew: validation loss of rank 0's parameters after N steps, and after the time
 that DDP takes for N, by the ratios that were just measured. With 4 ranks two cores would time the scheduler: count
-bytes with ``ltx.profile.explain`` instead.
+bytes on simulated ranks instead, as benchmarks.studies.strategies does.
 """
 
 from __future__ import annotations

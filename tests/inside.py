@@ -9,13 +9,16 @@ from functools import partial
 import torch.distributed as dist
 
 from ltx import Axis
-from ltx.core.comm import SUMMARY_BYTES, open_axes, open_axis, resolve
+from ltx.core.comm import open_axes, open_axis, resolve
 from ltx.core.comm.axis_comm import NewGroup
 from ltx.core.comm.registry import GroupAxis
 from ltx.core.ranks.axis import axes_in_scope, find
 from ltx.core.ranks.batched import VmapRanks
 from ltx.strategies.async_averaging import AsyncAveraging
 from ltx.strategies.qadam import QAdam
+
+#: Of the step summary: two sums and six numbers of the digest, in float64.
+SUMMARY_BYTES = 64
 
 __all__ = [
     "SUMMARY_BYTES",

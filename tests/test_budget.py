@@ -24,23 +24,23 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1819, 11),
-    "all": Size(40736, 161),
+    ".": Size(1498, 10),
+    "all": Size(40023, 159),
     "checkpoint": Size(1615, 7),
     "core": Size(1, 1),
     "core/base": Size(2398, 11),
     "core/collectives": Size(3173, 11),
-    "core/comm": Size(5886, 21),
-    "core/gradients": Size(2362, 8),
+    "core/comm": Size(5881, 21),
+    "core/gradients": Size(2356, 8),
     "core/optim": Size(3060, 11),
-    "core/ranks": Size(1159, 5),
+    "core/ranks": Size(1106, 5),
     "core/training": Size(3839, 14),
-    "core/transforms": Size(3624, 13),
+    "core/transforms": Size(3621, 13),
     "core/world": Size(1641, 7),
-    "hooks": Size(2651, 13),
-    "profile": Size(881, 4),
+    "hooks": Size(2645, 13),
+    "profile": Size(568, 3),
     "runtime": Size(4022, 13),
-    "strategies": Size(2605, 11),
+    "strategies": Size(2599, 11),
 }
 
 

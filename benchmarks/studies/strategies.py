@@ -13,8 +13,8 @@ norm of its own gradient.
 clipping and weight decay. `zero` is one seed only, to see that it is `ddp`. `alone` sends nothing: each rank trains on
 its own part of every batch, and the models' mean is taken at the end.
 
-Bytes are those that rank 0 sends in all, from ltx.profile.explain. A run that stands in the results file with the same
-settings isn't repeated; `--fresh` begins anew. The notebook 03_strategies reads that file.
+Bytes are those that rank 0 sends in all, from recordings of simulated ranks. A run that stands in the results file with
+the same settings isn't repeated; `--fresh` begins anew. The notebook 03_strategies reads that file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -116,15 +115,25 @@ def train_of(task: Task, strategy: str, ranks: int) -> ltx.core.training.TrainSt
 
 def sent(task: Task, strategy: str, ranks: int) -> list[int]:
     """Bytes that rank 0 has sent after 1, 2, ... steps, without step summaries."""
-    train, params = train_of(task, strategy, ranks), task.params(0)
+    train, steps = train_of(task, strategy, ranks), task.settings.steps
     first, length = train.step.strategy.cycle
+    again = first + length  # a cycle that begins here has what the one before left under way
+    state, found = train.init(task.params(0)), list[int]()
+    for index in range(min(steps, again + length)):
+        with ltx.profile.record() as trace:
+            state = _on_ranks(train, ranks, index)(state, *task.batch(index, 0))
+        found.append(trace.bytes)
+    return list(accumulate(found[step if step < again else again + (step - again) % length] for step in range(steps)))
 
-    @cache
-    def of(step: int) -> int:
-        return ltx.profile.explain(train, params, world=ranks, sync_step=step).bytes
 
-    steps = range(task.settings.steps)
-    return list(accumulate(of(step if step < first else first + (step - first) % length) for step in steps))
+def _on_ranks(train: ltx.core.training.TrainStep, ranks: int, index: int) -> Callable[..., Any]:
+    """The step of that number on simulated ranks, each with its part of a batch."""
+
+    def one_rank(state: Any, x: Tensor, y: Tensor) -> Any:
+        return train(state, *ltx.shard((x, y)))[0]
+
+    # What ranks have in common before the first step is each rank's own after it.
+    return ltx.vmap(one_rank, in_dims=(0 if index else None, None, None), axis_size=ranks)
 
 
 @dataclass(frozen=True)
@@ -153,18 +162,13 @@ def simulated(task: Task, strategy: str, seed: int, ranks: int) -> Outcome:
     began = time.perf_counter()
     train = train_of(task, strategy, ranks)
 
-    def one_rank(state: Any, x: Tensor, y: Tensor) -> Any:
-        return train(state, *ltx.shard((x, y)))[0]
-
     def mean(params: Params) -> Params:
         return {name: leaf.mean(0) for name, leaf in params.items()}
 
     state = train.init(task.params(seed))
     first_loss, curve = task.validate(state.params), []
     for index in range(task.settings.steps):
-        # What ranks have in common before the first step is each rank's own after it.
-        on_ranks = ltx.vmap(one_rank, in_dims=(0 if index else None, None, None), axis_size=ranks)
-        state = on_ranks(state, *task.batch(index, seed))
+        state = _on_ranks(train, ranks, index)(state, *task.batch(index, seed))
         if (index + 1) % EVERY == 0:
             curve.append((index + 1, task.validate(mean(state.params), PART[task.name])))
     equal = all((leaf == leaf[:1]).all() for leaf in state.params.values())

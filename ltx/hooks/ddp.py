@@ -150,12 +150,6 @@ class FromTorch(CommHook):
                 f"{self!r} can't be part of a compiled graph. Compile the step inside: "
                 "ltx.data_parallel(torch.compile(f), strategy)."
             )
-        if inputs.axis is not None:
-            inputs.axis.ranks.need(
-                "values",
-                f"{self!r} communicates over a process group of torch.distributed, so what it sends isn't known ahead. "
-                "Explain or plan the step with a hook of ltx.hooks.",
-            )
         if inputs.axis is None or inputs.axis.comm is None:
             where = "in a world of one without a process group" if inputs.axis_size == 1 else "on simulated ranks"
             raise UnsupportedError(

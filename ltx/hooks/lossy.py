@@ -181,7 +181,7 @@ class CompressedAllReduce(LossyHook):
     def decoded_sum(self, messages: torch.Tensor, m: int, dtype: torch.dtype) -> torch.Tensor:
         """The sum of the decoded rows, of shape ``(m,)``, in new memory. Each is added while it is in the cache."""
         total = self.decode(messages[:1], m, dtype)[0]
-        for place in range(1, 1 if messages.is_meta else len(messages)):  # meta tensors have nothing to add
+        for place in range(1, len(messages)):
             total.add_(self.decode(messages[place : place + 1], m, dtype)[0])
         return total
 

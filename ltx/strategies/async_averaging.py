@@ -84,7 +84,7 @@ class AsyncAveraging(NodeStrategy):
 
     Raises:
         StrategyError: (a ValueError) a field's value isn't allowed.
-        UnsupportedError: without a schedule: on simulated ranks, or in ``ltx.profile.explain`` of a local step.
+        UnsupportedError: without a schedule: on simulated ranks.
         StrategyError: from a step, without a schedule: another training by the clock has begun on the axis meanwhile.
         PeerLostError, CollectiveTimeoutError: from a step or :meth:`finish`: a rank is gone, or has begun no round for
             the axis' timeout. The state is as it was before the step.
@@ -197,12 +197,6 @@ class AsyncAveraging(NodeStrategy):
             period, delay = self.schedule
             since = info.step - self.warmup_steps
             return since >= delay and (since - delay) % period == 0, since % period == 0
-        info.axis.ranks.need(
-            "values",
-            f"{self!r}: the clock says when a round begins, so what a step sends isn't known ahead. Give the "
-            "rounds a schedule: schedule=(period, delay). What a step sends can be counted while it runs: with "
-            "ltx.profile.record() as trace.",
-        )
         if info.axis.comm is not None and (error := info.axis.comm.negotiation.diagnosed(in_pass=False)) is not None:
             raise error  # steps between rounds wait for nobody, and would go on for ever
         mean = None if pending is None else pending.mean
@@ -223,7 +217,7 @@ class AsyncAveraging(NodeStrategy):
         """Begin a round; on ranks whose collectives complete at once, the states hold its result."""
         leaves, ranks = tree.flatten(params)[0], info.axis.ranks
         training = time.monotonic() if before is None else before.training
-        if before and self.schedule is None and ranks.lags and ranks.clocked != training:
+        if before and self.schedule is None and ranks.overlaps and ranks.clocked != training:
             raise StrategyError(
                 f"rank {info.axis.rank}: AsyncAveraging: since this training's last round another training has begun "
                 "rounds on the axis. Each rank begins rounds by its own clock, so rounds of two trainings would be "
@@ -231,7 +225,7 @@ class AsyncAveraging(NodeStrategy):
                 "call train.finish(state) before another training begins."
             )
         mean = self._exchange(params, info, training, finishing=0)
-        if ranks.lags:
+        if ranks.overlaps:
             return Round(time.monotonic(), [x.clone() for x in leaves], mean, training), states
         reduced = self._wait_round(mean, params, info)
         paths = tree.leaf_paths(params)
@@ -259,7 +253,7 @@ class AsyncAveraging(NodeStrategy):
         return self.exchange(ByNode(self.together, steps=(3,)), reduced, self._message(params, 0)[1], there).wait()[0]
 
     def _exchange(self, params: Tree, info: StepInfo, training: float | None, finishing: int) -> Exchange:
-        if self.schedule is None and info.axis.ranks.lags:
+        if self.schedule is None and info.axis.ranks.overlaps:
             info.axis.ranks.clocked = training
         return self.exchange(self._round, *self._message(params, finishing), info, background=True)
 

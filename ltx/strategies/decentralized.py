@@ -161,7 +161,7 @@ class Decentralized(GossipStrategy):
         if self.node_size is not None:
             reduced, _ = self.exchange(ByNode(self.node_size, steps=(3,)), reduced, paths, info).wait()
         *reduced, tag = reduced
-        if isinstance(info.axis.rank, int) and not tag.is_meta:
+        if isinstance(info.axis.rank, int):
             self._check(info.axis.ranks.read(tag, "the number of steps"), info, info.axis.rank)
         # Clone: the means are in a bucket's memory, which is used again.
         y = tree.unflatten(spec, [mean.clone() for mean in reduced])

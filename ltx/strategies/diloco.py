@@ -224,7 +224,7 @@ class DiLoCoStrategy(Strategy):
             params = self._mixed(params, states, info.step)
         elif self.due(at := info.step + self.fragment_sync_delay) is not None:
             pending = self._send(params, states, info, at)
-            if info.axis.ranks.lags:
+            if info.axis.ranks.overlaps:
                 own = {path: states[path] for path in self._fragment(params, at)[0]}
                 states = {**states, **{path: {**own[path], SENT: torch.ones_like(own[path][SENT])} for path in own}}
             else:  # collectives complete at once: the state holds the next anchors, as after finish
@@ -243,7 +243,7 @@ class DiLoCoStrategy(Strategy):
             return self._moved(params, states, at, pending)
         path = next(iter(self._fragment(params, at)[0]))
         sent = states[path][SENT]
-        if info.axis.ranks.lags and not sent.is_meta and bool(sent):
+        if info.axis.ranks.overlaps and bool(sent):
             raise StrategyError(
                 f"rank {info.axis.rank}: DiLoCoStrategy: the outer gradient of parameter {path!r} is under way, and "
                 "this state, which train.broadcast gave, hasn't got it. Broadcast what finish gives, called by all "

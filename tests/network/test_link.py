@@ -35,15 +35,13 @@ def test_what_crosses_a_real_link_and_the_bytes_that_the_ledger_counts() -> None
 @pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_step_sends_what_is_explained(n: int) -> None:
-    """By the ledger's count exactly, and within 3% by that of each rank's interface without its packets' headers."""
+def test_a_step_sends_what_is_recorded(n: int) -> None:
+    """Within 3% by the count of each rank's interface without its packets' headers."""
     with links.link("1gbit", n) as link:
-        everyone = json.loads(run_ranks([str(Path(__file__).with_name("explained.py"))], link, n, timeout_s=150))
+        everyone = json.loads(run_ranks([str(Path(__file__).with_name("hooks_sent.py"))], link, n, timeout_s=150))
     assert len(everyone) == n
     for rank, found in enumerate(everyone):
         for name, row in found.items():
             where = f"{name}, rank {rank}: {row}"
             assert row["right"], where
-            assert row["matches"], where
-            assert row["recorded"] == row["explained"], where
-            assert row["sent"] == pytest.approx(row["explained"] + row["header"], rel=0.03), where
+            assert row["sent"] == pytest.approx(row["recorded"], rel=0.03), where

@@ -33,7 +33,6 @@ from ltx.core.comm.signature import Agreement as Agreement
 from ltx.core.comm.signature import Signature as Signature
 from ltx.core.comm.signature import list_values as list_values
 from ltx.core.comm.signature import mismatch as mismatch
-from ltx.core.comm.step_summary import SUMMARY_BYTES as SUMMARY_BYTES
 from ltx.core.comm.step_summary import UNREDUCED as UNREDUCED
 from ltx.core.comm.step_summary import IssuedSummary as IssuedSummary
 from ltx.core.comm.step_summary import StepSummary as StepSummary

@@ -26,7 +26,7 @@ from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, OfTensors, 
 class ProcessRanks(AxisComm):
     """The ranks of an axis as one of their processes sees them; they use the channels of the process' communicator."""
 
-    overlaps = lags = True
+    overlaps = True
 
     @property
     def ended(self) -> str:

@@ -34,7 +34,6 @@ from ltx.core.comm.operations import bytes_sent
 from ltx.core.comm.signature import Agreement, Signature, mismatch
 
 _LIMB_BITS = 20
-_LIMBS = 3
 _MASK = (1 << _LIMB_BITS) - 1
 _SPREAD = 0x9E3779B97F4A7C15  # an odd factor, so that different step numbers give different limbs
 #: How long ranks whose digests differ wait for each other to say why.
@@ -52,9 +51,6 @@ _OF_STATE = (
     "change a state (weights, a rate by ltx.optim.adjust) on all ranks alike, where all have the reason for it, as "
     "ltx.pmean(loss), and the values; or give all one rank's: train.broadcast(state, src)",
 )
-
-#: The size of the summed buffer in bytes.
-SUMMARY_BYTES = (2 + 2 * _LIMBS) * torch.float64.itemsize
 
 
 class StepSummary(NamedTuple):

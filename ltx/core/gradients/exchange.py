@@ -1,7 +1,7 @@
 """Exchanges: buckets that a strategy sends outside of a backward pass.
 
-A strategy writes what it does with parameters as a communication hook too, so the same lines run between processes, on
-simulated ranks, and on the meta device, where :func:`ltx.profile.explain` counts what they send.
+A strategy writes what it does with parameters as a communication hook too, so the same lines run between processes and
+on simulated ranks.
 """
 
 from __future__ import annotations
@@ -64,14 +64,13 @@ class Exchange:
                 self._failed = error  # wait() raises it, once the caller has finished other work
         else:
             self._kind = "background" if background else "exchange"
-            self._completed = [self.at_once(place, tensors) for place in range(len(plan.buckets))]
+            self._completed = [self._at_once(bucket, tensors) for bucket in plan.buckets]
 
     def _of(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LeafState]]:
         return [tensors[m] for m in bucket.members], [self._states[m] for m in bucket.members]
 
-    def at_once(self, place: int, tensors: Sequence[torch.Tensor]) -> Reduced:
-        """The result for bucket `place` of `tensors`; :mod:`ltx.estimate` replaces it to count bytes."""
-        plan, bucket = self._plan, self._plan.buckets[place]
+    def _at_once(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Reduced:
+        plan = self._plan
         mine, own = self._of(bucket, tensors)
         hook = plan.hook_of(bucket)
         flat = pack_pure(mine, bucket, hook, plan.axis.size, own)

@@ -353,6 +353,5 @@ def make_plan(
     if sizes[0] == HOST_BYTES and not background and on_streams:
         sizes = (STREAM_BYTES, sizes[1])
     groups, each = by_path(owner, hook, paths, order, grouped)
-    make = _plan if axis.ranks.lasting else _plan.__wrapped__
-    plan: Plan = make(axis, hook, sizes, leaves, order, groups, each, names, agreement)
+    plan = _plan(axis, hook, sizes, leaves, order, groups, each, names, agreement)
     return replace(plan, step=step) if hook.stateful else plan

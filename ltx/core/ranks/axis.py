@@ -256,20 +256,6 @@ def open_simulated(name: str, size: int, device: torch.device | None = None) -> 
     return level
 
 
-def open_alone(axis: Axis) -> Callable[[], None]:
-    """Make `axis` the only opened axis of this thread; the returned function undoes it."""
-    thread = threading.get_ident()
-    kept = _opened_axes.pop(thread, None)
-    _opened_axes[thread] = [(axis, None)]
-
-    def undo() -> None:
-        _opened_axes.pop(thread, None)
-        if kept:
-            _opened_axes[thread] = kept
-
-    return undo
-
-
 @at_trace_time
 def _there() -> tuple[tuple[int, int], ...]:
     """The (thread, index) of the opened axes that are valid here; a failed trace leaves invalid ones behind.

@@ -1,7 +1,7 @@
 """The ranks of an axis: one interface, :class:`Ranks`, and the :class:`Rule` of a collective.
 
-Ranks are processes (:class:`ltx.core.comm.processes.ProcessRanks`), entries of a vmap level, shapes alone, or one rank
-alone. Code that uses an axis calls its ranks' methods, and never asks which kind they are.
+Ranks are processes (:class:`ltx.core.comm.processes.ProcessRanks`), entries of a vmap level, or one rank alone. Code
+that uses an axis calls its ranks' methods, and never asks which kind they are.
 """
 
 from __future__ import annotations
@@ -64,15 +64,10 @@ class Ranks:
     """The ranks of an axis. The defaults are right for a rank that is alone: its values are all ranks' values."""
 
     rank: int = 0  # this rank's index on the axis, where the process knows it
-    overlaps: bool = False  # collectives on the ranks' channels go on while this rank computes
-    lags: bool = False  # work begun in one step may be waited for in another step
-    lasting: bool = True  # plans made for these ranks are worth keeping
-    # makes a result from (operation, buffer, arguments, ranks)
-    answer: Callable[..., Any] | None = None
-    exchanges: Callable[..., Any] | None = None  # makes a strategy's exchanges, in place of gradients.exchange.Exchange
+    overlaps: bool = False  # collectives go on while this rank computes, from one step into another
     compared: Any = None  # notes on what ranks have compared (ltx.core.comm.signature.Seen), if they are kept
     futures: list[Any]  # where ranks overlap: the futures that weren't waited for yet, oldest first
-    clocked: float | None = None  # where they lag: the training whose rounds begin by each rank's own clock
+    clocked: float | None = None  # where ranks overlap: the training whose rounds begin by each rank's own clock
     level: int = 0  # the innermost vmap level of ranks that isn't taken off yet; 0 if there is none
 
     @property
@@ -133,7 +128,7 @@ class Ranks:
         """Raise an error with the text `said` if the ranks lack `what`.
 
         "objects": each rank may have objects, and take branches, of its own. "clock": each has its own time. "whole":
-        no other axis is in the same batch. "values": tensors have values, on which messages may depend.
+        no other axis is in the same batch.
         """
         if what in self.lacks:
             raise self.lacks[what](said)
@@ -269,10 +264,6 @@ class Part:
     def members(self, rank: int) -> tuple[int, ...]:
         """The ranks of the group of `rank`, in order."""
         return next(group for group in self.groups if rank in group)
-
-    def place(self, rank: int) -> int:
-        """The index of a rank in its group."""
-        return self.members(rank).index(rank)
 
     def by_rank(self, entries: Iterable[Iterable[int]]) -> torch.Tensor:
         """A vector with one entry for each rank, from `entries` by group and place."""

@@ -1,16 +1,16 @@
-"""Ranks in one process that compute as one: entries of a vmap level, or shapes alone."""
+"""Ranks in one process that compute as one: entries of a vmap level."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ltx.core.base import private
 from ltx.core.base.errors import AxisError, LtxError, UnsupportedError
-from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors, fresh
+from ltx.core.ranks.backings import OfTensor, OfTensors, Part, Ranks, Rule, Stacked, Static, Tensors
 
 
 @dataclass(frozen=True)
@@ -179,33 +179,3 @@ def in_front(size: int, xs: Tensors, dims: Sequence[int | None]) -> list[torch.T
     """`xs` with the dimension of a vmap level in front; tensors without it are expanded to all `size` entries."""
     pairs = zip(xs, dims, strict=True)
     return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
-
-
-@dataclass(frozen=True, eq=False)
-class ShapeRanks(Ranks):
-    """Shapes only: tensors are on the meta device, and `answer` computes the results of collectives."""
-
-    rank: int = field()  # the rank from whose view shapes are computed
-    size: int = field()
-    answer: Callable[..., torch.Tensor] = field(repr=False)
-    exchanges: Callable[..., Any] | None = field(default=None, repr=False)  # (plan, tensors, states, background, paths)
-    stream: Any = None  # the stream on which the ranks that these stand for reduce buckets
-    lasting = False
-    lags = True
-
-    def stream_of(self, device: torch.device) -> Any:
-        return self.stream
-
-    @property
-    def lacks(self) -> Mapping[str, type[LtxError]]:
-        return {"values": UnsupportedError}
-
-    def part(self, name: str, part: Part) -> ShapeRanks:
-        return replace(self, rank=part.place(self.rank), size=len(part.members(self.rank)))
-
-    def collective(self, rule: Rule, static: Static, xs: Tensors) -> tuple[torch.Tensor, ...]:
-        found = [rule.before(x, self.size, static) for x in xs]
-        if rule.operation is not None:
-            answers = [self.answer(rule.operation, buffer, rule.arguments(static), self) for buffer in found]
-            found = [rule.after(y, x, self.rank, self.size, static) for x, y in zip(xs, answers, strict=True)]
-        return tuple(fresh(y, x) for x, y in zip(xs, found, strict=True))

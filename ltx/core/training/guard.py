@@ -215,13 +215,13 @@ def all_finite(
     ahead = not pure and runs_ahead(info, grads)  # the host doesn't wait for the answer
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):
-        bad = on_any(train, bad, info)
+        bad = _on_any(train, bad, info)
     if train.step.placements:
         bad = on_any_rank(bad, train.step.placements)
     return bad.logical_not() if pure or ahead else not bad
 
 
-def on_any(train: TrainSettings, bad: torch.Tensor, info: StepInfo) -> torch.Tensor:
+def _on_any(train: TrainSettings, bad: torch.Tensor, info: StepInfo) -> torch.Tensor:
     """Whether `bad` is true on any rank: a 0-dim bool tensor. All ranks call this."""
     shared = train.step.strategy.exchange(EXACT, [bad.float().reshape(1)], ["whether gradients are finite"], info)
     return shared.wait()[0][0].reshape(()) > 0

@@ -176,9 +176,6 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
             like: the tree of which the tensors are the leaves: they get the same buckets as its gradients.
         """
         plan = negotiate(self, hook, tensors, paths, info, states, background=background, like=like)
-        if (make := info.axis.ranks.exchanges) is not None:
-            recorded: Exchange = make(plan, tensors, states, background, paths)
-            return recorded
         return Exchange(plan, tensors, states, background, midway)
 
 

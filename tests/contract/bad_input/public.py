@@ -352,12 +352,8 @@ def calls(folder: Path) -> dict[str, list[Call]]:
         "ltx.DynamicLossScale": [
             Call(ltx.DynamicLossScale, (), {"init": 8.0, "growth": 2.0, "backoff": 0.5, "growth_interval": 10})
         ],
-        # --- planning
-        "ltx.profile.explain": [
-            Call(ltx.profile.explain, (dp, params(), batch()), {"world": 4, "sync_step": 0}, _uses, free=(2,))
-        ],
-        "ltx.profile.Explanation": [],  # results, which nobody makes by hand
-        "ltx.profile.Comparison": [],
+        # --- comparing
+        "ltx.profile.Comparison": [],  # a result, which nobody makes by hand
         "ltx.profile.compare": [
             Call(
                 lambda state, *batch, steps: ltx.profile.compare({"adam": trained()[0]}, state, *batch, steps=steps),

@@ -68,17 +68,11 @@ def test_bytes_are_the_rings(n: int, ranks: Ranks) -> None:
         step = ltx.data_parallel(lambda p: p["a"].sum(), strategy())
         with ltx.profile.record() as again:
             torch.func.grad(step)(params)
-        return (
-            sum(e.nbytes for e in trace.buckets),
-            ltx.profile.explain(step, params).matches(again),
-            str(ltx.profile.explain(step, params)),
-        )
+        return [sum(e.nbytes for e in found.buckets) for found in (trace, again)]
 
     ring = 2 * (n - 1) / n * (64 * 256 + 1024) * 4
-    for sent, matches, said in ranks(n).run(run):
-        assert ring <= sent <= ring + 48 * n * 2
-        assert matches
-        assert "Adasum() isn't a mean, and has no derivative" in said
+    for each in ranks(n).run(run):
+        assert all(ring <= sent <= ring + 48 * n * 2 for sent in each)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -7,6 +7,7 @@ import torch
 
 import ltx
 from ltx import hooks
+from tests.sent import sent
 
 POWER = hooks.PowerSGD(1, start_step=0)
 
@@ -28,5 +29,4 @@ def test_buckets_after_the_first_are_larger(hook: hooks.CommHook, bytes_of: list
     sizes = {"bucket_bytes": 400, "first_bucket_bytes": 400}
     strategy = ltx.HorovodStrategy(compression=hook, **sizes) if horovod else ltx.DDPStrategy(comm_hook=hook, **sizes)
     params = {f"w{i}": torch.zeros(10, 10) for i in range(9)}
-    step = ltx.data_parallel(lambda p: sum(w.sum() for w in p.values()), strategy)
-    assert [bucket.nbytes for bucket in ltx.profile.explain(step, params, world=2).buckets] == bytes_of
+    assert [bucket.nbytes for bucket in sent(strategy, params).packed] == bytes_of

@@ -15,6 +15,7 @@ from ltx.hooks import CommHook
 from ltx.strategies import States, StepInfo
 from ltx.typing import Tree
 from tests.kinds import Ranks
+from tests.sent import sent
 
 FED = hooks.error_feedback
 EXACT = hooks.AllReduce()
@@ -83,16 +84,15 @@ def test_a_strategy_may_leave_it_to_the_hook_which_is_in_force(name: str, ranks:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_explained_is_the_one_in_force(name: str) -> None:
-    params = torch.empty(40, 30)
-    for number in (0, 3):
+def test_the_one_in_force_sends(name: str, seed: int) -> None:
+    params = torch.randn(40, 30)
+    for step in (0, 3):
         given, looked_up = (
-            ltx.profile.explain(
-                ltx.data_parallel(lambda w: w.sum(), strategy), params, world=4, sync_step=number
-            ).buckets
+            sent(strategy, params, 4, step)
             for strategy in (Plain(comm_hook=SCHEDULES[name]), ltx.DDPStrategy(comm_hook=SCHEDULES[name]))
         )
-        assert given == looked_up
+        assert given.packed == looked_up.packed
+        assert [(e.operation, e.nbytes) for e in given.events] == [(e.operation, e.nbytes) for e in looked_up.events]
 
 
 def test_an_exchange_takes_the_one_in_force(seed: int) -> None:

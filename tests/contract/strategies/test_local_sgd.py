@@ -175,17 +175,15 @@ def test_local_steps_send_nothing_and_periods_send_the_parameters_once(n: int, r
     assert all(mine != other for mine, other in zip(losses[2:], results.rank(1)[2][2:], strict=True))
 
 
-def in_nodes(strategy: ltx.Strategy) -> tuple[Params, list[Any], bool]:
-    """(parameters, what each step sent, whether explain says so)"""
+def in_nodes(strategy: ltx.Strategy) -> tuple[Params, list[Any]]:
+    """(parameters, what each step sent)"""
     train = trainer(strategy)
     state, issued = train.init(PARAMS), []
-    explained = True
-    for step in range(4):
+    for _ in range(4):
         with ltx.profile.record() as trace:
             state, _ = train(state, torch.randn(4))
         issued.append([(event.label, event.nbytes) for event in trace.events])
-        explained = explained and ltx.profile.explain(train, PARAMS, sync_step=step).matches(trace)
-    return state.params, issued, explained
+    return state.params, issued
 
 
 def test_gradients_stay_within_nodes(ranks: Ranks) -> None:
@@ -194,8 +192,7 @@ def test_gradients_stay_within_nodes(ranks: Ranks) -> None:
     results = ranks(4).run(in_nodes, strategy)
     gradients = ("bucket 0", ring(4 * NUMEL, 2))
     header, of_node = ring(inside.SUMMARY_BYTES, 4), ring(inside.SUMMARY_BYTES, 2)
-    for params, issued, explained in results:
-        assert explained
+    for params, issued in results:
         assert all(gradients in step for step in issued)
         assert [sum(nbytes for _, nbytes in step) for step in issued] == [
             gradients[1] + of_node + more

@@ -57,26 +57,23 @@ def test_the_warm_up_is_adam_under_ddp_bit_for_bit(n: int, ranks: Ranks) -> None
             torch.testing.assert_close(mine, expected)
 
 
-def sent(strategy: QAdam, optimizer: optim.Optimizer) -> tuple[list[int], list[bool], list[torch.dtype]]:
-    """(bytes of each step's buckets, whether they are what explain says, dtypes of the momenta)"""
+def sent(strategy: QAdam, optimizer: optim.Optimizer) -> tuple[list[int], list[torch.dtype]]:
+    """(bytes of each step's buckets, dtypes of the momenta)"""
     params = {"w": torch.randn(30, 40), "h": torch.randn(50).bfloat16()}
     step = ltx.data_parallel(lambda p, x: sum((x * p[k].float()).square().mean() for k in p), strategy)
     train = ltx.train_step(step, optimizer)
-    state, nbytes, explained = train.init(params), [], []
+    state, nbytes = train.init(params), []
     for _ in range(4):
-        explanation = ltx.profile.explain(train, state)
         with ltx.profile.record() as trace:
             state, _ = train(state, torch.tensor(1.0 + int(ltx.axis_index())))
         nbytes.append(sum(event.nbytes for event in trace.buckets))
-        explained.append(explanation.matches(trace))
-    return nbytes, explained, [entry["momentum"].dtype for _, entry in sorted(state.sync_state.leaves.items())]
+    return nbytes, [entry["momentum"].dtype for _, entry in sorted(state.sync_state.leaves.items())]
 
 
 def test_a_quarter_of_the_bytes_after_the_warm_up(ranks: Ranks) -> None:
-    nbytes, explained, dtypes = ranks(2).run(sent, QAdam(warmup_steps=2), optim.qadam(warmup_steps=2)).replicated()
+    nbytes, dtypes = ranks(2).run(sent, QAdam(warmup_steps=2), optim.qadam(warmup_steps=2)).replicated()
     assert nbytes[0] == nbytes[1] == 1200 * 4 + 50 * 2
     assert nbytes[2] == nbytes[3] < 1200 + 50 + 2 * 2 * 8 + 1
-    assert all(explained)
     assert dtypes == [torch.float32, torch.float32], "momenta of half-precision parameters are kept in float32"
 
 
@@ -125,12 +122,11 @@ def test_momenta_by_another_hook(hook: Any, ranks: Ranks, seed: int) -> None:
 
 
 def test_one_bit_sends_a_sixteenth_of_few_numbers(ranks: Ranks) -> None:
-    nbytes, explained, _ = (
+    nbytes, _ = (
         ranks(2)
         .run(sent, QAdam(warmup_steps=2, momentum_hook=hooks.OneBit(block=128)), optim.qadam(warmup_steps=2))
         .rank(0)
     )
-    assert all(explained)
     assert nbytes[2] == nbytes[3] < nbytes[1] / 16
 
 

@@ -145,8 +145,6 @@ def test_gradients_travel_in_the_reduce_dtype(
     sent, dtype = ranks(2).run(run).replicated()
     assert sent == [nbytes]
     assert dtype == torch.float32
-    if strategy == ltx.DDPStrategy():
-        assert ltx.profile.explain(step, params(), world=2).bytes == nbytes
 
 
 # --- training --------------------------------------------------------------------------------------------------------

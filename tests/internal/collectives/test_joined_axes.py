@@ -236,7 +236,6 @@ def test_members_of_a_part_of_a_mesh() -> None:
         for dims, members in expected.items():
             part = mesh_part((2, 3, 4), dims)
             assert part.members(rank) == tuple(members)
-            assert part.place(rank) == members.index(rank)
             assert sorted(sum(part.groups, ())) == list(range(24))
 
 

@@ -7,11 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 LTX = Path(__file__).parents[3] / "ltx"
-#: An axis' kinds, the names of their classes, and the communicator of one of them.
-KINDS = {"simulated", "meta"}
-CLASSES = {"ProcessRanks", "VmapRanks", "ShapeRanks"}
-#: What makes ranks of a kind: explain.
-MAKERS = {"estimate.py"}
+#: A kind of an axis, the names of the kinds' classes, and the communicator of one of them.
+KINDS = {"simulated"}
+CLASSES = {"ProcessRanks", "VmapRanks"}
 #: Uses of a communicator (``axis.comm``), which only go down.
 MOST = 40
 
@@ -32,7 +30,7 @@ def test_nobody_asks_what_ranks_are() -> None:
         for path in sorted(LTX.rglob("*.py"))
         if not (name := path.relative_to(LTX).as_posix()).startswith(("core/ranks/", "core/comm/"))
     }
-    assert {name for name, uses in found.items() if uses.keys() - {"comm"}} <= MAKERS
+    assert {name for name, uses in found.items() if uses.keys() - {"comm"}} == set()
     communicators = {name: uses["comm"] for name, uses in found.items() if uses["comm"]}
     assert sum(communicators.values()) <= MOST, communicators
     assert sum(communicators.values()) > MOST - 5, f"write MOST = {sum(communicators.values())}"

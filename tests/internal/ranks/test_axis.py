@@ -15,7 +15,8 @@ from torch import Tensor
 import ltx
 from ltx import Axis
 from ltx.core.base import private
-from ltx.core.ranks.axis import axes_in_scope, find, open_alone, set_world_axes
+from ltx.core.ranks import axis as axis_module
+from ltx.core.ranks.axis import axes_in_scope, find, set_world_axes
 from ltx.errors import AxisError, LtxError
 
 XS = torch.arange(6.0).reshape(2, 3)
@@ -119,10 +120,10 @@ def test_a_forward_pass_that_autograd_does_again_in_its_thread(at_once: Callable
         seen.append([axis for axis in axes_in_scope() if axis.size == 3])
 
     with pytest.MonkeyPatch.context() as patched:
-        undo = open_alone(Axis("data", 3))
+        patched.setitem(axis_module._opened_axes, threading.get_ident(), [(Axis("data", 3), None)])
         at_once(look)
         patched.setattr(private, "graph_task", lambda: 7)
         at_once(look)
-        undo()
+        patched.delitem(axis_module._opened_axes, threading.get_ident())
         at_once(look)
     assert [len(axes) for axes in seen] == [0, 1, 0]

@@ -83,16 +83,15 @@ def test_sums_and_means_without_a_train_step(fields: dict[str, Any], seed: int) 
             torch.testing.assert_close(grads["half"], half, rtol=max(off, 2e-3), atol=max(off, 2e-3))
 
 
-def recorded(strategy: ltx.BaguaStrategy) -> tuple[bool, int, list[tuple[str, int]]]:
-    """(whether explain had said so, what it said, what was issued for gradients)"""
+def recorded(strategy: ltx.BaguaStrategy) -> list[tuple[str, int]]:
+    """What is issued for gradients."""
     step, params = ltx.data_parallel(loss, strategy), {"w": torch.ones(1000)}
     train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
     state = train.init(params)
     state, _ = train(state, torch.ones(1000))
-    said = ltx.profile.explain(train, state)
     with ltx.profile.record() as trace:
         train(state, torch.ones(1000))
-    return said.matches(trace), said.bytes, [(e.operation, e.nbytes) for e in trace.buckets]
+    return [(e.operation, e.nbytes) for e in trace.buckets]
 
 
 @pytest.mark.full
@@ -104,10 +103,8 @@ def test_a_node_sends_as_much_to_others_as_one_rank_would(ranks: Ranks) -> None:
         # A grid of two numbers and a byte for each of 250, to the other node; and the same back.
         ("bytegrad", [("all_to_all", 258), ("all_gather", 258)]),
     ):
-        for matches, said, issued in ranks(4).run(recorded, ltx.BaguaStrategy(algorithm, **nodes)):
+        for issued in ranks(4).run(recorded, ltx.BaguaStrategy(algorithm, **nodes)):
             assert issued == [("psum_scatter", 2000), *among, ("all_gather", 2000)]
-            assert said == sum(nbytes for _, nbytes in issued)
-            assert matches
 
 
 def test_nodes_must_divide_the_ranks_of_any_step() -> None:

@@ -254,36 +254,3 @@ def test_without_any_weight(on_new_axis: OnNewAxis, seed: int) -> None:
         state, _ = train(state, x)
     for _, mine in found:
         torch.testing.assert_close(mine, [x.clone() for x in ltx.tree.flatten(state.params)[0]])
-
-
-@pytest.mark.full(but=3)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("reduce", [None, torch.bfloat16])
-@pytest.mark.parametrize("overlap", ["backward", "update"])
-@pytest.mark.parametrize("name", [*OF_TWO, "mean"])
-def test_explain_says_what_is_sent(
-    name: str, overlap: Overlap, reduce: torch.dtype | None, ranks: Ranks, seed: int
-) -> None:
-    strategy = ltx.DDPStrategy() if name == "mean" else LATE[name][1]
-
-    def run() -> tuple[list[str], int, int]:
-        torch.manual_seed(seed)
-        params, inputs = problem(2)
-        precision = ltx.Precision(compute=torch.float32, reduce=reduce)
-        step = ltx.mixed_precision(ltx.data_parallel(loss, strategy), precision)
-        train = ltx.train_step(step, adam(), overlap=overlap)
-        state, wrong, sent, headers = train.init(params), [], 0, 0
-        for x in inputs[:2]:
-            said = ltx.profile.explain(train, state)
-            with ltx.profile.record() as trace:
-                state, _ = train(state, x[ltx.world().rank])
-            if not said.matches(trace):
-                wrong.append(f"{said}\n{trace.events}")
-            sent += said.bytes
-            headers += said.summary_bytes - sum(e.nbytes for e in trace.events if e.kind == "summary")
-        return wrong, sent, headers
-
-    for wrong, sent, headers in ranks(2).run(run):
-        assert not wrong, wrong[0]
-        assert sent > 0
-        assert headers == 0
