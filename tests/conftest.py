@@ -199,11 +199,13 @@ def on_new_axis() -> Iterator[Callable[..., PerRank[Any]]]:
         with pytest.MonkeyPatch.context() as patch:
             # Until the end: channels for a hook's further phases are opened when they are needed.
             patch.setenv("LTX_SHARED_MEMORY", "0" if sockets else "1")
-            set_world_axes((comm.open_axis("data", group, timedelta(seconds=timeout_s)),))
+            mine = (comm.open_axis("data", group, timedelta(seconds=timeout_s)),)
+            set_world_axes(mine)
             try:
                 return fn()
             finally:
-                set_world_axes(world_axes)
+                if axes_in_scope() == mine:  # else fn has begun a new world
+                    set_world_axes(world_axes)
 
     with Pool(2, timeout_s=RUN_TIMEOUT_S) as pool:
         yield lambda fn, timeout_s=60.0, sockets=False: pool.run(run, fn, timeout_s, sockets)

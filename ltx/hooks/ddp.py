@@ -126,7 +126,7 @@ class FromTorch(CommHook):
     def reduce(self, inputs: BucketInput) -> Reduction:
         axis_comm = self._comm(inputs)
         label = f"{self!r} of bucket {inputs.bucket.index}"
-        axis_comm.recovery.begin_external(label)
+        axis_comm.passes.foreign += 1
         bucket = LookAlike(inputs, self)
         try:
             future = self.hook(self.state, bucket)
@@ -134,8 +134,7 @@ class FromTorch(CommHook):
                 raise StrategyError(
                     f"rank {axis_comm.rank}: {label}: expected a torch.futures.Future, got {type(future).__name__}."
                 )
-            with axis_comm.recovery.waiting_for_external(label):
-                axis_comm.bucket_channel(0).wait_for_future(future, label)
+            axis_comm.bucket_channel(0).wait_for_future(future, label)
             result = future.wait()
         except RuntimeError as error:
             if bucket.refused is None or bucket.refused is error:
@@ -310,7 +309,7 @@ class ToTorch:
         axis_comm: comm.AxisComm = axis.comm
         pending = Pending(axis_comm)
         pending.enter()
-        axis_comm.recovery.recover()
+        axis_comm.passes.begin()
         return _Pass(axis, axis_comm, pending)
 
     def _launch(self, now: _Pass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -23,7 +23,7 @@ from ltx.errors import CallFailedError, CallTimeoutError, WorkerError
 from ltx.runtime.messages import At, Failure, Idle, Result
 
 
-def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False) -> Failure:
+def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False, in_world: bool = False) -> Failure:
     """The message that tells the driver of `error`; `doing` is put before the error's text."""
     at_s = time.monotonic()
     message = message_of(error)
@@ -36,7 +36,7 @@ def failure_of(error: BaseException, doing: str = "", *, cancelled: bool = False
     except Exception:
         pickled = None
     where = place_of_error(error)
-    return Failure(type(error).__qualname__, doing + message, text, at_s, where, pickled, cancelled)
+    return Failure(type(error).__qualname__, doing + message, text, at_s, where, pickled, cancelled, in_world)
 
 
 def text_of(error: BaseException) -> str:

@@ -124,7 +124,7 @@ class Result:
     """A call returned."""
 
     value: Any
-    in_world: bool = True  # the call hasn't shut the world down
+    in_world: bool = True  # the call hasn't shut the world down, nor has an exception ended it
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ class Failure:
     where: str = ""  # where it was raised: the innermost frame, in words
     pickled: bytes | None = None  # the exception itself, if it can be pickled
     cancelled: bool = False  # whether the call gave up because the driver asked for it
+    in_world: bool = False  # whether the call had sent nothing: if all ranks raise so, the world goes on
 
 
 #: A message whose buffers have more bytes than this sends them through shared memory.

@@ -191,11 +191,13 @@ class Pool:
     def _do(self, call: Message, ranks: Sequence[int], name: str, limit_s: float | None) -> dict[int, Result]:
         __tracebackhide__ = True
         workers = self._ready()
-        kept = False
+        kept, kinds = False, set[type]()
         try:
             answers = collect(workers, self._calls, call, ranks, name, limit_s, self._grace_s)
             kept = all(isinstance(answers.get(rank), Result | Failure) for rank in ranks)
-            workers.failed = not all(isinstance(answers.get(rank), Result) for rank in ranks)
+            kinds = {type(answers.get(rank)) for rank in ranks}
+            # Where all ranks have raised and sent nothing, as for a typo, their world is as it was.
+            workers.failed = len(kinds) > 1 or not (kept and all(answers[rank].in_world for rank in ranks))
         except CallInterruptedError as interrupt:
             kept = workers.failed = interrupt.kept
             interrupt.args = (f"{interrupt} {what_became_of_workers(kept)}",)
@@ -204,9 +206,8 @@ class Pool:
             workers.finish_output()
             if not kept:
                 self._drop()
-        if workers.failed or not kept:
+        if kinds != {Result}:
             raise failure_error(name, answers, ranks, self._size, limit_s, kept)
-        workers.failed = not all(answers[rank].in_world for rank in ranks)
         return answers
 
     def _ready(self) -> WorkerGroup:

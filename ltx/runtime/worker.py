@@ -38,7 +38,7 @@ from ltx.core.world.groups import loopback_store
 from ltx.core.world.init import init, renew
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.placement import LOOPBACK
-from ltx.core.world.world import abandon, accelerators, forget, process
+from ltx.core.world.world import abandon, accelerators, forget, go_on, process, sent
 from ltx.errors import LtxError, UnsupportedError, WorkerError
 from ltx.runtime import messages, show
 from ltx.runtime.failures import failure_of, places_of
@@ -68,6 +68,7 @@ def serve(connection: Connection, inherited: Inherited | None = None) -> None:
     gc.freeze()
     gc.enable()
     show.outbox = loop.send
+    process.when_made.append(loop.counted)
     os.register_at_fork(after_in_child=loop.in_fork)
     if setup.shows_output:
         sys.stdout, sys.stderr = (Writer(name, fd, loop.send) for fd, name in ((1, "stdout"), (2, "stderr")))
@@ -172,15 +173,22 @@ class _WorkerLoop:
 
         A worker that is busy with the call may wait in a collective for this one, which won't come.
         """
-        watcher, ranks = self._counted(), [*range(int(os.environ["WORLD_SIZE"]))]
-        with suppress(LtxError):  # the busy workers raise it
-            while number and watcher is not None and self.inbox.empty():
+        watcher, ranks = self.counted(), [*range(int(os.environ["WORLD_SIZE"]))]
+        while number and watcher is not None and self.inbox.empty():
+            if watcher.failed() and process.session is not None:  # the busy workers may begin a new world
+                try:
+                    init()
+                except LtxError:
+                    return
+                watcher = self.counted()
+                continue
+            with suppress(LtxError):  # the busy workers raise it
                 watcher.deadlocks.check(_RETURNED, number, ranks, lambda: "the call's end, as it isn't in it any more")
-                time.sleep(0.02)
+            time.sleep(0.02)
         if watcher is not None:
             watcher.deadlocks.done()
 
-    def _counted(self) -> Watcher | None:
+    def counted(self) -> Watcher | None:
         """The world's watcher, which is told how many calls have returned; None without a world."""
         watcher = next((axis.comm.watcher for axis in comm.open_axes() if axis.comm is not None), None)
         if watcher is not None:
@@ -206,8 +214,10 @@ class _WorkerLoop:
         """Run the call. Returns the message with its result or failure. A ``sys.exit`` in a call is a failure too."""
         doing = "unpickling the function and its arguments: "
         self.running, self._returned = call.number, call.number - 1
+        go_on()
+        session, before = process.session, sent()
         try:
-            self._counted()
+            self.counted()
             if self.cancelled == call.number:
                 raise KeyboardInterrupt
             fn, args, kwargs = self._asked(call, load)
@@ -219,13 +229,15 @@ class _WorkerLoop:
                     shell.finish()
             self._modules.note()
             doing = f"pickling the result, which is of type {type(value).__name__}: "
-            reply = pack(messages.Result(value, process.session is not None or dist.is_initialized()))
+            up = process.session is not None or dist.is_initialized()
+            reply = pack(messages.Result(value, up and not comm.has_failed()))
             self.running, self._returned = None, call.number
             return reply
         except BaseException as error:
             self.running = None
             # made before abandon, so that its time is earlier than that of the peers' failures
-            failure = failure_of(error, doing, cancelled=self.cancelled == call.number)
+            as_it_was = process.session is session and sent() == before and not comm.has_failed()
+            failure = failure_of(error, doing, cancelled=self.cancelled == call.number, in_world=as_it_was)
             abandon(error)
             return pack(failure)
 

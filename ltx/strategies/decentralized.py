@@ -150,8 +150,8 @@ class Decentralized(GossipStrategy):
         gossip = AllReduce() if self.peer_selection_mode == "all" else ShiftOne(self.communication_interval)
         if self.node_size is None:
             return self.exchange(gossip, given, paths, info)
-        given, _ = self.exchange(ByNode(self.node_size, steps=(1,)), given, paths, info, midway=True).wait()
-        return self.exchange(ByNode(self.node_size, gossip, (2,)), given, paths, info, midway=True)
+        given, _ = self.exchange(ByNode(self.node_size, steps=(1,)), given, paths, info).wait()
+        return self.exchange(ByNode(self.node_size, gossip, (2,)), given, paths, info)
 
     def update(self, update: Update, states: States, info: StepInfo, pending: Exchange | None) -> Updated:
         if pending is None:

@@ -88,10 +88,7 @@ MUTANTS = (
         old="if waited_s > self.timeout_s:\n    raise self.timed_out(number, label)",
         new="",
         breaks="a rank that waits for one that never comes waits for ever",
-        tests=(
-            "tests/contract/comm/test_axis_comm.py::test_a_peer_that_does_not_come",
-            "tests/internal/comm/test_recovery.py",
-        ),
+        tests=("tests/contract/comm/test_axis_comm.py::test_a_peer_that_does_not_come",),
     ),
     Mutant(
         name="comm: an issue after a failure goes out",
@@ -118,7 +115,7 @@ MUTANTS = (
         old="while_waiting()",
         new="",
         breaks="a rank that waits in the store for a peer that is gone waits for the timeout",
-        tests=("tests/internal/comm/test_store_exchange.py", "tests/internal/comm/test_recovery.py"),
+        tests=("tests/internal/comm/test_store_exchange.py",),
     ),
     Mutant(
         name="comm: polling has no end",
@@ -189,10 +186,18 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: a pass that was left isn't told",
-        where="Recovery.leave",
-        old="self._comm.fail_channels(",
-        new="return\nself._comm.fail_channels(",
+        where="AxisComm.fail",
+        old="self.passes.failed = failed",
+        new="",
         breaks="the peers of a rank that raises in its backward pass wait for the timeout",
-        tests=("tests/internal/comm/test_recovery.py",),
+        tests=("tests/internal/comm/test_passes.py",),
+    ),
+    Mutant(
+        name="comm: a step that one rank has left counts for nothing",
+        where="Passes.begin",
+        old="self._comm.bucket_channel(0).advance(RAISED)",
+        new="",
+        breaks="a rank's next batch is averaged with its peers' current one",
+        tests=("tests/internal/comm/test_passes.py",),
     ),
 )

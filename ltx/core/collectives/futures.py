@@ -20,13 +20,15 @@ from ltx.core.base.arguments import brief, name_of
 from ltx.core.base.errors import (
     AxisError,
     CollectiveTimeoutError,
+    DeadlockDetectedError,
     LtxError,
     PeerLostError,
+    RankMismatchError,
+    ReplicaDivergedError,
     TransportError,
     UnsupportedError,
     WorldError,
 )
-from ltx.core.comm.recovery import OF_PEERS
 from ltx.core.ranks.axis import Axis
 from ltx.typing import Tree
 
@@ -34,7 +36,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # All ranks know of these errors without being told.
-_OF_THE_NETWORK = (*OF_PEERS, CollectiveTimeoutError, PeerLostError, TransportError, WorldError)
+_OF_THE_NETWORK = (
+    CollectiveTimeoutError,
+    DeadlockDetectedError,
+    PeerLostError,
+    RankMismatchError,
+    ReplicaDivergedError,
+    TransportError,
+    WorldError,
+)
 
 
 def in_step(collective: Callable[P, R]) -> Callable[P, R]:

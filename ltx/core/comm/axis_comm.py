@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ltx.core.base.errors import LtxError, PeerLostError, WorldError
+from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, WorldError
 from ltx.core.base.private import PrefixStore
 from ltx.core.base.traced import refuse_script
 from ltx.core.comm import backends
@@ -29,9 +29,9 @@ from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, look_out, 
 from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import DRAINING_S, Channel
 from ltx.core.comm.debug import BUCKETS, caller, under_way
-from ltx.core.comm.diagnosis import OPENED, Status
+from ltx.core.comm.diagnosis import OPENED, Failed, Status
 from ltx.core.comm.negotiation import Negotiation
-from ltx.core.comm.recovery import Recovery
+from ltx.core.comm.passes import Passes
 from ltx.core.comm.shared_memory import SharedMemoryTransport, open_transport
 from ltx.core.comm.signature import Agreement, Seen, Signature
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore
@@ -74,7 +74,7 @@ class AxisComm(Ranks):
         self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self._look_out)
         self._transport: SharedMemoryTransport | None = None  # of the user's channel
         self._opened = False
-        self.recovery = Recovery(self)
+        self.passes = Passes(self)
         self.negotiation = Negotiation(self)
         self.watcher.axes[self.label] = self
         self._meet()
@@ -96,7 +96,6 @@ class AxisComm(Ranks):
         #: Collectives that have begun and weren't waited for yet (see ltx.core.collectives.futures), oldest first.
         self.futures: list[Any] = []
         self.under_way = ""  # the name, for errors, of the work on the bucket channels
-        self._left: list[Channel] = []  # the channels of the last aborted pass
         self._streams: dict[torch.device, CommStream] = {}
         self._stream_group = self._open_stream_group()
         self.user = self._open_channel("user")
@@ -114,52 +113,41 @@ class AxisComm(Ranks):
         """
         counts = self.watcher.deadlocks.counts
         counts[self.label] = lambda: {f"{self.label}/{OPENED}": (1, ())}
-        fix = (
-            f" All of its ranks, {self.global_ranks} of the world, open it together: by the first collective on a "
-            "process group or DeviceMesh, or by ltx.axis_from_group."
-        )
+        what = f"opening axis {self.name!r}"
         try:
-            self.come(OPENED, OPENED, 1, f"opening axis {self.name!r}", "open it too", fix)
+            self.store_exchange.announce(OPENED, None)
+            self.store_exchange.collect(
+                OPENED,
+                what,
+                while_waiting=partial(self._check_opening, what, time.monotonic()),
+                to="open it too",
+                fix=f" All of its ranks, {self.global_ranks} of the world, open it together: by the first collective "
+                "on a process group or DeviceMesh, or by ltx.axis_from_group.",
+            )
         except BaseException:
-            # Undo the count, so that the next attempt gets the same number.
+            # Undo the count, so that the next attempt gets the same number; a peer that comes meanwhile mustn't think
+            # that this rank still waits.
             del counts[self.label], self.watcher.axes[self.label]
             with suppress(PeerLostError):
+                self.store_exchange.forget(OPENED, [self.rank])
                 self._world_store.add(self._count, -1)
             release_watcher(self.watcher)
             raise
-
-    def come(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> None:
-        """Return once all ranks have come to `place` for the `number`-th time of `key`, as this rank does now."""
-        try:
-            self.store_exchange.announce(place, None)
-            self.hear(place, key, number, what, to, fix)
-        except BaseException:
-            with suppress(PeerLostError):  # a peer that comes meanwhile mustn't think that this rank still waits
-                self.store_exchange.forget(place, [self.rank])
-            raise
-
-    def hear(self, place: str, key: str, number: int, what: str, to: str, fix: str = "") -> list[Any]:
-        """All ranks' announced values at `place`, once all have come there for the `number`-th time of `key`."""
-        began, deadlocks = time.monotonic(), self.watcher.deadlocks
-
-        def check() -> None:
-            look_out()
-            self.negotiation.check_peers(what, in_pass=False, now=bool(self.lost()))
-            self.negotiation.refuse_lost(place, what)
-            if time.monotonic() - began > PATIENCE_S:
-                text = f"{what} ({os.path.basename(caller())})"
-                deadlocks.check(f"{self.label}/{key}", number, self.global_ranks, lambda: text)
-
-        try:
-            return self.store_exchange.collect(place, what, while_waiting=check, to=to, fix=fix)
         finally:
-            deadlocks.done()
+            self.watcher.deadlocks.done()
+
+    def _check_opening(self, what: str, began: float) -> None:
+        look_out()
+        self.negotiation.check_peers(what, in_pass=False, now=bool(self.lost()))
+        self.negotiation.refuse_lost(OPENED, what)
+        if time.monotonic() - began > PATIENCE_S:
+            text = f"{what} ({os.path.basename(caller())})"
+            self.watcher.deadlocks.check(f"{self.label}/{OPENED}", 1, self.global_ranks, lambda: text)
 
     def _open_channel(self, name: str) -> Channel:
-        """Open the user's channel, once; or another channel, anew after each recovery. Opening waits for all ranks."""
-        generation, host, background = self.recovery.generation, self.backends.host, name == "background"
-        address = f"{name}.{generation}" if generation else name
-        label, described = f"{self.label}/{address}", f"ltx:{self.name}:{name}"
+        """Open the channel called `name`. Opening waits for all ranks."""
+        host, background = self.backends.host, name == "background"
+        label, described = f"{self.label}/{name}", f"ltx:{self.name}:{name}"
         how, in_turn = (host, self.timeout, described, self._refuse_gone), name.startswith(BUCKETS)
         group = open_group(self.global_ranks, label, *how, in_turn=in_turn)
         transport = None
@@ -167,11 +155,11 @@ class AxisComm(Ranks):
         if not background and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
             transport = open_transport(
                 self.rank,
-                lambda at, mine: self.store_exchange.exchange(f"{address}/{at}", mine, f"opening axis {self.name!r}"),
+                lambda at, mine: self.store_exchange.exchange(f"{name}/{at}", mine, f"opening axis {self.name!r}"),
             )
         stream_group = None if background else self._stream_group
         channel = Channel(
-            name, address, self.name, group, self.timeout_s, self.negotiation, transport, stream_group, self.backends
+            name, self.name, group, self.timeout_s, self.negotiation, transport, stream_group, self.backends
         )
         channel.history = deque(maxlen=_HISTORY) if background else None
         return channel
@@ -181,7 +169,7 @@ class AxisComm(Ranks):
         stream, device_type = self.backends.stream, self.backends.device_type
         if stream is None:
             return None
-        label = f"{self.label}/stream.{self.recovery.generation}"
+        label = f"{self.label}/stream"
         backend, device = f"{device_type}:{stream}", self.device
         how = backend, self.timeout, f"ltx:{self.name}", self._refuse_gone
         return StreamGroup(open_group(self.global_ranks, label, *how, device=device))
@@ -220,9 +208,23 @@ class AxisComm(Ranks):
         """The channel for the `phase`-th collective of each bucket."""
         return self._phases[phase]
 
-    def fail_channels(self, error: LtxError) -> None:
-        """Mark the channels of buckets and background work as failed; the device gives up collectives under way."""
-        for channel in (*self._phases, self.background):
+    @property
+    def sent(self) -> int:
+        return self.passes.foreign + sum(channel.begun for channel in self.channels)
+
+    @property
+    def called(self) -> int:
+        return self.user.issued
+
+    def fail(self, failed: Failed) -> None:
+        """The world ends: nothing more is issued, and the device gives up collectives under way."""
+        if self.passes.failed is not None or not self._opened:
+            return
+        self.passes.failed = failed
+        what = f"{failed.what} on axis" if failed.what else "axis"
+        kind = PeerLostError if failed.lost else DeadlockDetectedError
+        error = kind(f"rank {self.rank}: {what} {self.name!r} was left halfway ({failed.why}).")
+        for channel in self.channels:
             channel.failed = channel.failed or error
             # Compiled graphs find a process group by its name: they can't use this one either.
             backends.unregister(channel.group)
@@ -232,30 +234,6 @@ class AxisComm(Ranks):
                     self._wait_for_device("the end of the last pass")
             self.abort_device()
             backends.unregister(self._stream_group.group)
-        for part in self.parts:
-            part.recovery.abort(error)
-
-    def renew(self) -> None:
-        """Replace the failed channels. Their groups stay open until the next call, as a schedule may refer to them."""
-        left, self._left = self._left, [*self._phases, self.background]
-        backends.drop_groups([group for channel in left for group in channel.release()])
-        for channel in self._phases:
-            if channel.transport is not None:
-                channel.transport.close()
-        try:
-            if self._stream_group is not None:
-                self._streams = {}
-                self._stream_group = self.user.stream_group = self._open_stream_group()
-            background = self._open_channel("background")
-            phases = [self._open_channel(f"{BUCKETS}{number}") for number in range(len(self._phases))]
-        except LtxError as error:
-            for channel in left:
-                channel.failed = error
-            raise
-        self.background, self._phases = background, phases
-        self.buffer_pool.clear()  # its memory lay in the segments of the old channels
-        for part in self.parts:
-            part.recovery.recover(within=True)
 
     @property
     def device(self) -> torch.device:
@@ -280,7 +258,7 @@ class AxisComm(Ranks):
     def abort_device(self) -> None:
         """Have the device give up collectives that wait for peers, as :meth:`StreamGroup.abort`: from any thread.
 
-        Waits for these collectives then raise. Until the ranks recover, collectives go over the host.
+        Waits for these collectives then raise.
         """
         if self._stream_group is not None:
             self._stream_group.abort()
@@ -290,7 +268,7 @@ class AxisComm(Ranks):
 
     @property
     def channels(self) -> list[Channel]:
-        return [self.user, self.background, *self._phases, *self._left]
+        return [self.user, self.background, *self._phases]
 
     def close(self) -> None:
         """Close channels and parts, and destroy all their process groups, even if the last pass has failed."""
@@ -312,7 +290,7 @@ class AxisComm(Ranks):
         for future in list(self.futures):
             future.wait_all()
         if self.background.history and self.background.failed is None and self.size > 1:
-            place, during = f"drain/{self.background.address}", "the end of an axis"
+            place, during = f"drain/{self.background.name}", "the end of an axis"
             self.background.drain(lambda own: self.store_exchange.exchange(place, own, during, DRAINING_S))
         for work in list(self.background.works):
             work.give_up()
@@ -355,7 +333,7 @@ class AxisComm(Ranks):
 
     def status(self) -> Status:
         channels = self.channels if self._opened else []
-        return self.negotiation.status({channel.address: channel.begun for channel in channels})
+        return self.negotiation.status({channel.name: channel.begun for channel in channels})
 
     def _destroy_groups(self) -> None:
         for channel in self.channels:
@@ -384,7 +362,7 @@ class AxisComm(Ranks):
         Equal keys mean equal signatures: a known key costs a dictionary look-up. For a new key `describe` is called,
         and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank 0's.
         """
-        self.check_not_forked()
+        self.check_usable()
         self.negotiation.go_on()
         refuse_script()
         backends.refuse_capture(lambda: f"rank {self.rank}: {describe().brief} on axis {self.name!r}")
@@ -393,10 +371,11 @@ class AxisComm(Ranks):
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
         elif known is None:
             signature = describe()
-            phase = self._phases.index(channel) if channel in self._phases else None
-            with nullcontext() if phase is None else self.recovery.leaving_with_peers():
-                on = channel if phase is None else self._phases[phase]  # the recovery may have replaced the channel
-                value = self.negotiation.compare(on, signature, offer())
+            if channel in self._phases:
+                self.passes.find_dropped()
+                self.check_usable()
+            with self.passes.aborted_by(*((DeadlockDetectedError,) if channel in self._phases else ())):
+                value = self.negotiation.compare(channel, signature, offer())
             known = self._known[key] = Agreement(signature, signature.fingerprint, value)
         return known
 
@@ -416,6 +395,11 @@ class AxisComm(Ranks):
     def check_not_forked(self) -> None:
         if self._fork_error is not None:
             raise self._fork_error
+
+    def check_usable(self) -> None:
+        """Raise if this process is a fork of the rank's own, or the world has ended."""
+        if self._fork_error is not None or self.passes.failed is not None:
+            self.user.check_in_step("a collective")
 
     def refuse_fork(self) -> None:
         """Refuse every collective from now on: this process is a fork of the rank's own.

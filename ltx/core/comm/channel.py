@@ -48,6 +48,8 @@ from ltx.core.comm.signature import Agreement
 from ltx.core.comm.store_exchange import poll_until
 from ltx.core.comm.watcher import PATIENCE_S
 
+#: How to find the call in which ranks differ.
+WHICH_CALL = "Wrap the program in ltx.debug_checks() to see which call differs."
 #: A wait returns to Python this often, so that a signal or an abort is seen at once.
 TICK = timedelta(seconds=0.1)
 _SHORT_TICK = timedelta(milliseconds=1)
@@ -95,7 +97,7 @@ class Work:
         if self._work is None or self._ordered or self._work.is_completed():
             return True
         # Whether a wait would raise.
-        waited_s, issue = time.perf_counter() - self._begun_s, (self._channel.address, self.number)
+        waited_s, issue = time.perf_counter() - self._begun_s, (self._channel.name, self.number)
         return waited_s >= PATIENCE_S and (
             waited_s > self._channel.timeout_s or self._channel.negotiation.diagnosed(True, issue) is not None
         )
@@ -191,10 +193,11 @@ class Work:
         if self._event is not None:
             self._event.completed_s = work.completed_s
         if work.refused:
+            channel.look_around(began, self.number, self._label, now=True)  # a peer may say why
             raise RankMismatchError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r}: a peer has issued another "
-                "collective here, or the same ones in another order. Nothing of it was used. Wrap the program in "
-                "ltx.debug_checks() to see which call differs."
+                "collective here, or the same ones in another order. Nothing of it was used. "
+                f"{channel.negotiation.gone_on or WHICH_CALL}"
             )
         self.total, self.note = work.total, work.note
 
@@ -209,7 +212,6 @@ class Channel:
     """One ordered stream of collectives between the ranks of an axis."""
 
     name: str
-    address: str  # the channel's name and generation, its key in the store
     axis_name: str
     group: Any  # the group for tensors on the host; None once it was dropped
     timeout_s: float
@@ -243,7 +245,7 @@ class Channel:
         if self.failed is not None:
             raise type(self.failed)(
                 f"rank {self.rank}: {label} can't be issued: axis {self.axis_name!r} has been out of step since an "
-                f"earlier failure; ltx.shutdown() and start again. The failure was: {self.failed}"
+                f"earlier failure. ltx.init() on all ranks begins a new world. The failure was: {self.failed}"
             )
 
     def advance(self, agreement: Agreement) -> None:
@@ -268,7 +270,7 @@ class Channel:
 
         `now`: as :meth:`Negotiation.answer_peers`.
         """
-        self.negotiation.answer_peers(label, (self.address, number), now)
+        self.negotiation.answer_peers(label, (self.name, number), now)
         waited_s = time.perf_counter() - began
         if waited_s > self.timeout_s:
             raise self.timed_out(number, label)
@@ -284,7 +286,7 @@ class Channel:
         if "Timed out" in str(error) or "operation timeout" in str(error):  # the backend's own timeout
             raise self.timed_out(number, label) from error
         # A peer that has aborted may have told the reason.
-        self.negotiation.answer_peers(label, (self.address, number), now=True)
+        self.negotiation.answer_peers(label, (self.name, number), now=True)
         raise PeerLostError(
             f"rank {self.rank}: {label} on axis {self.axis_name!r} {failed}: {self.negotiation.missing_peers()}. "
             f"({error})"
@@ -424,8 +426,6 @@ class Channel:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))
             self.device = buffer.device
         ordered = None if on_host or not self.orders_streams(buffer.device) else self.stream_group
-        if ordered and ordered.aborted:  # the group works again after the recovery before the next pass
-            ordered = None
         restored = as_it_is
         if not ordered and buffer.device.type != "cpu":
             restored, buffer = partial(to_device, device=buffer.device), buffer.cpu()
@@ -450,7 +450,7 @@ class Channel:
             self.explain(error, self.begun, label, "could not be issued")
             raise
         if ordered:
-            ordered.last, ordered.issue = work, (self.address, self.begun)
+            ordered.last, ordered.issue = work, (self.name, self.begun)
         elif event is not None:  # on streams, futures are complete when they are made
             with suppress(RuntimeError):  # some works of gloo have no future; then the wait raises
                 work.get_future().add_done_callback(lambda _: setattr(event, "completed_s", time.perf_counter()))

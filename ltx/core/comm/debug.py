@@ -94,7 +94,7 @@ class Checks:
             self._axes[axis_comm] = None
             axis_comm.negotiation.begin_session()
         place, before = axis_comm.negotiation.take_check()
-        issued = {channel.address: channel.issued for channel in axis_comm.channels}
+        issued = {channel.name: channel.issued for channel in axis_comm.channels}
         post = Post(signature, value, caller(), issued, axis_comm.negotiation.next_check)
         try:
             posts: list[Post] = axis_comm.negotiation.exchange(place, post)

@@ -11,8 +11,8 @@ wait in vain. The largest set of threads that all wait in vain is a deadlock. A 
 waited for less than a second isn't in a deadlock, nor is a rank that waits for it.
 
 Counts never shrink, and a thread that waits issues nothing: what one rank said before another did is still true. A
-deadlock is reported only when later beats of all its ranks confirm it. A rank that waits in a pass which a peer has
-left isn't deadlocked: it will raise as soon as its thread looks.
+deadlock is reported only when later beats of all its ranks confirm it. A rank that waits for a peer which
+has left isn't deadlocked: it will raise as soon as its thread looks.
 
 Deadlocks inside compiled graphs and on devices, where Python doesn't wait, end with the axis' timeout.
 """
@@ -24,15 +24,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, ReplicaDivergedError
+from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError
 from ltx.core.comm import kernel
 
 #: Keys with this suffix count the axes that a rank has opened; without the key a rank has opened none.
 OPENED = "opened"
-#: Keys with this suffix count how often a rank has made an axis' groups anew.
-AGAIN = "again"
-#: Keys with this suffix count how often a rank has left a pass halfway.
-LEFT = "left"
 #: The prefix of records' keys in the store.
 RECORDS = "ltx/records/"
 #: The name of the axis that ranks are on while ``ltx.init`` makes their world.
@@ -41,8 +37,10 @@ INIT = "ltx.init"
 #: A thread: (its process' rank in the world, its number in the process).
 Node = tuple[int, int]
 
-_GO_ON = (
-    "Go on from values that all ranks share: train.broadcast(state), ltx.broadcast of what you hold, or a checkpoint."
+#: What to do after a failure.
+NEW_WORLD = (
+    "The world has ended. ltx.init() on all ranks begins a new one, and so does the next call of a Pool; go on there "
+    "from a state that all ranks share, by train.broadcast(state) or a checkpoint."
 )
 
 _AFTER = "after rank "
@@ -63,7 +61,6 @@ class ThreadWait:
     number: int
     ranks: list[int]
     text: str  # the call that waits, and its line
-    told_of: str = ""  # a key: the wait raises if one of `ranks` has counted further under this key than this process
 
 
 @dataclass(frozen=True)
@@ -89,14 +86,21 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Left:
-    """A pass, or a step of the training, that a rank has left halfway."""
+class Raised:
+    """A pass, or a step of the training, that a rank has left before it had sent anything."""
 
-    generation: int  # the number of recoveries of the axis before
-    completed: int  # the number of passes that the rank completed since then
+    call: int  # the number of passes, and of the user's collectives, before it
     why: str
     what: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a rank's world ends."""
+
+    why: str
     lost: bool  # whether the reason is a lost peer
+    what: str = ""  # the pass or step that it has left halfway
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,8 @@ class Status:
     """The state of a rank on one axis."""
 
     at: str = ""  # the place in the store at which the rank waits for its peers
-    left: Left | None = None
-    abandoned: tuple[str, bool] | None = None  # (why the rank's world ends, whether the reason is a lost peer)
+    raised: Raised | None = None
+    failed: Failed | None = None
     ended: bool = False  # in good order
     issued: dict[str, int] = field(default_factory=dict)  # the number of issued buffers on each channel, by its address
 
@@ -127,6 +131,20 @@ class Watched(Protocol):
         """Abort collectives that the device waits for in vain; the watcher's thread calls this with each tick."""
         return
 
+    @property
+    def sent(self) -> int:
+        """The number of collectives that this process has issued on the axis."""
+        return 0
+
+    @property
+    def called(self) -> int:
+        """The number of those that the user has called."""
+        return 0
+
+    def fail(self, failed: Failed) -> None:
+        """The world ends: this process issues nothing more on the axis."""
+        return
+
 
 @dataclass(frozen=True)
 class Record:
@@ -145,8 +163,8 @@ class Record:
         status = self.axes.get(label)
         if status is not None or self.beat or not self.axes.get(INIT, Status()).ended:
             return status or Status()
-        why = next((of_axis.abandoned for of_axis in self.axes.values() if of_axis.abandoned is not None), None)
-        return Status(abandoned=why, ended=why is None)
+        why = next((of_axis.failed for of_axis in self.axes.values() if of_axis.failed is not None), None)
+        return Status(failed=why, ended=why is None)
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -158,8 +176,8 @@ class Record:
         found = told["found"] and ([(*node,) for node in told["found"][0]], told["found"][1])
         counts = {key: (number, threads) for key, (number, threads) in told["counts"].items()}
         for status in fields["axes"].values():
-            status["left"] = status["left"] and Left(**status["left"])
-            status["abandoned"] = status["abandoned"] and (*status["abandoned"],)
+            status["raised"] = status["raised"] and Raised(**status["raised"])
+            status["failed"] = status["failed"] and Failed(**status["failed"])
         return Record(
             fields["beat"],
             fields["seen"],
@@ -176,8 +194,7 @@ def stuck(told: Mapping[int, Told]) -> dict[Node, ThreadWait]:
 
     def waits_in_vain(rank: int, wait: ThreadWait) -> bool:
         peers = {peer: told[peer] for peer in wait.ranks if peer != rank and peer in told}
-        mine, *theirs = (said.counts.get(wait.told_of, (0, []))[0] for said in (told[rank], *peers.values()))
-        return max(theirs, default=0) <= mine and any(
+        return any(
             said.made(wait) < wait.number
             and (threads := said.may_issue(wait.key))
             and all((peer, thread) in left for thread in threads)
@@ -209,8 +226,7 @@ class Waiter:
     label: str
     ranks: list[int]  # the ranks of the axis, as ranks of the world
     heartbeat_s: float
-    generation: int = -1  # the generation of the rank's pass; -1 if it waits outside of passes
-    completed: int = 0  # the number of passes that the rank has completed
+    call: int = -1  # as :attr:`Raised.call`, of the rank's pass; -1 if it waits outside of passes
     issue: tuple[str, int] | None = None  # the channel's address, and the issue that the rank waits for there
 
 
@@ -220,19 +236,12 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
     known = {place: records[rank] for place, rank in enumerate(waiter.ranks) if rank in records and place != me}
     peers = {place: record.on(waiter.label) for place, record in known.items()}
     for peer, status in peers.items():
-        if status.abandoned is not None:
-            why, lost = status.abandoned
-            text = (
-                f"rank {me}: rank {peer} has left axis {name!r} because of an exception ({why}), so what this rank "
-                "waits for won't come."
-            )
-            return made_of((PeerLostError if lost else DeadlockDetectedError)(text), peer, why)
-    for peer, status in peers.items():
-        if (left := status.left) is not None and left.generation == waiter.generation:
-            done = None if left.lost else left.completed < waiter.completed
-            text = left_halfway(me, peer, left.what, name, left.why, done)
-            kind = PeerLostError if left.lost else ReplicaDivergedError if done else DeadlockDetectedError
-            return made_of(kind(text), peer, left.why)
+        if (failed := status.failed) is not None:
+            kind = PeerLostError if failed.lost else DeadlockDetectedError
+            return made_of(kind(has_left(me, peer, failed.what, name, failed.why)), peer, failed.why)
+        if (raised := status.raised) is not None and raised.call == waiter.call:
+            text = has_left(me, peer, raised.what, name, raised.why)
+            return made_of(DeadlockDetectedError(text), peer, raised.why)
     ended = [peer for peer, status in peers.items() if status.ended]
     found = silent_of(records)
     if silent := [place for place, rank in enumerate(waiter.ranks) if rank in found and place != me]:
@@ -270,23 +279,7 @@ def describe_lost(lost: Iterable[int], ended: Iterable[int]) -> str:
     )
 
 
-def left_halfway(rank: int, peer: int, what: str, axis_name: str, why: str, done: bool | None) -> str:
-    """The error text of `rank`, which waits for `what`, which `peer` has left.
-
-    `done`: whether `rank` has completed `what`; None if nothing follows.
-    """
-    after = f" This rank had completed it. {_GO_ON}"
-    if not done:
-        after = "" if done is None else " Once every rank has left it, the next one goes on as usual."
-    return (
-        f"rank {rank}: rank {peer} has left {what} on axis {axis_name!r} halfway ({why}), so what this rank waits for "
-        f"won't come.{after}"
-    )
-
-
-def parted(axis_name: str, behind: int, what: str, why: str) -> str:
-    """The error of ranks when one rank has left `what` and others had completed it."""
-    return (
-        f"axis {axis_name!r}: rank {behind} left {what} halfway ({why}) when others had completed it, so what they "
-        f"made of it differs. {_GO_ON} The axis works again."
-    )
+def has_left(rank: int, peer: int, what: str, axis_name: str, why: str) -> str:
+    """The error of `rank`, which waits for the rest of `what`, a pass or step that `peer` has left; or for the axis."""
+    left = f"{what} on axis {axis_name!r} halfway" if what else f"axis {axis_name!r} because of an exception"
+    return f"rank {rank}: rank {peer} has left {left} ({why}), so what this rank waits for won't come. {NEW_WORLD}"

@@ -25,7 +25,7 @@ from ltx.core.base.errors import (
     StoreGoneError,
 )
 from ltx.core.comm.debug import BUCKETS, CHECKS, called, caller, under_way
-from ltx.core.comm.diagnosis import AGAIN, LEFT, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
+from ltx.core.comm.diagnosis import OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
 from ltx.core.comm.signature import Post, Signature, explain_mismatch, list_calls
 from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.core.comm.watcher import PATIENCE_S
@@ -52,7 +52,7 @@ class Negotiation:
     def __init__(self, axis_comm: AxisComm):
         self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
         self._store, self._watcher = axis_comm.store_exchange, axis_comm.watcher
-        self._recovery = axis_comm.recovery
+        self._passes = axis_comm.passes
         self.deadlocks = axis_comm.watcher.deadlocks
         self._answered: set[str] = set()
         self._at = ""  # the place at which this rank has waited long enough to tell its peers
@@ -92,13 +92,13 @@ class Negotiation:
         """Compare the `signature` of the next collective on `channel`. Gives rank 0's `offer`."""
         if channel is self._comm.user:  # after a failure peers may have given up without comparing
             channel.check_in_step(signature.operation)
-        place = f"{channel.address}/{channel.compared}/{channel.issued}"
+        place = f"{channel.name}/{channel.compared}/{channel.issued}"
         channel.compared += 1
         return self.exchange(place, self._post(signature, offer))[0].value
 
     def _post(self, signature: Signature, offer: Any = None) -> Post:
         """A post that says how many of the user's collectives this rank has issued."""
-        return Post(signature, offer, issued={self._comm.user.address: self._comm.user.issued})
+        return Post(signature, offer, issued={self._comm.user.name: self._comm.user.issued})
 
     def exchange_values(self, signature: Signature, value: Any, place: str | None = None) -> list[Any]:
         """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
@@ -106,8 +106,8 @@ class Negotiation:
         If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
         returned on all ranks, or a name below it; None for a new place.
         """
-        self._comm.check_not_forked()
-        issued = {channel.address: channel.issued for channel in self._comm.channels}
+        self._comm.check_usable()
+        issued = {channel.name: channel.issued for channel in self._comm.channels}
         post = Post(signature, value, issued=issued)
         self._posted.append(place or self._store.new_place())
         posts = self.exchange(self._posted[-1], post)
@@ -130,7 +130,7 @@ class Negotiation:
 
     def announce(self, place: str, post: Post) -> None:
         """Put this rank's `post` at `place`, without waiting for the others."""
-        compared = {channel.address: channel.compared for channel in self._comm.channels}
+        compared = {channel.name: channel.compared for channel in self._comm.channels}
         self._store.announce(place, replace(post, compared=compared).fields())
 
     def withdraw(self, place: str, post: Post, why: str) -> None:
@@ -144,7 +144,13 @@ class Negotiation:
 
     def status(self, issued: dict[str, int]) -> Status:
         """This rank's status on this axis; `issued`: the number of buffers that it has issued on each channel."""
-        return Status(self._at, self._recovery.left, self._recovery.abandoned, self._ended, issued)
+        return Status(self._at, self._passes.raised, self._passes.failed, self._ended, issued)
+
+    @property
+    def gone_on(self) -> str:
+        """What this rank has left by an exception before it went on, in words; "" if nothing."""
+        left = self._passes.counted
+        return left and f"This rank has left {left}, and has gone on; ranks leave a step out together or not at all."
 
     def go_on(self) -> None:
         """Clear the place where this rank failed, since it begins something new, and peers may find it there."""
@@ -171,8 +177,6 @@ class Negotiation:
 
         `in_pass`: whether the wait belongs to a pass, which a peer may leave. `issue`: as :attr:`Waiter.issue`.
         """
-        at = self._recovery
-        generation = at.generation if in_pass and at.left is None else -1
         ranks, heartbeat_s = self._comm.global_ranks, self._watcher.heartbeat_s
         if 0 in ranks and self._watcher.host_gone(for_s=heartbeat_s):  # the peer's earlier messages have arrived
             return PeerLostError(
@@ -180,7 +184,7 @@ class Negotiation:
                 "through which the ranks meet."
             )
         of_axis = self._rank, self._name, self._comm.label, ranks, heartbeat_s
-        return diagnose(self._watcher.records, Waiter(*of_axis, generation, at.completed, issue))
+        return diagnose(self._watcher.records, Waiter(*of_axis, self._passes.call if in_pass else -1, issue))
 
     def check_peers(
         self, what: str, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False
@@ -199,7 +203,7 @@ class Negotiation:
     def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
         """Raise if some peer won't come to `place`; called now and then while this rank waits there."""
         self._wait_at(place)
-        what, in_pass = f"{post.signature.operation} on axis {self._name!r}", self._recovery.inside
+        what, in_pass = f"{post.signature.operation} on axis {self._name!r}", self._passes.inside
         in_pass |= place.startswith(BUCKETS)
         try:
             self.check_peers(what, in_pass, now=bool(self._comm.lost()))
@@ -210,39 +214,37 @@ class Negotiation:
             self._refuse_elsewhere(place, post)
         self.refuse_lost(place, what)
         if time.monotonic() - began > PATIENCE_S:
-            self._refuse_deadlock(place, post, in_pass)
+            self._refuse_deadlock(place, post)
 
     def counts(self) -> dict[str, tuple[int, Iterable[int]]]:
         """The numbers of collectives that this rank has issued and compared, and the threads that did so."""
         counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (self.next_check, ()), OPENED: (1, ())}
-        counts[EXCHANGES], counts[AGAIN] = (self._store.begun, ()), (self._recovery.come, ())
-        counts[LEFT] = self._recovery.times_left, ()
+        counts[EXCHANGES] = self._store.begun, ()
         for channel in self._comm.channels:
             threads = set(channel.threads)
-            counts[channel.address] = (channel.begun, threads)
-            counts[f"{channel.address}/compared"] = (channel.compared, threads)
+            counts[channel.name] = (channel.begun, threads)
+            counts[f"{channel.name}/compared"] = (channel.compared, threads)
         return {f"{self._comm.label}/{key}": count for key, count in counts.items()}
 
     def check_deadlock(self, channel: Channel, number: int, what: str) -> None:
         """Raise if a peer waits in vain before issue `number` of `channel`; called now and then in a wait for it."""
         of = "" if channel is self._comm.user else self._comm.under_way
-        self._check_deadlock(channel.address, number, what, of)
+        self._check_deadlock(channel.name, number, what, of)
 
-    def _check_deadlock(self, key: str, number: int, what: str, of: str = "", in_pass: bool = True) -> None:
+    def _check_deadlock(self, key: str, number: int, what: str, of: str = "") -> None:
         def describe() -> str:
             name, how = (of, f"{what}, ") if of else (called(what), "")
             return f"{name} on axis {self._name!r} ({how}{os.path.basename(caller())})"
 
-        label, told_of = self._comm.label, f"{self._comm.label}/{LEFT}" if in_pass else ""
         try:
             with suppress(StoreGoneError):  # as in answer_peers()
-                self.deadlocks.check(f"{label}/{key}", number, self._comm.global_ranks, describe, told_of)
+                self.deadlocks.check(f"{self._comm.label}/{key}", number, self._comm.global_ranks, describe)
         except RankMismatchError as error:
             # Peers that waited elsewhere have given up calls that this rank hasn't made: it can't go on without them.
             self._comm.user.failed = self._comm.user.failed or error
             raise
 
-    def _refuse_deadlock(self, place: str, post: Post, in_pass: bool) -> None:
+    def _refuse_deadlock(self, place: str, post: Post) -> None:
         """Raise if a peer won't come to `place` because it waits in vain itself."""
         address, number, detail, *_ = place.split("/")
         if address in (CHECKS, EXCHANGES):
@@ -250,7 +252,7 @@ class Negotiation:
         else:
             awaited = f"{address}/compared", int(number) + 1
         try:
-            self._check_deadlock(*awaited, post.signature.operation, in_pass=in_pass)
+            self._check_deadlock(*awaited, post.signature.operation)
         except RankMismatchError:
             self.withdraw(place, post, "nothing any more: it has given up")
             raise
@@ -273,7 +275,7 @@ class Negotiation:
 
     def end(self) -> None:
         """Tell the peers that this rank has ended its part of the world in good order, unless it told of a failure."""
-        if self._recovery.abandoned is None and not self._gone:
+        if self._passes.failed is None and not self._gone:
             self._ended = True
             self._watcher.tell(wait=True)
 
@@ -293,7 +295,7 @@ class Negotiation:
     def stragglers(self, channel: Channel, number: int) -> str:
         """A text that says which ranks haven't come to issue `number` of `channel`."""
         said = {rank: record.on(self._comm.label).issued for rank, record in self.records(now=True).items()}
-        late = {rank: issued.get(channel.address, number) for rank, issued in said.items()}
+        late = {rank: issued.get(channel.name, number) for rank, issued in said.items()}
         words = [f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < number]
         return "; ".join(words) or "a peer hasn't issued it"
 
@@ -307,7 +309,7 @@ class Negotiation:
             silent = self._watcher.without_beat([self._comm.global_ranks[rank] for rank in peers])
             # If the peer ended because it lost this peer too, it had been there.
             ended = {rank: record.on(self._comm.label) for rank, record in self.records().items() if not record.beat}
-            left = [rank for rank, at in ended.items() if not at.ended and (at.abandoned is None or at.abandoned[1])]
+            left = [rank for rank, at in ended.items() if not at.ended and (at.failed is None or at.failed.lost)]
             gone = [rank for rank in peers if self._comm.global_ranks[rank] in silent and rank not in left]
         if not gone:
             return "a connection broke, though all of them show signs of life"
@@ -348,7 +350,7 @@ class Negotiation:
             if address == CHECKS or address.startswith(EXCHANGES):
                 self._answer_check(place, rank)
                 continue
-            channel = next((c for c in self._comm.channels if c.address == address), None)
+            channel = next((c for c in self._comm.channels if c.name == address), None)
             if channel is None or channel.issued <= int(position):
                 continue
             self._answered.add(place)
@@ -366,7 +368,7 @@ class Negotiation:
         for channel in self._comm.channels:
             if channel is self._comm.background and not checked:
                 continue  # ranks may issue at different times on this channel
-            position = theirs.issued.get(channel.address, channel.issued)
+            position = theirs.issued.get(channel.name, channel.issued)
             mine = dict(channel.recent).get(position) if channel.issued > position else None
             if mine is not None:
                 how = "under way, unlike its peer" if under_way else "outside ltx.debug_checks()"
@@ -387,8 +389,8 @@ class Negotiation:
             if any(post.caller for post in posts.values()):
                 error = RankMismatchError(f"{error} The calls: {list_calls(posts)}.")
             for channel in self._comm.channels:  # ranks may have compared different signatures
-                channel.compared = max(post.compared.get(channel.address, channel.compared) for post in posts.values())
+                channel.compared = max(post.compared.get(channel.name, channel.compared) for post in posts.values())
             user = self._comm.user
-            if any(post.issued.get(user.address, user.issued) != user.issued for post in posts.values()):
+            if any(post.issued.get(user.name, user.issued) != user.issued for post in posts.values()):
                 user.failed = user.failed or error
             raise error

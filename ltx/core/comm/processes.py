@@ -98,7 +98,7 @@ class ProcessRanks(AxisComm):
         self.user.advance(agreement)
 
     def in_step(self, number: int) -> AbstractContextManager[Callable[[], None]]:
-        return self.recovery.in_step(number)
+        return self.passes.in_step(number)
 
     def exchange(self, signature: Signature, value: Any) -> list[Any]:
         if under_way:

@@ -156,6 +156,24 @@ def open_axes() -> tuple[Axis, ...]:
     return (*opened, *(part for axis in opened for part in _parts_of(axis)))
 
 
+def has_failed(of_peers: bool = False) -> bool:
+    """Whether an exception has ended the world of the open axes; `of_peers`: also one of a rank that has said so."""
+    comms = [axis.comm for axis in open_axes() if axis.comm is not None]
+    if any(axis_comm.passes.failed or any(channel.failed for channel in axis_comm.channels) for axis_comm in comms):
+        return True
+    if not of_peers:
+        return False
+    if any(axis_comm.passes.is_uncounted for axis_comm in comms):  # peers that wait for the rest of it end the world
+        return True
+    return any(watcher.failed(now=True) for watcher in {axis_comm.watcher for axis_comm in comms})
+
+
+def processes_of_peers() -> dict[int, list[str]]:
+    """The processes of the other ranks of the world, as the kernel knows them, so far as they have said."""
+    watchers = {axis.comm.watcher for axis in open_axes() if axis.comm is not None}
+    return {rank: record.process for watcher in watchers for rank, record in watcher.records.items()}
+
+
 def _parts_of(axis: Axis) -> list[Axis]:
     return [Axis(part.name, part.size, part) for part in axis.comm.parts] if axis.comm else []
 

@@ -29,7 +29,7 @@ from ltx.core.base.private import unwrapped
 from ltx.core.comm import ledger
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.backends import CommStream, HostCopy, to_device
-from ltx.core.comm.channel import Channel, Work
+from ltx.core.comm.channel import WHICH_CALL, Channel, Work
 from ltx.core.comm.operations import bytes_sent
 from ltx.core.comm.signature import Agreement, Signature, mismatch
 
@@ -69,7 +69,7 @@ class Said(NamedTuple):
 
     issued: int  # the fingerprint of all collectives that the rank has issued
     step: int | None = None  # the number of the training step; None in a pass of a plain step
-    left: str = ""  # see Recovery.last_left
+    raised: str = ""  # see Passes.counted
     #: The unreduced gradients to which this pass adds, and their digest; or where a step's state comes from.
     unreduced: str = ""
     weighted: bool = False  # the step returned a weighted loss
@@ -171,12 +171,10 @@ class IssuedSummary:
         )
         steps = {said.step for said in by_rank}
         if len(steps) > 1:
-            last = max(step for step in steps if step is not None)
             raise ReplicaDivergedError(
                 f"{axis}: ranks are at different steps of the training: "
                 + "; ".join(
                     f"rank {rank} is {'in no train step' if said.step is None else f'at step {said.step}'}"
-                    + (f" and has left {said.left}" if said.left and said.step != last else "")
                     for rank, said in enumerate(by_rank)
                 )
                 + f". Gradients of different parameters have no mean. {applied} Go on from one state on all ranks: "
@@ -189,6 +187,13 @@ class IssuedSummary:
             }
             fix = "return ltx.Weighted(total, weight) on all ranks, with weight 0 where one has no data, or on none"
             raise mismatch(self.channel.axis_name, "what the step returns", kinds, fix)
+        alone = {rank: said.raised for rank, said in enumerate(by_rank) if said.raised}
+        if alone and len(alone) < len(by_rank):
+            which = "; ".join(f"rank {rank} has left {what}" for rank, what in alone.items())
+            raise RankMismatchError(
+                f"{axis}: {which}, unlike the others, and has gone on alone. {applied} Where a rank may leave a step "
+                "out, let all ranks leave it out: compare a flag, ltx.psum(failed), before the next one."
+            )
         what, usual, fix = (
             _OF_STATE if steps - {None} else ("the .grad that this backward pass adds to", "none", UNREDUCED)
         )
@@ -197,8 +202,7 @@ class IssuedSummary:
             raise mismatch(self.channel.axis_name, what, unreduced, fix)
         raise RankMismatchError(
             f"{axis}: ranks have issued different collectives, or the same ones in another order, since the last "
-            f"synchronised step; the results since then are not to be trusted. {applied} Wrap the program in "
-            "ltx.debug_checks() to see which call differs."
+            f"synchronised step; the results since then are not to be trusted. {applied} {WHICH_CALL}"
         )
 
 
@@ -214,7 +218,7 @@ def read_last_summary(among: AxisComm) -> None:
     if among.unread is None:
         return
     unread, among.unread = among.unread, None
-    with among.recovery.aborted_by(BaseException):
+    with among.passes.aborted_by(BaseException):
         unread.wait()
 
 
@@ -223,7 +227,7 @@ def confirm(among: AxisComm) -> None:
     stream, channel = among.stream_of(among.device), among.bucket_channel(0)
     if stream is None:
         return
-    with among.recovery.aborted_by(BaseException):
+    with among.passes.aborted_by(BaseException):
         with stream.behind_current():
             copy = channel.issue("psum", torch.zeros(1, device=among.device), "confirmation").read()
         channel.wait_for_host(copy, "confirmation")
@@ -245,16 +249,15 @@ def begin_pass(
     0-dim tensors; 0 if nobody needs them. `unreduced`: as :attr:`Said.unreduced`.
     """
     read_last_summary(among)
-    among.recovery.begin()
+    among.passes.begin()
     channel = among.bucket_channel(0)
     axis_comm.under_way = among.under_way = name
     if agreement is not None:
         channel.advance(agreement)
-    at = among.recovery
     issued = axis_comm.user.digest ^ (channel.digest << 1)
-    said = Said(issued, at.step, at.last_left, unreduced, isinstance(weight, torch.Tensor))
+    said = Said(issued, among.passes.step, among.passes.counted, unreduced, isinstance(weight, torch.Tensor))
     weighted = said.weighted and among is axis_comm
-    place, exchange = f"apart/{channel.address}/{channel.begun}", among.store_exchange.exchange
+    place, exchange = f"apart/{channel.name}/{channel.begun}", among.store_exchange.exchange
     compare = lambda: exchange(place, said, "a comparison of steps", _EXPLAINING_S)  # noqa: E731
     device = axis_comm.device
     # Reading an element is cheaper than writing one, but would block the host on stream-ordered backends.
@@ -302,7 +305,7 @@ def _count_step(total: torch.Tensor, squares: torch.Tensor, clock: torch.Tensor,
     limbs = [x.flatten()[:1] for x in (total, squares)]  # samples share them
     if stream is None and axis_comm.size * int(limbs[1]) == int(limbs[0]) ** 2:
         return one
-    exchange, said = axis_comm.store_exchange, Said(0, number, axis_comm.recovery.last_left)
+    exchange, said = axis_comm.store_exchange, Said(0, number)
     channel = axis_comm.bucket_channel(0)
     work = Work.arrived(channel, torch.cat([total.new_zeros(2), *limbs]))  # the graph has waited already
 

@@ -204,15 +204,17 @@ class Watcher:
         alive = [record for rank, record in self.records.items() if record.beat and rank not in silent]
         return self._gone or all(record.seen >= self.version for record in alive)
 
-    def _abandoned(self) -> dict[int, str]:
-        """The exceptions by which ranks have left an axis, as far as this process knows."""
+    def failed(self, now: bool = False) -> dict[int, str]:
+        """The exceptions by which ranks have left an axis, as far as this process knows; `now`: it reads the store."""
+        if now:
+            self.look_now()
         said = [(rank, status) for rank, record in self.records.items() for status in record.axes.values()]
-        return {rank: status.abandoned[0] for rank, status in said if status.abandoned is not None}
+        return {rank: status.failed.why for rank, status in said if status.failed is not None}
 
     def _why_gone(self) -> str:
         """The peers' reasons to leave, for the error of a rank that finds the store gone."""
         self._gone_s = self._gone_s or time.monotonic()
-        why = {rank: why for rank, why in self._abandoned().items() if rank != self._rank}
+        why = {rank: why for rank, why in self.failed().items() if rank != self._rank}
         return "".join(f" Rank {rank} had left because of an exception ({said})." for rank, said in sorted(why.items()))
 
     def gone(self) -> set[int]:
@@ -329,7 +331,7 @@ class Watcher:
         self.records = self._records_of(wanted) | {self._rank: self._mine}
         if version != self.version:
             self._tick_s, self.version = _FIRST_TICK_S, version
-            if self._abandoned():  # a rank with news may wait until peers have read it
+            if self.failed():  # a rank with news may wait until peers have read it
                 self._write()
 
     def _records_of(self, ranks: set[int]) -> dict[int, Record]:
@@ -416,7 +418,7 @@ class Deadlocks:
         new, self._said = bool(told.waits) and said != self._said, said
         return new
 
-    def check(self, key: str, number: int, ranks: list[int], describe: Callable[[], str], told_of: str = "") -> None:
+    def check(self, key: str, number: int, ranks: list[int], describe: Callable[[], str]) -> None:
         """Check whether this thread, which has waited for :data:`PATIENCE_S`, will wait for ever; called now and then.
 
         Raises:
@@ -428,7 +430,7 @@ class Deadlocks:
         if wait is None or (wait.key, wait.number) != (key, number):
             self._suspected.pop(thread, None)
             self._found = None
-            wait = ThreadWait(thread, next(self._serials), key, number, ranks, describe(), told_of)
+            wait = ThreadWait(thread, next(self._serials), key, number, ranks, describe())
             self._waits[thread] = wait
             self._watcher.tell()
         elif now - self._looked_s.get(thread, 0.0) < _PAUSE_S:

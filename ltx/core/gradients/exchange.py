@@ -28,8 +28,6 @@ class Exchange:
         states: the hook's state of each leaf; empty for a hook without states.
         background: use the background channel, where peers may come much later. The buckets' channels go through shared
             memory between ranks of one machine, but progress only while ranks wait.
-        midway: another exchange of the same step follows, so a rank that has completed this one hasn't completed the
-            step. Nor has a rank that has waited in the background, where ranks may differ in how often they wait.
     """
 
     def __init__(
@@ -38,9 +36,7 @@ class Exchange:
         tensors: Sequence[torch.Tensor],
         states: Sequence[LeafState] = (),
         background: bool = False,
-        midway: bool = False,
     ):
-        self._midway = midway or background
         self._plan = plan
         self._pending: Pending | None = None
         self._completed: list[Reduced] = []
@@ -79,13 +75,13 @@ class Exchange:
     def _launch(self, axis_comm: comm.AxisComm, tensors: Sequence[torch.Tensor], background: bool) -> None:
         plan, name = self._plan, "an exchange of the strategy"
         if background:
-            axis_comm.recovery.recover()
             axis_comm.under_way = name
             assert plan.agreement is not None
             axis_comm.background.advance(plan.agreement)
             self._pending = Pending(axis_comm, channel_of=lambda on, phase: on.background, what="background")
         else:
             self._pending = Pending(axis_comm, what="exchange")
+            self._pending.sent = axis_comm.passes.sent()
             self._pending.summary = comm.begin_pass(axis_comm, axis_comm, name, plan.agreement)
         for bucket in plan.buckets:
             mine, states = self._of(bucket, tensors)
@@ -123,7 +119,7 @@ class Exchange:
         if self._pending is not None:
             try:
                 self._completed = list(self._pending.wait_each())
-                self._pending.finish(self._midway)
+                self._pending.finish()
             except BaseException as error:
                 self._pending.abandon(error)  # not in the background, where a wait may be repeated
                 raise

@@ -84,6 +84,7 @@ class Pending:
         self._comm, self._among = axis_comm, among or axis_comm
         self._channel_of, self._what = channel_of, what
         self.summed = False  # whether :meth:`total` will be called
+        self.sent = 0  # the number of collectives that this rank had issued before the pass
         self._launched: list[_Launched] = []
         self._run: comm.BackwardPass | None = None  # the id of the autograd run of this pass
         self.summary: comm.IssuedSummary | None = None
@@ -95,7 +96,8 @@ class Pending:
 
     def enter(self, later_phases: bool = True) -> None:
         """The engine runs the pass, and may drop it halfway. `later_phases`: a bucket may issue several collectives."""
-        self._run = self._among.recovery.enter()
+        self._run = self._among.passes.enter()
+        self.sent = self._run.sent
         if later_phases:
             self._run.flush = self.flush
 
@@ -107,12 +109,13 @@ class Pending:
     def flush_others(self) -> None:
         """Wait for the collectives of other passes before this pass issues its own."""
         if self._run is not None:
-            self._among.recovery.flush_others(self._run)
+            self._among.passes.flush_others(self._run)
 
     def abandon(self, reason: BaseException) -> None:
         """Tell the peers that this pass won't continue, if they know that it has begun."""
         if self.summary is not None or (self._run is not None and not self._run.is_done):
-            self._among.recovery.abort(reason)
+            self._among.passes.leave(reason, self.sent)
+            self.forget()
 
     def forget(self) -> None:
         """Note that peers needn't be told anything more about this pass."""
@@ -120,12 +123,10 @@ class Pending:
         if self._run is not None:
             self._run.done()
 
-    def finish(self, midway: bool = False) -> comm.StepSummary | None:
-        """After the last bucket: the step summary, if there is one. `midway`: another pass of the same step follows."""
+    def finish(self) -> comm.StepSummary | None:
+        """After the last bucket: the step summary, if there is one."""
         summary = self.summary
         self.forget()
-        if not midway:
-            self._among.recovery.complete()
         return None if summary is None else comm.end_pass(self._among, summary)
 
     # --- its buckets -------------------------------------------------------------------------------------------------
@@ -282,12 +283,12 @@ class ProcessSchedule(Schedule):
         """Begin the step summary, ahead of the buckets, as `begin_pass` does. `sums`: :meth:`total` will be called."""
         pending, agreement, unreduced = self.pending, self.plan.agreement, self.unreduced()
         pending.summed = sums
+        if not self.fenced:
+            pending.sent = self.among.passes.sent()
         pending.summary = comm.begin_pass(self.comm, self.among, name, agreement, total, weight, unreduced)
 
     def in_forward(self) -> AbstractContextManager[None]:
-        return self.among.recovery.forward.entered(
-            lambda: sum(axis.comm.user.issued for axis in comm.open_axes() if axis.comm is not None)
-        )
+        return self.among.passes.in_forward()
 
     def begin(self) -> None:
         if self.fenced:  # the caller, which waits for the buckets, has begun the pass and watches it

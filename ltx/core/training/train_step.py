@@ -278,11 +278,8 @@ class TrainStep(TrainSettings):
                 if strategy.communicates_besides:
                     pending = strategy.begin(params, sync.leaves, info, pending)
                     if pending is not None and pending is not state.pending and axis.comm is not None:
-                        begun = axis.comm.recovery
-                done = Step(self, state, flat, batch, seen, info, shared, pending, late, hook, commit).run()
-                if begun is not None:
-                    begun.complete()  # peers may have left it
-                return done
+                        begun = axis.comm.passes
+                return Step(self, state, flat, batch, seen, info, shared, pending, late, hook, commit).run()
         except BaseException as error:
             if begun is not None:
                 begun.abort(error)  # the exchange that this rank has begun won't be completed

@@ -159,7 +159,6 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
         states: Sequence[LeafState] = (),
         *,
         background: bool = False,
-        midway: bool = False,
         like: Tree = None,
     ) -> Exchange:
         """Start `hook` on tensors other than a backward pass' gradients; :meth:`Exchange.wait` returns the results.
@@ -171,12 +170,10 @@ class Strategy(Offering[StrategyOffers], BucketSettings, kind=StrategyOffers):
             info: as the strategy got it.
             states: the hook's state of each tensor.
             background: the strategy waits only after the backward pass, or later; for hooks with one phase.
-            midway: another exchange of the same step follows on every rank. If a rank fails between the two, its peers
-                can repeat the step.
             like: the tree of which the tensors are the leaves: they get the same buckets as its gradients.
         """
         plan = negotiate(self, hook, tensors, paths, info, states, background=background, like=like)
-        return Exchange(plan, tensors, states, background, midway)
+        return Exchange(plan, tensors, states, background)
 
 
 def negotiate(

@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ltx.core.base.errors import LtxError, PeerLostError, WorldError
 from ltx.core.comm import close_axis, open_axis
 from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, look_out, looking_out, set_up_watchdog
-from ltx.core.comm.diagnosis import INIT, Status, Watched
+from ltx.core.comm.diagnosis import INIT, Failed, Status, Watched
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
 from ltx.core.comm.watcher import Watcher, release_watcher, watch_by
 from ltx.core.ranks.axis import Axis
@@ -260,7 +260,7 @@ class Meeting(Watched):
 
     def __init__(self, store: Store, world: World, timeout_s: float, heartbeat_s: float):
         self.world, self._made = world, False
-        self._failed: tuple[str, bool] | None = None  # why this rank can't make its part; False: no peer is lost
+        self._failed: Failed | None = None  # why this rank can't make its part
         self._told = False  # whether a peer has failed, of which the others hear by itself
         self.watcher = Watcher(store, world.rank, heartbeat_s, _ANSWER_S)
         self.watcher.axes[self.label] = self
@@ -275,7 +275,7 @@ class Meeting(Watched):
     ) -> None:
         """The world is made, or has failed: the peers hear why, as the store may end with this process."""
         if error is not None and not self._told:
-            self._failed = f"{type(error).__name__}: {error}".partition("\n")[0], False
+            self._failed = Failed(f"{type(error).__name__}: {error}".partition("\n")[0], lost=False)
             with suppress(LtxError, dist.DistError):
                 self.watcher.tell()
                 poll_until(lambda: len(self.watcher.look_now()) == self.world.size, _TELL_S)
@@ -289,16 +289,16 @@ class Meeting(Watched):
 
     def status(self) -> Status:
         """Whether this rank has made its part of the world, or why it can't."""
-        return Status(ended=self._made, abandoned=self._failed)
+        return Status(ended=self._made, failed=self._failed)
 
     def look(self) -> None:
         """Raise if a rank that has come can't make its part of the world (WorldError), or was lost (PeerLostError)."""
         of = {rank: record.axes.get(self.label, Status()) for rank, record in self.watcher.look().items()}
         for rank, status in of.items():
-            if status.abandoned is not None and rank != self.world.rank:
+            if status.failed is not None and rank != self.world.rank:
                 self._told = True
                 raise WorldError(
-                    f"rank {self.world.rank}: rank {rank} couldn't make its part of the world: {status.abandoned[0]}"
+                    f"rank {self.world.rank}: rank {rank} couldn't make its part of the world: {status.failed.why}"
                 )
         made = [rank for rank, status in of.items() if status.ended]
         if lost := self.watcher.gone().difference(made, [self.world.rank]):

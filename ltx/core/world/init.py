@@ -11,6 +11,7 @@ import gc
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,9 @@ import torch.distributed as dist
 from ltx.core import comm
 from ltx.core.base import tree as trees
 from ltx.core.base.arguments import brief, checked, seconds, shown
-from ltx.core.base.errors import TreeError, WorldError
+from ltx.core.base.errors import PeerLostError, TreeError, WorldError
+from ltx.core.comm import kernel
+from ltx.core.comm.backends import looking_out
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.core.transforms.strategy import Strategy
 from ltx.core.world.failures import note_uncaught
@@ -73,7 +76,8 @@ def init(
 
     As a context manager it takes everything down at the end of the block, also after an exception. As a plain call it
     lasts until :func:`shutdown` or the end of the process. A second call gives the same world; an inner
-    ``with ltx.init()`` then doesn't end the world of an outer call.
+    ``with ltx.init()`` then doesn't end the world of an outer call. After an exception has ended the world, a call on
+    every rank begins a new one with the same settings, which the ``with`` blocks of the old one close.
 
     Args:
         strategy: a strategy whose fields ``process_group_backend`` and ``timeout`` replace arguments that are left out.
@@ -141,6 +145,8 @@ def init(
             )
         session = None
         forget()
+    if session is not None and comm.has_failed(of_peers=True):
+        session = process.session = _again(session)
     if session is None:
         session = process.session = _start(asked)
         process.replaced = None
@@ -192,6 +198,29 @@ def reform(asked: Mapping[str, Any], count: int, placement: Placement, meanwhile
         session.before, session.holds = (*old.before, old.world), old.holds
     process.replaced = None
     return session.world
+
+
+def _again(old: Session) -> Session:
+    """A new world with the settings of `old`, which an exception has ended. Who holds the old one holds the new one."""
+    if old.world.launcher == "user":
+        raise WorldError(
+            f"rank {old.world.rank}: an exception has ended this world, whose process group was initialised before "
+            "ltx.init and may be out of step. On all ranks: ltx.shutdown(), torch.distributed.destroy_process_group(), "
+            "initialise it again, and call ltx.init()."
+        )
+    processes = comm.processes_of_peers()
+
+    def look() -> None:
+        if gone := sorted(rank for rank, process in processes.items() if kernel.state(process) == kernel.GONE):
+            raise PeerLostError(
+                f"rank {old.world.rank}: no new world can begin, as the process of rank {gone} is gone. Start all "
+                "ranks again, from a checkpoint."
+            )
+
+    shutdown()
+    with looking_out(look):
+        new = _start(old.settings)
+    return replace(new, holds=old.holds, before=(*old.before, old.world))
 
 
 def to_device(tree: Tree) -> Tree:
@@ -272,6 +301,8 @@ def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullc
             "mesh": mesh,
             "placement": placement,
         }
+        for tell in process.when_made:
+            tell()
         return Session(world, settings, undo.pop_all())
 
 

@@ -6,12 +6,15 @@ import json
 import multiprocessing
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from ltx.core import comm
 from ltx.core.base.errors import PeerLostError, WorldError, said_of
@@ -134,6 +137,8 @@ class _Process:
     #: in the store, so that a world made after ``shutdown()`` doesn't read old addresses, and ranks of other numbers
     #: don't meet.
     worlds: int = 0
+    #: Called whenever this process has made a world.
+    when_made: list[Callable[[], object]] = field(default_factory=list)
     abandoned: bool = False  # whether this rank leaves its world because of an exception
     #: The store through which the ranks of the last world, or of a world that is being made, met. It stays open: if
     #: rank 0 closed it and opened another on the same port, a peer could still reach the old one.
@@ -219,11 +224,28 @@ def abandon(error: BaseException) -> None:
     why, lost = said_of(error), isinstance(error, PeerLostError)
     left = [axis.comm for axis in comm.open_axes() if axis.comm is not None]
     for axis_comm in left:
-        axis_comm.recovery.abandon(why, lost)
+        axis_comm.passes.failed = axis_comm.passes.failed or comm.Failed(why, lost)
+    for watcher in {axis_comm.watcher for axis_comm in left}:
+        watcher.tell(wait=True)
     if world().rank == 0:  # the store may end with this process
         dead = {axis_comm.global_ranks[peer] for axis_comm in left for peer in axis_comm.lost()}
         for watcher in {axis_comm.watcher for axis_comm in left}:
             watcher.wait_until_heard(dead)
+
+
+def go_on() -> None:
+    """Take back what :func:`abandon` has said: all ranks have raised, and none had sent anything."""
+    for axis_comm in [axis.comm for axis in comm.open_axes() if axis.comm is not None and axis.comm.passes.failed]:
+        axis_comm.passes.failed, process.abandoned = None, False
+        axis_comm.watcher.tell()
+
+
+def sent() -> int:
+    """The number of collectives that this process has issued in its world, by ltx or on groups of torch.distributed."""
+    groups: list[Any] = list(c10d._world.pg_map) if dist.is_initialized() else []
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    counts = [backend._get_sequence_number_for_group() for backend in backends]
+    return sum(map(int, counts + [axis.comm.sent for axis in comm.open_axes() if axis.comm is not None]))
 
 
 def forget() -> None:

@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -226,17 +225,6 @@ def test_a_thread_that_does_not_wait_may_still_issue_it() -> None:
     assert len(stuck({0: IN_A, 1: new})) == 2, "nobody has issued there yet: whoever is known will"
     other = told(waiting(1, "b", 4), a=(0, []), b=(4, [1]), c=(1, [2]))
     assert stuck({0: IN_A, 1: other}) == {}
-
-
-def test_who_will_be_told_that_a_peer_has_left_its_pass_is_not_stuck() -> None:
-    """However long its thread has had no time to look, and though records of it say so again and again."""
-    gone_on = told(waiting(1, "left", 3), left=(3, [1]), buckets=(7, [1]))
-    in_pass = replace(waiting(1, "buckets", 8), told_of="left")
-    assert stuck({0: gone_on, 1: told(in_pass, left=(2, [1]), buckets=(8, [1]))}) == {}
-    both_left = told(in_pass, left=(3, [1]), buckets=(8, [1]))
-    later = told(waiting(1, "again", 3), left=(3, [1]), buckets=(7, [1]))
-    both_left = replace(both_left, counts=both_left.counts | {"again": (2, [1])})
-    assert set(stuck({0: later, 1: both_left})) == {(0, 1), (1, 1)}
 
 
 def test_threads_that_wait_crosswise() -> None:

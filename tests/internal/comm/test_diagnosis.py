@@ -8,13 +8,14 @@ import pytest
 
 from ltx.core.base.errors import said_of
 from ltx.core.comm import kernel
-from ltx.core.comm.diagnosis import INIT, Left, Record, Status, ThreadWait, Told, Waiter, diagnose, silent_of
-from ltx.errors import DeadlockDetectedError, PeerLostError, ReplicaDivergedError
+from ltx.core.comm.diagnosis import INIT, Failed, Raised, Record, Status, ThreadWait, Told, Waiter, diagnose, silent_of
+from ltx.errors import DeadlockDetectedError, PeerLostError
 
 AXIS = "ltx/data/1"
 #: Rank 1 of three, which are ranks 4, 6 and 9 of the world.
-ME = Waiter(1, "data", AXIS, [4, 6, 9], 10.0, generation=2, completed=5, issue=("user", 7))
-LEFT = Left(generation=2, completed=5, why="ValueError: x", what="step 5 of the training", lost=False)
+ME = Waiter(1, "data", AXIS, [4, 6, 9], 10.0, call=5, issue=("user", 7))
+RAISED = Raised(5, "ValueError: x", "step 5 of the training")
+FAILED = Failed("ValueError: x", lost=False, what="step 5 of the training")
 
 
 def says(beat: float = 1.0, silent: dict[int, tuple[float, str]] | None = None, **status: object) -> Record:
@@ -26,27 +27,35 @@ TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
     "nobody has said anything": ({}, None, ""),
     "all go on": ({4: says(), 6: says(), 9: says()}, None, ""),
     "a peer has left the pass": (
-        {4: says(left=LEFT)},
+        {4: says(raised=RAISED)},
         DeadlockDetectedError,
         "rank 1: rank 0 has left step 5 of the training on axis 'data' halfway (ValueError: x), so what this rank "
-        "waits for won't come. Once every rank has left it",
+        "waits for won't come. The world has ended. ltx.init() on all ranks begins a new one",
     ),
-    "which this rank had completed": (
-        {9: says(left=replace(LEFT, completed=4))},
-        ReplicaDivergedError,
+    "after it had sent something": (
+        {9: says(failed=FAILED)},
+        DeadlockDetectedError,
         "rank 1: rank 2 has left step 5 of the training on axis 'data' halfway (ValueError: x), so what this rank "
-        "waits for won't come. This rank had completed it.",
+        "waits for won't come. The world has ended.",
     ),
-    "because a peer is lost": ({9: says(left=replace(LEFT, lost=True))}, PeerLostError, "rank 1: rank 2 has left"),
-    "a pass before the ranks recovered": ({9: says(left=replace(LEFT, generation=1))}, None, ""),
-    "this rank itself has left it": ({6: says(left=LEFT)}, None, ""),
+    "because a peer is lost": ({9: says(failed=replace(FAILED, lost=True))}, PeerLostError, "rank 1: rank 2 has left"),
+    "a pass before this one": ({9: says(raised=replace(RAISED, call=4))}, None, ""),
+    "this rank itself has left it": ({6: says(raised=RAISED)}, None, ""),
     "a peer's world ends": (
-        {9: says(abandoned=("KeyError: 3", False), left=LEFT)},
+        {9: says(failed=Failed("KeyError: 3", False), raised=RAISED)},
         DeadlockDetectedError,
         "rank 1: rank 2 has left axis 'data' because of an exception (KeyError: 3), so what this rank waits for won't",
     ),
-    "a peer's world ends as it has lost one": ({4: says(abandoned=("gone", True))}, PeerLostError, "rank 0 has left"),
-    "another axis": ({4: Record(1.0, 0, {}, {"ltx/data/2": Status(left=LEFT, abandoned=("x", False))})}, None, ""),
+    "a peer's world ends as it has lost one": (
+        {4: says(failed=Failed("gone", True))},
+        PeerLostError,
+        "rank 0 has left",
+    ),
+    "another axis": (
+        {4: Record(1.0, 0, {}, {"ltx/data/2": Status(raised=RAISED, failed=Failed("x", False))})},
+        None,
+        "",
+    ),
     "a peer finds another silent": (
         {4: says(silent={9: (3.0, kernel.UNKNOWN)}), 9: says(3.0)},
         PeerLostError,
@@ -67,7 +76,7 @@ TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
         "rank 1: on axis 'data', rank 2 has ended its part of the world in good order",
     ),
     "a peer's world has ended, where it never had this axis": (
-        {9: Record(0.0, axes={INIT: Status(ended=True), "ltx/data/2": Status(abandoned=("KeyError: 3", False))})},
+        {9: Record(0.0, axes={INIT: Status(ended=True), "ltx/data/2": Status(failed=Failed("KeyError: 3", False))})},
         DeadlockDetectedError,
         "rank 1: rank 2 has left axis 'data' because of an exception (KeyError: 3), so what this rank waits for won't",
     ),
@@ -88,13 +97,12 @@ def test_what_follows(row: str) -> None:
     assert words in str(error or "")
 
 
-@pytest.mark.parametrize("said", ["left", "abandoned"])
+@pytest.mark.parametrize("said", ["raised", "failed"])
 def test_the_first_cause_is_said_once(said: str) -> None:
     """An error that goes from rank to rank says who raised first, and what."""
     why = "ValueError: x"
     for _ in range(3):
-        status: dict[str, object] = {"left": replace(LEFT, why=why)} if said == "left" else {"abandoned": (why, False)}
-        error = diagnose({4: says(**status)}, ME)
+        error = diagnose({4: says(**{said: replace(RAISED if said == "raised" else FAILED, why=why)})}, ME)
         assert error is not None
         why = said_of(error)
         assert why == "after rank 0 had left: ValueError: x"
@@ -103,13 +111,13 @@ def test_the_first_cause_is_said_once(said: str) -> None:
 
 
 def test_who_waits_for_no_pass_goes_on_when_one_is_left() -> None:
-    assert diagnose({4: says(left=LEFT)}, replace(ME, generation=-1)) is None
+    assert diagnose({4: says(raised=RAISED)}, replace(ME, call=-1)) is None
 
 
 def test_a_record_survives_the_store() -> None:
     wait = ThreadWait(7, 3, "ltx/data/1/user", 9, [4, 6], "psum (x.py:3)")
     told = Told([wait], {"ltx/data/1/user": (8, [7, 8])}, ([(4, 7, 3)], "text"))
-    full = Status("exchanges/item/3", LEFT, ("KeyError: 3", True), True, {"user": 7})
+    full = Status("exchanges/item/3", RAISED, Failed("KeyError: 3", True), True, {"user": 7})
     for record in (
         Record(),
         Record(2.5, 11, {9: (3.25, kernel.GONE)}, {AXIS: full, "other": Status()}, told, ["here", "1"]),

@@ -1,0 +1,216 @@
+"""Passes: the backward passes and training steps of an axis, and what an exception in one of them means.
+
+A rank that raises in a step after it has sent something leaves peers that wait for the rest: its world ends, for all
+ranks. It says so in its record, nothing more can be issued, and its peers, which read the record, end in the same way.
+``ltx.init`` then makes a new world.
+
+A rank that has sent nothing may be one of many: a wrong shape, or a typo in a cell, raises on all of them alike. They
+can go on together. So such a call counts as a collective, which peers compare at their next one, and a peer that waits
+for the rest of it reads in the record that it won't come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ltx.core.base import private
+from ltx.core.base.errors import (
+    NotFiniteError,
+    PeerLostError,
+    WeightError,
+    said_of,
+)
+from ltx.core.comm.diagnosis import Failed, Raised
+from ltx.core.comm.signature import RAISED
+
+if TYPE_CHECKING:
+    from ltx.core.comm.axis_comm import AxisComm
+
+#: Errors about shared values, which all ranks raise alike in a step, so no rank waits for the rest of it.
+ALIKE = NotFiniteError, WeightError
+
+_FORWARD = "a forward pass"
+
+# The backward passes that enclose the present one.
+_enclosing: list[int] = []
+
+
+@contextmanager
+def nested_run() -> Iterator[None]:
+    """A context around a backward pass inside another one, which continues afterwards."""
+    _enclosing.append(private.graph_task())
+    try:
+        yield
+    finally:
+        _enclosing.pop()
+
+
+class BackwardPass:
+    """One backward pass, until all its collectives are complete (:meth:`done`)."""
+
+    def __init__(self, sent: int) -> None:
+        self.task, self.sent = private.graph_task(), sent
+        self.is_done = False
+        self.flush: Callable[[], None] = lambda: None  # waits for the pass' issued collectives
+        if self.task >= 0:
+            # This runs at the end of a pass without errors, also of a pass without a parameter's gradient.
+            private.at_end_of_pass(self.done)
+
+    def done(self) -> None:
+        self.is_done = True
+
+
+class Passes:
+    """The passes and steps of one axis on this rank.
+
+    Attributes:
+        step: the number of the training step that is under way.
+        call: the number of passes and of the user's collectives before the last step, or forward pass of a plain step.
+        raised: the last one of these, if it raised before this rank had sent anything.
+        counted: why the last one had raised, in words, if it counts as a pass.
+        failed: why this rank issues nothing more on the axis.
+        foreign: the number of runs of other libraries' collectives, which count as sent.
+    """
+
+    def __init__(self, axis_comm: AxisComm):
+        self._comm = axis_comm
+        self._under_way: list[BackwardPass] = []
+        self.step: int | None = None
+        self.call = self.foreign = self._raised_at = 0
+        self.raised: Raised | None = None
+        self.counted = ""
+        self.failed: Failed | None = None
+
+    # --- steps and passes --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_step(self, number: int) -> Iterator[Callable[[], None]]:
+        """A context around training step `number`; the function that it gives commits it.
+
+        Step summaries carry the number meanwhile. An exception before the commit leaves the step.
+        """
+        self._find_dropped(private.graph_task())
+        if self.raised is not None and self.raised.what == _FORWARD:
+            self.raised = None  # the step's number in the summary shows which rank is behind
+        self.begin()
+        self.call = self._calls()
+        committed: list[bool] = []
+        around, self.step, sent = self.step, number, self.sent()
+        try:
+            yield lambda: committed.append(True)
+        except BaseException as error:
+            if not committed and not isinstance(error, ALIKE):
+                self.leave(error, sent)
+            raise
+        finally:
+            self.step = around
+            if committed:
+                self.raised, self.counted = None, ""
+
+    @contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """A context around the forward pass of a plain step.
+
+        If it raises, all ranks together may leave the step out, or go on by another collective of the user's.
+        """
+        if self.step is not None:  # of a training step, which is left as a whole
+            yield
+            return
+        self.call, sent = self._calls(), self.sent()
+        try:
+            yield
+        except BaseException as error:
+            self.leave(error, sent, _FORWARD)
+            raise
+
+    def begin(self) -> None:
+        """Before a step or pass: count the last one if it raised, and no collective has brought the ranks together."""
+        if self.raised is not None and self.is_uncounted:
+            self._comm.bucket_channel(0).advance(RAISED)
+            self.counted = f"{self.raised.what} ({self.raised.why})"
+
+    @property
+    def is_uncounted(self) -> bool:
+        """Whether the last step or pass has raised, and the ranks haven't compared or called anything since."""
+        return self.raised is not None and self._raised_at == self._calls()
+
+    def enter(self) -> BackwardPass:
+        """A pass begins. An earlier pass that the engine has dropped is found here."""
+        entered = BackwardPass(self.sent())
+        self._find_dropped(entered.task)
+        self._under_way.append(entered)
+        return entered
+
+    def _find_dropped(self, task: int) -> None:
+        """Leave a pass in which something was raised: autograd's engine drops it without telling the nodes."""
+        self._under_way = [earlier for earlier in self._under_way if not earlier.is_done]
+        # Passes in the same or an enclosing run of the autograd engine go on beside this one.
+        alive = (task, *_enclosing)
+        dropped = [earlier for earlier in self._under_way if earlier.task == -1 or earlier.task not in alive]
+        if dropped:
+            self._under_way = []
+            self.leave("something was raised in it", dropped[0].sent)
+
+    def find_dropped(self) -> None:
+        """As before a pass, before ranks compare a signature on a bucket channel."""
+        self._find_dropped(private.graph_task())
+
+    def flush_others(self, mine: BackwardPass) -> None:
+        """Wait for the collectives of other passes before the pass `mine` issues more.
+
+        Otherwise their later phases, issued whenever a collective completes, would mix with those of `mine`.
+        """
+        for other in self._under_way:
+            if other is not mine and not other.is_done:
+                other.flush()
+
+    @property
+    def inside(self) -> bool:
+        """Whether the current code runs in a pass."""
+        task = private.graph_task()
+        return task >= 0 and any(entered.task == task and not entered.is_done for entered in self._under_way)
+
+    # --- exceptions --------------------------------------------------------------------------------------------------
+
+    def sent(self) -> int:
+        """The number of collectives that this rank has issued on all axes of its world."""
+        return sum(axis.sent for axis in self._comm.watcher.axes.values())
+
+    def _calls(self) -> int:
+        calls = sum(axis.called for axis in self._comm.watcher.axes.values())
+        return calls + self._comm.bucket_channel(0).issued
+
+    def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
+        """Leave a step or pass, before which this rank had `sent` so many collectives, because of an exception."""
+        lost = isinstance(why, PeerLostError)
+        text, what = why if isinstance(why, str) else said_of(why), what or self._what
+        if lost or sent != self.sent() or any(channel.failed for channel in self._comm.channels):
+            self.end_world(text, lost, what)
+        elif self.failed is None:
+            self.raised, self._raised_at = Raised(self.call, text, what), self._calls()
+            self._comm.watcher.tell()
+
+    def abort(self, error: BaseException) -> None:
+        """End the world because of an `error` in a pass for whose rest peers wait."""
+        self.end_world(said_of(error), isinstance(error, PeerLostError), self._what)
+
+    @contextmanager
+    def aborted_by(self, *kinds: type[BaseException]) -> Iterator[None]:
+        """A context in which an error of one of these `kinds` ends the world."""
+        try:
+            yield
+        except kinds as error:
+            self.abort(error)
+            raise
+
+    def end_world(self, why: str, lost: bool, what: str = "") -> None:
+        """This rank issues nothing more on any axis of its world. `lost`: the reason is a lost peer."""
+        for axis in list(self._comm.watcher.axes.values()):
+            axis.fail(Failed(why, lost, what))
+        self._comm.watcher.tell()
+
+    @property
+    def _what(self) -> str:
+        return "a backward pass" if self.step is None else f"step {self.step} of the training"

@@ -1,0 +1,174 @@
+"""An exception in a step or pass: it ends the world for all ranks, unless all raise it before anything was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import ltx
+from ltx.core import comm
+from ltx.errors import LtxError
+from tests.kinds import OnNewAxis
+
+
+class BrokenError(Exception):
+    """What a rank's own program raises."""
+
+
+def _axis_comm() -> comm.AxisComm:
+    found: comm.AxisComm = comm.resolve("data").comm
+    return found
+
+
+def _gradient() -> float:
+    # Of one step: the first call of each compares parameters.
+    return float(torch.func.grad(ltx.data_parallel(lambda w: w * (1.0 + ltx.axis_index())))(torch.tensor(1.0)))
+
+
+def _said(call: Callable[[], object]) -> str:
+    """The type and text of what the call raises; "" if it returns."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _of_two_buckets(fails: bool) -> float:
+    """The gradient of a step of two buckets; if `fails`, the backward pass raises between them."""
+
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        hidden = (1.0 + ltx.axis_index()) * params["first"]
+        if fails:
+            hidden.register_hook(lambda _: 1 // 0)
+        return (hidden + params["last"]).sum()
+
+    strategy = ltx.DDPStrategy(bucket_bytes=8, first_bucket_bytes=8)
+    step = ltx.data_parallel(loss, strategy)
+    params = {name: torch.ones(2, requires_grad=True) for name in ("first", "last")}
+    step(params).backward()
+    return float(params["first"].grad[0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_a_pass_that_autograd_drops_after_a_bucket_ends_the_world(
+    who: str, sockets: bool, on_new_axis: OnNewAxis
+) -> None:
+    """Also where all ranks raise: some may have sent more than others."""
+
+    def run() -> tuple[str, list[str], float]:
+        _of_two_buckets(fails=False)
+        fails = who == "all" or _axis_comm().rank == 1
+        first = _said(lambda: _of_two_buckets(fails=fails))
+        later = [_said(_gradient), _said(lambda: ltx.psum(torch.ones(()))), _said(lambda: ltx.all_gather_object(1))]
+        ltx.init()
+        return first, later, _gradient()
+
+    results = on_new_axis(run, sockets=sockets)
+    told, raised = results.rank(0), results.rank(1)
+    assert raised[0].startswith("ZeroDivisionError")
+    if who == "one":
+        assert told[0].startswith(
+            "DeadlockDetectedError: rank 0: rank 1 has left a backward pass on axis 'data' halfway"
+        )
+    for _, later, gradient in results:
+        assert gradient == 1.5
+        for text in later:
+            assert "out of step since an earlier failure. ltx.init() on all ranks begins a new world" in text
+
+
+def _trains(
+    fails: Callable[[int], bool], carry_on: Callable[[], object] | None = None
+) -> tuple[list[str], list[float]]:
+    """Six steps; where `fails`, the loss raises before it sends anything. (what was raised, the parameters)"""
+    broken = [False]
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if broken[0]:
+            broken[0] = False
+            raise BrokenError("bad batch")
+        return (w * x).square().sum()
+
+    train = ltx.train_step(ltx.data_parallel(loss), ltx.optim.from_torch(torch.optim.SGD, lr=0.01))
+    state, raised = train.init(torch.ones(3)), []
+    for step in range(6):
+        broken[0] = fails(step)
+        while state.step == step:
+            try:
+                state, _ = train(state, torch.full((3,), 1.0 + ltx.axis_index() + step))
+            except (BrokenError, LtxError) as error:
+                raised.append(f"{type(error).__name__}: {error}")
+                carry_on()
+    return raised, state.params.tolist()
+
+
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+def test_what_all_ranks_raise_before_anything_was_sent_changes_nothing(sockets: bool, on_new_axis: OnNewAxis) -> None:
+    def run() -> tuple[bool, list[str], list[float], list[float]]:
+        axis = comm.resolve("data")
+        raised, params = _trains(lambda step: step in (0, 3))
+        return comm.resolve("data") is axis, raised, params, _trains(lambda step: False)[1]
+
+    for same, raised, params, undisturbed in on_new_axis(run, sockets=sockets):
+        assert (same, raised) == (True, ["BrokenError: bad batch"] * 2)
+        assert params == undisturbed
+
+
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+def test_a_rank_that_raises_alone_and_goes_on_ends_the_world(sockets: bool, on_new_axis: OnNewAxis) -> None:
+    """All ranks raise; a new world trains to the values of an undisturbed run."""
+
+    def run() -> tuple[list[str], list[float], list[float]]:
+        rank, undisturbed = int(ltx.axis_index()), _trains(lambda step: False)[1]
+        again = [True]
+
+        def carry_on() -> None:
+            if rank == 1 and again.pop():  # goes on without a new world, once
+                again.append(False)
+            else:
+                ltx.init()
+
+        return *_trains(lambda step: rank == 1 and step == 3, carry_on), undisturbed
+
+    (told, params, undisturbed), (raised, params_1, _) = on_new_axis(run, sockets=sockets)
+    assert params == params_1 == undisturbed
+    assert len(told) == 1
+    assert "rank 1 has left step 3 of the training" in told[0]
+    assert "BrokenError: bad batch" in told[0]
+    assert raised[0] == "BrokenError: bad batch"
+    assert raised[1].startswith(("DeadlockDetectedError", "RankMismatchError"))
+    assert len(raised) == 2
+
+
+def test_ranks_may_leave_a_plain_step_out_together(on_new_axis: OnNewAxis) -> None:
+    """One forward pass has raised, and the ranks ask each other before anybody begins the backward pass."""
+
+    def run() -> tuple[float, float]:
+        step = ltx.data_parallel(lambda w, bad: w.square() * (1 // (not bad)))
+        _gradient()
+        went_well = 1.0
+        try:
+            step(torch.tensor(1.0, requires_grad=True), ltx.axis_index() == 1)
+        except ZeroDivisionError:
+            went_well = 0.0
+        return ltx.pmin(torch.tensor(went_well)).item(), _gradient()
+
+    assert list(on_new_axis(run)) == [(0.0, 1.5)] * 2
+
+
+def test_a_plain_step_that_one_rank_leaves_out_alone(on_new_axis: OnNewAxis) -> None:
+    def run() -> list[str]:
+        step = ltx.data_parallel(lambda w, bad: w.square() * (1 // (not bad)))
+        bad = int(ltx.axis_index()) == 1
+        gradient = torch.func.grad(step)
+        return [_said(partial(gradient, torch.tensor(1.0), now)) for now in (False, bad, False)]
+
+    told, raised = on_new_axis(run)
+    assert told[0] == raised[0] == ""
+    assert "rank 1 has left a forward pass on axis 'data' halfway (ZeroDivisionError: " in told[1]
+    assert raised[1].startswith("ZeroDivisionError")
+    assert raised[2].startswith(("DeadlockDetectedError", "RankMismatchError"))
