@@ -38,9 +38,9 @@ INIT = "ltx.init"
 Node = tuple[int, int]
 
 #: What to do after a failure.
-NEW_WORLD = (
-    "The world has ended. ltx.init() on all ranks begins a new one, and so does the next call of a Pool; go on there "
-    "from a state that all ranks share, by train.broadcast(state) or a checkpoint."
+_NEW_WORLD = (
+    " The world has ended: ltx.init() on all ranks begins a new one. Go on there from a state that all ranks share, by "
+    "train.broadcast(state) or a checkpoint."
 )
 
 _AFTER = "after rank "
@@ -282,4 +282,5 @@ def describe_lost(lost: Iterable[int], ended: Iterable[int]) -> str:
 def has_left(rank: int, peer: int, what: str, axis_name: str, why: str) -> str:
     """The error of `rank`, which waits for the rest of `what`, a pass or step that `peer` has left; or for the axis."""
     left = f"{what} on axis {axis_name!r} halfway" if what else f"axis {axis_name!r} because of an exception"
-    return f"rank {rank}: rank {peer} has left {left} ({why}), so what this rank waits for won't come. {NEW_WORLD}"
+    text = f"rank {rank}: rank {peer} has left {left} ({why}), so what this rank waits for won't come."
+    return text + _NEW_WORLD if what else text

@@ -102,12 +102,10 @@ def test_an_update_that_fails_on_one_rank_parts_them_once(ranks: Ranks, seed: in
     assert behind[0] == "MemoryError: no memory for the update"
     assert ahead[0].startswith("DeadlockDetectedError: rank 0: rank 1 has left step 2 of the training on axis 'data'")
     assert "(MemoryError: no memory for the update)" in ahead[0]
-    assert "go on there from a state that all ranks share, by train.broadcast(state)" in ahead[0]
+    assert "Go on there from a state that all ranks share, by train.broadcast(state)" in ahead[0]
     for text in (ahead[1], behind[1]):  # whoever goes on all the same is told in the new world too
-        assert text.startswith(
-            "ReplicaDivergedError: axis 'data': ranks are at different steps of the training: rank 0 is at step 3; "
-            "rank 1 is at step 2."
-        )
+        assert text.startswith("ReplicaDivergedError: axis 'data': leaf 'params' (float32[]) should be the same on ")
+        assert "3 more: 'opt_state.count', 'step', 'updates'" in text
     assert after.equal(after_1)
 
 
@@ -233,8 +231,8 @@ def test_a_plain_step_that_one_rank_leaves_out(where: str, how: str, ranks: Rank
     assert failed == [why]
     what = "a forward pass" if where == "alone" else "a backward pass"
     assert [text.partition(" The world")[0] for text in waited] == [
-        f"DeadlockDetectedError: rank 0: rank 1 has left {what} on axis 'data' halfway ({why}), so what this rank waits "
-        "for won't come."
+        f"DeadlockDetectedError: rank 0: rank 1 has left {what} on axis 'data' halfway ({why}), so what this rank "
+        "waits for won't come."
     ]
     assert w == w_1
     torch.testing.assert_close(w, _alone(seed, {BROKEN}), rtol=1e-5, atol=1e-6)
@@ -275,7 +273,13 @@ def _agreeing(seed: int, where: str) -> tuple[list[str], int, float]:
             said.append(type(error).__name__)
             ltx.init()
             ok = 0
-        if not ltx.pmin(torch.tensor(ok)):
+        try:
+            all_ok = ltx.pmin(torch.tensor(ok))
+        except LtxError as error:  # a peer has failed after this rank had all that it needed
+            said.append(type(error).__name__)
+            ltx.init()
+            all_ok = ltx.pmin(torch.tensor(0))
+        if not all_ok:
             state = train.broadcast(state, src=1)
     return said, state.step, state.params.item()
 
@@ -284,13 +288,9 @@ def _agreeing(seed: int, where: str) -> tuple[list[str], int, float]:
 def test_ranks_that_agree_after_each_step(where: str, ranks: Ranks, seed: int) -> None:
     found = list(ranks(2).run(_agreeing, seed, where))
     why = "OutOfMemoryError" if where == "forward" else "MemoryError"
-    assert [said for said, *_ in found] == [
-        ["ReplicaDivergedError" if where == "update" else "DeadlockDetectedError"],
-        [why, *["ReplicaDivergedError"] * (where == "update")],
-    ]
+    assert [said for said, *_ in found] == [["DeadlockDetectedError"], [why]]
     assert found[0][1:] == found[1][1:]
-    skipped = {BROKEN} if where == "forward" else {BROKEN, BROKEN + 1}
-    torch.testing.assert_close(found[0][2], _alone(seed, skipped), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0][2], _alone(seed, {BROKEN}), rtol=1e-5, atol=1e-6)
 
 
 def test_a_world_of_one_goes_on(seed: int) -> None:

@@ -30,13 +30,13 @@ TABLE: dict[str, tuple[dict[int, Record], type[Exception] | None, str]] = {
         {4: says(raised=RAISED)},
         DeadlockDetectedError,
         "rank 1: rank 0 has left step 5 of the training on axis 'data' halfway (ValueError: x), so what this rank "
-        "waits for won't come. The world has ended. ltx.init() on all ranks begins a new one",
+        "waits for won't come. The world has ended: ltx.init() on all ranks begins a new one",
     ),
     "after it had sent something": (
         {9: says(failed=FAILED)},
         DeadlockDetectedError,
         "rank 1: rank 2 has left step 5 of the training on axis 'data' halfway (ValueError: x), so what this rank "
-        "waits for won't come. The world has ended.",
+        "waits for won't come. The world has ended:",
     ),
     "because a peer is lost": ({9: says(failed=replace(FAILED, lost=True))}, PeerLostError, "rank 1: rank 2 has left"),
     "a pass before this one": ({9: says(raised=replace(RAISED, call=4))}, None, ""),

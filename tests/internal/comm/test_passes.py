@@ -81,9 +81,7 @@ def test_a_pass_that_autograd_drops_after_a_bucket_ends_the_world(
             assert "out of step since an earlier failure. ltx.init() on all ranks begins a new world" in text
 
 
-def _trains(
-    fails: Callable[[int], bool], carry_on: Callable[[], object] | None = None
-) -> tuple[list[str], list[float]]:
+def _trains(fails: Callable[[int], bool], carry_on: Callable[[], object] = int) -> tuple[list[str], list[float]]:
     """Six steps; where `fails`, the loss raises before it sends anything. (what was raised, the parameters)"""
     broken = [False]
 
