@@ -38,7 +38,7 @@ from ltx.core.world.groups import loopback_store
 from ltx.core.world.init import init, renew
 from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.placement import LOOPBACK
-from ltx.core.world.world import abandon, accelerators, forget, go_on, process, sent
+from ltx.core.world.world import abandon, accelerators, calls, forget, go_on, process
 from ltx.errors import LtxError, UnsupportedError, WorkerError
 from ltx.runtime import messages, show
 from ltx.runtime.failures import failure_of, places_of
@@ -215,7 +215,7 @@ class _WorkerLoop:
         doing = "unpickling the function and its arguments: "
         self.running, self._returned = call.number, call.number - 1
         go_on()
-        session, before = process.session, sent()
+        session, before = process.session, calls()
         try:
             self.counted()
             if self.cancelled == call.number:
@@ -236,7 +236,7 @@ class _WorkerLoop:
         except BaseException as error:
             self.running = None
             # made before abandon, so that its time is earlier than that of the peers' failures
-            as_it_was = process.session is session and sent() == before and not comm.has_failed()
+            as_it_was = process.session is session and calls() == before and not comm.has_failed()
             failure = failure_of(error, doing, cancelled=self.cancelled == call.number, in_world=as_it_was)
             abandon(error)
             return pack(failure)

@@ -21,6 +21,7 @@ from ltx.core.comm.registry import InBackground as InBackground
 from ltx.core.comm.registry import InGroups as InGroups
 from ltx.core.comm.registry import axis_from_group as axis_from_group
 from ltx.core.comm.registry import close_axis as close_axis
+from ltx.core.comm.registry import communicators as communicators
 from ltx.core.comm.registry import has_failed as has_failed
 from ltx.core.comm.registry import holders_of_groups as holders_of_groups
 from ltx.core.comm.registry import kinds_of as kinds_of

@@ -216,6 +216,12 @@ class AxisComm(Ranks):
     def called(self) -> int:
         return self.user.issued
 
+    @property
+    def calls(self) -> int:
+        """The number of all that this rank has sent, called, compared and exchanged; what failed counts too."""
+        channels = sum(channel.begun + channel.issued + channel.compared for channel in self.channels)
+        return channels + self.passes.foreign + self.store_exchange.begun + self.negotiation.next_check
+
     def fail(self, failed: Failed) -> None:
         """The world ends: nothing more is issued, and the device gives up collectives under way."""
         if self.passes.failed is not None or not self._opened:

@@ -386,6 +386,8 @@ class Negotiation:
         signatures = {rank: post.signature for rank, post in posts.items()}
         if len({*signatures.values()}) > 1:
             error = explain_mismatch(self._name, signatures)
+            if self.gone_on:
+                error = RankMismatchError(f"{error} {self.gone_on}")
             if any(post.caller for post in posts.values()):
                 error = RankMismatchError(f"{error} The calls: {list_calls(posts)}.")
             for channel in self._comm.channels:  # ranks may have compared different signatures

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from ltx.core.base import private
 from ltx.core.base.errors import (
+    CollectiveTimeoutError,
+    DeadlockDetectedError,
     NotFiniteError,
     PeerLostError,
     WeightError,
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 #: Errors about shared values, which all ranks raise alike in a step, so no rank waits for the rest of it.
 ALIKE = NotFiniteError, WeightError
+
+#: Errors that say that a peer has left, or hasn't come.
+OF_PEERS = CollectiveTimeoutError, DeadlockDetectedError, PeerLostError
 
 _FORWARD = "a forward pass"
 
@@ -184,10 +189,9 @@ class Passes:
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
         """Leave a step or pass, before which this rank had `sent` so many collectives, because of an exception."""
-        lost = isinstance(why, PeerLostError)
         text, what = why if isinstance(why, str) else said_of(why), what or self._what
-        if lost or sent != self.sent() or any(channel.failed for channel in self._comm.channels):
-            self.end_world(text, lost, what)
+        if isinstance(why, OF_PEERS) or sent != self.sent() or any(channel.failed for channel in self._comm.channels):
+            self.end_world(text, isinstance(why, PeerLostError), what)
         elif self.failed is None:
             self.raised, self._raised_at = Raised(self.call, text, what), self._calls()
             self._comm.watcher.tell()

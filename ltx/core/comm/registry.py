@@ -156,9 +156,14 @@ def open_axes() -> tuple[Axis, ...]:
     return (*opened, *(part for axis in opened for part in _parts_of(axis)))
 
 
+def communicators() -> list[Any]:
+    """The communicators of all open axes that have one."""
+    return [axis.comm for axis in open_axes() if axis.comm is not None]
+
+
 def has_failed(of_peers: bool = False) -> bool:
     """Whether an exception has ended the world of the open axes; `of_peers`: also one of a rank that has said so."""
-    comms = [axis.comm for axis in open_axes() if axis.comm is not None]
+    comms = communicators()
     if any(axis_comm.passes.failed or any(channel.failed for channel in axis_comm.channels) for axis_comm in comms):
         return True
     if not of_peers:
@@ -170,7 +175,7 @@ def has_failed(of_peers: bool = False) -> bool:
 
 def processes_of_peers() -> dict[int, list[str]]:
     """The processes of the other ranks of the world, as the kernel knows them, so far as they have said."""
-    watchers = {axis.comm.watcher for axis in open_axes() if axis.comm is not None}
+    watchers = {axis_comm.watcher for axis_comm in communicators()}
     return {rank: record.process for watcher in watchers for rank, record in watcher.records.items()}
 
 
@@ -180,8 +185,11 @@ def _parts_of(axis: Axis) -> list[Axis]:
 
 def holders_of_groups(opened: Iterable[Axis]) -> list[Any]:
     """The communicators and channels that hold the process groups of the axes `opened`, and can drop them."""
-    communicators = [axis.comm for axis in opened if axis.comm is not None]
-    return [one for axis_comm in communicators for one in (axis_comm, *axis_comm.channels)]
+    return [
+        one
+        for axis_comm in [axis.comm for axis in opened if axis.comm is not None]
+        for one in (axis_comm, *axis_comm.channels)
+    ]
 
 
 os.register_at_fork(after_in_child=lambda: [axis.comm.refuse_fork() for axis in open_axes() if axis.comm is not None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -222,7 +223,7 @@ def abandon(error: BaseException) -> None:
     """Tell peers that wait in a collective that this rank won't join it, because of `error`."""
     process.abandoned = True
     why, lost = said_of(error), isinstance(error, PeerLostError)
-    left = [axis.comm for axis in comm.open_axes() if axis.comm is not None]
+    left = comm.communicators()
     for axis_comm in left:
         axis_comm.passes.failed = axis_comm.passes.failed or comm.Failed(why, lost)
     for watcher in {axis_comm.watcher for axis_comm in left}:
@@ -235,17 +236,24 @@ def abandon(error: BaseException) -> None:
 
 def go_on() -> None:
     """Take back what :func:`abandon` has said: all ranks have raised, and none had sent anything."""
-    for axis_comm in [axis.comm for axis in comm.open_axes() if axis.comm is not None and axis.comm.passes.failed]:
-        axis_comm.passes.failed, process.abandoned = None, False
-        axis_comm.watcher.tell()
+    for axis_comm in comm.communicators():
+        if axis_comm.passes.failed is not None:
+            axis_comm.passes.failed, process.abandoned = None, False
+            axis_comm.watcher.tell()
 
 
-def sent() -> int:
-    """The number of collectives that this process has issued in its world, by ltx or on groups of torch.distributed."""
+def calls() -> int:
+    """The number of calls in which this process has taken part in its world, of ltx or on groups of torch.distributed.
+
+    A new number each time where a backend doesn't count.
+    """
     groups: list[Any] = list(c10d._world.pg_map) if dist.is_initialized() else []
     backends = [group._get_backend(device) for group in groups for device in group._device_types]
-    counts = [backend._get_sequence_number_for_group() for backend in backends]
-    return sum(map(int, counts + [axis.comm.sent for axis in comm.open_axes() if axis.comm is not None]))
+    try:
+        counts = [backend._get_sequence_number_for_group() for backend in backends]
+    except (AttributeError, RuntimeError):
+        return time.monotonic_ns()
+    return sum(map(int, counts + [axis_comm.calls for axis_comm in comm.communicators()]))
 
 
 def forget() -> None:

@@ -183,15 +183,15 @@ def test_a_backward_pass_that_one_rank_leaves_halfway(ranks: Ranks, where: str, 
 
     def run() -> tuple[str, list[Params]]:
         axis = inside.new_axis("fresh", [0, 1], timedelta(seconds=60))
+        rank = ltx.axis_index(axis)
 
         def loss(params: Params, fail: bool) -> Tensor:
             return sum(((Fails.apply(p) if fail and name == where else p) ** 2).sum() for name, p in params.items())
 
-        step = ltx.data_parallel(loss, _strategy(ltx.hooks.AllReduce()), axis=axis)
-        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0), donate=False)
-        state = train.init(params)
-
-        def once(fail: bool) -> Params:
+        def once(fail: bool, axis: ltx.Axis) -> Params:
+            step = ltx.data_parallel(loss, _strategy(ltx.hooks.AllReduce()), axis=axis)
+            train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=1.0), donate=False)
+            state = train.init(params)
             if how == "train_step":
                 after = train(state, fail)[0].params
                 return {name: p - after[name] for name, p in params.items()}
@@ -201,13 +201,15 @@ def test_a_backward_pass_that_one_rank_leaves_halfway(ranks: Ranks, where: str, 
             step(leaves, fail).backward()
             return {name: p.grad for name, p in leaves.items()}
 
-        once(False)
+        once(False, axis)
         # Rank 1 waits for the rest of the pass that rank 0 has left, and is told so.
-        failure = ZeroDivisionError if ltx.axis_index(axis) == 0 else ltx.errors.DeadlockDetectedError
+        failure = ZeroDivisionError if rank == 0 else ltx.errors.DeadlockDetectedError
         with pytest.raises(failure) as caught:
-            once(ltx.axis_index(axis) == 0)
-        results = [once(False), once(False)]
-        axis.close()
+            once(rank == 0, axis)
+        ltx.init()
+        again = ltx.axis_from_group([0, 1], "fresh")
+        results = [once(False, again), once(False, again)]
+        again.close()
         return str(caught.value), results
 
     (left, results), (waited, others) = ranks(2).run(run)

@@ -185,19 +185,21 @@ def test_power_sgd_in_several_buckets(ranks: Ranks, seed: int) -> None:
             torch.testing.assert_close(got, want)
 
 
-def error_of(hook: Any, state: Any, seed: int) -> tuple[str, str, str]:
-    """(type, text, what the next pass raises) of a step whose hook fails."""
+def error_of(hook: Any, state_of: Any, seed: int) -> tuple[str, str, str]:
+    """(type, text, what a pass in a new world raises) of a step whose hook fails."""
     torch.manual_seed(seed)
     module = model()
     params = {name: p.detach() for name, p in module.named_parameters()}
-    step = ltx.data_parallel(functools.partial(loss_of, module), strategy_of(hook, state, 1000))
-    found = []
+    state, found = state_of(inside.resolve(None).comm.group), []
     for _ in range(2):
+        step = ltx.data_parallel(functools.partial(loss_of, module), strategy_of(hook, state, 1000))
         try:
             for i in range(4):
                 torch.func.grad(step)(params, batch(seed, i))
         except Exception as error:
             found.append(error)
+            ltx.init()
+            state = state_of(inside.resolve(None).comm.group)
     return type(found[0]).__name__, str(found[0]), type(found[1]).__name__
 
 
@@ -218,7 +220,7 @@ def batched(group: Any) -> Any:
 def test_what_fails_under_ddp_fails_on_every_rank(
     hook: Any, state_of: Any, kind: str, text: str, on_new_axis: OnNewAxis, seed: int
 ) -> None:
-    run = list(on_new_axis(lambda: error_of(hook, state_of(inside.resolve(None).comm.group), seed)))
+    run = list(on_new_axis(lambda: error_of(hook, state_of, seed)))
     for first, said, second in run:
         # One that is late may hear of its peer's before it comes to its own.
         assert {first, second} <= {kind, "DeadlockDetectedError"}
@@ -318,6 +320,7 @@ def test_parameters_are_refused(ranks: Ranks) -> None:
             with pytest.raises(UnsupportedError) as caught:
                 torch.func.grad(step)(torch.ones(3))
             found.append(str(caught.value))
+            ltx.init()
         return found
 
     for text in ranks(2).run(messages).replicated():
@@ -343,6 +346,7 @@ def test_results_that_dont_fit(ranks: Ranks) -> None:
             with pytest.raises(StrategyError) as caught:
                 torch.func.grad(step)(torch.ones(3))
             found.append(str(caught.value))
+            ltx.init()
         return found
 
     for listed, short, no_future in ranks(2).run(messages):
@@ -389,17 +393,19 @@ def test_not_in_a_compiled_graph(ranks: Ranks) -> None:
 
 def test_group_and_axis_must_have_the_same_ranks(ranks: Ranks) -> None:
     def run() -> tuple[str, float]:
-        groups = [dist.new_group([r]) for r in range(2)]
-        mine = groups[dist.get_rank()]
-        axis = ltx.axis_from_group(mine, "alone")
-
-        def grad(state: Any) -> Tensor:
+        def grad(state: Any, axis: ltx.Axis) -> Tensor:
             step = ltx.data_parallel(lambda w: (w * ltx.world().rank).sum(), strategy_of(_reduces, state), axis=axis)
             return torch.func.grad(step)(torch.ones(1))
 
+        def alone() -> tuple[Any, ltx.Axis]:
+            mine = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+            return mine, ltx.axis_from_group(mine, "alone")
+
         with pytest.raises(AxisError) as caught:
-            grad(None)
-        local = grad(mine).item()
+            grad(None, alone()[1])
+        ltx.init()
+        mine, axis = alone()
+        local = grad(mine, axis).item()
         inside.close_axis(axis)
         return str(caught.value), local
 

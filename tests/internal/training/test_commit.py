@@ -279,6 +279,7 @@ def test_between_the_last_bucket_and_the_next_state(strategy: ltx.Strategy, dona
             told = str(state.params["w"].tolist())
         except InvalidStateError as error:
             told = str(error)
+        ltx.init()
         train(train.init({"w": torch.zeros(2)}), torch.ones(2))
         return told
 
