@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +23,6 @@ import ltx
 from ltx import Pool
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import CollectiveTimeoutError, InvalidStateError, LtxError, PeerLostError, ReplicaDivergedError
-from tests.chaos import rounds
-from tests.chaos.schedule import Trouble
 from tests.forks import SILENT_S, Ranks, settles
 from tests.streams.backend import HUNG_S, StreamGroup, StreamWork, log
 from tests.streams.pool import StreamedPool, on_streams
@@ -233,18 +230,6 @@ def test_a_rank_that_dies_or_stops(by: signal.Signals, started: Callable[..., Ra
         assert said.startswith(("PeerLostError: ", "DeadlockDetectedError: ")), said
         assert "rank 1" in said, said
         assert "invalid" in held or held == "usable"
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["kill", "stop", "join"])
-def test_elastic_goes_on_from_the_state_before(kind: Any, tmp_path: Path) -> None:
-    """Ranks agree, every sample counts once in each epoch, and there are snapshots."""
-    ended = rounds._train(tmp_path, [Trouble(kind, 1, 4)], sockets=True, streams=True)
-    assert [end["size"] for end in ended] == ([4] * 4 if kind == "join" else [2] * 2)
-    rounds._check_agreement(ended)
-    rounds._check_samples(tmp_path)
-    rounds._check_snapshots(tmp_path / "snapshots")
 
 
 def _quit() -> None:
