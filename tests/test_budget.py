@@ -24,22 +24,22 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1501, 10),
-    "all": Size(40106, 159),
-    "checkpoint": Size(1615, 7),
+    ".": Size(1494, 10),
+    "all": Size(39028, 157),
+    "checkpoint": Size(1527, 7),
     "core": Size(1, 1),
     "core/base": Size(2398, 11),
     "core/collectives": Size(3173, 11),
-    "core/comm": Size(5881, 21),
+    "core/comm": Size(5861, 21),
     "core/gradients": Size(2436, 8),
     "core/optim": Size(3060, 11),
     "core/ranks": Size(1106, 5),
-    "core/training": Size(3839, 14),
+    "core/training": Size(3825, 14),
     "core/transforms": Size(3621, 13),
-    "core/world": Size(1641, 7),
+    "core/world": Size(1588, 7),
     "hooks": Size(2645, 13),
     "profile": Size(568, 3),
-    "runtime": Size(4022, 13),
+    "runtime": Size(3126, 11),
     "strategies": Size(2599, 11),
 }
 
