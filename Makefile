@@ -1,7 +1,7 @@
 # make demo   the main job: installs what it needs, trains examples/train_gpt.py, draws its loss; DEMO="--steps 50"
 # make test   the test suite in minutes, without what needs more packages than torch and pytest's own; make test-full
 #             adds that, all rows of its tables, and what is slow
-# make chaos  training with ranks that are killed, stopped, cut off: CHAOS="--minutes 120" goes on for so long
+# make chaos  training with ranks and replicas that are killed and stopped: CHAOS="--minutes 120" goes on for so long
 # make mutants  seeded defects, and which tests catch them: MUTANTS="comm hooks" runs some, "--full" adds the full suite
 # make docs   the documentation site, docs/_build/html; its notebooks are executed, which takes minutes the first time
 # make lint   style, types, import contract
@@ -50,7 +50,7 @@ test-full: $(VENV)/.full
 docs: $(VENV)/.full
 	$(BIN)/python -m sphinx -W -q -b html $(SPHINX) docs docs/_build/html
 
-chaos: $(VENV)/.test
+chaos: $(VENV)/.full
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
 mutants: $(VENV)/.test
@@ -104,7 +104,7 @@ $(VENV)/.test: $(VENV)/.python $(DEPENDENCIES)
 	$(INSTALL) --editable '.[test]' $(QUIETLY)
 	touch $@
 
-# Also models of other libraries, JupyterLab in a browser, and the documentation.
+# Also models of other libraries, torchft, JupyterLab in a browser, and the documentation.
 $(VENV)/.full: $(VENV)/.test
-	$(INSTALL) --editable '.[browser,demo,docs,models,notebook,test]' $(QUIETLY)
+	$(INSTALL) --editable '.[browser,demo,docs,models,notebook,test,torchft]' $(QUIETLY)
 	touch $@

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from ltx import checkpoint, profile
     from ltx.core.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
     from ltx.data import DataPosition, rank_zero_first, share_out, uneven
-    from ltx.runtime.elastic import elastic
     from ltx.runtime.per_rank import PerRank
     from ltx.runtime.pool import Pool, launch
     from ltx.runtime.show import progress, show
@@ -76,7 +75,6 @@ _LATER = {
     "Pool": "ltx.runtime.pool",
     "Precision": "ltx.core.training.mixed_precision",
     "ZeroStrategy": "ltx.strategies.zero",
-    "elastic": "ltx.runtime.elastic",
     "launch": "ltx.runtime.pool",
     "mixed_precision": "ltx.core.training.mixed_precision",
     "progress": "ltx.runtime.show",
@@ -124,7 +122,6 @@ __all__ = [
     "axis_from_group",
     "checkpoint",
     "debug_checks",
-    "elastic",
     "errors",
     "hooks",
     "init",

@@ -109,10 +109,6 @@ class DataPosition:
             for taken in self._step_sizes:
                 self._check_divides(taken, size)
 
-    def fits(self, size: int) -> bool:
-        """Whether the samples of each step of an epoch can be divided among `size` ranks."""
-        return self.weighted or not any(taken % size for taken in self._step_sizes)
-
     @property
     def _step_sizes(self) -> tuple[int, int]:
         """(samples of each step of an epoch, samples of a shorter last step: 0 if there is none)."""

@@ -16,6 +16,7 @@ What a hook gets and returns.
 * :class:`BucketInput <ltx.hooks.BucketInput>`: a bucket's gradients, their parameters' states, and the ranks.
 * :class:`Bucket`: the shapes and sizes of the tensors in a flat buffer. ``Bucket.of(index, tensors)`` makes one.
 * :class:`CollectiveRequest <ltx.hooks.CollectiveRequest>`: a collective that ``reduce`` yields, to get its result back.
+* :class:`StartedWork`: communication that ``reduce`` has started itself, by another engine, and yields to wait for it.
 * :data:`Reduction`: the type of ``reduce``: a generator that returns :data:`Reduced`, the buffer and the next states.
 * :data:`LeafState`: the tensors that a hook keeps of one parameter, by name.
 * :data:`Terms`: tensors that are added to a gradient as it is packed, each with its factor.
@@ -116,6 +117,7 @@ from ltx.core.gradients.reduction import (
     LeafState,
     Reduced,
     Reduction,
+    StartedWork,
     Terms,
     drive_within,
 )
@@ -162,6 +164,7 @@ __all__ = [
     "Reduced",
     "Reduction",
     "Rule",
+    "StartedWork",
     "StateLayout",
     "States",
     "StepInfo",

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 import ltx
 from ltx.core.world.world import forget
-from ltx.runtime.membership import Membership
 from tests.streams import backend
 
 T = TypeVar("T")
@@ -74,11 +73,6 @@ class Ranks:
             self._common["LTX_TEST_ARGUMENTS"] = "1"
         for rank in range(size):
             self._start(body, {"RANK": str(rank), "WORLD_SIZE": str(size)})
-
-    def join(self, body: Body, **environment: str) -> int:
-        """Start another, which asks :func:`ltx.elastic` to be taken in; its index in ``processes`` and ``lines``."""
-        self._start(body, {"LTX_JOIN": f"127.0.0.1:{self._common['MASTER_PORT']}", **environment})
-        return len(self.processes) - 1
 
     def _start(self, body: Body, environment: dict[str, str]) -> None:
         context = get_context("fork")
@@ -172,15 +166,3 @@ def settles(look: Callable[[], T], wanted: Callable[[T], bool], limit_s: float =
     while not wanted(found := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
-
-
-def noticed() -> list[int]:
-    """[how many newcomers this process knows to be there], which is kept up to date."""
-    count, look = [0], Membership._look
-
-    def watch(self: Membership, store: Any) -> None:
-        look(self, store)
-        count[0] = self.waiting
-
-    Membership._look = watch  # type: ignore[method-assign]
-    return count

@@ -24,22 +24,22 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1498, 10),
-    "all": Size(40023, 159),
-    "checkpoint": Size(1615, 7),
+    ".": Size(1494, 10),
+    "all": Size(39043, 157),
+    "checkpoint": Size(1527, 7),
     "core": Size(1, 1),
     "core/base": Size(2398, 11),
-    "core/collectives": Size(3173, 11),
-    "core/comm": Size(5881, 21),
-    "core/gradients": Size(2356, 8),
+    "core/collectives": Size(3183, 11),
+    "core/comm": Size(5800, 21),
+    "core/gradients": Size(2433, 8),
     "core/optim": Size(3060, 11),
     "core/ranks": Size(1106, 5),
-    "core/training": Size(3839, 14),
-    "core/transforms": Size(3621, 13),
-    "core/world": Size(1641, 7),
-    "hooks": Size(2645, 13),
+    "core/training": Size(3822, 14),
+    "core/transforms": Size(3618, 13),
+    "core/world": Size(1650, 7),
+    "hooks": Size(2644, 13),
     "profile": Size(568, 3),
-    "runtime": Size(4022, 13),
+    "runtime": Size(3140, 11),
     "strategies": Size(2599, 11),
 }
 

@@ -10,7 +10,6 @@ No run replaces or removes another run's checkpoints. A process that loads a che
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,6 @@ import shutil
 import socket
 import time
 import uuid
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -227,89 +225,3 @@ def _is_alive(pid: int) -> bool:
 # The run of this process' checkpoints, by directory. It is process-wide state, like the files. Checkpoints from before
 # runs had names belong to the run "".
 runs: dict[Path, str] = {}
-
-
-_LOCK = ".in-use"
-
-
-class Hold:
-    """A lock on a directory that the processes of one run share: while one of them has it, no other run gets it.
-
-    It excludes only other locks: a process without a lock can still save a checkpoint there.
-
-    The lock is the operating system's, on a file in the directory, so it always ends with the process. Forks don't have
-    it. It belongs to a process, not to a thread: two locks in one process don't exclude each other, and releasing one
-    releases both.
-
-    The `first` process begins the run, and raises CheckpointError if another run holds the directory, or it can't be
-    written to. Later processes share its lock if they can.
-    """
-
-    def __init__(self, base: Path, first: bool):
-        self._path = base / _LOCK
-        self._file: int | None = None
-        try:
-            base.mkdir(parents=True, exist_ok=True)
-            self._file = self._open()
-        except OSError as error:
-            if first:
-                raise CheckpointError(f"{base} can't be written to: {type(error).__name__}: {error}") from error
-            return  # if this rank can't write here, its save will raise
-        try:
-            while not self._lock(self._file, first):
-                removed, self._file = self._file, self._open()
-                os.close(removed)
-        except OSError as error:
-            begun = _begun(os.pread(self._file, 1000, 0))
-            os.close(self._file)
-            self._file = None
-            if first and error.errno in (errno.EACCES, errno.EAGAIN):
-                raise CheckpointError(
-                    f"{base} is in use by another run, begun by {begun}. Wait for its end, or give another directory. "
-                    "If that process is gone, another rank of its run is left."
-                ) from error
-            if first:
-                warnings.warn(
-                    f"{base} can't be locked against a second run ({error}). Give no two runs the same directory.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-
-    def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-    def _is_there(self, file: int) -> bool:
-        with suppress(FileNotFoundError):
-            return os.stat(self._path).st_ino == os.fstat(file).st_ino
-        return False
-
-    def _lock(self, file: int, first: bool) -> bool:
-        """Lock the file; return whether it is still the directory's lock, since the last holder may have removed it."""
-        if first:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
-            os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(who).encode(), 0)
-        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return self._is_there(file)
-
-    def release(self) -> None:
-        """Stop using the directory. The last process of the run removes the lock's file."""
-        if self._file is not None:
-            with suppress(OSError):  # raised if another process holds the lock too
-                # Two steps, so that of two processes that release the lock at once, one sees no other and removes the
-                # file.
-                fcntl.lockf(self._file, fcntl.LOCK_UN)
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_there(self._file):
-                    os.unlink(self._path)
-            os.close(self._file)
-            self._file = None
-
-
-def _begun(written: bytes) -> str:
-    try:
-        who = json.loads(written)
-        return f"process {who['pid']} on {who['host']} at {who['since']}"
-    except (ValueError, LookupError, TypeError):  # the other process is just writing it
-        return "a process that hasn't told its name"

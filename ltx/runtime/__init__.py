@@ -1,1 +1,1 @@
-"""What runs functions on ranks: workers of a pool (``pool``), an elastic run, ``ltx run``."""
+"""What runs functions on ranks: workers of a pool (``pool``) and ``ltx run``."""

@@ -59,15 +59,11 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
 
 
-def register(tells: bool) -> None:
-    """Register :data:`LOOPBACK_RENDEZVOUS` with torch's launcher; with `tells` it prints where others may join."""
+def register() -> None:
+    """Register :data:`LOOPBACK_RENDEZVOUS` with torch's launcher."""
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        made = LoopbackRendezvous(int(parameters.endpoint.rpartition(":")[2]), parameters.run_id)
-        if tells:
-            where = f"LTX_JOIN={LOOPBACK}:{made.master_port}"
-            print(f"ltx run: processes with the same LTX_KEY may join: {where}", file=sys.stderr, flush=True)
-        return made
+        return LoopbackRendezvous(int(parameters.endpoint.rpartition(":")[2]), parameters.run_id)
 
     # an earlier run in this process has registered it
     rendezvous_handler_registry._registry.pop(LOOPBACK_RENDEZVOUS, None)
@@ -144,9 +140,8 @@ def launch(arguments: Sequence[str]) -> int:
     """Start a script on every rank of this machine and wait for them: ``torchrun``, with these differences.
 
     ``-n`` is short for ``--nproc-per-node``. If all ranks are on this machine, they meet on loopback, where no other
-    machine can connect, at a free port (unless ``--master-port`` gives one), so that several jobs can run at once. If
-    ``LTX_KEY`` is set, the address at which others may join is printed. After a failure one line tells of the rank that
-    failed first.
+    machine can connect, at a free port (unless ``--master-port`` gives one), so that several jobs can run at once.
+    After a failure one line tells of the rank that failed first.
 
     Args:
         arguments: torchrun's options, then the script (or ``-m`` and a module), then the script's arguments.
@@ -162,7 +157,7 @@ def launch(arguments: Sequence[str]) -> int:
         parser.error(f"--standalone is of one machine, and --nnodes={parsed.nnodes} of several: leave one of them out")
     elsewhere = parsed.rdzv_backend != "static" or parsed.rdzv_endpoint or parsed.master_addr != "127.0.0.1"
     if parsed.standalone or not (elsewhere or parsed.nnodes not in _ONE or parsed.node_rank):
-        register(tells=bool(os.environ.get("LTX_KEY")))
+        register()
         parsed.standalone, parsed.rdzv_backend = False, LOOPBACK_RENDEZVOUS
         parsed.rdzv_endpoint = f"127.0.0.1:{parsed.master_port or 0}"
         if parsed.rdzv_id == parser.get_default("rdzv_id"):

@@ -1,155 +1,154 @@
-"""A round of chaos: a short training of three ranks with the troubles of one seed, and what has to hold afterwards."""
+"""Rounds of chaos: trainings with troubles at random moments, and what has to hold afterwards.
+
+Two rounds of three are of replicas (examples/torchft_hook.py), two or three of them: they are killed, stopped, started
+again. Those that live have to agree bit for bit after each step, no sample may be lost, and the end has to be that of a
+plain loop. In the third, ranks that save checkpoints (docs/how-to/elastic.md) are killed and stopped, and all of them
+start again: the end has to be that of an undisturbed run.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing.connection import wait
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.schedule import LOSSES, Trouble, draw
-from tests.chaos.training import EPOCHS, SIZE, shares, training
-from tests.contract.runtime.elastic_training import SAMPLES, STEPS
-from tests.forks import Body, Ranks
+from tests import replicas, restarts
+from tests.chaos.schedule import Trouble, draw
 
-# Longer than a pause; a rank that has been stopped for so long counts as lost.
-_HEARTBEAT_S = 6.0
-_PAUSE_S = 0.3
-_LIMIT_S = 90.0
-
-Entry = tuple[int, int, int, int, list[int], float]  # which world, step, rank, size, samples, loss
+ROOT = Path(__file__).parents[2]
+_LIMIT_S = 150.0
+#: A restart, or a replica that is looked for, takes some seconds; the troubles come when the training runs.
+_PAUSE_S = 0.1
 
 
 def play(seed: int) -> list[Trouble]:
     """One round. Returns what went wrong in it; raises AssertionError if that did more than it may."""
-    troubles = draw(seed, SIZE, EPOCHS * STEPS)
-    # What cuts connections goes for sockets; other rounds go through shared memory half of the time.
-    cut = any(trouble.kind == "cut" for trouble in troubles)
-    sockets = cut or bool(seed % 2)
-    # A third of them on streams, where a connection that breaks shows by a timeout alone.
-    streams = not cut and seed % 3 == 0
-    before = _left_behind()
     with tempfile.TemporaryDirectory(prefix="ltx-chaos-") as folder:
-        ended = _train(Path(folder), troubles, sockets, streams)
-        assert ended, "no rank has come to the end"
-        _check_agreement(ended)
-        losses = _check_samples(Path(folder))
-        _check_snapshots(Path(folder) / "snapshots")
-    if not any(trouble.kind in (*LOSSES, "join") for trouble in troubles):
-        assert [end["size"] for end in ended] == [SIZE] * SIZE, "a rank was lost for good"
-        with tempfile.TemporaryDirectory(prefix="ltx-chaos-") as folder:
-            calm = _train(Path(folder), [trouble for trouble in troubles if trouble.kind == "nan"], sockets, streams)
-            assert ended[0]["state"] == calm[0]["state"], "the state isn't that of the undisturbed run"
-            assert losses == _check_samples(Path(folder)), "the losses aren't those of the undisturbed run"
-    left = {kind: sorted(set(names) - set(before[kind])) for kind, names in _left_behind().items()}
-    assert not any(left.values()), left
+        try:
+            return (with_restarts if seed % 3 == 0 else with_replicas)(Path(folder), seed)
+        except AssertionError as error:
+            error.add_note((Path(folder) / "output.txt").read_text(errors="replace")[-6000:])
+            raise
+
+
+def with_restarts(folder: Path, seed: int) -> list[Trouble]:
+    """Two ranks; each kill ends both, which start again from their last checkpoint."""
+    troubles = draw(seed, 3, troubles=2)
+    command = ["ltx", "run", "-n", "2", "--max-restarts", "9", "-m", "tests.restarts", str(folder), "-1", "0"]
+    with started(folder, {}, *command) as process:
+        for trouble in troubles:
+            _until(lambda: _pids(folder), process)
+            time.sleep(trouble.after_s)
+            pid = _pids(folder)[trouble.who % 2]
+            with suppress(ProcessLookupError):  # it has come to its end
+                os.kill(pid, signal.SIGKILL if trouble.kind == "kill" else signal.SIGSTOP)
+                time.sleep(trouble.lasts_s)
+                os.kill(pid, signal.SIGCONT)
+        assert process.wait(_LIMIT_S) == 0
+    restarts.check_end(folder, [2] * restarts.STEPS)
     return troubles
 
 
-def _train(folder: Path, troubles: Sequence[Trouble], sockets: bool, streams: bool) -> list[dict[str, Any]]:
-    """What the ranks that came to the end say; starts all of them again where the troubles want that."""
-    for generation in range(2):
-        body = partial(training, folder, troubles, generation)
-        world = Ranks(SIZE, body(), sockets=sockets, streams=streams, timeout_s=20.0, heartbeat_s=_HEARTBEAT_S)
-        try:
-            ended = _watch(world, body)
-        finally:
-            world.close()
-        if ended is not None:
-            return ended
-    raise AssertionError("a second restart")
+def _pids(folder: Path) -> list[int]:
+    """The process ids of the latest attempt's ranks, once both have begun a step."""
+    attempts = sorted({int(file.name.partition(".")[0]) for file in folder.glob("*.jsonl")})
+    files = sorted(folder.glob(f"{attempts[-1]}.*.jsonl")) if attempts else []
+    pids = [json.loads(file.read_text().partition("\n")[0])["pid"] for file in files]
+    return pids if len(pids) == 2 else []
 
 
-def _watch(world: Ranks, newcomer: Callable[[int], Body]) -> list[dict[str, Any]] | None:
-    """What ranks say at their end; None once they are to start again."""
-    told: dict[int, Any] = {}
-    stopped: set[int] = set()
-    deadline, waiting = time.monotonic() + _LIMIT_S, dict(enumerate(world.lines))
-    while waiting.keys() - stopped:
-        assert time.monotonic() < deadline, f"ranks {sorted(waiting)} don't come to an end; so far: {told}"
-        for line in wait(list(waiting.values()), 1.0):
-            rank = next(rank for rank, other in waiting.items() if other is line)
-            try:
-                said = line.recv()  # type: ignore[union-attr]
-            except EOFError:  # killed
-                del waiting[rank]
-                continue
-            match said:
-                case "restart":
-                    return None
-                case "join":
-                    new = world.join(newcomer(len(world.processes)))
-                    waiting[new] = world.lines[new]
-                case "stop":
-                    stopped.add(rank)
-                case "pause":
-                    time.sleep(_PAUSE_S)
-                    os.kill(world.processes[rank].pid, signal.SIGCONT)
-                case str() if rank >= SIZE and said.endswith("is over: there is nothing left to join."):
-                    del waiting[rank]
-                case str():
-                    raise AssertionError(f"rank {rank}: {said}")
-                case _:
-                    told[rank] = said
-                    del waiting[rank]
-    for rank in stopped:  # they come back too late, and are told so
-        os.kill(world.processes[rank].pid, signal.SIGCONT)
-        assert "the others have gone on without this rank" in world.told(rank), rank
-    return list(told.values())
+def with_replicas(folder: Path, seed: int) -> list[Trouble]:
+    """Two or three replicas of a rank each, of which one lives all the time."""
+    from torchft.coordination import LighthouseServer
+
+    count = 2 + seed % 2
+    troubles, signals = draw(seed, count), list[tuple[str, float]]()
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=2000)
+    environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "LTX_TEST_REPLICAS": str(count)}
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    with contextmanager(_all)(running):
+
+        def start(who: int) -> None:
+            running[who] = _start(folder, environment, "tests.replicas", str(folder), str(who), "?")
+
+        def took_part(since: float) -> bool:
+            """Whether all replicas have been in a step since then."""
+            done = [entry for entry in replicas.steps_of(folder) if entry.get("committed") and entry["time"] > since]
+            return {entry["name"] for entry in done if entry["replicas"] == count} == {*map(str, range(count))}
+
+        for who in range(count):
+            start(who)
+        _until(lambda: took_part(0.0), *running.values())
+        for trouble in troubles:
+            time.sleep(trouble.after_s)
+            process = running[trouble.who]
+            signals.append((str(trouble.who), time.time()))
+            process.send_signal(signal.SIGKILL if trouble.kind == "kill" else signal.SIGSTOP)
+            time.sleep(trouble.lasts_s)
+            process.send_signal(signal.SIGCONT)
+            if trouble.kind == "kill":
+                process.wait()
+                start(trouble.who)
+        since = time.time()
+        _until(lambda: took_part(since), *running.values())
+        last = max(entry["step"] for entry in replicas.steps_of(folder) if "step" in entry) + 10
+        (folder / "last.new").write_text(str(last))
+        (folder / "last.new").rename(folder / "last")
+        for process in running.values():
+            assert process.wait(_LIMIT_S) == 0
+    lighthouse.shutdown()
+    entries = replicas.steps_of(folder)
+
+    def stray(entry: dict[str, Any]) -> bool:
+        mine = [e["time"] for e in entries if (e["name"], e["attempt"]) == (entry["name"], entry["attempt"])]
+        following = min((at for at in mine if at > entry["time"]), default=float("inf"))
+        return any(name == entry["name"] and entry["time"] - 1 < at < following for name, at in signals)
+
+    replicas.check(folder, 1, count, stray)
+    return troubles
 
 
-def _check_agreement(ended: Sequence[dict[str, Any]]) -> None:
-    assert all(end["state"] == ended[0]["state"] for end in ended), "ranks differ"
-    assert ended[0]["state"][0] == EPOCHS * STEPS, "steps were lost"
-    assert {end["size"] for end in ended} == {len(ended)}, "a rank of the last world hasn't come to the end"
+def _until(happens: Callable[[], object], *processes: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not happens():
+        if all(process.poll() == 0 for process in processes):
+            return  # they have come to their end already
+        assert not any(process.poll() for process in processes), "a process has failed"
+        assert time.monotonic() < deadline, "it doesn't happen"
+        time.sleep(0.1)
 
 
-def _check_samples(folder: Path) -> dict[int, float]:
-    """Every sample once in each epoch, by what the ranks have written down. Returns the losses by step.
-
-    A step that was done again, after a restart from a snapshot, counts as it was done last. Ranks that took part in a
-    step and didn't live to write it down had their share of it.
-    """
-    done: dict[int, dict[tuple[int, int], dict[int, Entry]]] = {}
-    for file in folder.glob("*.jsonl"):
-        generation = int(file.name.partition(".")[0])
-        for text in file.read_text().splitlines():
-            entry: Entry = json.loads(text)
-            done.setdefault(entry[1], {}).setdefault((generation, entry[0]), {})[entry[2]] = entry
-    assert sorted(done) == list(range(1, EPOCHS * STEPS + 1))
-    share, losses = shares(), {}
-    seen = [Counter[int]() for _ in range(EPOCHS)]
-    for step, by_world in done.items():
-        entries = by_world[max(by_world)]
-        size = next(iter(entries.values()))[3]
-        for rank in range(size):
-            samples = entries[rank][4] if rank in entries else share[step, rank, size]
-            seen[(step - 1) // STEPS].update(samples)
-        by_rank = {str(entry[5]) for entry in entries.values()}
-        assert len(by_rank) == 1, f"step {step}: losses {by_rank}"
-        losses[step] = float(by_rank.pop())
-    assert seen == [Counter(range(SAMPLES))] * EPOCHS, "samples were lost or seen twice"
-    return {step: losses[step] for step in sorted(losses) if losses[step] == losses[step]}  # NaN is unequal to itself
+def _start(folder: Path, environment: dict[str, str], *command: str) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    whole = os.environ | {"PYTHONPATH": path, "LTX_TEST_PAUSE": str(_PAUSE_S)} | environment
+    with open(folder / "output.txt", "ab") as output:
+        return subprocess.Popen([sys.executable, "-m", *command], env=whole, cwd=ROOT, stdout=output, stderr=output)
 
 
-def _check_snapshots(path: Path) -> None:
-    names = sorted(name for name in os.listdir(path) if name != ".in-use")  # the lock that a run holds
-    assert all(name.startswith("step_") for name in names), names
-    assert len(names) == 2, names
+def _all(running: dict[int, subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Ends those that still run."""
+    try:
+        yield
+    finally:
+        for process in running.values():
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+            process.wait(30)
 
 
-def _left_behind() -> dict[str, list[str]]:
-    """What a round may leave behind: shared memory, open files and sockets of this process, and its children."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    shared = [name for name in os.listdir("/dev/shm") if f"{os.getpid()}" in name or name.startswith("ltx")]
-    return {"children": children, "files": sorted(os.listdir("/proc/self/fd")), "shared memory": sorted(shared)}
+@contextmanager
+def started(folder: Path, environment: dict[str, str], *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = _start(folder, environment, *command)
+    with contextmanager(_all)({0: process}):
+        yield process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,11 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.seed is not None:
         print(*play(parsed.seed), sep="\n")
         return 0
-    end, rounds, say = time.monotonic() + 60 * parsed.minutes, 0, partial(print, flush=True)
+    end, rounds = time.monotonic() + 60 * parsed.minutes, 0
     while time.monotonic() < end:
         seed = secrets.randbelow(2**31)
-        say(f"--seed {seed}", end=": ")  # first: it is there also if the round fails
-        say(", ".join(f"{trouble.kind} {trouble.rank} at {trouble.step}" for trouble in play(seed)))
+        print(f"--seed {seed}", end=": ", flush=True)  # first: it is there also if the round fails
+        told = [f"{t.kind} {t.who} after {t.after_s:.1f} s for {t.lasts_s:.1f} s" for t in play(seed)]
+        print(*told, sep=", ", flush=True)
         rounds += 1
-    say(f"{rounds} rounds, all as they should be")
+    print(f"{rounds} rounds, all as they should be")
     return 0

@@ -6,48 +6,34 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["kill", "stop", "pause", "cut", "nan", "restart", "join"]
-
-#: Those that cost a rank for good.
-LOSSES = ("kill", "stop")
-
 
 @dataclass(frozen=True)
 class Trouble:
     """Something that goes wrong.
 
     Attributes:
-        kind: "kill": SIGKILL. "stop": SIGSTOP until the others have gone on without it. "pause": SIGSTOP, and SIGCONT
-            before anybody has missed it. "cut": all its connections to peers break. "nan": its samples are NaN.
-            "restart": SIGKILL to all ranks, which start again from the last snapshot. "join": a newcomer comes, such as
-            one in place of a rank that was killed.
-        rank: to which rank of the first world; above these, to which newcomer.
-        step: before it does this step.
+        kind: "kill": SIGKILL, and after `lasts_s` it is started again. "stop": SIGSTOP, and after `lasts_s` SIGCONT.
+        who: to which replica, or to which rank.
+        after_s: so long after the trouble before has begun, or the training.
+        lasts_s: see `kind`.
     """
 
-    kind: Kind
-    rank: int
-    step: int
+    kind: Literal["kill", "stop"]
+    who: int
+    after_s: float
+    lasts_s: float
 
 
-def draw(seed: int, ranks: int, steps: int) -> list[Trouble]:
-    """Some troubles, one of which at most is a restart, and after which a rank is left."""
+def draw(seed: int, count: int, troubles: int = 3) -> list[Trouble]:
+    """Some troubles to one or several of `count` replicas, at any moment; one of them has none."""
     rng = random.Random(seed)
-    harmless = rng.random() < 0.5  # half of all rounds cost no rank, and have to end bit for bit as without troubles
-    troubles: list[Trouble] = []
-    newcomers = 0
-    for step in sorted(rng.sample(range(1, steps), rng.randint(1, 4))):
-        kinds: list[Kind] = ["pause", "cut", "nan", "restart"]
-        lost = {t.rank for t in troubles if t.kind in LOSSES}
-        if any(t.kind == "restart" for t in troubles):
-            kinds.remove("restart")
-        here = [rank for rank in range(ranks + newcomers) if rank not in lost]
-        if not harmless and len([rank for rank in here if rank < ranks]) > 1:
-            kinds += ["kill", "stop", "kill", "stop"]
-        if not harmless and len(here) <= ranks:
-            kinds += ["join"] * (1 + 3 * (len(here) < ranks))
-        kind = rng.choice(kinds)
-        # Newcomers say nothing of others that are to come.
-        troubles.append(Trouble(kind, rng.choice([who for who in here if kind != "join" or who < ranks]), step))
-        newcomers += kind == "join"
-    return troubles
+    spared = rng.randrange(count)  # if all were lost, their state would be too
+    return [
+        Trouble(
+            rng.choice(("kill", "stop")),
+            rng.choice([who for who in range(count) if who != spared]),
+            rng.uniform(0.0, 3.0),
+            rng.choice((rng.uniform(0.0, 1.0), rng.uniform(0.0, 8.0))),
+        )
+        for _ in range(rng.randint(1, troubles))
+    ]

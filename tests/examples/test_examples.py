@@ -160,7 +160,7 @@ def test_clusters_files_start_what_there_is() -> None:
 def test_the_gallery_shows_every_example() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md", "gallery.py"}
-    assert {f"{name}.py" for name in TWINS} | {"slurm.sbatch", "k8s.yaml", "ray_train.py"} == files
+    assert {f"{name}.py" for name in TWINS} | {"slurm.sbatch", "k8s.yaml", "ray_train.py", "torchft_hook.py"} == files
     assert {path.stem for path in (EXAMPLES / "plain").glob("*.py")} == set(TWINS) - set(SHARED)
     for file in files:
         assert f"]({file})" in page

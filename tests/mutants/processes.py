@@ -1,66 +1,8 @@
-"""Defects in processes and files: elastic training, pools, launchers, checkpoints."""
+"""Defects in processes and files: pools, launchers, checkpoints."""
 
 from tests.mutants.mutant import Mutant
 
 MUTANTS = (
-    Mutant(
-        name="runtime: newcomers without the key are taken in",
-        where="_asked",
-        old="if may_be and hmac.compare_digest(proven, _asks(int(number), token)):",
-        new="if may_be:",
-        breaks="whoever reaches the store joins the training",
-        tests=("tests/internal/runtime/test_joining.py::test_who_asks_without_the_jobs_key_isnt_heard",),
-    ),
-    Mutant(
-        name="runtime: a newcomer doesn't check the run's key",
-        where="Membership.of_newcomer",
-        old='if not hmac.compare_digest(proven, proof(f"run {token}")):',
-        new="if not proven:",
-        breaks="a newcomer trains for a stranger",
-        tests=("tests/internal/runtime/test_joining.py::test_who_hasnt_the_key_is_refused_and_the_training_goes_on",),
-    ),
-    Mutant(
-        name="runtime: another model joins",
-        where="Membership.of_newcomer",
-        old="if (signature := Signature.from_json(theirs)) != entrance:",
-        new="if (signature := Signature.from_json(theirs)).operation != entrance.operation:",
-        breaks="a newcomer with other parameters is taken in",
-        tests=(
-            "tests/internal/runtime/test_joining.py::test_a_newcomer_with_another_model_is_refused_and_nobody_else_is_disturbed",
-        ),
-    ),
-    Mutant(
-        name="runtime: the position in the data is lost",
-        where="ElasticRun._taken_over",
-        old="self.state, self.position = self.train.broadcast(self.state, told.index(source)), source.position",
-        new="self.state = self.train.broadcast(self.state, told.index(source))",
-        breaks="a newcomer begins the data anew",
-        tests=("tests/internal/runtime/test_joining.py::test_a_newcomer_is_taken_in",),
-    ),
-    Mutant(
-        name="runtime: a snapshot's position is ignored",
-        where="ElasticRun._restore",
-        old="self.state, self.position, self.saved = restored.state, saved, restored.step",
-        new="self.state, self.saved = restored.state, restored.step",
-        breaks="samples come twice after a restart",
-        tests=("tests/internal/runtime/test_elastic.py::test_snapshots_are_gone_on_from",),
-    ),
-    Mutant(
-        name="runtime: fewer than min_ranks go on",
-        where="ElasticRun._new_place",
-        old="if place.size < self.min_ranks:",
-        new="if place.size < 1:",
-        breaks="training goes on with fewer ranks than asked",
-        tests=("tests/internal/runtime/test_elastic.py::test_too_few_are_left",),
-    ),
-    Mutant(
-        name="runtime: a regroup waits for those that are gone",
-        where="Regroup.decide.is_decided",
-        old="if not (at_the_limit or lost.union(declined).issuperset(missing)):",
-        new="if not (at_the_limit or set(declined).issuperset(missing)):",
-        breaks="after a loss the others stand still for the meeting_timeout",
-        tests=("tests/internal/runtime/test_regroup.py",),
-    ),
     Mutant(
         name="runtime: a worker's failure isn't reported",
         where="Pool._do",

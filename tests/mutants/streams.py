@@ -73,14 +73,6 @@ MUTANTS = (
         tests=("tests/streams/test_backends.py::test_a_bound_world_isn_t_split",),
     ),
     Mutant(
-        name="streams: elastic doesn't wait for its peers before the optimizer runs",
-        where="confirm",
-        old="if stream is None:",
-        new="if stream is not None:",
-        breaks="after a loss there is no state to go on from",
-        tests=("tests/streams/test_failures.py::test_elastic_goes_on_from_the_state_before",),
-    ),
-    Mutant(
         name="streams: lists of tensors get the states of others",
         where="multiply_all",
         old="zip(places, products, strict=True)",

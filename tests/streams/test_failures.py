@@ -9,8 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +22,6 @@ import ltx
 from ltx import Pool
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import CollectiveTimeoutError, InvalidStateError, LtxError, PeerLostError, ReplicaDivergedError
-from tests.chaos import rounds
-from tests.chaos.schedule import Trouble
 from tests.forks import SILENT_S, Ranks, settles
 from tests.streams.backend import HUNG_S, StreamGroup, StreamWork, log
 from tests.streams.pool import StreamedPool, on_streams
@@ -235,49 +231,8 @@ def test_a_rank_that_dies_or_stops(by: signal.Signals, started: Callable[..., Ra
         assert "invalid" in held or held == "usable"
 
 
-@pytest.mark.full(but=1)
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["kill", "stop", "join"])
-def test_elastic_goes_on_from_the_state_before(kind: Any, tmp_path: Path) -> None:
-    """Ranks agree, every sample counts once in each epoch, and there are snapshots."""
-    ended = rounds._train(tmp_path, [Trouble(kind, 1, 4)], sockets=True, streams=True)
-    assert [end["size"] for end in ended] == ([4] * 4 if kind == "join" else [2] * 2)
-    rounds._check_agreement(ended)
-    rounds._check_samples(tmp_path)
-    rounds._check_snapshots(tmp_path / "snapshots")
-
-
 def _quit() -> None:
     os._exit(0)
-
-
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("strategy", [ltx.HorovodStrategy(op="adasum"), ltx.ZeroStrategy()], ids=["adasum", "zero"])
-def test_what_ranks_share_after_the_optimizer_is_there_before_the_old_state_is_written_to(
-    strategy: ltx.Strategy, started: Callable[..., Ranks]
-) -> None:
-    """In steps whose state before is gone on from after a loss; rank 1 ends when its optimizer has run."""
-
-    def body(tell: Callable[[Any], None]) -> tuple[str, list[float], list[float]]:
-        def run() -> tuple[str, list[float], list[float]]:
-            sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
-            train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).square().sum(), strategy), sgd)
-            train = replace(train, confirms=True)
-            state, _ = train(train.init(torch.ones(4)), torch.ones(4))
-            before = state.params.tolist()
-            if ltx.world().rank == 1:
-                type(strategy).exchange = lambda *_, **__: _quit()  # type: ignore[assignment, method-assign]
-            with pytest.raises(PeerLostError) as told:
-                train(state, torch.ones(4))
-            return str(told.value), before, state.params.tolist()
-
-        result: tuple[str, list[float], list[float]] = on_streams(run, hung_s=3 * HUNG_S)
-        return result
-
-    world = started(2, body, heartbeat_s=SILENT_S)
-    said, before, after = world.told(0)
-    assert "rank 1" in said
-    assert after == before
 
 
 FAILURES: dict[str, Callable[[], None]] = {

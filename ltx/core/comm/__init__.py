@@ -41,7 +41,6 @@ from ltx.core.comm.step_summary import UNREDUCED as UNREDUCED
 from ltx.core.comm.step_summary import IssuedSummary as IssuedSummary
 from ltx.core.comm.step_summary import StepSummary as StepSummary
 from ltx.core.comm.step_summary import begin_pass as begin_pass
-from ltx.core.comm.step_summary import confirm as confirm
 from ltx.core.comm.step_summary import count_in_graph as count_in_graph
 from ltx.core.comm.step_summary import end_pass as end_pass
 from ltx.core.comm.step_summary import number_in_graph as number_in_graph

@@ -111,11 +111,6 @@ def opened(axis_comm: AxisComm, received: bytes, rank: int, issue: int) -> bytes
     return data
 
 
-def proof(text: str) -> str:
-    """A keyed digest of `text`, which proves to processes with the job's key that this one has it."""
-    return hmac.digest(os.environ.get(KEY, "").encode(), text.encode(), "sha256").hex()
-
-
 def _seal(axis_comm: AxisComm, data: bytes, rank: int, issue: int) -> bytes:
     # Without a job key the seal still proves that the sender can read the store.
     key = os.environ.get(KEY) or axis_comm.watcher.world

@@ -222,17 +222,6 @@ def read_last_summary(among: AxisComm) -> None:
         unread.wait()
 
 
-def confirm(among: AxisComm) -> None:
-    """If the host runs ahead, wait for a sum behind the enqueued work, so that all ranks' devices have done it."""
-    stream, channel = among.stream_of(among.device), among.bucket_channel(0)
-    if stream is None:
-        return
-    with among.passes.aborted_by(BaseException):
-        with stream.behind_current():
-            copy = channel.issue("psum", torch.zeros(1, device=among.device), "confirmation").read()
-        channel.wait_for_host(copy, "confirmation")
-
-
 def begin_pass(
     axis_comm: AxisComm,
     among: AxisComm,

@@ -72,8 +72,6 @@ class Watcher:
         self.store = store
         self._connection: Store = store.clone()  # type: ignore[attr-defined]
         self._own = PrefixStore(RECORDS, self._connection)
-        #: Called with each beat, in the watcher's thread and with its connection to `store`.
-        self.on_beat: Callable[[Store], None] = lambda store: None
         #: The rank that holds a second store, how to connect to it, and, on that rank, the store itself.
         self.second: tuple[int, Callable[[], Store]] | None = None
         self.held: Store | None = None
@@ -269,7 +267,7 @@ class Watcher:
                 self._connection = connect()
                 self._own = PrefixStore(RECORDS, self._connection)
                 # No rank has a record in the second store yet, and the time of peers' silence counts from now on.
-                self.on_beat, self.version, self._news, self._with_record = lambda store: None, 0, True, set()
+                self.version, self._news, self._with_record = 0, True, set()
                 self._looked_s = 0.0
                 self._go_round_by_round()
             lost = self.records.get(holder, Record())
@@ -300,7 +298,6 @@ class Watcher:
                     self._look_after_peers(now)
             if beats:
                 due_s = now + self._pause_s
-                self.on_beat(self._connection)
             self._under_way_s = None
             self._tick_s = min(1.3 * self._tick_s, _LAST_TICK_S, self.heartbeat_s / 4)
             self._look_after_devices()

@@ -30,11 +30,12 @@ from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.reduction import (
     Bucket,
     BucketInput,
-    CollectiveRequest,
     LeafState,
     Program,
     ProgramOf,
     Reduced,
+    Request,
+    StartedWork,
     advance,
     collective_alone,
 )
@@ -47,7 +48,7 @@ class _Launched:
 
     hook: CommHook
     program: Program | None
-    work: comm.Work | None = None
+    work: comm.Work | StartedWork | None = None
     phase: int = 0
     completed: Reduced | None = None
     then: Callable[[Reduced], None] | None = None
@@ -168,7 +169,11 @@ class Pending:
         # Inference tensors have no version counter.
         arrived, version = result, None if result is None or result.is_inference() else result._version
         assert pending.program is not None
-        while isinstance(request := advance(pending.program.requests, result), CollectiveRequest):
+        while isinstance(request := advance(pending.program.requests, result), Request):
+            if isinstance(request, StartedWork):
+                pending.phase += 1
+                pending.work = request
+                return
             if pending.phase == pending.hook.phases_on(self._comm.size):
                 raise StrategyError(
                     f"rank {self._comm.rank}: {pending.hook!r} asks for more than {pending.phase} collectives in "

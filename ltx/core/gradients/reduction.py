@@ -1,10 +1,11 @@
 """Buckets (gradients that are sent together) and their programs: generators that reduce a bucket.
 
 A program yields a :class:`CollectiveRequest` wherever it needs the network and is sent the result; it returns the
-bucket's results. The reduction of a communication hook is a program; a training step whose ranks communicate after the
-optimizer has programs with the optimizer inside. The same program runs on every kind of axis, since drivers differ only
-in how they answer requests: asynchronously between processes (:mod:`ltx.core.gradients.pending`), as nodes of a
-compiled graph (:mod:`ltx.core.gradients.schedule`), or at once, here.
+bucket's results. It may yield a :class:`StartedWork` too, to wait for what it has sent by other means. The reduction of
+a communication hook is a program; a training step whose ranks communicate after the optimizer has programs with the
+optimizer inside. The same program runs on every kind of axis, since drivers differ only in how they answer requests:
+asynchronously between processes (:mod:`ltx.core.gradients.pending`), as nodes of a compiled graph
+(:mod:`ltx.core.gradients.schedule`), or at once, here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -160,6 +161,34 @@ class CollectiveRequest:
             )
 
 
+@dataclass(eq=False)
+class StartedWork:
+    """Communication that a reduction has started by other means than ltx's, such as another engine's all-reduce.
+
+    A reduction yields it to get `result` back when `work` is complete. It isn't waited for before that has to be: in a
+    backward pass other buckets go out meanwhile. It counts as a phase, and reductions come to their phases in bucket
+    order, so all peers of that engine start it in the same order.
+
+    Attributes:
+        work: has ``wait()``, as a ``torch.distributed.Work``.
+        result: the tensor that holds the result after that.
+    """
+
+    work: Any
+    result: torch.Tensor
+    #: As of an :class:`ltx.core.comm.Work`: whether it is complete isn't asked, and no sum is taken.
+    done: ClassVar[bool] = False
+    total: ClassVar[float | None] = None
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        return self.result
+
+
+#: What a reduction may yield.
+Request = CollectiveRequest | StartedWork
+
+
 @dataclass(frozen=True)
 class BucketInput:
     """A bucket's gradients on this rank, divided by the number of ranks: the sum over ranks is the mean gradient.
@@ -207,7 +236,7 @@ class BucketInput:
 Reduced = tuple[torch.Tensor, Sequence[LeafState]]
 
 #: A generator that yields requests, is sent their results, and returns the reduced buffer and the next states.
-Reduction = Generator[CollectiveRequest, torch.Tensor, Reduced]
+Reduction = Generator[Request, torch.Tensor, Reduced]
 
 
 class Program(NamedTuple):
@@ -221,7 +250,7 @@ class Program(NamedTuple):
 ProgramOf = Callable[[Bucket, Sequence[torch.Tensor], Sequence[LeafState]], Program]
 
 
-def advance(program: Generator[CollectiveRequest, torch.Tensor, Any], result: torch.Tensor | None = None) -> Any:
+def advance(program: Generator[Request, torch.Tensor, Any], result: torch.Tensor | None = None) -> Any:
     """Run `program` up to its next request; return the request, or the program's result at its end.
 
     `result`: the answer to its last request; None at the beginning.
@@ -240,7 +269,7 @@ def advance(program: Generator[CollectiveRequest, torch.Tensor, Any], result: to
                 "states of its parameters, as in return total, inputs.states."
             ) from None
         return end.value
-    if not isinstance(request, CollectiveRequest):
+    if not isinstance(request, Request):
         raise StrategyError(
             f"a hook's reduce yields a {type(request).__name__}: expected a request, such as "
             'CollectiveRequest("psum", inputs.flat).'
@@ -251,20 +280,21 @@ def advance(program: Generator[CollectiveRequest, torch.Tensor, Any], result: to
 def drive(program: Reduction, answer: Callable[[CollectiveRequest], torch.Tensor]) -> Reduced:
     """Run `program` to its end; `answer` gives the result of each request at once."""
     request = advance(program)
-    while isinstance(request, CollectiveRequest):
-        request = advance(program, answer(request))
+    while isinstance(request, Request):
+        request = advance(program, request.wait() if isinstance(request, StartedWork) else answer(request))
     reduced: Reduced = request
     return reduced
 
 
 def drive_within(
-    program: Generator[CollectiveRequest, torch.Tensor, Any],
-    answer: Callable[[CollectiveRequest], Generator[CollectiveRequest, torch.Tensor, torch.Tensor]],
-) -> Generator[CollectiveRequest, torch.Tensor, Any]:
+    program: Generator[Request, torch.Tensor, Any],
+    answer: Callable[[CollectiveRequest], Generator[Request, torch.Tensor, torch.Tensor]],
+) -> Generator[Any, torch.Tensor, Any]:
     """Run `program` inside another program: `answer` is a generator too, which may yield requests of its own."""
     request = advance(program)
-    while isinstance(request, CollectiveRequest):
-        request = advance(program, (yield from answer(request)))
+    while isinstance(request, Request):
+        answered = (yield request) if isinstance(request, StartedWork) else (yield from answer(request))
+        request = advance(program, answered)
     return request
 
 

@@ -23,7 +23,15 @@ from ltx.core.base.errors import UnsupportedError
 from ltx.core.comm.operations import OPERATIONS, mark_started
 from ltx.core.gradients.comm_hook import CommHook, ExactSum, reduce_at_once, unpack
 from ltx.core.gradients.planning import Plan
-from ltx.core.gradients.reduction import Bucket, CollectiveRequest, Reduction, advance, collective_alone
+from ltx.core.gradients.reduction import (
+    Bucket,
+    CollectiveRequest,
+    Reduction,
+    StartedWork,
+    advance,
+    answer_at_once,
+    collective_alone,
+)
 from ltx.core.ranks.axis import Axis
 
 Dims = tuple[bool, ...]
@@ -84,13 +92,36 @@ class Schedule(ABC):
 
 
 class ImmediateSchedule(Schedule):
-    """The schedule on simulated ranks and in a world of one: each bucket is reduced completely when it is ready."""
+    """The schedule on simulated ranks and in a world of one: each bucket is reduced completely when it is ready.
+
+    In a world of one the reductions of a plain pass begin in bucket order, and work that they have started themselves
+    (:class:`ltx.core.gradients.reduction.StartedWork`) is waited for at the fence.
+    """
+
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
+        self._ready: dict[int, Sequence[torch.Tensor]] = {}
+        self._begun: list[tuple[Reduction, Any]] = []  # each with the work that it waits for, or its result
 
     def begin(self) -> None:
         self.unreduced()  # compares them, where ranks are simulated
+        self._ready, self._begun = {}, []
+
+    def _go_on(self, reduction: Reduction, request: Any) -> Any:
+        """Run a reduction up to the next work that it has started, or to its end."""
+        while isinstance(request, CollectiveRequest):
+            request = advance(reduction, answer_at_once(request, self.plan.axis))
+        return request
 
     def start(self, index: int, dims: Dims, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         plan, bucket = self.plan, self.plan.buckets[index]
+        if not dims and plan.axis.size == 1:
+            self._ready[index] = tensors
+            while (given := self._ready.pop(place := len(self._begun), None)) is not None:
+                hook = self.hook_of(plan.buckets[place])
+                reduction = hook.reduce(plan.packed(hook, plan.buckets[place], given))
+                self._begun.append((reduction, self._go_on(reduction, advance(reduction))))
+            return tuple(t.view_as(t) for t in tensors)
         hook = self.hook_of(bucket)
 
         def one_rank(axis: Axis, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,7 +131,16 @@ class ImmediateSchedule(Schedule):
         return _under_vmaps(one_rank, dims, plan.axis, tensors)
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(t.view_as(t) for t in tensors)
+        if not self._begun:
+            return tuple(t.view_as(t) for t in tensors)
+        outs: list[torch.Tensor] = []
+        for bucket, (reduction, request) in zip(self.plan.buckets, self._begun, strict=True):
+            while isinstance(request, StartedWork):
+                request = self._go_on(reduction, advance(reduction, request.wait()))
+            flat, states = request
+            outs += [*unpack(flat, bucket), *self.plan.flatten_states(bucket, states)]
+        self._begun = []
+        return tuple(outs)
 
 
 def _under_vmaps(
@@ -141,6 +181,11 @@ class GraphSchedule(Schedule):
     def _go_on(self, reduction: Reduction, result: torch.Tensor | None) -> Any:
         """Run a reduction up to its next collective; return a function that waits for it, or the final result."""
         request = advance(reduction, result)
+        if isinstance(request, StartedWork):
+            raise UnsupportedError(
+                f"{self.plan.hook!r} starts work of its own, which a compiled graph has no node for. Call the step "
+                "without torch.compile, or let the hook ask for collectives by CollectiveRequest alone."
+            )
         if not isinstance(request, CollectiveRequest):
             return request
         axis = request.axis or self.plan.axis

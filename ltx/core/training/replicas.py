@@ -16,7 +16,7 @@ from ltx.core.base import private, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.placements import Placements
 from ltx.core.training.train_state import TrainState, counted, updates_of
-from ltx.core.transforms.compare import check_leaves, digest, digests_by_rank, hash_of, tensors_by_path, values
+from ltx.core.transforms.compare import check_leaves, digests_by_rank, tensors_by_path
 from ltx.typing import Tree
 
 State = TypeVar("State")
@@ -97,12 +97,6 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
     if counts:
         synced = counted(synced, *collectives.broadcast_object([int(count) for _, count in counts], src, axis))
     return cast(State, synced)
-
-
-def fingerprint(state: TrainState) -> str:
-    """A digest of the replicated parts: equal on ranks that have the same bits. It doesn't communicate."""
-    leaves = [*_replicated(state), *_counts(state)]
-    return hash_of(f"{path} {digest(values(leaf))}" for path, leaf in leaves)
 
 
 def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:

@@ -104,10 +104,6 @@ class TrainSettings(Readable):
     check_every: int | None = None
     trainable: Trainable = None
     max_skipped: int | None = None
-    #: Whether the host waits, before it overwrites the previous state, until all messages have arrived on all ranks.
-    #: Else the host runs ahead of an accelerator, and may learn of a lost peer only when the previous state's memory
-    #: holds the next one. :func:`ltx.elastic` sets it, because it goes on from the previous state.
-    confirms: bool = False
 
     def __post_init__(self) -> None:
         check_trainable(self.trainable)

@@ -385,8 +385,6 @@ class Step:
                 completion = of(work, schedule, scale)
             for bucket, reduced in schedule.wait_buckets():
                 completion.complete(bucket, reduced)
-            if self.train.confirms and not self.late:
-                comm.confirm(schedule.among)
             summary = schedule.finish()
             done = completion.result()
         except BaseException as error:
@@ -434,8 +432,6 @@ class Step:
                 work.report_unused(shared or info.axis.size == 1)
             with uninterrupted(self._in_place):
                 updated = self._updated(done, states, finite, mean, about_to_write)
-                if train.confirms and self.late and info.axis.comm is not None:
-                    comm.confirm(info.axis.comm)
                 next_sync = state.held("sync_state").advanced(updated.states, info.step)
                 metrics = Metrics(mean, forward.aux)
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)

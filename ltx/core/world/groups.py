@@ -339,7 +339,7 @@ class Meeting(Watched):
         If ranks can't be sure of their nodes, they first compare their nodes.
         """
         world, wrong = self.world, ""
-        if placement.launcher in UNSURE and not placement.agreed:
+        if placement.launcher in UNSURE:
             own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
             wrong = _misfit(self.exchange.exchange("place", own, "ltx.init, comparing nodes"))
         self._made = True

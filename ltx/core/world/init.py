@@ -10,7 +10,7 @@ import atexit
 import gc
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,7 +28,7 @@ from ltx.core.ranks.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.core.transforms.strategy import Strategy
 from ltx.core.world.failures import note_uncaught
 from ltx.core.world.groups import adopted_world, check_mesh, close_ended, make_group, open_axes
-from ltx.core.world.launchers import JOIN_VARIABLE, placement_beside_group, placement_from_arguments, placement_from_env
+from ltx.core.world.launchers import placement_beside_group, placement_from_arguments, placement_from_env
 from ltx.core.world.placement import Placement
 from ltx.core.world.world import (
     RANK_VARIABLE,
@@ -91,8 +91,7 @@ def init(
         heartbeat_timeout: a rank raises :class:`ltx.errors.PeerLostError` if a peer that it waits for shows no sign of
             life for this long (its process or machine has stopped). `timeout` is for peers that live and don't come.
         rank: this process' rank, with `size` and `master`, for processes that were started by hand; a launcher's
-            variables are then ignored. ``rank=0, size=1`` is a process alone. If ``LTX_JOIN`` is set, the process has
-            no rank until :func:`ltx.elastic` takes it into a run, and `rank`, `size` and `master` are ignored.
+            variables are then ignored. ``rank=0, size=1`` is a process alone.
         size: the number of ranks.
         master: where ranks meet, ``"host:port"``: the name or address of rank 0's node and a free port there.
         local_rank: this rank's index among those of its node.
@@ -131,8 +130,6 @@ def init(
     }
     asked = {name: value for name, value in named.items() if value is not None}  # what was left out agrees with any
     told = placement_from_arguments(rank, size, master, local_rank, local_size)
-    if told is not None and told.master is not None and JOIN_VARIABLE in os.environ:
-        told = None  # a newcomer runs the same program as the ranks of the run, and has no rank yet
     if told is not None:
         asked["placement"] = told
     session = process.session
@@ -149,7 +146,6 @@ def init(
         session = process.session = _again(session)
     if session is None:
         session = process.session = _start(asked)
-        process.replaced = None
         note_uncaught(abandon)
         atexit.unregister(shutdown)  # register it once; it runs before handlers that were registered earlier
         atexit.register(shutdown)
@@ -181,23 +177,6 @@ def renew(count: int) -> None:
         dist.destroy_process_group()
     process.worlds = count - 1
     process.session = _start(settings)
-
-
-def reform(asked: Mapping[str, Any], count: int, placement: Placement, meanwhile: AbstractContextManager[Any]) -> World:
-    """Replace the current world, or one that couldn't be set up, by a world of other ranks.
-
-    `asked`: the settings of the previous world. `count`: as in :func:`renew`. `meanwhile`: a context around the setup
-    of the new world; if the setup fails, it is left before the setup is undone.
-    """
-    old = process.replaced = process.session or process.replaced
-    shutdown()
-    process.worlds = count - 1
-    mesh = ((asked["mesh"][0][0], placement.size),)
-    process.session = session = _start({**asked, "placement": placement, "mesh": mesh}, meanwhile)
-    if old is not None:
-        session.before, session.holds = (*old.before, old.world), old.holds
-    process.replaced = None
-    return session.world
 
 
 def _again(old: Session) -> Session:
@@ -250,8 +229,8 @@ def to_device(tree: Tree) -> Tree:
     return trees.unflatten(spec, [moved(leaf) for leaf in leaves])
 
 
-def _start(asked: Mapping[str, Any], around: AbstractContextManager[Any] = nullcontext()) -> Session:  # noqa: B008
-    with ExitStack() as undo, around, ExitStack() as meanwhile:
+def _start(asked: Mapping[str, Any]) -> Session:
+    with ExitStack() as undo, ExitStack() as meanwhile:
         timeout = asked.get("timeout", DEFAULT_TIMEOUT)
         heartbeat = asked.get("heartbeat_timeout", DEFAULT_HEARTBEAT)
         placement = asked.get("placement") or (

@@ -17,8 +17,6 @@ from ltx.core.world.placement import Placement, Variables, is_slurm_task, mpi_pl
 
 #: The variable that marks workers of an :class:`ltx.Pool`, which also have the variables that torchrun would set.
 POOL_VARIABLE = "LTX_POOL"
-#: The variable with the address of the store of the run that a process asks to join.
-JOIN_VARIABLE = "LTX_JOIN"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -164,21 +162,7 @@ def _torchrun_placement(variables: Variables) -> Placement:
     return Placement(variables.launcher, rank, size, local_rank, local_size, node_rank, num_nodes, master)
 
 
-def _joining_placement(variables: Variables) -> Placement:
-    """The placement of a process that is alone until :func:`ltx.elastic` takes it into a run."""
-    said = variables.environ[JOIN_VARIABLE]
-    joins = _host_and_port(said)
-    if joins is None:
-        raise WorldError(
-            f'environment variable {JOIN_VARIABLE}={said!r}: expected "host:port", the MASTER_ADDR and MASTER_PORT of '
-            'the ranks that train, as in "10.0.0.1:29500". Unset it to run as a world of one.'
-        )
-    local_rank = variables.number("LOCAL_RANK", 0, None, "the index of this process' device", 0)
-    return Placement(variables.launcher, local_rank=local_rank, joins=joins)
-
-
 _BY_TORCHRUN = "Start the processes with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-_BY_JOINING = f"Set {JOIN_VARIABLE} to the MASTER_ADDR:MASTER_PORT of ranks that run ltx.elastic"
 _BY_SRUN, _BY_MPIRUN = "Start the processes with srun", "Start the processes with mpirun"
 _pmi = partial(
     mpi_placement,
@@ -210,7 +194,6 @@ UNSURE = ("arguments", "openmpi", "mvapich2", "pmi")
 #: above it: mpirun starts processes on other nodes by srun, and then the variables of both are set.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher("pool", (POOL_VARIABLE, "RANK"), _has(POOL_VARIABLE, "RANK"), _torchrun_placement, _BY_TORCHRUN),
-    Launcher("join", (JOIN_VARIABLE,), _has(JOIN_VARIABLE), _joining_placement, _BY_JOINING),
     Launcher("torchrun", ("RANK", "WORLD_SIZE"), _has("RANK"), _torchrun_placement, _BY_TORCHRUN),
     _mpirun("openmpi", "OMPI_COMM_WORLD", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     _mpirun("mvapich2", "MV2_COMM_WORLD"),

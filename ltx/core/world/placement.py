@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ltx.core.base.errors import WorldError
 
@@ -45,9 +45,6 @@ class Placement:
     num_nodes: int = 1
     master: tuple[str, int] | None = None  # the address of the store where ranks meet; None if the process is alone
     own_devices: int | None = None  # the number of devices that only this process sees; None if all see all
-    joins: tuple[str, int] | None = None  # the store of the run that ltx.elastic will join
-    # all ranks got it from one source, so they needn't compare
-    agreed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -43,9 +42,8 @@ class World:
         backend: the backends of torch.distributed that its process groups use, ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``
             for example.
         launcher: who started the processes: ``"pool"``, ``"torchrun"``, ``"slurm"`` (srun), ``"openmpi"``, ``"pmi"``
-            (MPICH, Intel MPI), ``"mvapich2"``; ``"join"`` for one that :func:`ltx.elastic` takes into a run of others;
-            ``"arguments"`` if :func:`ltx.init` was told by its caller, ``"user"`` for a process group that was
-            initialised before ltx, ``"none"`` for a process that nobody started as a rank.
+            (MPICH, Intel MPI), ``"mvapich2"``; ``"arguments"`` if :func:`ltx.init` was told by its caller, ``"user"``
+            for a process group that was initialised before ltx, ``"none"`` for a process that nobody started as a rank.
         local_size: the number of processes on this node.
 
     Example:
@@ -102,13 +100,6 @@ class World:
             if error is not None:
                 note_failure(error)
                 abandon(error)
-            elif session.settings["placement"].joins is not None:
-                warnings.warn(
-                    "LTX_JOIN is set, and ltx.elastic, which would have this process taken into the run there, wasn't "
-                    "called: what was done here was done alone. Train with ltx.elastic, or unset LTX_JOIN.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
             shutdown()
         except Exception:
             if error is None:  # else the block's own error is raised, not an error of the teardown
@@ -123,8 +114,7 @@ class Session:
     settings: dict[str, Any]
     teardown: ExitStack
     holds: int = 1
-    # replaced worlds, whose `with` blocks keep this world open
-    before: tuple[World, ...] = ()
+    before: tuple[World, ...] = ()  # the worlds that failed before it, whose `with` blocks keep it open
     pid: int = field(default_factory=os.getpid)
 
 
@@ -133,7 +123,6 @@ class _Process:
     """The session of this process: process-wide, because process groups and axes are."""
 
     session: Session | None = None  # the session of the current world
-    replaced: Session | None = None  # the last session, if its successor couldn't be set up
     #: The number of worlds that this process has been in, equal on all ranks of a world. It is part of a world's keys
     #: in the store, so that a world made after ``shutdown()`` doesn't read old addresses, and ranks of other numbers
     #: don't meet.
@@ -258,7 +247,7 @@ def calls() -> int:
 
 def forget() -> None:
     """Run in each fork, where the open world is the parent's."""
-    process.session = process.replaced = None
+    process.session = None
     os.environ.pop(RANK_VARIABLE, None)
 
 

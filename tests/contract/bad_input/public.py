@@ -224,7 +224,6 @@ def calls(folder: Path) -> dict[str, list[Call]]:
                 lambda position: position.after_step().indices(0, 2),
             )
         ],
-        "ltx.elastic": [],  # trains; what it refuses is in runtime/test_elastic.py
         "ltx.launch": [],  # starts processes; refused in test_processes.py
         "ltx.Pool": [],
         "ltx.PerRank": [Call(ltx.PerRank, ([T, T],), {}, lambda values: values.stack())],

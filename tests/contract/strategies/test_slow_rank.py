@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ltx
-from tests.contract.runtime.elastic_training import make, mean_loss, values
 from tests.forks import Ranks
 from tests.inside import AsyncAveraging
+from tests.small import make, mean_loss, values
 
 SIZE, STEPS, SLOW_FROM = 3, 16, 5
 

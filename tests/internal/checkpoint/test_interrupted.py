@@ -116,7 +116,6 @@ def test_too_late_to_keep_others_from_saving(place: Interrupts, interrupted: int
 
 
 def test_the_loss_of_a_peer_is_one_on_all_that_are_left(ranks: Ranks, tmp_path: Path) -> None:
-    """From which elastic training goes on."""
     place = Interrupts(StoreExchange, "collect", at="/2")
     error = PeerLostError("rank 0: the process of rank 2 is gone")
 

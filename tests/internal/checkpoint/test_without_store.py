@@ -15,8 +15,8 @@ import torch
 import ltx
 from ltx.checkpoint import saving, storage
 from ltx.errors import CheckpointError, RankMismatchError
-from tests.contract.runtime.elastic_training import make, values
 from tests.forks import Ranks
+from tests.small import make, values
 
 SIZE = 3
 

@@ -121,11 +121,6 @@ PLACEMENTS: dict[str, tuple[Environ, Placement]] = {
     "an external step": (JOB | {"SLURM_STEP_ID": "4294967292"}, ALONE),
     "a step by name": (JOB | {"SLURM_STEP_ID": "interactive"}, ALONE),
     "srun --pty": (JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "4000"}, ALONE),
-    "a newcomer": ({"LTX_JOIN": "10.0.0.1:29500"}, Placement("join", joins=("10.0.0.1", 29500))),
-    "a newcomer that torchrun's variables were left to": (
-        TORCHRUN | {"LTX_JOIN": "[fd00::1]:29500"},
-        Placement("join", local_rank=1, joins=("fd00::1", 29500)),
-    ),
     "torchrun in a step": (STEP | TORCHRUN, Placement("torchrun", *SECOND_OF_TWO_BY_FOUR, ("10.0.0.1", 29500))),
     "mpirun by slot": (OPENMPI, Placement("openmpi", *SECOND_OF_TWO_BY_FOUR, ("n0", 29500))),
     "mpirun by node": (
@@ -248,7 +243,6 @@ REFUSED: dict[str, tuple[Environ, dict[str, str | None], str]] = {
     "hydra without local size": (HYDRA, {"MPI_LOCALNRANKS": None}, "MPI_LOCALNRANKS is missing"),
     "hydra, rank no number": (HYDRA, {"PMI_RANK": ""}, "PMI_RANK='' .*from 0 to 7, below PMI_SIZE=8"),
     "mpirun_rsh, rank too large": (MVAPICH2, {"MV2_COMM_WORLD_RANK": "8"}, "RANK='8' .*below MV2_COMM_WORLD_SIZE=8"),
-    "a newcomer, no port": ({"LTX_JOIN": "node0"}, {}, "LTX_JOIN='node0': expected \"host:port\", the MASTER_ADDR"),
     "torchrun, too few nodes": (
         TORCHRUN,
         {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": None},

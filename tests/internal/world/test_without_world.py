@@ -76,7 +76,6 @@ ALONE: dict[str, dict[str, str]] = {
     "srun with such a terminal's variable": STEP | {"SLURM_PTY_PORT": "1"},
     "WORLD_SIZE of a job script": {"WORLD_SIZE": "4"},
     "torchrun of one": {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-    "to be taken into a run": {"LTX_JOIN": "127.0.0.1:29500"},
 }
 
 
