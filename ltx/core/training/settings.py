@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, check_fields, whole
@@ -108,6 +111,9 @@ class TrainSettings(Readable):
     #: Else the host runs ahead of an accelerator, and may learn of a lost peer only when the previous state's memory
     #: holds the next one. :func:`ltx.elastic` sets it, because it goes on from the previous state.
     confirms: bool = False
+    #: Whether a 0-dim bool is true here or on a rank beside the axis that holds other parts of the parameters, as with
+    #: tensor parallelism: these skip a step together. :func:`ltx.tensor_parallel.with_dtensors` sets it.
+    bad_anywhere: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_trainable(self.trainable)
