@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, optim.Optimizer] = {
 }
 PARTS: dict[str, dict[str, Any]] = {"strategy": STRATEGIES, "hook": HOOKS, "optimizer": OPTIMIZERS}
 #: A chain is asked member by member, and clipping isn't asked.
-_BY_MEMBER = ("ZeRO, optimizer", "parts, optimizer")
+_BY_MEMBER = ("ZeRO, optimizer",)
 #: Asked for more than a part: of what a strategy itself is.
 _BESIDES = {"QAdam, optimizer": (type(OPTIMIZERS["qadam"]), 2, (0.9, 0.999))}
 

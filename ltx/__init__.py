@@ -52,7 +52,7 @@ finally:
 
 # --- imported when first asked for: most programs use few of them, and making dataclasses takes time
 if TYPE_CHECKING:
-    from ltx import checkpoint, profile
+    from ltx import checkpoint, profile, tensor_parallel
     from ltx.core.training.mixed_precision import DynamicLossScale, Precision, mixed_precision
     from ltx.data import DataPosition, rank_zero_first, share_out, uneven
     from ltx.runtime.per_rank import PerRank
@@ -83,7 +83,7 @@ _LATER = {
     "show": "ltx.runtime.show",
     "uneven": "ltx.data",
 }
-_LATER_SUBMODULES = ("checkpoint", "profile")
+_LATER_SUBMODULES = ("checkpoint", "profile", "tensor_parallel")
 
 #: Names that users of JAX look for.
 _OF_JAX = {
@@ -135,6 +135,7 @@ __all__ = [
     "share_out",
     "show",
     "shutdown",
+    "tensor_parallel",
     "to_device",
     "uneven",
     "vmap",

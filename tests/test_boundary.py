@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = ("ltx", "ltx.checkpoint", "ltx.errors", "ltx.extend", "ltx.hooks", "ltx.nn", "ltx.optim", "ltx.profile")
-PUBLIC += ("ltx.strategies", "ltx.typing")
+PUBLIC += ("ltx.strategies", "ltx.tensor_parallel", "ltx.typing")
 FILES = sorted((ROOT / "tests" / "contract").rglob("*.py"))
 
 

@@ -10,8 +10,9 @@ import pytest
 import ltx
 
 PUBLIC = ("ltx", "ltx.checkpoint", "ltx.errors", "ltx.extend", "ltx.hooks", "ltx.nn", "ltx.optim", "ltx.profile")
+PUBLIC += ("ltx.tensor_parallel",)
 MODULES = {
-    "ltx": {"checkpoint", "errors", "hooks", "nn", "optim", "profile"},
+    "ltx": {"checkpoint", "errors", "hooks", "nn", "optim", "profile", "tensor_parallel"},
     "ltx.extend": {"arguments", "comm", "needs", "noise", "tree"},
 }
 

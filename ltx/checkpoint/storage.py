@@ -31,11 +31,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ltx.checkpoint.directory import MISSING
 from ltx.core.base import private, tree
-from ltx.core.base.placements import on_mesh
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.compare import bytes_of, values
 from ltx.core.transforms.strategy_update import LeafLayout
-from ltx.errors import CheckpointError, InputError, StepError, UnsupportedError
+from ltx.errors import CheckpointError, InputError, StepError
 from ltx.strategies.zero import Shards
 
 METADATA = ".metadata"
@@ -95,12 +94,6 @@ def leaves_of(state: TrainState) -> list[Piece]:
     tree.check_paths(state, "ltx.checkpoint")
     layout, leaves = state.layout, []
     for path, tensor in zip(tree.leaf_paths(state), tree.flatten(state)[0], strict=True):
-        if on_mesh([tensor]):
-            raise UnsupportedError(
-                f"ltx.checkpoint: leaf {path!r} is a DTensor, of which this format would keep one rank's part. Use "
-                "torch's, which keeps each part once: torch.distributed.checkpoint.save({'state': state}, "
-                "checkpoint_id=path), and load(...) the same."
-            )
         part, _, rest = path.partition(".")
         kind: LeafLayout = getattr(layout, part, "replicated")
         if part == "opt_state" and shards is not None:

@@ -19,6 +19,7 @@ import ltx
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PUBLIC = ("ltx", "ltx.extend", "ltx.hooks", "ltx.optim", "ltx.nn", "ltx.errors", "ltx.checkpoint", "ltx.profile")
+PUBLIC += ("ltx.tensor_parallel",)
 FLAGS = re.MULTILINE | re.DOTALL
 BLOCK = re.compile(r"^```\{eval-rst\}\n\.\. currentmodule:: (\S+)\n+\.\. autosummary::\n(.*?)^```$", FLAGS)
 

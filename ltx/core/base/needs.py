@@ -52,7 +52,6 @@ _MAKES_SUMS = "put a hook after it that makes sums (FP16, BF16, ByteGrad, ...)"
 _AROUND = "put error feedback around the chain: hooks.error_feedback(hooks.chain(...))"
 _OWN = "use a hook of ltx.hooks in its place"
 _ONE = "train with ltx.train_step, or use one hook for all"
-_PARTS = "a parameter that is split over ranks (a DTensor)"
 
 #: The keys name the feature and the part that it needs something of.
 TABLE = {
@@ -142,22 +141,6 @@ TABLE = {
         _INSIDE,
     ),
     "complex, strategy": Need("a complex parameter", "work on complex numbers", lambda x: x.takes_complex, _REAL),
-    "parts, strategy": _unsupported(
-        _PARTS, "work that doesn't depend on how many ranks hold it", lambda x: not x.needs_whole, _DDP
-    ),
-    "parts, hook": _unsupported(
-        _PARTS,
-        "a result that doesn't depend on how many ranks hold the parameter",
-        lambda x: not x.needs_whole,
-        "use an elementwise hook: ltx.hooks.FP16()",
-    ),
-    "beside parts, hook": _unsupported(
-        "a replicated parameter in a bucket with parts of split parameters (DTensors),",
-        "an elementwise result, else ranks would get different results",
-        lambda x: x.exact or x.elementwise,
-        "use a hook such as ltx.hooks.FP16(), or place all parameters alike",
-    ),
-    "parts, optimizer": Need(_PARTS, "an elementwise update", lambda x: x.offers.elementwise, _ELEMENTWISE),
     "derivative, hook": _unsupported(
         "a derivative of what is reduced", "a mean of gradients", lambda x: x.averages, _LOCAL
     ),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import builtins
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
@@ -28,8 +29,7 @@ from ltx.core.base import traced
 from ltx.core.base.containers import NAMESPACE as NAMESPACE
 from ltx.core.base.containers import PLAIN, closed, open_in_graph, opened, sorted_keys
 from ltx.core.base.errors import LtxError, TreeError, UnsupportedError
-from ltx.core.base.placements import on_mesh
-from ltx.core.base.private import FakeTensor
+from ltx.core.base.private import FakeTensor, in_transform, unwrapped
 from ltx.typing import Tree
 
 T = TypeVar("T")
@@ -236,6 +236,7 @@ def _first(leaves: Sequence[Any], tree: Tree, places: Iterable[int]) -> tuple[st
 def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
     """:func:`check_tensors` for a tree that is already flattened."""
     if all(builtins.map(isinstance, leaves, itertools.repeat(torch.Tensor))):
+        refuse_dtensors(leaves, tree, what)
         return
     place = next(i for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor))
     path, leaf, hint = leaf_paths(tree)[place], leaves[place], ""
@@ -251,6 +252,31 @@ def check_leaves(leaves: Sequence[Any], tree: Tree, what: str) -> None:
             " Pass torch.as_tensor(array)." if known else f" Its dtype is {leaf.dtype}, and torch has no such tensors."
         )
     raise TreeError(f"{what} must be a tree of tensors, but leaf {path!r} is of type {type(leaf).__name__}.{hint}")
+
+
+def refuse_dtensors(leaves: Sequence[torch.Tensor], tree: Tree, what: str) -> None:
+    """Raise for DTensors: what is computed with this rank's part of one isn't meant for the whole."""
+    cls = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # None: nobody can have made one
+    if cls is None or torch.compiler.is_compiling():
+        return
+    kinds = [*builtins.map(type, builtins.map(unwrapped, leaves) if in_transform() else leaves)]
+    if any(issubclass(kind, cls) for kind in {*kinds}):
+        path = leaf_paths(tree)[next(place for place, kind in enumerate(kinds) if issubclass(kind, cls))]
+        raise UnsupportedError(f"{what}: leaf {path!r} is a DTensor, {_NO_DTENSORS}")
+
+
+_NO_DTENSORS = (
+    "and a plain tensor was expected. Where parameters are DTensors, wrap the step or train step: "
+    "ltx.tensor_parallel.with_dtensors(train). Elsewhere pass what this rank holds, x.to_local(), or the value, "
+    "x.full_tensor()."
+)
+
+
+@traced.at_trace_time
+def refuse_in_graph(classes: tuple[str, ...]) -> None:
+    """Raise if one of the class names of a graph's tensors is DTensor. Dynamo runs this while it traces."""
+    if "DTensor" in classes:
+        raise UnsupportedError(f"a parameter in a compiled graph is a DTensor, {_NO_DTENSORS}")
 
 
 def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_only: bool = False) -> None:
@@ -270,13 +296,8 @@ def check_open(leaves: Sequence[Any], tree: Tree, what: str, done: str, tensors_
 
 
 def check_dense(leaves: Sequence[Any], tree: Tree, what: str, hint: str = "Use x.to_dense().") -> None:
-    """Raise for DTensors and for sparse, quantized or nested tensors."""
+    """Raise for sparse, quantized or nested tensors."""
     check_leaves(leaves, tree, what)
-    if found := _first(leaves, tree, on_mesh(leaves)):
-        raise UnsupportedError(
-            f"{what}: leaf {found[0]!r} is a DTensor, and a plain tensor was expected. Pass what this rank holds of "
-            "it, x.to_local(), or its value, x.full_tensor()."
-        )
     odd = (i for i, x in enumerate(leaves) if x.layout is not torch.strided or x.is_quantized or x.is_nested)
     found = _first(leaves, tree, odd)
     if found is None:

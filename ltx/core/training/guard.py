@@ -21,7 +21,6 @@ from ltx.core.gradients.comm_hook import EXACT
 from ltx.core.optim import grad_norm
 from ltx.core.optim.base import chosen
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of
-from ltx.core.training.placed_state import on_any_rank
 from ltx.core.training.settings import TrainSettings
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, drawn_again
 from ltx.core.transforms.plain_autograd import gradients
@@ -104,8 +103,8 @@ def not_finite_error(
     )
     by_rank, together = [texts for texts, _ in told], sorted({text for _, texts in told for text in texts})
     found = [f"rank {rank}: {_listed(texts)}" for rank, texts in enumerate(by_rank) if texts]
-    if not found and not together and train.step.placements:
-        found = ["they are in parts of the parameters (DTensors) that are on other ranks of the mesh"]
+    if not found and not together and train.bad_anywhere is not None:
+        found = ["they are in parts of the parameters that ranks beside this axis hold"]
     elif not found:
         found = [f"each rank's own, computed again, are finite, but the reduced ones aren't: {_listed(together)}"]
     limit = train.max_skipped if over_limit(train, state) else None
@@ -216,8 +215,8 @@ def all_finite(
     bad = any_not_finite(grads) if pure else not_finite_on_device(grads) if ahead else not_finite(grads, sums)
     if must_sync_finite(train, info):
         bad = _on_any(train, bad, info)
-    if train.step.placements:
-        bad = on_any_rank(bad, train.step.placements)
+    if train.bad_anywhere is not None:
+        bad = train.bad_anywhere(bad)
     return bad.logical_not() if pure or ahead else not bad
 
 

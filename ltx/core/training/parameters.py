@@ -135,6 +135,7 @@ def taken_from(module: torch.nn.Module, axis: Axis, trainable: Trainable) -> tup
     The module's trained parameters can't be used any more: their use raises.
     """
     parameters = dict(module.named_parameters())
+    tree.check_tensors(parameters, "train.init(module)")
     if axis.ranks.overlaps:
         tree.check_values(list(parameters.values()), parameters, "train.init(module)")
     trained, frozen = split(parameters, trainable)

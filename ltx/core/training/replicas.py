@@ -14,7 +14,6 @@ import torch
 from ltx.core import collectives, comm
 from ltx.core.base import private, tree
 from ltx.core.base.arguments import checked
-from ltx.core.base.placements import Placements
 from ltx.core.training.train_state import TrainState, counted, updates_of
 from ltx.core.transforms.compare import check_leaves, digests_by_rank, tensors_by_path
 from ltx.typing import Tree
@@ -88,8 +87,7 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
             check_replicas(state, axis)
         src = list(map(tuple, by_rank)).index(most)
     tensors = [leaf for _, leaf in leaves]
-    placements = Placements.of(tensors)
-    same = placements.placed(collectives.broadcast(placements.local(tensors), src, axis))
+    same = collectives.broadcast(tensors, src, axis)
     by_path = {path: leaf.detach() for (path, _), leaf in zip(leaves, same, strict=True)}
     everything, spec = tree.flatten(state)
     filled = [by_path.get(path, x) for path, x in zip(tree.leaf_paths(state), everything, strict=True)]
@@ -101,6 +99,7 @@ def sync_params(state: State, src: int | None = None, axis: Any = None) -> State
 
 def _replicated(state: Tree) -> list[tuple[str, torch.Tensor]]:
     """(path, tensor) of the tensors that should be the same on every rank."""
+    tree.refuse_dtensors(tree.flatten(state)[0], state, "values that are compared")
     if not isinstance(state, TrainState):
         return tensors_by_path(state)
     state.check_owned()

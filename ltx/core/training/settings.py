@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from ltx.core.base import traced, tree
 from ltx.core.base.arguments import brief, check_fields, whole
@@ -104,6 +107,9 @@ class TrainSettings(Readable):
     check_every: int | None = None
     trainable: Trainable = None
     max_skipped: int | None = None
+    #: Whether a 0-dim bool is true here or on a rank beside the axis that holds other parts of the parameters, as with
+    #: tensor parallelism: these skip a step together. :func:`ltx.tensor_parallel.with_dtensors` sets it.
+    bad_anywhere: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_trainable(self.trainable)

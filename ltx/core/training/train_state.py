@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import DonatedStateError, InputError, InvalidStateError
-from ltx.core.base.placements import local, on_mesh, own_part
 from ltx.core.base.readable import Readable, text_of
 from ltx.core.optim import TorchState
 from ltx.core.optim.base import advanced, all_of, sees_loss
@@ -211,11 +210,6 @@ class TrainState(Readable):
         """A part of the state, read without noting it in :attr:`seen`."""
         return self.frozen if name == "frozen" else self.__dict__[f"_{name}"]
 
-    @property
-    def is_donated(self) -> bool:
-        """Whether a step has taken this state's tensors over."""
-        return isinstance(self._lease[0], int)
-
     def donate(self) -> None:
         """Mark this state as donated: from now on reading it raises."""
         self._lease[0] = self.step + 1
@@ -251,13 +245,12 @@ class TrainState(Readable):
         """
         self.check_owned()
         self.check_finished("state_dict")
-        tensors = tree.flatten(self)[0]
         own = [part for part in ("params", "opt_state") if getattr(self.layout, part) == "per_rank"]
         if self.layout.params == "sharded":  # the paths of a sharded optimizer state name the rank
             own.append("params")
-        if self.layout.sync_state == "per_rank" or on_mesh(tensors):
+        if self.layout.sync_state == "per_rank":
             own.append("sync_state.leaves")
-        kept = dict(map(partial(_of_this_rank, own), tree.leaf_paths(self), tensors))
+        kept = dict(map(partial(_of_this_rank, own), tree.leaf_paths(self), tree.flatten(self)[0]))
         return {
             **kept,
             "step": torch.tensor(self.step, device="cpu"),
@@ -289,11 +282,11 @@ class TrainState(Readable):
 
 
 def _of_this_rank(own: list[str], path: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """(path, tensor). In the parts `own`, which differ between ranks, the path names the rank; the tensor is local."""
+    """(path, tensor). In the parts `own`, which differ between ranks, the path names the rank."""
     part = next((part for part in own if f"{path}.".startswith(f"{part}.")), "")
     if not part or not dist.is_initialized() or dist.get_world_size() == 1:
         return path, x
-    return f"{part}.rank_{dist.get_rank()}_of_{dist.get_world_size()}{path.removeprefix(part)}", local(x)
+    return f"{part}.rank_{dist.get_rank()}_of_{dist.get_world_size()}{path.removeprefix(part)}", x
 
 
 def _part(name: str) -> property:
@@ -370,26 +363,15 @@ class DonatedTensor(torch.Tensor):
         raise DonatedStateError(next(kind._why for kind in types if issubclass(kind, DonatedTensor)))
 
 
-def _gone(x: Any, *args: Any, **kwargs: Any) -> Any:
-    raise DonatedStateError(type(x)._why)
-
-
-# These methods of DTensors don't go through torch's functions.
-_OF_PLACED = {"__slots__": (), "__module__": __name__} | dict.fromkeys(
-    ("to_local", "full_tensor", "redistribute"), _gone
-)
-
-
 def give_away(tensors: Iterable[torch.Tensor], why: str) -> None:
     """Make every use of these `tensors` raise DonatedStateError with the text `why`."""
     kind = type("DonatedTensor", (DonatedTensor,), {"_why": why, "__module__": __name__})
     for x in tensors:
-        part = own_part(x)
         if x.layout is torch.strided and (x.is_floating_point() or x.is_complex()):
             # functorch's wrappers ignore the class: a read through them finds NaN, which needs no memory.
-            part.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(part.shape)
+            x.data = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(x.shape)
         with suppress(TypeError):  # some tensor subclasses have another memory layout
-            x.__class__ = kind if part is x else type("DonatedTensor", (kind, type(x)), _OF_PLACED)
+            x.__class__ = kind
 
 
 def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> TrainState:

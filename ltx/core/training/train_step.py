@@ -35,7 +35,6 @@ from ltx.core.training.guard import (
 from ltx.core.training.made_for import adopted, check_made_for, layout_for
 from ltx.core.training.outputs import Batch, GivenGradients, arguments_of, as_loss, check_call, outputs_of, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
-from ltx.core.training.placed_state import init_on_parts, on_parts
 from ltx.core.training.replicas import check_replicas
 from ltx.core.training.settings import (
     TrainSettings,
@@ -86,8 +85,6 @@ class TrainStep(TrainSettings):
             check_kept(buffers, self.step)
         strategy, axis = self.step.strategy, comm.resolve(self.step.axis)
         strategy.check_axis(axis)
-        if (placed := init_on_parts(self, params, buffers)) is not None:
-            return placed
         check_devices(
             axis, dict(params.named_parameters()) if isinstance(params, torch.nn.Module) else params, "params"
         )
@@ -126,7 +123,6 @@ class TrainStep(TrainSettings):
         state.__dict__["of_step"] = True
         return state.by(self).unseen()
 
-    @on_parts
     def adopt(self, state: TrainState, params: Literal["mean", "rank0"] = "mean") -> TrainState:
         """A state for this train step, of one that was made for another: another strategy, optimizer, `trainable`.
 
@@ -165,7 +161,6 @@ class TrainStep(TrainSettings):
         """
         return adopted(self, state, params).by(self)
 
-    @on_parts
     def broadcast(self, state: TrainState, src: int = 0) -> TrainState:
         """Give every rank the state of rank `src`, such as one that was restored or made on that rank alone.
 
@@ -199,7 +194,6 @@ class TrainStep(TrainSettings):
         check_made_for(self, given)  # on all ranks alike, as they have the same one now
         return given.by(self)
 
-    @on_parts
     def finish(self, state: TrainState) -> TrainState:
         """Complete what the strategy has begun in earlier steps, such as the rounds of an asynchronous strategy.
 
@@ -218,7 +212,6 @@ class TrainStep(TrainSettings):
         sync_state = replace(state.sync_state, leaves=states)
         return replace(state, params=params, sync_state=sync_state, pending=None).by(self)
 
-    @on_parts
     def gather(self, state: TrainState) -> TrainState:
         """`state` with the whole optimizer state on every rank, if the strategy shards it. Every rank calls this.
 
@@ -236,7 +229,6 @@ class TrainStep(TrainSettings):
         return replace(state, opt_state=opt_state, layout=layout).by(self)
 
     @traced.whole
-    @on_parts
     def __call__(self, state: TrainState, *args: Any, **named: Any) -> tuple[TrainState, Metrics]:
         batch = Batch(args, named)
         if not isinstance(state, TrainState):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -19,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from ltx.core.base import private, tree
 from ltx.core.base.errors import InputError, StepError, TreeError, UnsupportedError
-from ltx.core.base.placements import is_fully_sharded
 from ltx.core.comm.signature import Seen
 from ltx.typing import Tree
 
@@ -280,7 +280,7 @@ class Members:
         rest: list[tuple[str, nn.Module]] = [("", module)]
         while rest:
             prefix, part = rest.pop()
-            if is_fully_sharded(part):
+            if _is_fully_sharded(part):
                 which = f"{prefix[:-1]!r} of " if prefix else ""
                 raise UnsupportedError(
                     f"{what}: {which}{type(module).__name__} is under torch's fully_shard, which puts "
@@ -348,6 +348,12 @@ class Members:
                 f"functional_call: {type(self.module).__name__} has no parameter or buffer {name!r}. Of its "
                 f"{len(self.slots)} the first are {known or 'none'}."
             )
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    """Whether torch's fully_shard (FSDP2) manages the parameters of `module`. If nobody has imported it, it doesn't."""
+    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return cls is not None and isinstance(module, cls)
 
 
 def modules_of(fn: Any) -> list[nn.Module]:

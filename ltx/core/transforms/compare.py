@@ -17,7 +17,6 @@ import torch
 from ltx.core import comm
 from ltx.core.base import private, tree
 from ltx.core.base.errors import ReplicaDivergedError
-from ltx.core.base.placements import local
 from ltx.core.comm.debug import caller, under_way
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.sync_state import plain_values
@@ -103,8 +102,8 @@ _SMALL = 8 * _COLUMNS
 
 
 def values(x: torch.Tensor) -> torch.Tensor:
-    """`x` without wrappers, and contiguous; for a DTensor, this rank's part."""
-    return plain_values(local(x)).resolve_conj().resolve_neg().contiguous()
+    """`x` without wrappers, and contiguous."""
+    return plain_values(x).resolve_conj().resolve_neg().contiguous()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

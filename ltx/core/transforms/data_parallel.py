@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -17,7 +16,6 @@ import torch
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError, SyncStateError
-from ltx.core.base.placements import PLAIN, Placements, local, refuse_in_graph
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.planning import in_step
 from ltx.core.transforms import plain_autograd
@@ -31,10 +29,7 @@ from ltx.core.transforms.run import (
     Run,
     StepSettings,
     averaged,
-    check_placements,
-    placed,
     refuse_gradients,
-    whole_scalars,
 )
 from ltx.core.transforms.strategy import Strategy, default_strategy
 from ltx.core.transforms.sync_state import Synced, SyncState, check_state
@@ -81,7 +76,6 @@ class DataParallel(StepSettings):
         """The communication state before the first step; it has no leaves if the strategy keeps no state."""
         tree.check_tensors(params, "params")
         tree.check_paths(params, "params")
-        params = tree.map(local, params)
         states = {
             path: state
             for path, leaf in zip(tree.leaf_paths(params), tree.flatten(params)[0], strict=True)
@@ -93,33 +87,22 @@ class DataParallel(StepSettings):
         """Call the step on marked parameters and tie its output."""
         params, sync_state = self._params_of(args) if options.step is None else self.params_of(args)
         leaves, spec = options.flat or tree.flatten(params)
-        whole_leaves, step, placements, recorded = leaves, options.step, PLAIN, traced.recording()
+        step, recorded = options.step, traced.recording()
         if recorded:
-            refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
+            tree.refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, spec, sync_state, counted if step is None else step)
             local, within = self.blocked, None
         else:
             tree.check_leaves(leaves, params, f"argument {self.argnums} of the step")
-            placements = self.placements or Placements.of(leaves)
-            if placements:
-                leaves = placements.local(leaves)
-                params = tree.unflatten(spec, leaves)
             counted = sync_state.checked_step() if sync_state is not None else 0
             training, step = step is not None, counted if step is None else step
             hook, axis = self.hook(step, training), comm.resolve(self.axis)
-            if placements:
-                whole = params if options.frozen is None else tree.filled(params, options.frozen)
-                paths = partial(tree.leaf_paths, whole)
-                check_placements(axis, placements, self.strategy, step, paths, "data_parallel")
-            marked = mark(self, params, leaves, spec, sync_state, axis, hook, step, options, whole_leaves)
+            marked = mark(self, params, leaves, spec, sync_state, axis, hook, step, options)
             local, within = hook is None, None if hook is None else hook.within(axis)
         given = params if marked.as_given else tree.unflatten(spec, marked.leaves)
         if options.frozen is not None:
             given = tree.filled(given, options.frozen)
-        if placements:
-            given = placed(placements, given)
-            leaves, spec = tree.flatten(given)
         places, values = ([self.argnums], [given]) if isinstance(self.argnums, int) else (self.argnums, given)
         args = tuple(at_places(args, places, values))
         if recorded:
@@ -129,8 +112,8 @@ class DataParallel(StepSettings):
                 token, before = in_step.set(True), private.nodes_made()
                 keep(given)
                 try:
-                    with look_at_modules(self.fn, tensors_in_place, lambda: whole_leaves):
-                        output = whole_scalars(self.fn(*args, **kwargs))
+                    with look_at_modules(self.fn, tensors_in_place, lambda: leaves):
+                        output = self.fn(*args, **kwargs)
                 finally:
                     in_step.reset(token)
                 if marked.schedule is not None and not private.in_transform():  # side effects

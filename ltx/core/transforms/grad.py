@@ -16,8 +16,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked, outcome
-from ltx.core.base.errors import StepError, UnsupportedError
-from ltx.core.base.placements import Placements
+from ltx.core.base.errors import StepError
 from ltx.core.collectives.linear import at_places
 from ltx.core.gradients.comm_hook import CommHook
 from ltx.core.gradients.pending import ProcessSchedule
@@ -81,10 +80,6 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
         if sync_state is not None:
             check_state(sync_state)
         leaves, spec = tree.flatten(args[argnums]) if isinstance(argnums, int) else ([], None)
-        placements = Placements.of(leaves)
-        if placements and isinstance(argnums, int):  # only first derivatives are taken
-            leaves = [x.detach() for x in leaves]
-            args = (*args[:argnums], tree.unflatten(spec, leaves), *args[argnums:][1:])
         if isinstance(argnums, int) and leaves and _is_plain(step, argnums, args):
             others = tree.flatten((at_places(args, [argnums], [None]), kwargs))[0]
             if not requires_grad([*leaves, *others]):
@@ -92,14 +87,7 @@ def grad_and_value(step: Step, argnums: int | tuple[int, ...] = 0, has_aux: bool
                 if marks_on_wire(step, _hook_now(step, sync_state), axis):
                     return _by_plain_autograd(step, argnums, (leaves, spec), args, kwargs, sync_state, checked_output)
                 if axis.size == 1 and not axis.ranks.levels and sync_state is None:
-                    return _by_local_parts(scalar, argnums, args, kwargs, placements, step.fn)
-        if placements and isinstance(argnums, int):
-            if sync_state is not None:
-                raise UnsupportedError(
-                    "a step with communication state and parameters that are DTensors: no other argument may require "
-                    "gradients, and no transform of torch.func may be around. Use x.detach(), or ltx.train_step."
-                )
-            return _by_local_parts(scalar, argnums, args, kwargs, placements)
+                    return _alone(scalar, argnums, args, kwargs, step.fn)
         if sync_state is None:
             return _by_torch_func(scalar, numbers, isinstance(argnums, int), has_aux, args, kwargs)
         if not isinstance(argnums, int):
@@ -192,7 +180,6 @@ def _by_plain_autograd(
     assert isinstance(schedule, ProcessSchedule)
     assert run.inputs is not None
     leaves, spec = flat
-    placements = Placements.of(leaves)
     grads, states = dict[int, torch.Tensor](), dict[int, LeafState]()
     try:
         schedule.send_summary()
@@ -212,7 +199,7 @@ def _by_plain_autograd(
         raise
     value = tree.detached(_apart(output))
     with torch.no_grad():
-        found = tree.unflatten(spec, placements.placed([*map(grads.__getitem__, range(len(leaves)))]))
+        found = tree.unflatten(spec, map(grads.__getitem__, range(len(leaves))))
     if sync_state is None:
         return found, value
     after = states_after(schedule.plan, states, sync_state.leaves, params)
@@ -224,32 +211,23 @@ def _apart(output: Tree) -> Tree:
     return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and x.ndim == 0 else x, output)
 
 
-def _by_local_parts(
-    scalar: Callable[..., Any],
-    argnum: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    placements: Placements,
-    alone: Step | None = None,
-) -> Any:
-    """The result of :func:`grad_and_value`'s function by plain autograd.
+def _alone(scalar: Callable[..., Any], argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any], fn: Step) -> Any:
+    """The result of :func:`grad_and_value`'s function by plain autograd, for the step `fn` of one rank.
 
-    For DTensors, into which torch.func can't look, and for the step `alone` of one rank, which may use what torch.func
-    has no rules for, as it may on several ranks.
+    It may use what torch.func has no rules for, as it may on several ranks.
     """
     leaves, spec = tree.flatten(args[argnum])
-    parts = [x.detach().requires_grad_() for x in placements.local(leaves)]
+    inputs = [x.detach().requires_grad_() for x in leaves]
     calls = Calls()
     with torch.enable_grad(), calls.recorded():
-        filled = at_places(args, [argnum], [tree.unflatten(spec, placements.placed(parts))])
+        filled = at_places(args, [argnum], [tree.unflatten(spec, inputs)])
         before = private.nodes_made()
         output = scalar(*filled, **kwargs)
         total = output[0] if isinstance(output, tuple) else output
-        closes = alone is not None and closes_over_variables(alone, output, filled, private.nodes_made() - before)
+        closes = closes_over_variables(fn, output, filled, private.nodes_made() - before)
     with calls.in_pass():
-        found = gradients(total, parts, closes)
+        grads = tree.unflatten(spec, gradients(total, inputs, closes))
     with torch.set_grad_enabled(closes and torch.is_grad_enabled()):
-        grads = tree.unflatten(spec, placements.placed(found))
         value = _apart(output)
     return grads, value if closes else tree.detached(value)
 

@@ -18,7 +18,6 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
 from ltx.core.base.errors import SyncStateError, UnsupportedError
 from ltx.core.base.needs import require
-from ltx.core.base.placements import Placements, local, summed
 from ltx.core.base.private import unwrapped
 from ltx.core.collectives.calls import check_dense, check_sums
 from ltx.core.collectives.linear import at_places
@@ -41,7 +40,7 @@ from ltx.core.gradients.schedule import ImmediateSchedule, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Alone
 from ltx.core.transforms.compare import check_in_debug, check_leaves, check_params_once, digest, hash_of, values
-from ltx.core.transforms.run import CallOptions, Marked, StepSettings, check_placements
+from ltx.core.transforms.run import CallOptions, Marked, StepSettings
 from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype
 from ltx.core.transforms.strategy_update import PostUpdateHook
 from ltx.core.transforms.sync_state import SyncState, check_state, kept_beside, states_of_leaves
@@ -152,14 +151,10 @@ def mark(
     hook: CommHook | None,
     step: int,
     options: CallOptions,
-    given: Sequence[torch.Tensor],
 ) -> Marked:
-    """The marked parameters of an eager call of `step_fn` on `axis` at `step`, with the strategy's `hook`.
-
-    `leaves` are the local parts of the `given` tensors.
-    """
+    """The marked parameters of an eager call of `step_fn` on `axis` at `step`, with the strategy's `hook`."""
     hook = options.hook or hook
-    below = () if options.deferred else given
+    below: Sequence[torch.Tensor] = () if options.deferred else leaves
     if private.in_transform():
         below = [*map(unwrapped, below)] if axis.ranks.levels else ()
     own = {i: x for i, x in enumerate(below) if x.is_leaf and x.requires_grad}  # whose .grad a backward pass may write
@@ -207,7 +202,7 @@ def mark(
         hooks_of = ((plan.hook_of(bucket), bucket.members) for bucket in plan.buckets)
         stay_local = {wanted[i] for each, members in hooks_of if not each.alike for i in members}
         shared = {i: x for i, x in own.items() if i not in stay_local}
-        schedule.unreduced = functools.partial(_unreduced, sharing, given, shared, paths)
+        schedule.unreduced = functools.partial(_unreduced, sharing, leaves, shared, paths)
     if isinstance(schedule, ProcessSchedule) and deferred and not marker.can_raise_priority():
         hooks = LeafHooks(schedule, mine, tensors)
         schedule.on_end = hooks.finish
@@ -255,7 +250,7 @@ def _unreduced(
     private.at_end_of_pass(ended)
     written = [i for i, version in before.items() if version and version[1] != getattr(leaves[i].grad, _REDUCED, None)]
     found = [(i, grad) for i in written if (grad := leaves[i].grad) is not None and _accumulates(leaves[i])]
-    used = torch.stack([local(grad).any().to(found[0][1].device) for _, grad in found]).tolist() if found else []
+    used = torch.stack([grad.any().to(found[0][1].device) for _, grad in found]).tolist() if found else []
     # Zeros, as of zero_grad(set_to_none=False), are left out; + 0: no zero is negative.
     grads = [(f"{paths()[i]}.grad", _wrapped_as(given[i], x + 0)) for (i, x), u in zip(found, used, strict=True) if u]
     if axis.ranks.levels:
@@ -366,8 +361,6 @@ def sync_gradients(
     strategy = strategy if strategy is not None else default_strategy()
     leaves, spec = tree.flatten(grads)
     compiling = traced.recording()
-    if Placements.of(leaves):
-        return _of_local_parts(grads, strategy, sync_state, axis)
     if not compiling:
         tree.check_tensors(grads, "grads")
         if any(map(is_sparse, leaves)):
@@ -386,19 +379,6 @@ def sync_gradients(
     else:
         reduced, sync_state = _reduce(strategy, axis, mine, arrival, paths, sync_state)
     return tree.unflatten(spec, at_places(leaves, wanted, reduced)), sync_state
-
-
-def _of_local_parts(
-    grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any
-) -> tuple[Tree, SyncState | None]:
-    """Reduce a tree with DTensors, by their local parts. DTensors that are partial sums are added up first."""
-    leaves, spec = tree.flatten(tree.map(summed, grads))
-    placements = Placements.of(leaves)
-    step = 0 if state is None else state.checked_step()
-    check_placements(comm.resolve(axis), placements, strategy, step, lambda: tree.leaf_paths(grads), "sync_gradients")
-    parts = tree.unflatten(spec, placements.local(leaves))
-    reduced, after = sync_gradients(parts, strategy, state, axis=axis)
-    return tree.unflatten(spec, placements.placed(tree.flatten(reduced)[0])), after
 
 
 def _with_sparse(grads: Tree, strategy: Strategy, state: SyncState | None, axis: Any) -> tuple[Tree, SyncState | None]:

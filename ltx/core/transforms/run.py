@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -12,17 +12,14 @@ from ltx.core import collectives, comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, check_fields, is_number
 from ltx.core.base.errors import StepError, StrategyError, no_mean
-from ltx.core.base.needs import require
-from ltx.core.base.placements import PLAIN, Placements, meshes_are_used, on_mesh, whole
 from ltx.core.base.readable import Readable
 from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.reduce import unusable, wide
 from ltx.core.comm import to_device
 from ltx.core.gradients.comm_hook import CommHook
-from ltx.core.gradients.marker import MARKER_PRIORITY, raise_priority
 from ltx.core.gradients.schedule import Schedule
 from ltx.core.ranks.axis import Axis
-from ltx.core.transforms.strategy import Strategy, default_strategy, hooks_ahead, in_dtype
+from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype
 from ltx.core.transforms.sync_state import plain_values
 from ltx.typing import Step, Tree
 
@@ -95,8 +92,6 @@ class StepSettings(Readable):
     returns: Literal["value", "grads"] = "value"
     blocked: bool = False
     precision: Any = None
-    #: The placements of all parameters, for a caller that passes their local parts to the step. Else taken from them.
-    placements: Placements = field(default=PLAIN, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self, StepError, "argnums")
@@ -174,9 +169,7 @@ class Marked(NamedTuple):
             # Detached tensors stay detached. If all are, the loss reaches no parameter, but the rank takes part.
             ties = [i for i in ties if leaves[i].requires_grad] or ties
         if ties:
-            given = [leaves[i] for i in ties]
-            placements = Placements.of(given)
-            leaves = at_places(leaves, ties, placements.placed(self.tie(placements.local(given))))
+            leaves = at_places(leaves, ties, self.tie([leaves[i] for i in ties]))
         elif self.schedule is not None:
             raise StepError("the step returned no floating or complex tensor, so its parameters have no gradient.")
         return tree.unflatten(spec, leaves)
@@ -260,63 +253,3 @@ def refuse_gradients(output: Any, leaves: list[torch.Tensor], spec: Any) -> None
                 "gradients; or call ltx.sync_gradients inside; or, if this is no gradient, return it inside a dict or "
                 "a one-element list."
             )
-
-
-# --- parameters on meshes --------------------------------------------------------------------------------------------
-#
-#     data_parallel(f)(params) = (tie ∘ f ∘ placed ∘ mark ∘ local)(params)
-#
-# Between `local` and `placed` all tensors are plain: buckets, hooks, states. The transpose of `placed` gives a gradient
-# its parameter's placements. The mesh may split parameters over dimensions other than the data axis.
-
-
-def placed(placements: Placements, parts: Tree) -> Tree:
-    """The parameters that the user's step gets, as DTensors made of `parts`."""
-    leaves, spec = tree.flatten(parts)
-    given = placements.placed(leaves)
-    for x, part in zip(given, leaves, strict=True):
-        if x is not part and x.grad_fn is not None:
-            # Nodes that were made before the step would come last in the backward pass, and nothing would overlap.
-            raise_priority(x, MARKER_PRIORITY)
-    return tree.unflatten(spec, given)
-
-
-def whole_scalars(output: Any) -> Any:
-    """`output`, with 0-dim DTensors, such as the loss, replaced by their values, which are equal on all ranks."""
-    if not meshes_are_used():
-        return output
-    leaves, spec = tree.flatten(output)
-    scalars = [i for i in on_mesh(leaves) if leaves[i].ndim == 0]
-    return tree.unflatten(spec, at_places(leaves, scalars, [whole(leaves[i]) for i in scalars])) if scalars else output
-
-
-def check_placements(
-    axis: Axis, placements: Placements, strategy: Strategy, step: int, paths: Callable[[], list[str]], what: str
-) -> None:
-    """Raise UnsupportedError unless `strategy` can reduce gradients of leaves with these `placements` over `axis`.
-
-    It checks the hooks in the fields of `strategy`, and those that it uses at `step` and in its cycle. The error begins
-    with `what`, and names a leaf by `paths`.
-    """
-    placements.check(None if axis.comm is None else axis.comm.group, paths, what)
-    place = None if axis.size == 1 else placements.first_split
-    if place is None:
-        return
-    shared = placements.first_shared
-    for hook in _hooks_in((*vars(strategy).values(), strategy.hook(step), *hooks_ahead(strategy))):
-        require("parts, hook", hook, lambda: f"{what}: leaf {paths()[place]!r}, a DTensor that is split over ranks,")
-        require(
-            "beside parts, hook",
-            None if shared is None else hook,
-            lambda: (
-                f"{what}: leaf {paths()[shared or 0]!r}, which ranks share, beside parts of leaf {paths()[place]!r},"
-            ),
-        )
-
-
-def _hooks_in(values: Iterable[Any]) -> Iterator[CommHook]:
-    """The hooks among `values`, and the hooks inside them."""
-    for value in values:
-        if isinstance(value, CommHook):
-            yield value
-            yield from _hooks_in(vars(value).values())

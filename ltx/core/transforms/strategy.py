@@ -213,7 +213,6 @@ def steps_ahead(strategy: Strategy) -> tuple[int, ...]:
     return (0, *range(first, first + length))
 
 
-@lru_cache(maxsize=64)  # each step with DTensors asks this, and a cycle may be long
 def hooks_ahead(strategy: Strategy) -> tuple[CommHook | None, ...]:
     return tuple(dict.fromkeys(map(strategy.hook, steps_ahead(strategy))))
 

@@ -14,7 +14,6 @@ import ltx
 from ltx import tree
 from ltx.errors import LtxError, RankMismatchError, ReplicaDivergedError
 from tests.kinds import Ranks
-from tests.meshes import mesh_of
 
 N = 2
 
@@ -354,29 +353,3 @@ def module_and_views(seed: int) -> None:
 
 def test_modules(ranks: Ranks, seed: int) -> None:
     ranks(N).run(module_and_views, seed)
-
-
-def of_placed(seed: int) -> None:
-    """Of DTensors, whose .grad are DTensors."""
-    torch.manual_seed(seed)
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    with mesh_of(N, 1) as mesh:
-        whole, xs = torch.randn(4), torch.randn(3, N, 4)
-        x = xs[:, mesh.get_local_rank("data")]
-        w = nn.Parameter(distribute_tensor(whole, mesh["model"], [Shard(0)]))
-        step = ltx.data_parallel(lambda w, x: (w.full_tensor() * x).tanh().sum(), axis=mesh["data"])
-        local = ltx.block_backward_sync(step)
-        local(w, x[0]).backward()
-        w.grad.mul_(0.5)  # type: ignore[union-attr]
-        with pytest.raises(RankMismatchError, match=r"\.grad"):
-            step(w, x[1]).backward()
-        w.grad = ltx.sync_gradients(w.grad, axis=mesh["data"])[0]
-        step(w, x[1]).backward()
-        expected = whole.clone().requires_grad_()
-        ((0.5 * (expected * xs[0]).tanh() + (expected * xs[1]).tanh()).sum() / N).backward()
-        torch.testing.assert_close(w.grad.full_tensor(), expected.grad)  # type: ignore[union-attr, attr-defined]
-
-
-def test_dtensors(ranks: Ranks, seed: int) -> None:
-    ranks(N).run(of_placed, seed)

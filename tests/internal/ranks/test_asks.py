@@ -37,7 +37,7 @@ def test_nobody_asks_what_ranks_are() -> None:
 
 
 def test_one_file_knows_the_class_of_tensors_on_meshes() -> None:
-    """The others ask for local parts and placements, which plain tensors have too."""
+    """The core's trees refuse them, and know nothing else of them."""
     own = {"DTensor", "to_local", "full_tensor", "from_local", "redistribute", "device_mesh", "_local_tensor"}
     files = {path.relative_to(LTX).as_posix(): ast.parse(path.read_text()) for path in LTX.rglob("*.py")}
     knowing = {
@@ -47,4 +47,4 @@ def test_one_file_knows_the_class_of_tensors_on_meshes() -> None:
         if own & {getattr(node, field, None) for field in ("attr", "id", "name")}
         or (isinstance(node, ast.Constant) and node.value in ("DTensor", "torch.distributed.tensor"))
     }
-    assert knowing == {"core/base/placements.py"}
+    assert knowing == {"core/base/tree.py", "tensor_parallel.py"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import ltx
-from ltx.errors import LtxError, StepError, UnsupportedError
+from ltx.errors import LtxError, UnsupportedError
+from ltx.tensor_parallel import with_dtensors
 from tests import inside
 from tests.kinds import Ranks
 from tests.meshes import drawn, full, loss_of, mesh_of, model_of, parallelize, placements
@@ -50,23 +52,20 @@ def test_gradients_are_those_of_one_process(sequence: bool, ranks: Ranks, seed: 
             model = parallelize(model_of(weights), mesh["model"], sequence)
             params = dict(model.named_parameters())
             loss = loss_of(model, mesh["model"], sequence)
-            step, batch = ltx.data_parallel(loss, axis=mesh["data"]), ltx.shard((x, y), axis=mesh["data"])
-            values = list(params.values())
+            plain, batch = ltx.data_parallel(loss, axis=mesh["data"]), ltx.shard((x, y), axis=mesh["data"])
+            step, values = with_dtensors(plain), list(params.values())
 
             def backward() -> dict[str, Tensor]:
                 step(params, *batch).backward()
                 return {name: p.grad for name, p in params.items() if p.grad is not None}
 
-            local = ltx.grad(lambda p, *batch: loss(p, *batch).full_tensor() if sequence else loss(p, *batch))
-            detached = {name: p.detach() for name, p in params.items()}
+            other = ltx.mixed_precision(plain, ltx.Precision(compute=torch.float64))
             ways: dict[str, Any] = {
                 "backward": backward(),
                 "autograd": dict(zip(params, torch.autograd.grad(step(params, *batch), values), strict=True)),
-                "ltx.grad": ltx.grad(step)(params, *batch),
-                "func.grad": torch.func.grad(step)(detached, *batch),
-                "at hand": ltx.sync_gradients(local(params, *batch), axis=mesh["data"])[0],
-                "micro-batches": ltx.grad(ltx.accumulate(step, 2))(params, *batch),
-                "float64": ltx.grad(ltx.mixed_precision(step, ltx.Precision(compute=torch.float64)))(params, *batch),
+                "grad": step.grad(params, *batch),
+                "micro-batches": with_dtensors(ltx.accumulate(plain, 2)).grad(params, *batch),
+                "float64": with_dtensors(other).grad(params, *batch),
             }
             kept = all(placements(grads) == placements(params) for grads in ways.values())
             value = step(params, *batch)
@@ -85,23 +84,6 @@ def test_gradients_are_those_of_one_process(sequence: bool, ranks: Ranks, seed: 
     assert sum(values) / 4 == pytest.approx(loss, rel=1e-5)
 
 
-def test_partial_gradients_at_hand(ranks: Ranks, seed: int) -> None:
-    """Sums that are due are taken before the reduction, which may not be linear."""
-
-    def run(x: Tensor) -> tuple[str, Tensor]:
-        from torch.distributed.tensor import DTensor, Partial
-
-        with mesh_of(2, 2) as mesh:
-            grad = DTensor.from_local(x[torch.distributed.get_rank()], mesh["model"], [Partial()])
-            reduced = ltx.sync_gradients({"w": grad}, axis=mesh["data"])[0]["w"]
-            return str(reduced.placements), reduced.to_local()
-
-    x = torch.randn(4, 3)
-    for where, reduced in ranks(4).run(run, x):
-        assert where == "(Replicate(),)"
-        torch.testing.assert_close(reduced, x.sum(0) / 2)
-
-
 def test_parts_of_unequal_and_of_no_size(ranks: Ranks, seed: int) -> None:
     """Rows that don't divide: ranks of the model's dimension reduce buckets of different sizes."""
 
@@ -116,8 +98,8 @@ def test_parts_of_unequal_and_of_no_size(ranks: Ranks, seed: int) -> None:
                 w, v, s = (p.redistribute(placements=[Replicate()]).to_local() for p in params)
                 return ((x @ w.T).sin() * v * s.sum()).sum(1).mean()
 
-            step = ltx.data_parallel(loss, axis=mesh["data"])
-            grads = ltx.grad(step)(params, ltx.shard(x, axis=mesh["data"]))
+            step = with_dtensors(ltx.data_parallel(loss, axis=mesh["data"]))
+            grads = step.grad(params, ltx.shard(x, axis=mesh["data"]))
             return [g.full_tensor() for g in grads]
 
     weights, x = [torch.randn(5, 3), torch.randn(5), torch.randn(1)], torch.randn(6, 3)
@@ -138,7 +120,7 @@ def test_several_axes_of_a_mesh(ranks: Ranks, seed: int) -> None:
                 part = distribute_tensor(w, mesh["model"], [Shard(0)])
                 for axis in (mesh["node", "data"], (mesh["node"], mesh["data"]), ("node", "data")):
                     step = ltx.data_parallel(lambda w, x: (x @ w.full_tensor().T).sin().mean(), axis=axis)
-                    found.append(ltx.grad(step)(part, ltx.shard(x, axis=axis)).full_tensor())
+                    found.append(with_dtensors(step).grad(part, ltx.shard(x, axis=axis)).full_tensor())
         return found
 
     w, x = torch.randn(3, 2), torch.randn(4, 2)
@@ -160,7 +142,7 @@ def test_second_derivatives(ranks: Ranks, seed: int) -> None:
             def loss(w: Any, x: Tensor) -> Tensor:
                 return (x @ w.redistribute(placements=[Replicate()]).to_local().T).sin().mean()
 
-            step = ltx.data_parallel(loss, axis=mesh["data"])
+            step = with_dtensors(ltx.data_parallel(loss, axis=mesh["data"]))
             (grad,) = torch.autograd.grad(step(part, ltx.shard(x, axis=mesh["data"])), part, create_graph=True)
             (second,) = torch.autograd.grad((grad.full_tensor() ** 2).sum(), part)
             return second.full_tensor()
@@ -182,9 +164,10 @@ def test_lossy_hooks_and_their_state(ranks: Ranks, seed: int) -> None:
             part = distribute_tensor(w, mesh["model"], [Shard(0)])
             strategy = ltx.DDPStrategy(comm_hook=ltx.hooks.TopK(0.5))
             step = ltx.data_parallel(lambda w, x: (w.full_tensor() * x).sum(), strategy, axis=mesh["data"])
+            step = with_dtensors(step)
             state, total = step.init(part), torch.zeros(4, 3)
             for _ in range(4):
-                grad, state = ltx.grad(step)(part, x[mesh["data"].get_local_rank()], sync_state=state)
+                grad, state = step.grad(part, x[mesh["data"].get_local_rank()], sync_state=state)
                 total += grad.full_tensor()
             (own,) = ltx.tree.flatten(state.leaves)[0]
             return total, own, list(part.to_local().shape)
@@ -205,26 +188,21 @@ def test_parameters_are_compared_part_by_part(ranks: Ranks, seed: int) -> None:
             rank = torch.distributed.get_rank()
             mine = w[rank % 2] + (1.0 if odd and rank >= 2 else 0.0)
             part = {"w": DTensor.from_local(mine, mesh["model"], [Shard(0)])}
-            step = ltx.data_parallel(lambda p: p["w"].full_tensor().sum(), axis=mesh["data"])
+            step = with_dtensors(ltx.data_parallel(lambda p: p["w"].full_tensor().sum(), axis=mesh["data"]))
             if not odd:
-                ltx.check_replicas(part, mesh["data"])
-                ltx.grad(step)(part)
+                step.grad(part)
                 return ""
-            text = _text(ltx.errors.ReplicaDivergedError, lambda: ltx.grad(step)(part))
-            same = ltx.sync_params(part, src=0, axis=mesh["data"])
-            ltx.check_replicas(same, mesh["data"])
-            assert same["w"].placements == part["w"].placements
-            return text
+            return _text(ltx.errors.ReplicaDivergedError, lambda: step.grad(part))
 
     w = torch.randn(2, 2, 3)
     assert ranks(4).run(run, w, False).replicated() == ""
     assert all("leaf 'w'" in text and "differs on rank 1" in text for text in ranks(4).run(run, w, True))
 
 
-def test_outputs_that_are_dtensors(ranks: Ranks, seed: int) -> None:
-    """A loss comes as its value; what has dimensions stays what it is, and its gradients are reduced too."""
+def test_other_outputs(ranks: Ranks, seed: int) -> None:
+    """A loss comes as its value; what has dimensions is returned as this rank's part, and its gradients are reduced."""
 
-    def run(w: Tensor, x: Tensor) -> tuple[str, Tensor, Tensor]:
+    def run(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         with mesh_of(2, 2) as mesh:
@@ -232,18 +210,19 @@ def test_outputs_that_are_dtensors(ranks: Ranks, seed: int) -> None:
             part = nn.Parameter(distribute_tensor(w, model, [Shard(0)]))
 
             def scores(w: Any, x: Tensor) -> Any:
-                return {"scores": distribute_tensor(x, model, [Replicate()]) @ w.T}
+                out: Any = distribute_tensor(x, model, [Replicate()]) @ w.T
+                return {"scores": out.to_local(), "sum": out.detach().sum()}
 
-            step = ltx.data_parallel(scores, axis=mesh["data"])
-            out = step(part, ltx.shard(x, axis=mesh["data"]))["scores"]
-            (grad,) = torch.autograd.grad(out.sin().sum().full_tensor() / 2, part)
-            return str(out.placements), out.full_tensor().detach(), grad.full_tensor()
+            step = with_dtensors(ltx.data_parallel(scores, axis=mesh["data"]))
+            out = step(part, ltx.shard(x, axis=mesh["data"]))
+            assert type(out["sum"]) is Tensor
+            (grad,) = torch.autograd.grad(out["scores"].sin().sum() / 2, part)
+            return out["scores"].detach(), grad.full_tensor()
 
     w, x = torch.randn(4, 3), torch.randn(4, 3)
     expected = torch.func.grad(lambda w: (x @ w.T).sin().sum() / 4)(w)
-    for rank, (where, out, grad) in enumerate(ranks(4).run(run, w, x)):
-        assert where == "(Shard(dim=1),)"
-        torch.testing.assert_close(out, (x @ w.T).chunk(2)[rank // 2])
+    for rank, (out, grad) in enumerate(ranks(4).run(run, w, x)):
+        torch.testing.assert_close(out, (x @ w.T).chunk(2)[rank // 2].chunk(2, 1)[rank % 2])
         torch.testing.assert_close(grad, expected)
 
 
@@ -251,7 +230,7 @@ def test_what_is_refused(ranks: Ranks) -> None:
     """By name, and on every rank."""
 
     def run() -> list[str]:
-        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
         with mesh_of(2, 2) as mesh:
             w = {"w": DTensor.from_local(torch.ones(2, 2), mesh["model"], [Shard(0)])}
@@ -261,69 +240,103 @@ def test_what_is_refused(ranks: Ranks) -> None:
                 return p["w"].full_tensor().sum()
 
             def grad(strategy: Any = None, params: Any = w, axis: Any = mesh["data"], **named: Any) -> Any:
-                wrapped = ltx.data_parallel(step, strategy, axis=axis)
-                state = wrapped.init(params) if wrapped.strategy.stateful else None
-                return ltx.grad(wrapped)(params, sync_state=state)
+                wrapped = with_dtensors(ltx.data_parallel(step, strategy, axis=axis))
+                state = wrapped.init(params) if wrapped.step.strategy.stateful else None
+                return wrapped.grad(params, sync_state=state)
 
             power, adasum = ltx.hooks.PowerSGD(start_step=0), ltx.hooks.Adasum()
-            part = {"w": DTensor.from_local(torch.ones(2, 2), mesh["model"], [Partial()])}
             both = {"w": DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Shard(0)])}
-            at_hand = {"w": torch.ones(2, 2), "v": w["w"]}
             beside = {**w, "b": DTensor.from_local(torch.ones(2), mesh["model"], [Replicate()])}
             grad(ltx.DDPStrategy(comm_hook=ltx.hooks.FP16()), beside)
-            wrapped = ltx.data_parallel(step, axis=mesh["data"])
+            plain = ltx.data_parallel(step, axis=mesh["data"])
             compiled: Any = (UnsupportedError, torch._dynamo.exc.TorchDynamoException)
+            hooks = ltx.hooks
+            strategies: list[tuple[Any, Any]] = [
+                (ltx.DDPStrategy(comm_hook=power), w),
+                (ltx.DDPStrategy(comm_hook=hooks.after(5, adasum)), w),
+                (ltx.DDPStrategy(comm_wrapper=lambda _: power), w),
+                (ltx.DDPStrategy(comm_wrapper=lambda _: hooks.after(5, power)), w),
+                (MakesItsHook(), w),
+                (ltx.DDPStrategy(comm_hook=hooks.TopK(0.5)), beside),
+                (ltx.DDPStrategy(comm_hook=hooks.after(5, hooks.ByteGrad())), beside),
+                (ltx.BaguaStrategy("qadam", warmup_steps=7), beside),
+            ]
+            calls: list[Callable[[], Any]] = [
+                lambda: grad(params=both),
+                lambda: grad(axis=None),
+                lambda: with_dtensors(ltx.data_parallel(lambda p: p, axis=mesh["data"]))(bare),
+                lambda: with_dtensors(ltx.block_backward_sync(plain))(bare),
+                lambda: with_dtensors(ltx.data_parallel(lambda w: w["w"].sum(), axis=None))(w),
+            ]
             return [
-                _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=power))),
-                _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=ltx.hooks.after(5, adasum)))),
-                _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_wrapper=lambda _: power))),
-                _text(
-                    UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_wrapper=lambda _: ltx.hooks.after(5, power)))
-                ),
-                _text(UnsupportedError, lambda: grad(MakesItsHook())),
-                _text(UnsupportedError, lambda: grad(ltx.DDPStrategy(comm_hook=ltx.hooks.TopK(0.5)), beside)),
-                _text(
-                    UnsupportedError,
-                    lambda: grad(ltx.DDPStrategy(comm_hook=ltx.hooks.after(5, ltx.hooks.ByteGrad())), beside),
-                ),
-                _text(UnsupportedError, lambda: grad(ltx.BaguaStrategy("qadam", warmup_steps=7), beside)),
-                _text(UnsupportedError, lambda: ltx.sync_gradients({"w": w["w"]}, MakesItsHook(), axis=mesh["data"])),
-                _text(UnsupportedError, lambda: ltx.sync_gradients(at_hand, ltx.DDPStrategy(comm_hook=adasum))),
-                _text(UnsupportedError, lambda: grad(params=part)),
-                _text(UnsupportedError, lambda: grad(params=both)),
-                _text(UnsupportedError, lambda: grad(axis=None)),
-                _text(UnsupportedError, lambda: torch.func.grad(wrapped)(bare)),
-                _text(UnsupportedError, lambda: torch.func.hessian(wrapped)(w)),
-                _text(UnsupportedError, lambda: ltx.vmap(ltx.grad(ltx.data_parallel(step)), None, axis_size=2)(w)),
-                _text(UnsupportedError, lambda: ltx.psum(w, mesh["data"])),
-                _text(StepError, lambda: ltx.data_parallel(lambda p: p, axis=mesh["data"])(bare)),
-                _text(compiled, lambda: torch.compile(wrapped, fullgraph=True, backend="eager")(w)),
+                *[_text(UnsupportedError, partial(grad, strategy, params)) for strategy, params in strategies],
+                *[_text(UnsupportedError, call) for call in calls],
+                _text(compiled, lambda: torch.compile(plain, fullgraph=True, backend="eager")(w)),
             ]
 
-    split = "leaf 'w', a DTensor that is split over ranks, needs"
-    beside = ["leaf 'b', which ranks share, beside parts of leaf 'w', needs", "ltx.hooks.FP16()"]
+    split = "leaf 'w' is a DTensor, split over ranks"
+    beside = [f"{split}, and leaf 'b', which they share, is beside it", "ltx.hooks.FP16()"]
     wanted = [
-        ["which PowerSGD(start_step=0) doesn't offer", split, "ltx.hooks.FP16()"],
-        ["which Adasum() doesn't offer", split],
-        *[["which PowerSGD(start_step=0) doesn't offer", split]] * 3,
-        ["which TopK(ratio=0.5) doesn't offer", *beside],
-        ["which ByteGrad() doesn't offer", *beside],
-        ["doesn't offer", *beside],
-        ["which PowerSGD(start_step=0) doesn't offer", split],
-        ["sync_gradients: ", "leaf 'v' is a DTensor whose mesh"],
-        ["leaf 'w' is a DTensor with placements (Partial(sum),)", "x.redistribute"],
-        ["leaf 'w' is a DTensor whose mesh", "so does the axis", 'axis=mesh["data"]'],
-        ["leaf 'w' is a DTensor whose mesh", "so does the axis", 'axis=mesh["data"]'],
-        ["torch.func's transforms, ", "can't look into DTensors", "ltx.grad"],
-        ["torch.func's transforms, ", "can't look into DTensors"],
-        ["simulated ranks (ltx.vmap) among them", "x.full_tensor()"],
-        ["psum: leaf 'w' is a DTensor, and a plain tensor was expected", "x.to_local()"],
-        ["a tree with the structure and shapes of its parameters", "shape [4, 2]"],
-        ["a compiled graph can't reduce the gradients of DTensors"],
+        ["What PowerSGD(start_step=0) makes of a number", split, "ltx.hooks.FP16()"],
+        ["Adasum()", split],
+        *[["PowerSGD(start_step=0)", split]] * 3,
+        ["What TopK(ratio=0.5) makes", *beside],
+        ["ByteGrad()", *beside],
+        beside,
+        *[["leaf 'w' is a DTensor whose mesh", "so does the axis", 'axis=mesh["data"]']] * 2,
+        ["the step returned a DTensor, [4, 2]", "x.full_tensor()"],
+        ["block_backward_sync: take own gradients by"],
+        ["leaf 'w' is a DTensor whose mesh"],
+        ["a parameter in a compiled graph is a DTensor"],
     ]
     for texts in ranks(4).run(run):
         for text, parts in zip(texts, wanted, strict=True):
             assert all(part in text for part in parts), text
+
+
+def test_without_the_wrapper_they_are_refused(ranks: Ranks) -> None:
+    """In every function that would take a part for the whole, on every rank, and under transforms too."""
+
+    def run() -> list[str]:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with mesh_of(2, 2) as mesh:
+            w = {"w": nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh["model"], [Shard(0)]))}
+            detached = {"w": w["w"].detach()}
+            module = nn.Module()
+            module.w = w["w"]
+
+            def loss(p: Any) -> Tensor:
+                return p["w"].full_tensor().sum()
+
+            def refused(axis: Any) -> list[str]:
+                step = ltx.data_parallel(loss, axis=axis)
+                train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
+                state = replace(train.init({"w": torch.ones(2, 2)}), params=detached)
+                calls: list[Callable[[], Any]] = [
+                    lambda: step(w),
+                    lambda: step(detached),
+                    lambda: ltx.grad(step)(w),
+                    lambda: torch.func.grad(step)(detached),
+                    lambda: torch.func.hessian(step)(detached),
+                    lambda: ltx.vmap(ltx.grad(ltx.data_parallel(loss)), None, axis_size=2)(detached),
+                    lambda: train.init(w),
+                    lambda: train.init(module),
+                    lambda: train(state),
+                    lambda: ltx.sync_gradients(detached, axis=axis),
+                    lambda: ltx.check_replicas(detached, axis),
+                    lambda: ltx.psum(detached, axis),
+                    lambda: ltx.broadcast(detached, axis=axis),
+                ]
+                return [_text(UnsupportedError, call) for call in calls]
+
+            return refused(mesh["data"]) + refused(None)
+
+    for texts in ranks(4).run(run):
+        assert len(texts) == 26
+        for text in texts:
+            assert "a DTensor" in text, text
+            assert "ltx.tensor_parallel.with_dtensors(train)" in text, text
 
 
 def test_fully_sharded_modules(ranks: Ranks, seed: int) -> None:
@@ -340,7 +353,10 @@ def test_fully_sharded_modules(ranks: Ranks, seed: int) -> None:
             text = _text(UnsupportedError, lambda: ltx.functional_call(model, params, (x,)))
             row = torch.distributed.get_rank()
             mse_loss(model(x[row : row + 1]), y[row : row + 1]).backward()  # fully_shard takes the mean over its ranks
-            grads, _ = ltx.sync_gradients({name: p.grad for name, p in params.items()}, axis=mesh["data"])
+            own: Any = {name: p.grad.to_local() for name, p in params.items()}  # type: ignore[union-attr, operator]
+            for name, grad in ltx.sync_gradients(own, axis=mesh["data"])[0].items():
+                own[name].copy_(grad)
+            grads = {name: p.grad for name, p in params.items()}
             return text, placements(grads) == placements(params), full(grads)
 
     weights, x, y = drawn()
@@ -388,7 +404,7 @@ def test_reductions_overlap_the_backward_pass(ranks: Ranks) -> None:
                 return x.sum()
 
             strategy = ltx.DDPStrategy(bucket_bytes=1, first_bucket_bytes=1)
-            step = ltx.data_parallel(loss, strategy, axis=mesh["data"])
+            step = with_dtensors(ltx.data_parallel(loss, strategy, axis=mesh["data"]))
             try:
                 step([w.requires_grad_() for w in ws], torch.randn(2, 4)).backward()
             finally:
