@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -43,7 +44,6 @@ def test_untiled_wants_one_part_a_rank() -> None:
 
 
 def test_pairs_of_any_kind(ranks: Ranks) -> None:
-    numpy = pytest.importorskip("numpy")
     pairs = [(0, 1), (1, 0)]
     kinds: dict[str, Callable[[], Any]] = {
         "zip": lambda: zip([0, 1], [1, 0], strict=True),
