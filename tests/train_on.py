@@ -14,6 +14,11 @@ import ltx
 from tests.kinds import Ranks
 
 
+def inner(w: Tensor, x: Tensor) -> Tensor:
+    """A loss whose gradient is x."""
+    return (w * x).sum()
+
+
 class Trained(NamedTuple):
     """The state after the last step, and each step's metrics."""
 

@@ -16,7 +16,7 @@ from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.table import KINDS, ROWS
 from tests.contract.strategies.test_conformance import tensors, trainer
 from tests.kinds import OnNewAxis, Params, Ranks
-from tests.train_on import go_on, said, trained
+from tests.train_on import go_on, inner, said, trained
 
 NAN, INF = float("nan"), float("inf")
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -24,11 +24,6 @@ ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)
 FEEDBACK = ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad(error_feedback=True))
 PLAIN_SGD = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)
 BAD_STEP = 4
-
-
-def linear_in_x(w: Tensor, x: Tensor) -> Tensor:
-    """Its gradient is x."""
-    return (w * x).sum()
 
 
 def bits(state: Any) -> list[Tensor]:
@@ -164,7 +159,7 @@ def test_infinite_ones_on_several_ranks_are_listed(ranks: Ranks) -> None:
 
 
 def test_what_only_the_sum_makes_infinite(ranks: Ranks) -> None:
-    train = ltx.train_step(ltx.data_parallel(linear_in_x, ltx.HorovodStrategy(op="sum")), SGD, guard="raise")
+    train = ltx.train_step(ltx.data_parallel(inner, ltx.HorovodStrategy(op="sum")), SGD, guard="raise")
     (told,) = set(
         ranks(2).run(lambda: said(NotFiniteError, train, train.init(torch.zeros(2)), torch.tensor([3e38, 1])))
     )
@@ -183,7 +178,7 @@ class _Spoiling(ltx.hooks.CommHook):
 
 def test_what_a_hook_does_afterwards_is_seen(ranks: Ranks) -> None:
     for hook, seen in ((ltx.hooks.AllReduce(), False), (_Spoiling(), True)):
-        args = (linear_in_x, SGD, torch.zeros(8), [torch.ones(8)], ltx.DDPStrategy(comm_hook=hook))
+        args = (inner, SGD, torch.zeros(8), [torch.ones(8)], ltx.DDPStrategy(comm_hook=hook))
         assert ranks(2).run(lambda args=args: trained(*args, guard="skip").skipped).replicated() == [seen]
 
 
@@ -206,7 +201,7 @@ def test_one_element_of_many_pieces(ranks: Ranks, place: int) -> None:
         good = torch.ones(1_000_003)
         bad = good.clone()
         bad[place] = NAN if int(ltx.axis_index()) == 1 else 1.0
-        return trained(linear_in_x, SGD, torch.zeros(1_000_003), [good, bad, good], guard="skip").skipped
+        return trained(inner, SGD, torch.zeros(1_000_003), [good, bad, good], guard="skip").skipped
 
     assert ranks(2).run(on_a_rank).replicated() == [False, True, False]
 
@@ -216,7 +211,7 @@ def test_one_element_of_many_pieces(ranks: Ranks, place: int) -> None:
 
 @pytest.mark.parametrize("guard", ["raise", "skip"])
 def test_huge_gradients_are_no_alarm(guard: str, ranks: Ranks) -> None:
-    args = linear_in_x, SGD, torch.zeros(100), [torch.full((100,), 3e38)]
+    args = inner, SGD, torch.zeros(100), [torch.full((100,), 3e38)]
     for state, metrics in ranks(2).run(lambda: tuple(trained(*args, guard=guard))):
         assert not metrics[0].skipped
         assert state.params.all()
@@ -330,7 +325,7 @@ def test_random_numbers_are_drawn_again_to_find_out(ranks: Ranks, seed: int) -> 
 
 def test_dynamic_loss_scaling_skips_until_it_isnt_to_blame(ranks: Ranks) -> None:
     precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0))
-    train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(linear_in_x), precision), SGD, guard="raise")
+    train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(inner), precision), SGD, guard="raise")
 
     def on_a_rank() -> tuple[list[float], str]:
         x = torch.full((3,), 1e6 if ltx.world().rank else 1.0)  # infinite in float16, whatever the scale
@@ -430,7 +425,7 @@ def test_what_cant_be(kwargs: dict[str, Any], text: str) -> None:
 
 def test_error_feedback_is_kept_by_loss_scaling_too(ranks: Ranks) -> None:
     precision = ltx.Precision(compute=torch.float16, loss_scale=ltx.DynamicLossScale(init=8.0))
-    train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(linear_in_x, FEEDBACK), precision), SGD)
+    train = ltx.train_step(ltx.mixed_precision(ltx.data_parallel(inner, FEEDBACK), precision), SGD)
 
     def on_a_rank() -> bool:
         state, _ = train(train.init(torch.ones(300)), torch.linspace(0, 1, 300))
@@ -445,7 +440,7 @@ def test_error_feedback_is_kept_by_loss_scaling_too(ranks: Ranks) -> None:
 def test_passes_of_horovod_that_arent_finite_arent_added(ranks: Ranks) -> None:
     """Two passes an update. A bad pass counts for nothing; a bad sum is dropped."""
     train = ltx.train_step(
-        ltx.data_parallel(linear_in_x, ltx.HorovodStrategy(backward_passes_per_step=2)), PLAIN_SGD, guard="skip"
+        ltx.data_parallel(inner, ltx.HorovodStrategy(backward_passes_per_step=2)), PLAIN_SGD, guard="skip"
     )
 
     def on_a_rank() -> list[float]:
