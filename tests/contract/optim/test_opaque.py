@@ -17,6 +17,7 @@ import ltx
 from ltx.errors import OptimError, StrategyError
 from ltx.extend import Update
 from ltx.optim import from_torch
+from tests import train_on
 from tests.needs import needs
 
 
@@ -348,10 +349,7 @@ def trained(name: str, seed: int) -> Any:
     params = {"w": torch.randn(3, 3, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
     xs = torch.randn(3, 4, 3, dtype=torch.float64)
     step = ltx.data_parallel(lambda p, x: (x @ p["w"] + p["b"]).square().mean())
-    train = ltx.train_step(step, from_torch(cls(), **kwargs))
-    state = train.init(params)
-    for x in xs:
-        state, _ = train(state, ltx.shard(x))
+    state, _ = train_on.trained(step, from_torch(cls(), **kwargs), params, [ltx.shard(x) for x in xs])
     return state.params, xs, params
 
 
