@@ -91,7 +91,7 @@ SCALED = ltx.Precision(compute=torch.float16, loss_scale=64.0)
 REDUCED = ltx.Precision(compute=torch.float32, reduce=torch.bfloat16)
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize(("name", "precision"), [("zero", REDUCED), *((name, SCALED) for name in OF_TWO)])
 def test_in_half_precision(name: str, precision: ltx.Precision, ranks: Ranks, seed: int) -> None:
     compare(ranks, name, seed, wrap=lambda step: ltx.mixed_precision(step, precision))
