@@ -1,6 +1,6 @@
 # make demo   the main job: installs what it needs, trains examples/train_gpt.py, draws its loss; DEMO="--steps 50"
-# make test   the test suite in minutes, without what needs more packages than torch and pytest's own; make test-full
-#             adds that, all rows of its tables, and what is slow
+# make test   the test suite in minutes, with torch and what tests need alone; make test-full adds rows that need other
+#             packages, all rows of its tables, and what is slow
 # make chaos  training with ranks and replicas that are killed and stopped: CHAOS="--minutes 120" goes on for so long
 # make mutants  seeded defects, and which tests catch them: MUTANTS="comm hooks" runs some, "--full" adds the full suite
 # make docs   the documentation site, docs/_build/html; its notebooks are executed, which takes minutes the first time
@@ -14,8 +14,6 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --constraint constraints.txt
-# pip shows what it downloads and how far it is; what is there already isn't worth a line.
-QUIETLY := | grep --line-buffered -v "^Requirement already satisfied"
 DEPENDENCIES := pyproject.toml constraints.txt
 DEMO ?=
 PYTEST ?=
@@ -23,8 +21,6 @@ SPHINX ?=
 CHAOS ?=
 MUTANTS ?=
 GPU ?=
-
-SHELL := /bin/bash -o pipefail
 
 export OMP_NUM_THREADS ?= 1
 # Else every process that a test starts would compile ltx anew: 0.1 s each.
@@ -39,7 +35,7 @@ demo: $(VENV)/.demo
 
 # In two processes, of which each takes a module when it is done with one. PYTEST="--shard 1/4" runs a quarter.
 test: $(VENV)/.test
-	@echo "The tests take about six minutes on two cores. A skipped one says which package it needs; test-full has them all."
+	@echo "The tests take about six minutes on two cores. The end says how many rows wait for .ci/run, with more packages."
 	$(BIN)/python -m tests.shards --doctest-ignore-import-errors $(PYTEST)
 
 test-full: $(VENV)/.full
@@ -92,19 +88,19 @@ $(VENV)/.python:
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.python $(DEPENDENCIES)
-	$(INSTALL) --editable '.[demo]' $(QUIETLY)
+	$(INSTALL) --editable '.[demo]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.python $(DEPENDENCIES)
-	$(INSTALL) --editable '.[bench]' $(QUIETLY)
+	$(INSTALL) --editable '.[bench]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.python $(DEPENDENCIES)
 	@echo "Installing torch and what the tests need into $(VENV): a minute or two, mostly torch's download."
-	$(INSTALL) --editable '.[test]' $(QUIETLY)
+	$(INSTALL) --editable '.[test]'
 	touch $@
 
 # Also models of other libraries, torchft, JupyterLab in a browser, and the documentation.
 $(VENV)/.full: $(VENV)/.test
-	$(INSTALL) --editable '.[browser,demo,docs,models,notebook,test,torchft]' $(QUIETLY)
+	$(INSTALL) --editable '.[browser,demo,docs,lint,models,notebook,test,torchft]'
 	touch $@

@@ -26,11 +26,14 @@ from ltx.errors import CallFailedError, WorkerError
 from tests import inside
 from tests.covering import fast
 from tests.forks import Ranks
+from tests.needs import missing, waiting
 from tests.shards import claimed
 from tests.streams.pool import StreamedPool
 
 # Below pytest's timeout of 120 s, so that the error of a run that hangs is the pool's, which names the ranks.
 RUN_TIMEOUT_S = 100.0
+
+WAITING = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,8 +69,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--full"):
         kept |= _share(items, config.getoption("--part"))
     kept &= _share(items, config.getoption("--shard"), "shard")
+    config.stash[WAITING] = waiting(kept)
+    kept -= {item for item in kept if missing(item)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What isn't run because a package is missing."""
+    if said := config.stash.get(WAITING, ""):
+        terminalreporter.write_line(said)
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:

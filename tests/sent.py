@@ -8,6 +8,11 @@ from typing import Any
 import ltx
 
 
+def ring(nbytes: int, n: int) -> int:
+    """What each of `n` ranks sends for a sum of so many bytes."""
+    return 2 * nbytes * (n - 1) // n
+
+
 def sent(strategy: ltx.Strategy, params: Any, n: int = 2, step: int = 0) -> ltx.profile.Trace:
     """A recording of one of `n` ranks whose gradients are like `params`, after `step` synchronised steps."""
     state = replace(ltx.data_parallel(lambda params: params, strategy).init(params), step=step)

@@ -71,11 +71,11 @@ def _run(command: list[str], count: int) -> int:
 
 
 def _show(k: int, lines: IO[str] | None, end: list[str]) -> None:
-    """Print the lines of shard `k`, and keep in `end` those that name what failed and the last one, with the counts."""
+    """Print the lines of shard `k`, and keep in `end` what failed, what waits, and the last one, with the counts."""
     line = ""
     for line in lines or ():
         print(f"{k}| {line}", end="", flush=True)
-        if line.startswith(("FAILED ", "ERROR ")):
+        if line.startswith(("FAILED ", "ERROR ")) or (k == 1 and line.startswith("WAITING ")):  # each says the same
             end.append(line)
     end.append(line)
 

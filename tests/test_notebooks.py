@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="notebooks need pip install 'ltx[notebook]'")
-nbclient = pytest.importorskip("nbclient", reason="notebooks need pip install 'ltx[notebook]'")
-pytest.importorskip("ipykernel", reason="notebooks need pip install 'ltx[notebook]'")
+from tests.needs import found, needs
+
+pytestmark = needs("nbformat", "nbclient", "ipykernel")
+nbformat, nbclient = found("nbformat"), found("nbclient")
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

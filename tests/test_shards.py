@@ -1,4 +1,4 @@
-"""Processes that share the suite run each module once."""
+"""Processes that share the suite run each module once, and say what waits for packages that are missing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.needs import missing, needs, waiting
 from tests.shards import claimed
 
 
@@ -20,3 +21,11 @@ def test_each_module_is_run_by_one_process_alone(tmp_path: Path) -> None:
     assert not {name.partition("::")[0] for name in first} & {name.partition("::")[0] for name in second}
     assert first
     assert second
+
+
+def test_rows_whose_packages_are_missing_are_counted() -> None:
+    marks = [needs(*names).mark for names in (("torch",), ("torch", "not_here"), ("not_here",))]
+    items: list[Any] = [SimpleNamespace(iter_markers=lambda _, mark=mark: [mark]) for mark in marks]
+    assert [missing(item) for item in items] == [[], ["not_here"], ["not_here"]]
+    assert waiting(items) == "WAITING 2 rows wait for .ci/run, which installs what they need: 2 for not_here"
+    assert waiting(items[:1]) == ""

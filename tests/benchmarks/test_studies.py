@@ -9,8 +9,9 @@ import pytest
 from benchmarks.studies import hooks, strategies
 from benchmarks.studies.tasks import SETTINGS, Digits, Task
 from tests.covering import some
+from tests.needs import needs
 
-pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install 'ltx[examples]'")
+pytestmark = needs("sklearn")
 
 RANKS = 8
 

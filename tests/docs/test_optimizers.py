@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ltx
 from tests.test_readme import DOCS, blocks_of, run_in_order
+from tests.train_on import go_on
 
 PAGE = "write-an-optimizer.md"
 Params = dict[str, Tensor]
@@ -185,9 +186,7 @@ def test_on_simulated_ranks(name: str, page: dict[str, Any]) -> None:
     train = ltx.train_step(ltx.data_parallel(loss_of), MADE[name](page))
 
     def run(xs: Tensor) -> Params:
-        state = train.init(page["first"])
-        for x in xs:
-            state, _ = train(state, x)
+        state, _ = go_on(train, train.init(page["first"]), xs)
         return {k: p.clone() for k, p in state.params.items()}
 
     found = ltx.vmap(run, in_dims=1)(page["batches"].unflatten(1, (2, 8)))

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.covering import some
 from tests.kinds import Ranks
+from tests.needs import needs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -97,10 +98,10 @@ def test_the_gpt_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert re.findall(r"step (\d+): loss", script(*command, "5", folder=tmp_path)) == ["4"]
 
 
+@needs("matplotlib")
 @pytest.mark.full
 @pytest.mark.timeout(240)
 def test_the_gpt_keeps_what_it_measures_where_it_is_told_to(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs pip install 'ltx[demo]'")
     command = ["-m", "ltx", "run", "-n", "2", str(EXAMPLES / "train_gpt.py"), "--out", "here", "--steps", "3"]
     printed = script(*command, folder=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()]
@@ -133,11 +134,11 @@ def test_a_sharded_layer_is_whole_only_while_it_runs(monkeypatch: pytest.MonkeyP
     assert len(whole) > 2 * 3 * 12, "the backward pass gathers anew what the three layers gave back"
 
 
+@needs("ray")
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_ray_train(tmp_path: Path) -> None:
     """The group that Ray makes is adopted, and the loss is that of one process."""
-    pytest.importorskip("ray", reason="Ray isn't installed: pip install 'ltx[ray]'")
     printed = script(str(EXAMPLES / "ray_train.py"), "--steps", "5", folder=tmp_path)
     found = float(re.findall(r"^loss ([\d.]+)$", printed, re.MULTILINE)[-1])
     assert found == pytest.approx(main_of("plain.clip", 5)[-1], rel=1e-3)

@@ -22,6 +22,7 @@ import ltx
 from ltx import Pool
 from ltx.core.ranks.axis import axes_in_scope
 from ltx.errors import CollectiveTimeoutError, InvalidStateError, LtxError, PeerLostError, ReplicaDivergedError
+from tests import train_on
 from tests.forks import SILENT_S, Ranks, settles
 from tests.streams.backend import HUNG_S, StreamGroup, StreamWork, log
 from tests.streams.pool import StreamedPool, on_streams
@@ -103,9 +104,7 @@ def test_an_abort_by_another_thread_ends_what_waits_for_a_peer(ranks: Callable[[
                 threading.Timer(0.1, axis_comm.abort_device).start()
             never.tolist()
             outstanding.append(axis_comm.device_outstanding)
-            with pytest.raises(PeerLostError) as told:
-                axis_comm.read(never, "a sum")
-            said = str(told.value)
+            said = train_on.said(PeerLostError, axis_comm.read, never, "a sum")
         return outstanding, said
 
     (outstanding, said), (others, _) = StreamedPool(ranks(2), hung_s=30).run(run)
@@ -128,9 +127,7 @@ def test_ltx_tells_before_the_backend_s_watchdog(ranks: Callable[[int], Pool]) -
             group._timeout_s -= axis_comm.timeout_s - 1.0  # both clocks are ahead by as much
             axis_comm.user.timeout_s = 1.0
             pending = axis_comm.user.issue("psum", torch.ones(2), "psum")
-            with pytest.raises(CollectiveTimeoutError) as told:
-                axis_comm.user.wait_for_host(pending.read(), "psum")
-            said = str(told.value)
+            said = train_on.said(CollectiveTimeoutError, lambda: axis_comm.user.wait_for_host(pending.read(), "psum"))
             fired.append(list(log().fired))
             group._timeout_s = 1.0  # as if it were ltx's own
             fired.append(settles(lambda: list(log().fired), bool))
@@ -174,9 +171,7 @@ def test_what_completes_because_nccl_failed_is_garbage(ranks: Callable[[int], Po
             found = SimpleNamespace(name="COMM_ERROR")
             patch.setattr(StreamGroup, "get_error", lambda _: found, raising=False)
             patch.setattr(StreamWork, "is_completed", lambda _: True)
-            with pytest.raises(PeerLostError) as told:
-                channel.wait_for_host(pending, "psum")
-        return str(told.value)
+            return train_on.said(PeerLostError, channel.wait_for_host, pending, "psum")
 
     for rank, said in enumerate(StreamedPool(ranks(2)).run(run)):
         assert said.startswith(f"rank {rank}: psum on axis 'data' failed while waiting for its peers: ")

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ltx
 from ltx import hooks
 from ltx.core.comm.backends import CommStream, StreamFence
-from ltx.errors import LtxError
+from ltx.errors import LtxError, RankMismatchError
+from tests import train_on
 from tests.contract.optim.test_opaque import Anchored
 from tests.kinds import Ranks
 from tests.streams.backend import NAME, log
@@ -45,6 +46,27 @@ def loss_of(module: torch.nn.Module) -> Callable[..., Tensor]:
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(16, 8, generator=drawn), torch.randint(4, (16,), generator=drawn)
+
+
+def summed(module: torch.nn.Module) -> Callable[..., ltx.Weighted]:
+    """The mean over all ranks' samples, of which each may have another number."""
+
+    def loss(params: Any, x: Tensor, y: Tensor) -> ltx.Weighted:
+        out = ltx.functional_call(module, params, (x,))
+        return ltx.Weighted(torch.nn.functional.cross_entropy(out, y, reduction="sum"), torch.tensor(len(x)))
+
+    return loss
+
+
+def spoilt(rank: int, steps: int, bad: range, samples: int = 16) -> list[tuple[Tensor, Tensor]]:
+    """A rank's batches, which aren't finite on rank 1 in the steps `bad`."""
+    drawn = enumerate(batch(rank, step) for step in range(steps))
+    return [(x[:samples] * (torch.nan if rank == 1 and step in bad else 1.0), y[:samples]) for step, (x, y) in drawn]
+
+
+def of_this_step(lines: list[str]) -> list[str]:
+    """What was read off the device, besides what the step before has left."""
+    return [line for line in lines if ON_HOST not in line and OF_LAST_STEP not in line]
 
 
 def trained(strategy: ltx.Strategy, steps: int = 4, **options: Any) -> tuple[Any, list[list[str]], list[list[str]]]:
@@ -92,7 +114,7 @@ def test_a_default_step_reads_nothing(name: str, ranks: Ranks) -> None:
     strategy, options = STRATEGIES[name]
     for _, _, read in StreamedPool(ranks(2)).run(trained, strategy, steps=5, **options):
         for of_step in read[2:]:  # the first one compares ranks
-            assert [line for line in of_step if ON_HOST not in line and OF_LAST_STEP not in line] == []
+            assert of_this_step(of_step) == []
             assert len([line for line in of_step if OF_LAST_STEP in line]) == 1
 
 
@@ -165,21 +187,16 @@ def test_weights_and_a_guard(name: str, ranks: Ranks) -> None:
 
     def run() -> Any:
         module, rank = model(), int(ltx.axis_index())
-
-        def loss(params: Any, x: Tensor, y: Tensor) -> ltx.Weighted:
-            out = ltx.functional_call(module, params, (x,))
-            return ltx.Weighted(torch.nn.functional.cross_entropy(out, y, reduction="sum"), torch.tensor(len(x)))
-
-        train = ltx.train_step(ltx.data_parallel(loss, ltx.DDPStrategy(**SMALL)), OPTIMIZERS[name], guard="skip")
+        train = ltx.train_step(
+            ltx.data_parallel(summed(module), ltx.DDPStrategy(**SMALL)), OPTIMIZERS[name], guard="skip"
+        )
         state, skipped, read = train.init({name: x.detach().clone() for name, x in module.named_parameters()}), [], []
         places = [{x.data_ptr() for x in state.params.values()}]
-        for step in range(4):
-            x, y = batch(rank, step)
-            x, y = x[: 8 + 8 * rank], y[: 8 + 8 * rank]
+        for step, given in enumerate(spoilt(rank, 4, range(2, 3), 8 + 8 * rank)):
             log().clear()
-            state, metrics = train(state, x * (float("nan") if (step, rank) == (2, 1) else 1.0), y)
+            state, metrics = train(state, *given)
             if step > 1:
-                read += [line for line in log().reads if ON_HOST not in line and OF_LAST_STEP not in line]
+                read += of_this_step(log().reads)
             places.append({x.data_ptr() for x in state.params.values()})
             skipped.append(metrics.skipped)
         average = ltx.optim.averaged(state.opt_state) if "average" in name else {}
@@ -215,11 +232,8 @@ def test_a_guarded_update_in_two_phases(ranks: Ranks) -> None:
 def test_objects(ranks: Ranks) -> None:
     def run() -> Any:
         rank = int(ltx.axis_index())
-        return (
-            ltx.broadcast_object({"from": rank}, 1),
-            ltx.all_gather_object(rank),
-            ltx.reduce_boolean_decision(rank > 0),
-        )
+        one, all_of_them = ltx.broadcast_object({"from": rank}, 1), ltx.all_gather_object(rank)
+        return one, all_of_them, ltx.reduce_boolean_decision(rank > 0)
 
     assert list(StreamedPool(ranks(2)).run(run)) == [({"from": 1}, [0, 1], False)] * 2
 
@@ -233,21 +247,15 @@ def test_ranks_that_differ_are_found_a_step_later(ranks: Ranks) -> None:
         state = train.init(dict(module.named_parameters()))
         x, y = torch.ones(3), torch.ones(3) * 2
         ltx.pmin(x), ltx.pmax(x)
-        for step in range(3):
-            state, _ = train(state, *batch(rank, step))
+        state, _ = train_on.go_on(train, state, [batch(rank, step) for step in range(3)])
         if rank == 0:
             ltx.pmin(x), ltx.pmax(y)
         else:
             ltx.pmax(x), ltx.pmin(y)
-        try:
-            for step in range(3):
-                state, _ = train(state, *batch(rank, step))
-        except LtxError as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
+        return train_on.said(RankMismatchError, train_on.go_on, train, state, [batch(rank, step) for step in range(3)])
 
     for told in StreamedPool(ranks(2)).run(run):
-        assert told.startswith("RankMismatchError: axis 'data': ranks have issued different collectives")
+        assert told.startswith("axis 'data': ranks have issued different collectives")
         assert "load a checkpoint" in told
 
 
@@ -259,14 +267,9 @@ def test_weights_that_add_up_to_nothing(name: str, overlap: Any, ranks: Ranks) -
 
     def run() -> tuple[bool, str, str]:
         module, rank = model(), int(ltx.axis_index())
-
-        def loss(params: Any, x: Tensor, y: Tensor) -> ltx.Weighted:
-            out = ltx.functional_call(module, params, (x,))
-            return ltx.Weighted(torch.nn.functional.cross_entropy(out, y, reduction="sum"), torch.tensor(len(x)))
-
-        train = ltx.train_step(ltx.data_parallel(loss, ltx.DDPStrategy(**SMALL)), OPTIMIZERS[name], overlap=overlap)
-        state = train.init(dict(module.named_parameters()))
-        state, _ = train(state, *batch(rank, 0))
+        step = ltx.data_parallel(summed(module), ltx.DDPStrategy(**SMALL))
+        train = ltx.train_step(step, OPTIMIZERS[name], overlap=overlap)
+        state, _ = train(train.init(dict(module.named_parameters())), *batch(rank, 0))
         before = [x + 0 for x in ltx.tree.flatten((state.params, state.opt_state))[0]]
         state, _ = train(state, torch.ones(0, 8), torch.ones(0, dtype=torch.int64))
         after = ltx.tree.flatten((state.params, state.opt_state))[0]
@@ -294,12 +297,11 @@ def test_a_guarded_step_reads_nothing(ranks: Ranks) -> None:
         precision = ltx.Precision(compute=torch.bfloat16, loss_scale=ltx.DynamicLossScale(init=2.0**14))
         train = ltx.train_step(ltx.mixed_precision(step, precision), adamw, guard="off")
         state, read, skipped = train.init(dict(module.named_parameters())), [], []
-        for number in range(4):
-            x, y = batch(rank, number)
+        for number, given in enumerate(spoilt(rank, 4, range(2, 3))):
             log().clear()
-            state, metrics = train(state, x * (float("nan") if (number, rank) == (2, 1) else 1.0), y)
+            state, metrics = train(state, *given)
             if number > 1:
-                read += [line for line in log().reads if ON_HOST not in line and OF_LAST_STEP not in line]
+                read += of_this_step(log().reads)
             skipped.append(metrics.skipped)
         return read, {name: x + 0 for name, x in state.params.items()}, [bool(x) for x in skipped]
 
@@ -316,11 +318,10 @@ def test_a_limit_on_skipped_steps_reads_now_and_then(ranks: Ranks) -> None:
         train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.AdamW, lr=1e-2), guard="skip", max_skipped=3)
         state, reads = train.init(dict(module.named_parameters())), []
         try:
-            for number in range(12):
-                x, y = batch(rank, number)
+            for given in spoilt(rank, 12, range(2, 12)):
                 log().clear()
-                state, _ = train(state, x * (float("nan") if (number > 1, rank) == (True, 1) else 1.0), y)
-                reads.append(any(ON_HOST not in line and OF_LAST_STEP not in line for line in log().reads))
+                state, _ = train(state, *given)
+                reads.append(bool(of_this_step(log().reads)))
         except FloatingPointError as error:
             return reads[2:], state.step, str(error)
         raise AssertionError
@@ -337,13 +338,9 @@ def test_a_class_that_runs_as_it_is_begins_after_a_skipped_step(ranks: Ranks) ->
     def run() -> Any:
         module, rank = model(), int(ltx.axis_index())
         optimizer = ltx.optim.partition({"biases": ltx.optim.from_torch(Anchored, lr=1e-2), "others": adamw}, GROUPS)
-        train = ltx.train_step(ltx.data_parallel(loss_of(module), ltx.DDPStrategy(**SMALL)), optimizer, guard="skip")
-        state, skipped = train.init(dict(module.named_parameters())), []
-        for step in range(3):
-            x, y = batch(rank, step)
-            state, metrics = train(state, x * (float("nan") if (step, rank) == (0, 1) else 1.0), y)
-            skipped.append(bool(metrics.skipped))
-        return {name: x + 0 for name, x in state.params.items()}, skipped
+        start, batches = dict(module.named_parameters()), spoilt(rank, 3, range(1))
+        found = train_on.trained(loss_of(module), optimizer, start, batches, ltx.DDPStrategy(**SMALL), guard="skip")
+        return {name: x + 0 for name, x in found.params.items()}, found.skipped
 
     (expected, left_out), _ = ranks(2).run(run)
     for params, skipped in StreamedPool(ranks(2)).run(run):

@@ -39,14 +39,13 @@ def assert_close(got: Any, expected: Any, tolerance: float | None = None) -> Non
         assert error <= bound * b.detach().double().norm(), f"{path}: off by {error:.3g} of {b.double().norm():.3g}"
 
 
-def assert_same_bits(*runs: Any) -> None:
-    """What several runs of a program gave is equal, down to the last bit."""
+def assert_same_bits(*values: Any, of: str = "run") -> None:
+    """`values` are equal, down to the last bit: of several runs of a program, or of what `of` says, such as "rank"."""
     try:
-        ltx.PerRank(runs).replicated()
-    except ltx.errors.ReplicaDivergedError as error:
-        found = re.sub(r"\brank (\d)", r"run \1", str(error).partition(": ")[2].partition(". Use ")[0])
-        leaf = str(error).partition(" isn't")[0]
-        raise AssertionError(f"{leaf} isn't the same in all {len(runs)} runs that are compared: {found}.") from None
+        ltx.PerRank(values).replicated()
+    except (ltx.errors.ReplicaDivergedError, ltx.errors.TreeError) as error:
+        text = str(error).partition(" Use .rank(i)")[0].replace("on all", "in all")
+        raise AssertionError(re.sub(r"\brank(?=s?\b)", of, text)) from None
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ltx
 from ltx.optim import TorchState
+from tests.train_on import go_on
 from tests.twins.cases import MLP, Params, params_of, plain_step, seeded
 
 STEPS = 50
@@ -50,11 +51,8 @@ def after_some_updates(opt_state: Any) -> Any:
 
 def run(train: Any, module: nn.Module, batches: list[Any]) -> tuple[Tensor, Params]:
     """(losses, parameters) after one step on each batch."""
-    state, losses = train.init(params_of(module)), []
-    for batch in batches:
-        state, metrics = train(state, *batch)
-        losses.append(metrics.loss)
-    return torch.stack(losses), state.params
+    found = go_on(train, train.init(params_of(module)), batches)
+    return found.losses, found.params
 
 
 def mean_step(module: nn.Module, strategy: ltx.Strategy | None = None, **kwargs: Any) -> ltx.DataParallel:

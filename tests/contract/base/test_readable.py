@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ltx
 from tests.kinds import Ranks
+from tests.needs import needs
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -122,8 +123,8 @@ def test_values_of_ranks() -> None:
     assert ltx.PerRank([])._repr_html_().startswith("<table>")
 
 
+@needs("matplotlib")
 def test_a_timeline_draws_itself() -> None:
-    pytest.importorskip("matplotlib", reason="no matplotlib")
     with ltx.profile.record() as trace:
         trained()
     timeline = ltx.profile.timeline([trace])

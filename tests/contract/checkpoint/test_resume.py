@@ -18,10 +18,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ltx
 from ltx.errors import CheckpointError, InputError, RankMismatchError, UnsupportedError
 from ltx.strategies import StateLayout
+from tests import train_on
 from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.table import KINDS, ROWS
 from tests.contract.strategies.test_conformance import tensors, trainer
 from tests.kinds import Params, Ranks
+from tests.train_on import go_on
+from tests.twins.cases import assert_same_bits
 
 ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.05 / (1 + count))
 
@@ -33,10 +36,7 @@ def bits(state: Any) -> list[Tensor]:
 def assert_same(a: Any, b: Any) -> None:
     assert (a.step, a.sync_state.step, a.layout) == (b.step, b.sync_state.step, b.layout)
     assert ltx.tree.flatten(a)[1] == ltx.tree.flatten(b)[1]
-    for path, x, y in zip(ltx.tree.leaf_paths(a), bits(a), bits(b), strict=True):
-        assert (x.dtype, x.shape) == (y.dtype, y.shape), path
-        x, y = (t.resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (x, y))
-        assert torch.equal(x, y), path
+    assert_same_bits(*(dict(zip(ltx.tree.leaf_paths(state), bits(state), strict=True)) for state in (a, b)))
 
 
 @pytest.mark.full(but=2)
@@ -48,24 +48,22 @@ def test_every_strategy_goes_on_bit_for_bit(name: str, how: str, ranks: Ranks, s
     problem = make_problem(seed, row.ranks[0])
 
     def on_a_rank() -> tuple[Any, Any]:
-        train, rank = trainer(row), int(ltx.axis_index())
+        train = trainer(row)
 
-        def steps(state: Any, which: range) -> Any:
-            for step in which:
-                state, _ = train(state, torch.tensor(problem.x[step, rank]), torch.tensor(problem.y[step, rank]))
-            return train.finish(state)
+        def steps(state: Any, *which: int) -> Any:
+            return train.finish(go_on(train, state, problem.batches(*which)).state)
 
-        state, saving = steps(train.init(tensors(problem.start)), range(5)), None
+        state, saving = steps(train.init(tensors(problem.start)), 0, 5), None
         if how == "save":
             ltx.checkpoint.save(tmp_path, state)
         else:
             saving = ltx.checkpoint.save_async(tmp_path, state)
-        end = steps(state, range(5, problem.steps))  # which overwrite what is being saved
+        end = steps(state, 5)  # which overwrite what is being saved
         if saving is not None:
             saving.result()
         restored = ltx.checkpoint.load(tmp_path, train.init(tensors(problem.start)))
         assert (restored.step, restored.data) == (5, None)
-        return end, steps(restored.state, range(5, problem.steps))
+        return end, steps(restored.state, 5)
 
     for end, other_end in ranks(row.ranks[0]).run(on_a_rank):
         assert_same(end, other_end)
@@ -96,9 +94,7 @@ def batches(position: int) -> Tensor:
 
 
 def steps(train: Any, state: Any, which: range) -> Any:
-    for step in which:
-        state, _ = train(state, batches(step))
-    return state
+    return go_on(train, state, map(batches, which)).state
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -446,9 +442,9 @@ def test_ranks_must_save_the_same(ranks: Ranks, tmp_path: Path) -> None:
         if rank == 1 and what == "step":
             state = replace(state, step=1)
         path = tmp_path / str(rank) if what == "path" else tmp_path
-        with pytest.raises((RankMismatchError, CheckpointError)) as raised:
-            ltx.checkpoint.save(path, 3 if what == "state" and rank else state)
-        return str(raised.value)
+        return train_on.said(
+            (RankMismatchError, CheckpointError), ltx.checkpoint.save, path, 3 if what == "state" and rank else state
+        )
 
     for what in ("step", "path"):
         (said,) = set(ranks(2).run(on_a_rank, what))

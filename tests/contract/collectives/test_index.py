@@ -15,6 +15,7 @@ from ltx.errors import AxisError
 from tests import inside
 from tests.kinds import Ranks
 from tests.meshes import mesh_of
+from tests.train_on import said
 
 
 def _index_and_size() -> tuple[Tensor, int]:
@@ -73,9 +74,7 @@ def test_dimensions_of_a_mesh_by_name(ranks: Ranks) -> None:
 
     def run() -> tuple[dict[str, Any], list[str]]:
         def text(axis: Any) -> str:
-            with pytest.raises(AxisError) as caught:
-                ltx.axis_size(axis)
-            return str(caught.value)
+            return said(AxisError, ltx.axis_size, axis)
 
         def on(axis: Any) -> tuple[float, int, int, int]:
             rank = torch.tensor(10.0 ** dist.get_rank())
@@ -127,9 +126,7 @@ def test_names_that_are_not_in_scope(ranks: Ranks) -> None:
         ltx.vmap(ltx.vmap(lambda x: ltx.psum(x, axis="model"), axis_name="inner"), axis_name="outer")(torch.ones(2, 2))
 
     def text() -> str:
-        with pytest.raises(AxisError) as caught:
-            ltx.psum(torch.ones(1), axis="model")
-        return str(caught.value)
+        return said(AxisError, ltx.psum, torch.ones(1), axis="model")
 
     assert "no axis called 'model' is in scope; in scope: 'data'." in ranks(2).run(text).replicated()
 

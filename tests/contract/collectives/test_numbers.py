@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -13,7 +14,6 @@ from ltx.errors import TreeError
 
 
 def called(rank: int) -> dict[str, Any]:
-    numpy = pytest.importorskip("numpy")
     tree = {"int": 1, "float": 0.5 + rank, "bool": rank == 0, "array": numpy.full((2,), rank, numpy.float32)}
     gathered = ltx.all_gather({"int": rank, "scalar": numpy.int64(rank)})
     return {
@@ -64,7 +64,6 @@ def test_compiled(ranks: Callable[[int], Any]) -> None:
 
 
 def test_arrays_however_they_lie_in_memory(ranks: Callable[[int], Any]) -> None:
-    numpy = pytest.importorskip("numpy")
 
     def run() -> Any:
         plain = numpy.arange(6.0, dtype="f4").reshape(2, 3)
@@ -92,7 +91,6 @@ def test_arrays_however_they_lie_in_memory(ranks: Callable[[int], Any]) -> None:
 
 def test_arrays_are_what_tensors_are(ranks: Callable[[int], Any], seed: int) -> None:
     """Also where a collective does something to its argument ahead of what all of them do."""
-    numpy = pytest.importorskip("numpy")
     x = torch.randint(0, 9, (2, 2, 2))
 
     def run(as_leaf: Callable[[Any], Any]) -> Any:

@@ -13,6 +13,7 @@ import ltx
 from ltx.errors import AxisError, RankMismatchError
 from tests import inside
 from tests.kinds import Ranks
+from tests.train_on import mine, said
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "rows": [(2, 3), (0, 3), (5, 3)],
@@ -23,15 +24,11 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 }
 
 
-def _mine(xs: list[Tensor]) -> Tensor:
-    return xs[int(ltx.axis_index())]
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shapes", list(SHAPES.values()), ids=list(SHAPES))
 def test_gather_all_tensors(ranks: Ranks, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
     xs = [(torch.randn(shape) * 3).to(dtype) for shape in shapes]
-    found = ranks(3).run(lambda xs: ltx.gather_all_tensors(_mine(xs)), xs).replicated()
+    found = ranks(3).run(lambda xs: ltx.gather_all_tensors(mine(xs)), xs).replicated()
     for got, x in zip(found, xs, strict=True):
         assert (type(got), got.dtype) == (Tensor, x.dtype)
         assert torch.equal(got, x)
@@ -48,7 +45,7 @@ def test_gradients_flow_through_gather_all_tensors(ranks: Ranks) -> None:
         return sum(((rank + 2 * k + 1) * torch.sin(y)).sum() for k, y in enumerate(gathered))  # type: ignore[return-value]
 
     def run(xs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        x = _mine(xs).requires_grad_()
+        x = mine(xs).requires_grad_()
         (plain,) = torch.autograd.grad(loss(x), x)
         hvp = torch.func.jvp(torch.func.grad(loss), (x,), (torch.ones_like(x),))[1]
         return torch.func.grad(loss)(x), plain, hvp
@@ -137,9 +134,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 @pytest.mark.parametrize("call", list(CALLS))
 def test_no_simulated_and_no_compiled_form(call: str) -> None:
     fn, message = CALLS[call]
-    with pytest.raises(AxisError) as caught:
-        ltx.vmap(fn)(torch.ones(2, 2))
-    assert message in str(caught.value)
+    assert message in said(AxisError, lambda: ltx.vmap(fn)(torch.ones(2, 2)))
     with pytest.raises(RuntimeError, match=r"UnsupportedError: .* can't be compiled"):  # Dynamo's wrapper around it
         torch.compile(fn, fullgraph=True, backend="eager")(torch.ones(2))
 
@@ -160,9 +155,7 @@ def test_no_simulated_and_no_compiled_form(call: str) -> None:
     ],
 )
 def test_arguments(call: Callable[[Tensor], Any], message: str) -> None:
-    with pytest.raises(AxisError) as caught:
-        call(torch.ones(3))
-    assert message in str(caught.value)
+    assert message in said(AxisError, call, torch.ones(3))
 
 
 @pytest.mark.covering(1)
@@ -181,9 +174,7 @@ def test_splits_that_differ_between_ranks(on_new_axis: Callable[..., Any], op: s
         if known:
             for splits in choices:
                 calls[op](rank, splits)
-        with pytest.raises(RankMismatchError) as caught:
-            calls[op](rank, choices[rank])
-        return str(caught.value)
+        return said(RankMismatchError, calls[op], rank, choices[rank])
 
     found = list(on_new_axis(run))
     assert all(op in text for text in found)
@@ -221,9 +212,7 @@ def test_a_tensor_that_does_not_fit_raises_on_all_ranks(on_new_axis: Callable[..
     def run() -> str:
         if known:
             call(right, (3, 3))
-        with pytest.raises(RankMismatchError) as caught:
-            call(wrong if ltx.axis_index() else right, (3, 3))
-        return str(caught.value)
+        return said(RankMismatchError, call, wrong if ltx.axis_index() else right, (3, 3))
 
     text = on_new_axis(run).replicated()
     assert f"ranks disagree on {op}, its arguments: rank 0: splits [3, 3]; rank 1: {problem}" in text
@@ -233,11 +222,8 @@ def test_what_fits_on_no_rank(ranks: Ranks) -> None:
     """The same error of one's own everywhere, each time; then the axis works."""
 
     def run() -> list[str]:
-        found = []
-        for op in ("psum_scatter", "all_to_all", "psum_scatter"):
-            with pytest.raises(AxisError, match=r"splits \[3, 3\] add up to 6") as caught:
-                MISFITS[op][0](5, (3, 3))
-            found.append(str(caught.value))
+        ops = ("psum_scatter", "all_to_all", "psum_scatter")
+        found = [said(AxisError, MISFITS[op][0], 5, (3, 3)) for op in ops]
         with pytest.raises(RankMismatchError, match=r"rank 0's part has length 1 .*rank 1's part has length 1"):
             MISFITS["all_gather"][0](1, (2, 3))
         with pytest.raises(RankMismatchError, match=r"rank 0: splits must be 2 lengths.*rank 1: splits"):
@@ -245,20 +231,19 @@ def test_what_fits_on_no_rank(ranks: Ranks) -> None:
         found.append(str(MISFITS["all_gather"][0](1, (1, 1)).tolist()))
         return found
 
-    *_, last = ranks(2).run(run).replicated()
+    *texts, last = ranks(2).run(run).replicated()
+    assert all("splits [3, 3] add up to 6" in text for text in texts)
     assert last == "[1.0, 1.0]"
 
 
 def test_all_to_all_nobody_raises_alone(ranks: Ranks) -> None:
     def run() -> list[str]:
-        rank = int(ltx.axis_index())
-        found = []
+        rank, raises = int(ltx.axis_index()), (RankMismatchError, AxisError)
         # Rank 1's splits don't add up; then only rank 0 receives chunks of unequal lengths.
-        for splits, concat_dim in (([2, 2 + rank], 0), ([1 + rank, 3 - rank] if rank else [1, 3], 1)):
-            with pytest.raises((RankMismatchError, AxisError)) as caught:
-                ltx.all_to_all(torch.ones(4, 2), 0, concat_dim, splits=splits)
-            found.append(str(caught.value))
-        return found
+        return [
+            said(raises, ltx.all_to_all, torch.ones(4, 2), 0, concat_dim, splits=splits)
+            for splits, concat_dim in (([2, 2 + rank], 0), ([1 + rank, 3 - rank] if rank else [1, 3], 1))
+        ]
 
     first, second = ranks(2).run(run).replicated()
     assert "rank 0: splits [2, 2]; rank 1: splits [2, 3] add up to 5" in first
@@ -314,7 +299,7 @@ def test_all_gather_infers_lengths(ranks: Ranks, lengths: list[list[int]], dim: 
 )
 def test_inferred_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
     xs = [(torch.randn(length, 2).abs() * 3).to(dtype) for length in (3, 0, 2)]
-    found = ranks(3).run(lambda: ltx.all_gather(_mine(xs), tiled=True, splits="infer")).replicated()
+    found = ranks(3).run(lambda: ltx.all_gather(mine(xs), tiled=True, splits="infer")).replicated()
     assert found.dtype == dtype
     assert torch.equal(found.view(torch.uint8), torch.cat([x.view(torch.uint8) for x in xs]))
 
@@ -403,14 +388,11 @@ def test_only_some_ranks_infer(on_new_axis: Callable[..., Any]) -> None:
 
     def run() -> list[str]:
         rank, found, x = int(ltx.axis_index()), [], torch.ones(3)
-        for splits in ("infer", [3, 3]):
-            with pytest.raises(RankMismatchError) as caught:
-                ltx.all_gather(x, tiled=True, splits=splits if rank else None)  # type: ignore[arg-type]
-            found.append(str(caught.value))
-        ltx.all_gather(x, tiled=True)
-        with pytest.raises(RankMismatchError) as caught:  # known to rank 0
-            ltx.all_gather(x, tiled=True, splits="infer" if rank else None)
-        return [*found, str(caught.value)]
+        for splits in ("infer", [3, 3], "infer"):
+            found.append(said(RankMismatchError, ltx.all_gather, x, tiled=True, splits=splits if rank else None))
+            if len(found) == 2:
+                ltx.all_gather(x, tiled=True)  # known to rank 0 from now on
+        return found
 
     first, second = on_new_axis(run)
     assert first == second
@@ -424,9 +406,7 @@ def test_both_known(on_new_axis: Callable[..., Any]) -> None:
         x = torch.ones(3)
         ltx.all_gather(x, tiled=True, splits="infer")
         ltx.all_gather(x, tiled=True)
-        with pytest.raises(RankMismatchError) as caught:
-            ltx.all_gather(x, tiled=True, splits="infer" if ltx.axis_index() else None)
-        return str(caught.value)
+        return said(RankMismatchError, ltx.all_gather, x, tiled=True, splits="infer" if ltx.axis_index() else None)
 
     assert all("a peer has issued another collective here" in text for text in on_new_axis(run))
 
@@ -437,9 +417,7 @@ def test_what_can_not_be_inferred(ranks: Ranks) -> None:
             ltx.all_gather({"w": torch.ones(2) if ltx.axis_index() else torch.tensor(1.0)}, tiled=True, splits="infer")
         with pytest.raises(AxisError, match=r"all_gather: dim=0 is out of range for a tensor of shape \[\]"):
             ltx.all_gather(torch.tensor(1.0), tiled=True, splits="infer")
-        with pytest.raises(RankMismatchError) as caught:
-            ltx.all_gather(torch.ones(17 + int(ltx.axis_index())), tiled=True)
-        return str(caught.value)
+        return said(RankMismatchError, ltx.all_gather, torch.ones(17 + int(ltx.axis_index())), tiled=True)
 
     hint = ranks(2).run(run).replicated()
     assert hint.endswith('shapes and dtypes; ltx.all_gather(x, tiled=True, splits="infer") takes unequal lengths.')

@@ -11,6 +11,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import TreeError, WeightError
 from tests.kinds import Ranks
+from tests.train_on import said
 
 
 def _mean_and_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -90,9 +91,7 @@ NONE = (
 
 
 def _error(x: Tensor, w: Any) -> str:
-    with pytest.raises(WeightError) as caught:
-        ltx.weighted_mean(x, w)
-    return str(caught.value)
+    return said(WeightError, ltx.weighted_mean, x, w)
 
 
 def test_without_any_weight(ranks: Ranks) -> None:

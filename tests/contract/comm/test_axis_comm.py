@@ -22,7 +22,7 @@ from ltx.errors import (
     TreeError,
     UnsupportedError,
 )
-from tests import inside
+from tests import inside, train_on
 from tests.forks import settles
 from tests.inside import axes_in_scope
 from tests.kinds import OnNewAxis, Ranks
@@ -60,9 +60,9 @@ def test_new_signatures_that_differ(on_new_axis: OnNewAxis, name: str) -> None:
     call, expected = MISMATCHES[name]
 
     def run() -> tuple[str, float]:
-        with pytest.raises(RankMismatchError) as caught:
-            call(int(ltx.axis_index()))
-        return str(caught.value), ltx.psum(torch.ones(()), axis="data").item()
+        return train_on.said(RankMismatchError, call, int(ltx.axis_index())), ltx.psum(
+            torch.ones(()), axis="data"
+        ).item()
 
     text, after = on_new_axis(run).replicated()
     assert text.startswith("axis 'data': ranks disagree on ")
@@ -73,9 +73,7 @@ def test_new_signatures_that_differ(on_new_axis: OnNewAxis, name: str) -> None:
 def test_a_list_that_is_longer_on_one_rank_when_its_leaves_are_known(on_new_axis: OnNewAxis) -> None:
     def run() -> str:
         ltx.psum([torch.ones(2)] * 2)
-        with pytest.raises(RankMismatchError) as caught:
-            ltx.psum([torch.ones(2)] * (2 + int(ltx.axis_index())))
-        return str(caught.value)
+        return train_on.said(RankMismatchError, ltx.psum, [torch.ones(2)] * (2 + int(ltx.axis_index())))
 
     text = on_new_axis(run).replicated()
     assert "on psum, leaf '2'" in text
@@ -89,9 +87,7 @@ def test_a_peer_that_stands_at_something_new(on_new_axis: OnNewAxis, waiting: in
 
     def run() -> str:
         ltx.psum(torch.ones(2))
-        with pytest.raises(RankMismatchError) as caught:
-            ltx.psum(torch.ones(2 if int(ltx.axis_index()) == waiting else 3))
-        return str(caught.value)
+        return train_on.said(RankMismatchError, ltx.psum, torch.ones(2 if int(ltx.axis_index()) == waiting else 3))
 
     text = on_new_axis(run).replicated()
     assert f"rank {waiting}: float32[2]" in text
@@ -136,17 +132,12 @@ def test_after_what_one_rank_alone_has_issued(on_new_axis: OnNewAxis, name: str,
     """Whoever catches the errors and goes on gets no other call's sums."""
 
     def run() -> list[str]:
-        rank, said = int(ltx.axis_index()), []
         if known:
             UNLIKE[name](0)
             ltx.psum(torch.ones(3))
         with pytest.raises(LtxError):
-            UNLIKE[name](rank)
-        for n in (3, 4, 3, 2):
-            with pytest.raises(RankMismatchError) as caught:
-                ltx.psum(torch.full((n,), float(n)))
-            said.append(str(caught.value))
-        return said
+            UNLIKE[name](int(ltx.axis_index()))
+        return [train_on.said(RankMismatchError, ltx.psum, torch.full((n,), float(n))) for n in (3, 4, 3, 2)]
 
     for texts in on_new_axis(run):
         assert [text for text in texts[1:] if "has been out of step since an earlier failure" not in text] == []
@@ -181,9 +172,7 @@ def test_the_same_new_call_after_other_comparisons(on_new_axis: OnNewAxis) -> No
 
     def run() -> str:
         axes_in_scope()[-1].comm.user.compared += int(ltx.axis_index())
-        with pytest.raises(RankMismatchError) as caught:
-            ltx.psum(torch.ones(3))
-        return str(caught.value)
+        return train_on.said(RankMismatchError, ltx.psum, torch.ones(3))
 
     for text in on_new_axis(run):
         assert "ranks disagree on the operation: rank " in text
@@ -193,9 +182,7 @@ def test_the_same_new_call_after_other_comparisons(on_new_axis: OnNewAxis) -> No
 def test_barriers_of_which_one_is_known(on_new_axis: OnNewAxis) -> None:
     def run() -> str:
         ltx.barrier("load")
-        with pytest.raises(RankMismatchError) as caught:
-            ltx.barrier(["load", "save"][int(ltx.axis_index())])
-        return str(caught.value)
+        return train_on.said(RankMismatchError, ltx.barrier, ["load", "save"][int(ltx.axis_index())])
 
     assert "rank 0: barrier 'load'; rank 1: barrier 'save'" in on_new_axis(run).replicated()
 
@@ -222,12 +209,8 @@ def test_what_is_pending_never_counts_as_completed(on_new_axis: OnNewAxis) -> No
         axis_comm = inside.resolve(None).comm
         if axis_comm.rank == 1:
             return []
-        work, said = axis_comm.background.issue("psum", torch.ones(2), "a sum of one"), []
-        for _ in range(2):
-            with pytest.raises(CollectiveTimeoutError) as caught:
-                work.wait()
-            said.append(str(caught.value))
-        return said
+        work = axis_comm.background.issue("psum", torch.ones(2), "a sum of one")
+        return [train_on.said(CollectiveTimeoutError, work.wait) for _ in range(2)]
 
     said = on_new_axis(run, timeout_s=1.0).rank(0)
     assert len(said) == 2
@@ -243,9 +226,7 @@ def test_known_collectives_in_swapped_order_are_caught_at_the_fence(on_new_axis:
         ltx.psum(first), ltx.psum(second)
         grads = torch.func.grad(step)(torch.ones(2))
         mixed = [ltx.psum(x).sum().item() for x in [first, second][:: 1 - 2 * int(ltx.axis_index())]]
-        with pytest.raises(RankMismatchError) as caught:
-            torch.func.grad(step)(torch.ones(2))
-        return str(caught.value), grads.sum().item(), mixed
+        return train_on.said(RankMismatchError, lambda: torch.func.grad(step)(torch.ones(2))), grads.sum().item(), mixed
 
     text, grads, mixed = on_new_axis(run, sockets=True).replicated()
     assert "ranks have issued different collectives, or the same ones in another order" in text

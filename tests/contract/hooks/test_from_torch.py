@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ltx
 from ltx.errors import AxisError, HookError, StrategyError, UnsupportedError
 from ltx.hooks import from_torch
-from tests import inside
+from tests import inside, train_on
 from tests.kinds import OnNewAxis, Params, Ranks
+from tests.twins.cases import assert_same_bits
 
 STEPS = 6
 
@@ -91,20 +92,6 @@ def both(hook: Any, make_state: Callable[[], Any], seed: int, **how: Any) -> tup
     return ours, with_ddp(hook, make_state(), module, seed)
 
 
-def assert_same_bits(got: list[Params], expected: list[Params]) -> None:
-    for ours, theirs in zip(got, expected, strict=True):
-        for name, grad in theirs.items():
-            torch.testing.assert_close(ours[name], grad, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def nothing() -> None:
-    return None
-
-
-def world_group() -> Any:
-    return dist.group.WORLD
-
-
 def post_local(after: bool) -> Any:
     def make() -> Any:
         # A subgroup of its own for each rank: from step 3 on, gradients are local.
@@ -115,11 +102,11 @@ def post_local(after: bool) -> Any:
 
 
 STATELESS = {
-    "allreduce": (default_hooks.allreduce_hook, nothing),
-    "allreduce, with a group": (default_hooks.allreduce_hook, world_group),
-    "fp16": (default_hooks.fp16_compress_hook, nothing),
-    "fp16 wrapper": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), nothing),
-    "noop": (debugging_hooks.noop_hook, nothing),
+    "allreduce": (default_hooks.allreduce_hook, lambda: None),
+    "allreduce, with a group": (default_hooks.allreduce_hook, lambda: dist.group.WORLD),
+    "fp16": (default_hooks.fp16_compress_hook, lambda: None),
+    "fp16 wrapper": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), lambda: None),
+    "noop": (debugging_hooks.noop_hook, lambda: None),
     "post local SGD": (post_localSGD_hook.post_localSGD_hook, post_local(True)),
     "post local SGD, local": (post_localSGD_hook.post_localSGD_hook, post_local(False)),
 }
@@ -157,7 +144,7 @@ def test_power_sgd_as_under_ddp(name: str, wrapped: bool, ranks: Ranks, seed: in
     for ours, theirs in run:
         assert_same_bits(ours, theirs)
     # It did compress.
-    exact = ranks(2).run(both, default_hooks.allreduce_hook, nothing, seed)
+    exact = ranks(2).run(both, default_hooks.allreduce_hook, lambda: None, seed)
     assert not torch.equal(run.rank(0)[0][-1]["0.weight"], exact.rank(0)[0][-1]["0.weight"])
 
 
@@ -270,7 +257,7 @@ def test_a_future_that_never_comes(on_new_axis: OnNewAxis, seed: int) -> None:
         assert "of bucket 0 on axis 'data' didn't complete within 4 s" in text
 
 
-def seen_by(hook_sees: Callable[[Any], Any], nbytes: int, where: Callable[[], Any] = nothing) -> list[Any]:
+def seen_by(hook_sees: Callable[[Any], Any], nbytes: int, where: Callable[[], Any] = lambda: None) -> list[Any]:
     """What hook_sees(bucket) gives for each bucket of one pass."""
     seen: list[Any] = []
 
@@ -307,52 +294,48 @@ def test_what_the_hook_sees(ranks: Ranks) -> None:
     assert ranks(2).run(seen_by, halved, 1000).replicated() == [(torch.float16, [torch.float16] * 4)]
 
 
-def test_parameters_are_refused(ranks: Ranks) -> None:
-    class Optimizer:
-        def step_param(self, param: Tensor, grad: Tensor) -> None: ...
-
-    def messages() -> list[str]:
-        state = optimizer_overlap_hooks._OptimizerHookState(Optimizer())
-        overlapped = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
-        found = []
-        for hook in (lambda state, bucket: bucket.parameters(), overlapped):
-            step = ltx.data_parallel(lambda w: (w**2).sum(), strategy_of(hook))
-            with pytest.raises(UnsupportedError) as caught:
-                torch.func.grad(step)(torch.ones(3))
-            found.append(str(caught.value))
-            ltx.init()
-        return found
-
-    for text in ranks(2).run(messages).replicated():
-        assert "asks for the bucket's parameters, which a step of ltx doesn't change" in text
-        assert 'ltx.train_step(..., overlap="update")' in text
+class Optimizer:
+    def step_param(self, param: Tensor, grad: Tensor) -> None: ...
 
 
-def _on_wrong_results(state: Any, bucket: Any) -> Any:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result({"list": [bucket.buffer()], "short": bucket.buffer()[1:]}[state])
-    return future
+def resulting(result: Callable[[Tensor], Any]) -> Any:
+    """A hook whose future holds this."""
+
+    def hook(state: Any, bucket: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(result(bucket.buffer()))
+        return future
+
+    return hook
 
 
-def test_results_that_dont_fit(ranks: Ranks) -> None:
-    def messages() -> list[str]:
-        found = []
-        for hook, state in (
-            (_on_wrong_results, "list"),
-            (_on_wrong_results, "short"),
-            (lambda state, bucket: bucket.buffer(), None),
-        ):
-            step = ltx.data_parallel(lambda w: (w**2).sum(), strategy_of(hook, state))
-            with pytest.raises(StrategyError) as caught:
-                torch.func.grad(step)(torch.ones(3))
-            found.append(str(caught.value))
-            ltx.init()
-        return found
+OVERLAPPED = optimizer_overlap_hooks._OptimizerHookState(Optimizer())
+PARAMETERS = "asks for the bucket's parameters, which a step of ltx doesn't change"
+#: Hooks that don't fit, and what is said of them.
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "asks for parameters": (lambda: lambda state, bucket: bucket.parameters(), PARAMETERS),
+    "an optimizer's": (
+        lambda: optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, OVERLAPPED),
+        'ltx.train_step(..., overlap="update")',
+    ),
+    "a list": (
+        lambda: resulting(lambda x: [x]),
+        "bucket 0: expected its future to hold a tensor of 3 elements, got list",
+    ),
+    "short": (lambda: resulting(lambda x: x[1:]), "got [2]"),
+    "no future": (lambda: lambda state, bucket: bucket.buffer(), "expected a torch.futures.Future, got Tensor"),
+}
 
-    for listed, short, no_future in ranks(2).run(messages):
-        assert "bucket 0: expected its future to hold a tensor of 3 elements, got list" in listed
-        assert "got [2]" in short
-        assert "expected a torch.futures.Future, got Tensor" in no_future
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str, ranks: Ranks) -> None:
+    make, text = REFUSED[name]
+
+    def on_rank() -> str:
+        step = ltx.data_parallel(lambda w: (w**2).sum(), strategy_of(make()))
+        return train_on.said((StrategyError, UnsupportedError), torch.func.grad(step), torch.ones(3))
+
+    assert all(text in told for told in ranks(2).run(on_rank))
 
 
 def test_where_it_cannot_run(ranks: Ranks) -> None:
@@ -364,9 +347,10 @@ def test_where_it_cannot_run(ranks: Ranks) -> None:
         ltx.vmap(torch.func.grad(step), in_dims=(None, 0))(torch.ones(2), torch.ones(3, 2))
 
     def samples() -> str:
-        with pytest.raises(UnsupportedError) as caught:
-            torch.vmap(torch.func.grad(step), in_dims=(None, 0))(torch.ones(2), torch.ones(3, 2))
-        return str(caught.value)
+        return train_on.said(
+            UnsupportedError,
+            lambda: torch.vmap(torch.func.grad(step), in_dims=(None, 0))(torch.ones(2), torch.ones(3, 2)),
+        )
 
     assert "per-sample gradients" in ranks(2).run(samples).rank(0)
 
@@ -401,13 +385,12 @@ def test_group_and_axis_must_have_the_same_ranks(ranks: Ranks) -> None:
             mine = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
             return mine, ltx.axis_from_group(mine, "alone")
 
-        with pytest.raises(AxisError) as caught:
-            grad(None, alone()[1])
+        text = train_on.said(AxisError, grad, None, alone()[1])
         ltx.init()
         mine, axis = alone()
         local = grad(mine, axis).item()
         inside.close_axis(axis)
-        return str(caught.value), local
+        return text, local
 
     for rank, (text, local) in enumerate(ranks(2).run(run)):
         assert "FromTorch(_reduces, NoneType) communicates with ranks [0, 1] of the default process group" in text
@@ -433,15 +416,12 @@ def test_with_an_optimizer_that_overlaps(ranks: Ranks, seed: int) -> None:
     def run() -> tuple[Params, Params]:
         torch.manual_seed(seed)
         module = model()
-        found = []
+        start, batches = dict(module.named_parameters()), [batch(seed, i) for i in range(3)]
+        sgd, found = ltx.optim.from_torch(torch.optim.SGD, lr=0.01), []
         for comm_hook in (from_torch(default_hooks.allreduce_hook), "allreduce"):
             strategy = ltx.DDPStrategy(comm_hook=comm_hook, bucket_bytes=1000, first_bucket_bytes=1000)
             step = ltx.data_parallel(functools.partial(loss_of, module), strategy)
-            train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.01), overlap="update")
-            state = train.init(dict(module.named_parameters()))
-            for i in range(3):
-                state, _ = train(state, batch(seed, i))
-            found.append(state.params)
+            found.append(train_on.trained(step, sgd, start, batches, overlap="update").params)
         return found[0], found[1]
 
     for got, want in ranks(2).run(run):

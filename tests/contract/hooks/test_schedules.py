@@ -16,6 +16,7 @@ from ltx.strategies import States, StepInfo
 from ltx.typing import Tree
 from tests.kinds import Ranks
 from tests.sent import sent
+from tests.train_on import go_on
 
 FED = hooks.error_feedback
 EXACT = hooks.AllReduce()
@@ -104,9 +105,7 @@ def test_an_exchange_takes_the_one_in_force(seed: int) -> None:
     x, start = torch.randn(2, 5), torch.randn(5)
 
     def two(x: Tensor) -> Tensor:
-        state = train.init(start)
-        for _ in range(2):
-            state, _ = train(state, x)
+        state, _ = go_on(train, train.init(start), [x] * 2)
         whole: Tensor = state.params
         return whole
 

@@ -25,6 +25,7 @@ from ltx.hooks import BucketInput, CollectiveRequest, CommHook, Reduction, to_to
 from tests import inside
 from tests.contract.hooks.table import HOOKS, MOST
 from tests.kinds import OnNewAxis, Params, Ranks
+from tests.train_on import said
 
 MIB = 1 << 20
 
@@ -133,15 +134,27 @@ def new_net(seed: int, **how: Any) -> Net:
 SMALL: dict[str, Any] = {"bucket_cap_mb": 100 / MIB}
 
 
-def with_ddp(hook: Any, seed: int, steps: int = 4, net: Net | None = None, **how: Any) -> list[Params]:
-    net = net or new_net(seed)
+def under_ddp(net: nn.Module, hook: CommHook | None, **how: Any) -> DistributedDataParallel:
+    """`net` in DDP, with `hook` if there is one."""
     ddp = DistributedDataParallel(net, **how)
     if hook is not None:
-        ddp.register_comm_hook(None, hook if callable(hook) else to_torch(hook, ddp))
+        ddp.register_comm_hook(None, to_torch(hook, ddp))
+    return ddp
+
+
+def backward(ddp: nn.Module, *batch: Any) -> None:
+    ddp.zero_grad()
+    ddp(*batch).backward()
+
+
+def with_ddp(hook: Any, seed: int, steps: int = 4, net: Net | None = None, **how: Any) -> list[Params]:
+    net = net or new_net(seed)
+    ddp = under_ddp(net, None if callable(hook) else hook, **how)
+    if callable(hook):
+        ddp.register_comm_hook(None, hook)
     found = []
     for i in range(steps):
-        ddp.zero_grad()
-        ddp(batch(seed, i)).backward()
+        backward(ddp, batch(seed, i))
         found.append(grads_of(net))
         update(net, found[-1])
     return found
@@ -242,8 +255,7 @@ def test_any_order_of_landing(hook: CommHook, ranks: Ranks, seed: int) -> None:
 def test_buckets_are_sent_during_the_backward_pass(ranks: Ranks, seed: int) -> None:
     def run() -> list[str]:
         net = new_net(seed)
-        ddp = DistributedDataParallel(net, **SMALL)
-        ddp.register_comm_hook(None, to_torch(hooks.AllReduce(), ddp))
+        ddp = under_ddp(net, hooks.AllReduce(), **SMALL)
         log: list[tuple[float, str]] = []
         for k, layer in enumerate(net.layers):
             layer.register_full_backward_hook(lambda *_, k=k: log.append((time.perf_counter(), f"layer {k}")))
@@ -294,14 +306,10 @@ def test_no_sync_accumulates(ranks: Ranks, seed: int) -> None:
 @pytest.mark.parametrize("how", ["find_unused_parameters", "static_graph"])
 def test_unused_parameters(how: str, ranks: Ranks, seed: int) -> None:
     def run(hook: CommHook | None) -> list[dict[str, Any]]:
-        net = new_net(seed)
-        ddp = DistributedDataParallel(net, **SMALL, **{how: True})
-        if hook is not None:
-            ddp.register_comm_hook(None, to_torch(hook, ddp))
-        found = []
+        net, found = new_net(seed), []
+        ddp = under_ddp(net, hook, **SMALL, **{how: True})
         for i in range(4):
-            ddp.zero_grad()
-            ddp(batch(seed, i), 3 if how == "static_graph" else 2 + ltx.world().rank).backward()
+            backward(ddp, batch(seed, i), 3 if how == "static_graph" else 2 + ltx.world().rank)
             found.append({name: p.grad for name, p in net.named_parameters()})
         return found
 
@@ -322,8 +330,7 @@ def test_state_dict_goes_on_in_other_buckets(ranks: Ranks, seed: int) -> None:
 
         def train(ddp: Any, module: nn.Module, steps: range) -> None:
             for i in steps:
-                ddp.zero_grad()
-                ddp(batch(seed, i)).backward()
+                backward(ddp, batch(seed, i))
                 update(module, grads_of(module))
 
         train(ddp, whole, range(4))
@@ -341,12 +348,8 @@ def test_state_dict_goes_on_in_other_buckets(ranks: Ranks, seed: int) -> None:
         assert saved["step"] == 2
         assert second.step == 4
         assert {type(t) for t in saved["params"]["layers.0.weight"].values()} == {Tensor}
-        return (
-            {name: p.detach() for name, p in whole.named_parameters()},
-            {name: p.detach() for name, p in halves.named_parameters()},
-            hook.state_dict(),
-            second.state_dict(),
-        )
+        params = ({name: p.detach() for name, p in net.named_parameters()} for net in (whole, halves))
+        return *params, hook.state_dict(), second.state_dict()
 
     pool = ranks(2).run(run)
     for whole, halves, state, resumed in pool:
@@ -372,14 +375,13 @@ def test_without_names(ranks: Ranks, seed: int) -> None:
 def test_what_states_are_refused(ranks: Ranks, seed: int) -> None:
     net = new_net(seed)
     hook = to_torch(Feedback(), dict(net.named_parameters()))
-    with pytest.raises(
-        SyncStateError, match=r"to_torch\(Feedback\(\)\): expected a dict with 'step' and 'params'.*list"
+    for state, text in (
+        ([], r"to_torch\(Feedback\(\)\): expected a dict with 'step' and 'params'.*list"),
+        ({"step": 1}, r"got \['step'\]"),
+        ({"step": 1, "params": {"w": {}}}, r"parameters \['w'\], which aren't among names="),
     ):
-        hook.load_state_dict([])  # type: ignore[arg-type]
-    with pytest.raises(SyncStateError, match=r"got \['step'\]"):
-        hook.load_state_dict({"step": 1})  # type: ignore[typeddict-item]
-    with pytest.raises(SyncStateError, match=r"parameters \['w'\], which aren't among names="):
-        hook.load_state_dict({"step": 1, "params": {"w": {}}})
+        with pytest.raises(SyncStateError, match=text):
+            hook.load_state_dict(state)  # type: ignore[arg-type]
     with pytest.raises(HookError, match=r"takes an ltx.hooks.CommHook, got str"):
         to_torch("fp16")  # type: ignore[arg-type]
 
@@ -390,11 +392,8 @@ def test_state_that_doesnt_fit(on_new_axis: OnNewAxis, seed: int) -> None:
         net = new_net(seed)
         hook = to_torch(Feedback(), dict(net.named_parameters()))
         hook.load_state_dict({"step": 1, "params": {"layers.0.bias": {"error": torch.zeros(3)}}})
-        with pytest.raises(SyncStateError) as wrong:
-            with_ddp(hook, seed, net=net)
-        with pytest.raises(StrategyError) as missing:
-            with_ddp(to_torch(Feedback(), {"w": torch.ones(2)}), seed)
-        return str(wrong.value), str(missing.value)
+        wrong = said(SyncStateError, with_ddp, hook, seed, net=net)
+        return wrong, said(StrategyError, with_ddp, to_torch(Feedback(), {"w": torch.ones(2)}), seed)
 
     for wrong, missing in on_new_axis(run):
         assert "the state of parameter 'layers.0.bias': expected {'error': 'torch.float32[7]'}" in wrong
@@ -417,19 +416,13 @@ class Fails(InPhases):
 def test_a_hook_that_fails_on_one_rank(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> tuple[str, str, Any]:
         group = inside.resolve(None).comm.group
-        net = new_net(seed)
-        ddp = DistributedDataParallel(net, process_group=group, find_unused_parameters=True, **SMALL)
-        ddp.register_comm_hook(None, to_torch(Fails(), ddp))
-        found = []
-        try:
+        ddp = under_ddp(new_net(seed), Fails(), process_group=group, find_unused_parameters=True, **SMALL)
+        with pytest.raises(Exception, match="mine") as raised:
             ddp(batch(seed, 0)).backward()
-        except Exception as error:
-            found = [type(error).__name__, str(error)]
         # A new module goes on.
-        again = DistributedDataParallel(new_net(seed), process_group=group, **SMALL)
-        again.register_comm_hook(None, to_torch(hooks.AllReduce(), again))
+        again = under_ddp(new_net(seed), hooks.AllReduce(), process_group=group, **SMALL)
         again(batch(seed, 0)).backward()
-        return *found, grads_of(again.module)
+        return raised.typename, str(raised.value), grads_of(again.module)
 
     (kind, text, grads), (told, why, others) = on_new_axis(run)
     assert (kind, text) == ("ZeroDivisionError", "mine")
@@ -485,11 +478,8 @@ def in_bfloat16(seed: int) -> Params:
 def test_ranks_with_different_hooks(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> str:
         hook = hooks.FP16() if ltx.world().rank else hooks.BF16()
-        ddp = DistributedDataParallel(new_net(seed), process_group=inside.resolve(None).comm.group)
-        ddp.register_comm_hook(None, to_torch(hook, ddp))
-        with pytest.raises(RankMismatchError) as caught:
-            ddp(batch(seed, 0)).backward()
-        return str(caught.value)
+        ddp = under_ddp(new_net(seed), hook, process_group=inside.resolve(None).comm.group)
+        return said(RankMismatchError, lambda: ddp(batch(seed, 0)).backward())
 
     text = on_new_axis(run).replicated()
     assert "ranks disagree on bucket 0 of DistributedDataParallel, its arguments: rank 0: BF16()" in text
@@ -546,9 +536,7 @@ def test_one_hook_for_two_modules_is_refused(on_new_axis: OnNewAxis, seed: int) 
     def run() -> str:
         one = to_torch(hooks.AllReduce())
         _, outer = nested(seed, lambda: one, group=inside.resolve(None).comm.group)
-        with pytest.raises(StrategyError) as caught:
-            outer(batch(seed, 0)).backward()
-        return str(caught.value)
+        return said(StrategyError, lambda: outer(batch(seed, 0)).backward())
 
     assert "Each DDP module needs a to_torch of its own" in on_new_axis(run).replicated()
 
@@ -557,9 +545,7 @@ def test_state_of_register_comm_hook(on_new_axis: OnNewAxis, seed: int) -> None:
     def run() -> str:
         ddp = DistributedDataParallel(new_net(seed), process_group=inside.resolve(None).comm.group)
         ddp.register_comm_hook("data", to_torch(hooks.AllReduce()))
-        with pytest.raises(AxisError) as caught:
-            ddp(batch(seed, 0)).backward()
-        return str(caught.value)
+        return said(AxisError, lambda: ddp(batch(seed, 0)).backward())
 
     assert "state is the process group over which to reduce, or None" in on_new_axis(run).replicated()
 
@@ -593,8 +579,7 @@ def test_dtypes_and_odd_shapes(ranks: Ranks, seed: int) -> None:
 
             ddp.register_comm_hook(None, spied)
         for _ in range(2):
-            ddp.zero_grad()
-            ddp(torch.tensor(1.0 + ltx.world().rank)).backward()
+            backward(ddp, torch.tensor(1.0 + ltx.world().rank))
         return grads_of(module), untouched
 
     for hook in (hooks.AllReduce(), InPhases(), hooks.FP16()):

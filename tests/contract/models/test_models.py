@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
@@ -11,11 +9,10 @@ from tests.contract.models.twins import STEPS, both, load
 from tests.contract.models.zoo import MODELS
 from tests.covering import some
 from tests.kinds import Ranks
+from tests.needs import needs
 
 # Not imported here, which takes seconds: ranks do that.
-pytestmark = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("transformers", "peft")), reason="the models are of the extra 'models'"
-)
+pytestmark = needs("transformers", "peft")
 
 
 ROWS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 import ltx
 from tests.contract.models.zoo import MODELS, VOCABULARY, causal
 from tests.kinds import Ranks
+from tests.needs import needs
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are of the extra 'models'")
+pytestmark = needs("transformers")
 
 STEPS = 3
 PROMPT = torch.tensor([[3, 4, 5]])

@@ -10,13 +10,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'ltx[browser]'")
+from tests.needs import found, needs
+
+playwright = found("playwright.sync_api")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ROOT = Path(__file__).parents[3]
@@ -27,8 +28,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.timeout(240),
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium"),
-    # Not imported here: that takes a second of every run.
-    pytest.mark.skipif(find_spec("jupyterlab") is None, reason="no JupyterLab: pip install 'ltx[browser]'"),
+    needs("playwright", "jupyterlab"),
 ]
 
 CELLS = {

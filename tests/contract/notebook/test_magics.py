@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-jupyter_client = pytest.importorskip("jupyter_client", reason="notebooks need pip install 'ltx[notebook]'")
-pytest.importorskip("ipykernel", reason="notebooks need pip install 'ltx[notebook]'")
+from tests.needs import found, needs
+
+pytestmark = needs("jupyter_client", "ipykernel")
+jupyter_client = found("jupyter_client")
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 50.0
@@ -224,10 +226,10 @@ def test_commands_take_the_names_of_the_worker(kernel: Kernel) -> None:
     assert kernel.run(cell) == [("display", "[rank 1] ['11 of rank 1']")]
 
 
+@needs("tqdm")
 @pytest.mark.parametrize("module", ["auto", "notebook"])
 def test_tqdm_of_notebooks(kernel: Kernel, module: str) -> None:
     """Workers have no kernel to put a widget into: the bar is text."""
-    pytest.importorskip("tqdm", reason="no tqdm")
     shown = kernel.run(f"%%ltx --rank 1\nfrom tqdm.{module} import tqdm\nfor _ in tqdm(range(3)): pass")
     assert "3/3" in shown[-1][1], shown
     assert all(text.startswith("[rank 1] ") for _, text in shown), shown
@@ -291,9 +293,9 @@ def test_displays_are_updated_and_a_rank_clears_its_own(kernel: Kernel) -> None:
     assert list(kernel.screen.values()) == ["[rank 1] 2", "[rank 1] 2"]
 
 
+@needs("tqdm")
 def test_bars_in_bars_are_one_display_each(kernel: Kernel) -> None:
     """As a widget each in a plain cell; and an inner one goes when it is done."""
-    pytest.importorskip("tqdm", reason="no tqdm")
     shown = kernel.run(
         "%%ltx --rank 0\nfrom tqdm.auto import tqdm, trange\nfor epoch in tqdm(range(2), desc='epochs'):\n"
         "    for step in (steps := trange(3, leave=False)):\n        steps.set_postfix(loss=0.5)"

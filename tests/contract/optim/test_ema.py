@@ -16,6 +16,7 @@ from ltx.errors import OptimError, StrategyError
 from ltx.optim import averaged, chain, clip_by_global_norm, ema, from_torch, partition
 from tests.contract.optim.cases import clone, same_bits
 from tests.kinds import Ranks
+from tests.train_on import trained
 
 adamw = from_torch(AdamW, lr=1e-2)
 
@@ -73,10 +74,7 @@ def in_groups(name: str, overlap: Any) -> tuple[Any, Any]:
     first, x = ltx.broadcast(({"weight": torch.randn(3, 4), "bias": torch.randn(3)}, torch.randn(8, 4)))
     found = []
     for made in (IN_GROUPS[name], ema(partition({"0": from_torch(SGD, lr=0.1), "1": adamw}, LABELS), 0.8)):
-        train = ltx.train_step(ltx.data_parallel(loss_fn), made, overlap=overlap)
-        state = train.init(clone(first))
-        for _ in range(3):
-            state, _ = train(state, ltx.shard(x))
+        state, _ = trained(ltx.data_parallel(loss_fn), made, clone(first), [ltx.shard(x)] * 3, overlap=overlap)
         found.append(dict(averaged(state.opt_state)))
     return found[0], found[1]
 

@@ -30,6 +30,7 @@ from ltx.optim import (
 from tests.contract.optim.cases import same_bits
 from tests.contract.optim.test_opaque import Lion
 from tests.kinds import Ranks
+from tests.train_on import trained
 
 
 class Row(NamedTuple):
@@ -183,26 +184,22 @@ def plateaued(name: str, strategy: Any = None, **options: Any) -> list[float]:
     state, moves = train.init(torch.zeros(2, dtype=torch.float64)), []
     for n, loss in enumerate(LOSSES):
         before = state.params.clone()
-        mine = loss + (2 * ltx.axis_index() - 1) * n * (
-            ltx.axis_size() - 1
-        )  # each rank's own: better there, worse here
+        mine = loss + (2 * ltx.axis_index() - 1) * n * (ltx.axis_size() - 1)  # better there, worse here
         state, _ = train(state, mine)
         moves.append((before - state.params)[0])
     return torch.stack(moves)
 
 
-@pytest.mark.parametrize("name", PLATEAUS)
-def test_all_ranks_decide_by_the_loss_that_they_share(name: str, ranks: Ranks) -> None:
+OPTIONS: tuple[dict[str, Any], ...] = ({"strategy": ltx.ZeroStrategy()}, {"donate": False}, {"guard": "skip"})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, {}) for name in PLATEAUS] + [("every", o) for o in OPTIONS], ids=str
+)
+def test_all_ranks_decide_by_the_loss_that_they_share(name: str, options: Any, ranks: Ranks) -> None:
     expected = torch.tensor(torchs_rates(**PLATEAUS[name]), dtype=torch.float64)
     assert len(expected.unique()) > 1
-    for found in (plateaued(name), *ranks(2).run(plateaued, name)):
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("options", [{"strategy": ltx.ZeroStrategy()}, {"donate": False}, {"guard": "skip"}], ids=str)
-def test_with_other_pieces(options: Any, ranks: Ranks) -> None:
-    expected = torch.tensor(torchs_rates(**PLATEAUS["every"]), dtype=torch.float64)
-    for found in ranks(2).run(plateaued, "every", **options):
+    for found in (plateaued(name, **options), *ranks(2).run(plateaued, name, **options)):
         torch.testing.assert_close(found, expected)
 
 
@@ -213,13 +210,12 @@ def test_on_simulated_ranks() -> None:
 
 
 def test_a_skipped_step_is_no_decision(seed: int) -> None:
-    sgd = from_torch(SGD, lr=reduce_on_plateau(1.0, 0.5, patience=0))
-    train = ltx.train_step(ltx.data_parallel(lambda w, x: w * x), sgd, guard="skip")
-    state = train.init(torch.tensor(1.0))
-    for x in (1.0, torch.nan, torch.nan, torch.inf):
-        state, _ = train(state, torch.tensor(x))
-    assert state.opt_state.hyper["lr"].value == 1.0
-    assert state.opt_state.hyper["lr"].more["best"] == 1.0
+    sgd, xs = (
+        from_torch(SGD, lr=reduce_on_plateau(1.0, 0.5, patience=0)),
+        torch.tensor([1.0, *[torch.nan] * 2, torch.inf]),
+    )
+    kept = trained(lambda w, x: w * x, sgd, torch.tensor(1.0), xs, guard="skip").state.opt_state.hyper["lr"]
+    assert (kept.value, kept.more["best"]) == (1.0, 1.0)
 
 
 def polyak(grads: Any, state: LossState, params: Any) -> Any:
@@ -227,14 +223,10 @@ def polyak(grads: Any, state: LossState, params: Any) -> Any:
 
 
 def of_the_loss(xs: Tensor) -> Any:
-    train = ltx.train_step(
-        ltx.data_parallel(lambda w, x: ((w - x) ** 2).sum()), from_functions(lambda p: LossState(), polyak)
-    )
-    state = train.init(torch.ones(3))
-    for x in xs:
-        state, metrics = train(state, x)
-    assert same_bits(state.opt_state.loss, metrics.loss)
-    return state.params
+    own = from_functions(lambda p: LossState(), polyak)
+    found = trained(lambda w, x: ((w - x) ** 2).sum(), own, torch.ones(3), xs)
+    assert same_bits(found.state.opt_state.loss, found.metrics[-1].loss)
+    return found.params
 
 
 def test_an_optimizer_of_ones_own_sees_the_loss(ranks: Ranks, seed: int) -> None:

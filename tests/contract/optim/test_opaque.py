@@ -6,6 +6,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import ltx
 from ltx.errors import OptimError, StrategyError
 from ltx.extend import Update
 from ltx.optim import from_torch
+from tests import train_on
+from tests.needs import needs
 
 
 class Lion(torch.optim.Optimizer):
@@ -213,10 +216,6 @@ class MadeAtOnce(torch.optim.Optimizer):
                 p.addcdiv_(grad, total.sqrt(), value=-group["lr"])
 
 
-def adafactor(params: Iterable[Tensor], **kwargs: Any) -> Any:
-    return pytest.importorskip("transformers.optimization").Adafactor(params, **kwargs)
-
-
 CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "lion": (lambda: Lion, {"lr": 0.01, "betas": (0.5, 0.9)}),
     "together": (lambda: Together, {"lr": 0.1, "decay": 0.01}),
@@ -229,16 +228,18 @@ CLASSES: dict[str, tuple[Callable[[], type], dict[str, Any]]] = {
     "built as torch's": (lambda: Built, {"lr": 0.1, "beta": 0.5}),
     "state of the constructor": (lambda: MadeAtOnce, {"start": 2.0}),
     "transformers": (
-        lambda: pytest.importorskip("transformers.optimization").Adafactor,
+        lambda: import_module("transformers.optimization").Adafactor,
         {"scale_parameter": True, "relative_step": True, "warmup_init": True},
     ),
 }
 
 
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[needs("transformers")][: name == "transformers"]) for name in CLASSES]
+)
 def test_as_the_class_itself(name: str, donate: bool, seed: int) -> None:
-    if name == "transformers" and not hasattr(pytest.importorskip("transformers.optimization"), "Adafactor"):
+    if name == "transformers" and not hasattr(import_module("transformers.optimization"), "Adafactor"):
         pytest.skip("this transformers has no Adafactor of its own")
     make, kwargs = CLASSES[name]
     cls = make()
@@ -348,15 +349,16 @@ def trained(name: str, seed: int) -> Any:
     params = {"w": torch.randn(3, 3, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
     xs = torch.randn(3, 4, 3, dtype=torch.float64)
     step = ltx.data_parallel(lambda p, x: (x @ p["w"] + p["b"]).square().mean())
-    train = ltx.train_step(step, from_torch(cls(), **kwargs))
-    state = train.init(params)
-    for x in xs:
-        state, _ = train(state, ltx.shard(x))
+    state, _ = train_on.trained(step, from_torch(cls(), **kwargs), params, [ltx.shard(x) for x in xs])
     return state.params, xs, params
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full][: name == "transformers"]) for name in CLASSES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full, needs("transformers")][: 2 * (name == "transformers")])
+        for name in CLASSES
+    ],
 )
 def test_two_ranks_train_as_one(name: str, ranks: Callable[[int], Any], seed: int) -> None:
     both, xs, start = ranks(2).run(trained, name, seed).replicated()

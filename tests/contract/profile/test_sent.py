@@ -20,7 +20,7 @@ from tests.contract.strategies.test_protocol import STRATEGIES, problem, trainer
 from tests.contract.strategies.test_protocol import loss as two_leaves
 from tests.covering import some
 from tests.kinds import Params, Ranks
-from tests.sent import sent
+from tests.sent import ring, sent
 from tests.twins.feedback import ErrorFeedback
 from tests.twins.phases import InTwoPhases, OftenInTwoPhases
 
@@ -31,10 +31,6 @@ Issues = list[tuple[str, str, int]]
 
 def issues(trace: ltx.profile.Trace, *kinds: str) -> Issues:
     return [(e.label, e.operation, e.nbytes) for e in trace.events if e.kind in kinds]
-
-
-def ring(nbytes: int, n: int) -> int:
-    return 2 * nbytes * (n - 1) // n
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

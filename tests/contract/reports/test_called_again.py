@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import ltx
 from ltx.errors import DeadlockDetectedError, StepError, TreeError, UnusedParameterWarning
 from ltx.optim import from_torch
+from tests import train_on
 from tests.kinds import Ranks
 from tests.twins.cases import Params, seeded
 
@@ -125,7 +126,7 @@ class Net(nn.Module):
         return self.last(x).square().mean()
 
 
-def problem(seed: int, kind: str, checkpoints: bool | None = None) -> tuple[Net, Params, Tensor]:
+def problem(seed: int, kind: str, checkpoints: bool | None = None) -> tuple[Net, Params, Any]:
     """A net, other parameters, and three batches of this rank."""
     with seeded(seed):
         net, other = Net(kind, checkpoints).double(), Net("plain").double()
@@ -148,12 +149,9 @@ def trained(
     if how == "accumulate":
         step = ltx.accumulate(step, 2)
     if how in ("train", "update", "accumulate"):
-        train = ltx.train_step(step, SGD, overlap="update" if how == "update" else "backward")
-        state = train.init(params)
-        for x in batches:
-            state, _ = train(state, x)
-        params = state.params
-    for x in () if how in ("train", "update", "accumulate") else batches:
+        found = train_on.trained(step, SGD, params, batches, overlap="update" if how == "update" else "backward")
+        params, batches = found.params, []
+    for x in batches:
         if how == "loop":
             params = {name: p.detach().requires_grad_() for name, p in params.items()}
             step(params, x).backward()
@@ -331,10 +329,8 @@ def with_buffers(seed: int, norm: Callable[[], nn.Module], kind: str) -> Any:
     def step(params: Params, buffers: Params, x: Tensor) -> Any:
         return ltx.functional_call(net, (params, buffers), (x,), return_buffers=True)
 
-    train = ltx.train_step(ltx.data_parallel(step), SGD)
-    state = train.init(*({k: v.detach() for k, v in named()} for named in (net.named_parameters, net.named_buffers)))
-    for batch in x:
-        state, _ = train(state, batch)
+    params, buffers = ({k: v.detach() for k, v in named()} for named in (net.named_parameters, net.named_buffers))
+    state, _ = train_on.trained(step, SGD, params, x, buffers=buffers)
     return state.params, state.buffers
 
 

@@ -18,6 +18,7 @@ import ltx
 from ltx import optim
 from ltx.errors import CallFailedError, OptimError
 from ltx.optim import from_torch
+from tests import train_on
 from tests.contract.optim.cases import DENSE_CASES, Case
 from tests.kinds import Params
 
@@ -275,11 +276,9 @@ def by_training(overlap: Any, donate: bool) -> float:
     """The derivative by the learning rate of w after two steps along the gradient 1 + rank."""
     rate = torch.tensor(0.5, requires_grad=True)
     step = ltx.data_parallel(lambda p, x: (p["w"] * x).sum())
-    train = ltx.train_step(step, from_torch(SGD, lr=lambda count: rate), overlap=overlap, donate=donate)
-    state = train.init({"w": torch.ones(())})
-    for _ in range(2):
-        state, _ = train(state, torch.tensor(1.0 + ltx.world().rank))
-    return torch.autograd.grad(state.params["w"], rate)[0].item()
+    sgd, batches = from_torch(SGD, lr=lambda count: rate), [torch.tensor(1.0 + ltx.world().rank)] * 2
+    after = train_on.trained(step, sgd, {"w": torch.ones(())}, batches, overlap=overlap, donate=donate)
+    return torch.autograd.grad(after.params["w"], rate)[0].item()
 
 
 @pytest.mark.parametrize("donate", [True, False])

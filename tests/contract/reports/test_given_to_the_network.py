@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ltx
 from ltx.errors import UnsupportedError
+from tests.train_on import said, trained
 
 double = partial(torch.tensor, dtype=torch.float64)
 COLLECTIVES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -129,11 +130,8 @@ def training(mode: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
         p = torch.ones(4, 4, requires_grad=True)
         step = ltx.data_parallel(lambda p, x: (p @ p * x).sum(), ltx.DDPStrategy(comm_hook=ltx.hooks.ByteGrad()))
         step(p, x).backward()
-        train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.Adam))
-        state = train.init(torch.ones(4, 4))
-        for _ in range(2):
-            state, _ = train(state, x)
-    return [*found, w.grad, p.grad, state.params]
+        after = trained(step, ltx.optim.from_torch(torch.optim.Adam), torch.ones(4, 4), [x] * 2)
+    return [*found, w.grad, p.grad, after.params]
 
 
 @BOTH
@@ -185,17 +183,14 @@ def test_linearized_numbers(sockets: bool, on_new_axis: OnNewAxis) -> None:
 
 def refused() -> list[str]:
     """What is said of tensors of a class that holds them in others, and of fake tensors; then a sum goes on."""
-    said = []
-    for f in (ltx.psum, ltx.all_gather, ltx.broadcast):
-        with pytest.raises(UnsupportedError) as raised:
-            f({"a": torch.ones(3), "b": TwoTensor(torch.ones(3), torch.ones(3))})
-        said.append(str(raised.value))
+    given = {"a": torch.ones(3), "b": TwoTensor(torch.ones(3), torch.ones(3))}
+    texts = [said(UnsupportedError, f, given) for f in (ltx.psum, ltx.all_gather, ltx.broadcast)]
     with FakeTensorMode():
         assert ltx.psum(torch.ones(3)).shape == (3,)  # recorded: what is known of fake tensors
         with pytest.raises(UnsupportedError, match="fake tensors can't be sent"):
             ltx.barrier()
     assert ltx.psum(torch.ones(())).item() == 2
-    return said
+    return texts
 
 
 @BOTH

@@ -14,6 +14,7 @@ import ltx
 from ltx import tree
 from ltx.errors import LtxError, RankMismatchError, ReplicaDivergedError
 from tests.kinds import Ranks
+from tests.train_on import said
 
 N = 2
 
@@ -94,36 +95,27 @@ OWN: dict[str, Callable[[dict[str, Tensor], Tensor], Any]] = {
 }
 
 
-def mixed(seed: int, name: str, own: str = "blocked") -> str:
+def mixed(seed: int, name: str, own: str) -> str:
     w, xs, means = problem(seed)
     OWN[own](w, xs[0])
     CHANGED[name](w)
     before = copy.deepcopy({k: v.detach() for k, v in of(w).items()})
     for _ in range(2):
-        with pytest.raises(RankMismatchError) as caught:
-            STEP(w, xs[2]).backward()
+        text = said(RankMismatchError, STEP(w, xs[2]).backward)
         torch.testing.assert_close(of(w), before, rtol=0, atol=0)
-    for v in w.values():
-        v.grad = None
+    zero(w, set_to_none=True)
     STEP(w, xs[2]).backward()  # and goes on
     torch.testing.assert_close(of(w), means[2])
-    return str(caught.value)
+    return text
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_a_reduced_pass_refuses_what_a_blocked_one_has_left(ranks: Ranks, seed: int, name: str) -> None:
-    first, second = ranks(N).run(mixed, seed, name)
+@pytest.mark.parametrize(("own", "name"), [("blocked", name) for name in CHANGED] + [(own, "nothing") for own in OWN])
+def test_a_reduced_pass_refuses_gradients_of_each_rank(ranks: Ranks, seed: int, own: str, name: str) -> None:
+    first, second = ranks(N).run(mixed, seed, name, own)
     assert first == second
     assert "rank 1: 'a.grad' and 1 more (digest" in first
     for text in ("block_backward_sync", "ltx.accumulate(", "ltx.sync_gradients(", "set .grad to None"):
         assert text in first
-
-
-@pytest.mark.parametrize("own", OWN)
-def test_so_it_does_whatever_has_made_them(ranks: Ranks, seed: int, own: str) -> None:
-    first, second = ranks(N).run(mixed, seed, "nothing", own)
-    assert first == second
-    assert "rank 1: 'a.grad' and 1 more (digest" in first
 
 
 # What a reduced pass doesn't find, as no reduced pass adds to it.
@@ -177,19 +169,15 @@ def one_rank_alone(seed: int) -> str:
     w, xs, means = problem(seed)
     if int(ltx.axis_index()):
         LOCAL(w, xs[0]).backward()
-    with pytest.raises(LtxError) as caught:
-        STEP(w, xs[1]).backward()
-    for v in w.values():
-        v.grad = None
+    text = said(LtxError, lambda: STEP(w, xs[1]).backward())
+    zero(w, set_to_none=True)
     STEP(w, xs[2]).backward()
     torch.testing.assert_close(of(w), means[2])
-    return str(caught.value)
+    return text
 
 
 def test_of_one_rank_alone_both_hear(ranks: Ranks, seed: int) -> None:
-    first, second = ranks(N).run(one_rank_alone, seed)
-    assert "block_backward_sync" in first
-    assert "block_backward_sync" in second
+    assert all("block_backward_sync" in text for text in ranks(N).run(one_rank_alone, seed))
 
 
 def zero(w: dict[str, Tensor], set_to_none: bool) -> None:
@@ -314,10 +302,6 @@ def experts(seed: int) -> None:
     torch.testing.assert_close(w["a"].grad, sum(m["a"] / 2 ** (3 - i) for i, m in enumerate(means)))
 
 
-def test_of_hooks_that_leave_gradients_alone(ranks: Ranks, seed: int) -> None:
-    ranks(N).run(experts, seed)
-
-
 def with_state(seed: int) -> None:
     """Of parameters with communication state, which is differentiated with them."""
     torch.manual_seed(seed)
@@ -328,10 +312,6 @@ def with_state(seed: int) -> None:
     ltx.block_backward_sync(step)(synced, torch.randn(2, 4)[rank]).backward()
     with pytest.raises(RankMismatchError, match=r"'a\.grad'"):
         step(synced, torch.randn(4)).backward()
-
-
-def test_states(ranks: Ranks, seed: int) -> None:
-    ranks(N).run(with_state, seed)
 
 
 def module_and_views(seed: int) -> None:
@@ -351,5 +331,6 @@ def module_and_views(seed: int) -> None:
         net.zero_grad()
 
 
-def test_modules(ranks: Ranks, seed: int) -> None:
-    ranks(N).run(module_and_views, seed)
+@pytest.mark.parametrize("check", [experts, with_state, module_and_views])
+def test_other_kinds_of_gradients(check: Callable[[int], None], ranks: Ranks, seed: int) -> None:
+    ranks(N).run(check, seed)

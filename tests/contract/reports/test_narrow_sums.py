@@ -16,6 +16,7 @@ from torch.func import grad, jvp
 import ltx
 from ltx.optim import averaged, ema, from_torch
 from tests.kinds import Ranks
+from tests.train_on import trained
 
 MANY = 64
 NARROW = [torch.bfloat16, torch.float16]
@@ -129,32 +130,21 @@ def test_float16_gradients_whose_sum_is_too_large() -> None:
 def passes(op: Any, count: int, **fields: Any) -> Tensor:
     """How far one update of `count` passes moves: the first gradient is 256, the others are 1."""
     strategy = ltx.HorovodStrategy(op=op, backward_passes_per_step=count, **fields)
-    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), sgd)
-    state = train.init(torch.zeros(2, dtype=torch.bfloat16))
-    for place in range(count):
-        state, _ = train(state, torch.full((2,), 256.0 if place == 0 else 1.0, dtype=torch.bfloat16))
-    return -state.params
+    batches = [torch.full((2,), x, dtype=torch.bfloat16) for x in [256.0] + [1.0] * (count - 1)]
+    return -trained(lambda w, x: (w * x).sum(), sgd, torch.zeros(2, dtype=torch.bfloat16), batches, strategy).params
 
 
-@pytest.mark.parametrize("op", ["average", "adasum"])
-def test_horovods_passes(op: str, ranks: Ranks) -> None:
-    expected = torch.full((2,), 256.0 + 63).bfloat16()
-    for found in (passes(op, 64), *ranks(2).run(passes, op, 64)):
-        assert found.equal(expected)
-
-
-def test_horovods_passes_sent_in_float16(ranks: Ranks) -> None:
-    for found in ranks(2).run(passes, "average", 64, compression="fp16"):
+@pytest.mark.parametrize(("op", "fields"), [("average", {}), ("adasum", {}), ("average", {"compression": "fp16"})])
+def test_horovods_passes(op: str, fields: Any, ranks: Ranks) -> None:
+    for found in (passes(op, 64, **fields), *ranks(2).run(passes, op, 64, **fields)):
         assert found.equal(torch.full((2,), 256.0 + 63).bfloat16())
 
 
 def averages(donate: bool) -> Tensor:
     """The average of parameters that move from 1 to 2 in the first step, and stay there."""
-    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ema(sgd, 0.999), donate=donate)
-    state = train.init(torch.ones(2, dtype=torch.bfloat16))
-    for place in range(50):
-        state, _ = train(state, torch.full((2,), -1.0 if place == 0 else 0.0, dtype=torch.bfloat16))
-    return averaged(state.opt_state)
+    start, batches = torch.ones(2, dtype=torch.bfloat16), [torch.full((2,), x).bfloat16() for x in [-1.0] + [0.0] * 49]
+    after = trained(lambda w, x: (w * x).sum(), ema(sgd, 0.999), start, batches, donate=donate)
+    return averaged(after.state.opt_state)
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -165,11 +155,11 @@ def test_moving_averages(donate: bool, ranks: Ranks) -> None:
 
 def many_tokens(strategy: ltx.Strategy | None, dtype: torch.dtype) -> Tensor:
     """The gradient of a mean over 100,001 tokens, of which each rank has 100,001."""
-    train = ltx.train_step(
-        ltx.data_parallel(lambda w, x: ltx.Weighted((w.float() * x).sum() * 100_001, 100_001), strategy), sgd
-    )
-    state, _ = train(train.init(torch.zeros(1, dtype=dtype)), torch.full((1,), 2.0**-2))
-    return -state.params
+
+    def loss(w: Tensor, x: Tensor) -> ltx.Weighted:
+        return ltx.Weighted((w.float() * x).sum() * 100_001, 100_001)
+
+    return -trained(loss, sgd, torch.zeros(1, dtype=dtype), [torch.full((1,), 0.25)], strategy).params
 
 
 @pytest.mark.parametrize("dtype", NARROW)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 import ltx
 from ltx.errors import AxisError, UnsupportedError
+from tests import train_on
 from tests.kinds import Ranks
 
 ROOT = Path(__file__).parents[3]
@@ -29,9 +29,7 @@ STEP = ltx.data_parallel(loss)
 
 
 def trained(w: Tensor, x: Tensor) -> Tensor:
-    train = ltx.train_step(STEP, SGD)
-    state, _ = train(train.init(w), x)
-    return state.params
+    return train_on.trained(STEP, SGD, w, [x]).params
 
 
 #: What is documented as equal on every rank, of (w, x), and the same of one process with the whole batch.
@@ -88,13 +86,11 @@ def test_numpy_arrays_are_mapped() -> None:
 
 def test_a_wrong_prefix_is_told_in_shapes() -> None:
     tree = {"b": torch.ones(2, 1000), "c": [torch.ones(2), 3]}
-    with pytest.raises(AxisError) as raised:
-        ltx.vmap(lambda d: d, in_dims=({"a": 0},))(tree)
-    assert str(raised.value) == (
+    assert train_on.said(AxisError, ltx.vmap(lambda d: d, in_dims=({"a": 0},)), tree) == (
         "in_dims: {'a': 0} isn't a prefix of its argument, which is {'b': float32[2, 1000], 'c': [float32[2], int]}."
     )
-    with pytest.raises(AxisError, match=r"out_dims: \[0\] isn't a prefix of its output, which is float32\[1000\]\."):
-        ltx.vmap(lambda d: d["b"], out_dims=[0])({"b": tree["b"]})
+    text = train_on.said(AxisError, ltx.vmap(lambda d: d["b"], out_dims=[0]), {"b": tree["b"]})
+    assert "out_dims: [0] isn't a prefix of its output, which is float32[1000]." in text
 
 
 def written(x: Tensor) -> Tensor:
@@ -151,36 +147,9 @@ def test_errors_of_the_user_s_own_stay_what_they_are() -> None:
         ltx.vmap(fails)(torch.ones(2))
 
 
-def test_in_place_is_right_where_it_may_be_written_otherwise() -> None:
-    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert torch.equal(ltx.vmap(lambda x: ltx.psum(x) + x)(x), x.sum(0) + x)
-
-
-#: A strategy or hook, and how it prints: without the fields that have their default values.
-PRINTED: dict[str, Any] = {
-    "DDPStrategy()": ltx.DDPStrategy(),
-    "DDPStrategy(comm_hook=OneBit())": ltx.DDPStrategy(comm_hook=ltx.hooks.OneBit()),
-    "DDPStrategy(bucket_bytes=9)": ltx.DDPStrategy(bucket_bytes=9, timeout=1800),
-    "DDPStrategy(timeout=datetime.timedelta(seconds=9))": ltx.DDPStrategy(timeout=timedelta(seconds=9)),
-    "LocalSGDStrategy(period=2)": ltx.LocalSGDStrategy(2),
-    "ZeroStrategy()": ltx.ZeroStrategy(),
-    "HorovodStrategy(op='adasum')": ltx.HorovodStrategy(compression="none", op="adasum"),
-    "BaguaStrategy('bytegrad')": ltx.BaguaStrategy("bytegrad"),
-    "OneBit(block=8)": ltx.hooks.OneBit(block=8),
-    "After(step=2, hook=TopK())": ltx.hooks.after(2, ltx.hooks.TopK()),
-}
-
-
-@pytest.mark.parametrize("text", PRINTED)
-def test_strategies_and_hooks_print_what_was_set(text: str) -> None:
-    assert repr(PRINTED[text]) == text
-
-
 def test_the_advice_of_an_error_is_not_buried() -> None:
     step = ltx.data_parallel(loss, ltx.DDPStrategy(comm_hook=ltx.hooks.OneBit()))
-    with pytest.raises(ltx.errors.LtxError) as raised:
-        step(torch.zeros(3), torch.zeros(2, 3))
-    assert "timedelta" not in str(raised.value)
+    assert "timedelta" not in train_on.said(ltx.errors.LtxError, step, torch.zeros(3), torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("page", ["docs/faq.md", "docs/how-to/accumulate.md", "examples/plain/dp_sgd.py"])

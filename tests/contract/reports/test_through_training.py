@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 import ltx
 from ltx.errors import CallFailedError, UnsupportedError
 from ltx.optim import from_torch
+from tests.train_on import go_on
 
 # torch's own: what its forward mode imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -52,10 +53,7 @@ def by_torch(params: Any, decay: Tensor, xs: Tensor) -> float:
 
 def trained(make: Callable[[], Any], params: Any, decay: Tensor, x: Tensor) -> Tensor:
     train = make()
-    state = train.init(params)
-    for _ in range(STEPS):
-        state, _ = train(state, x, decay)
-    return outside(params, decay, state.params["w"])
+    return outside(params, decay, go_on(train, train.init(params), [(x, decay)] * STEPS).params["w"])
 
 
 def made(step: Any = loss, strategy: Any = None, **options: Any) -> Any:

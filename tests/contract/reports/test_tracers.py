@@ -5,8 +5,7 @@ What is right comes from torch.func on one stacked tensor of all ranks' values (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from ltx.errors import TreeError, UnsupportedError
 from tests.contract.conformance.table import OPS, Op, component, components, draw, loss, total
 from tests.covering import some
 from tests.kinds import Ranks
+from tests.train_on import said
 
 ROWS = {op.name: op for op in OPS if not op.rounding}
 FAST = ("data_parallel", "sync_gradients", "psum", "pmax", "ppermute to one")
@@ -146,14 +146,12 @@ def test_fake_tensors_wait_for_nobody(ranks: Ranks) -> None:
 def fake_left_over() -> str:
     with torch._subclasses.FakeTensorMode() as mode:
         x = mode.from_tensor(torch.ones(2))
-    with pytest.raises(TreeError) as caught:
-        ltx.psum({"w": x})
-    return str(caught.value)
+    return said(TreeError, ltx.psum, {"w": x})
 
 
 def test_a_fake_tensor_outside_of_its_mode_is_refused(ranks: Ranks) -> None:
-    for said in ranks(2).run(fake_left_over):
-        assert said == "psum: leaf 'w' is a FakeTensor, outside of its FakeTensorMode, and its values are needed."
+    for text in ranks(2).run(fake_left_over):
+        assert text == "psum: leaf 'w' is a FakeTensor, outside of its FakeTensorMode, and its values are needed."
 
 
 class Calls(Module):
@@ -195,16 +193,10 @@ TRACERS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-@contextmanager
-def refused(said: str) -> Iterator[None]:
-    with pytest.raises(UnsupportedError, match=said):
-        yield
-
-
 def all_refused(tracer: str) -> Tensor:
-    said, trace = TRACERS[tracer]
+    text, trace = TRACERS[tracer]
     for f in CALLS.values():
-        with refused(said):
+        with pytest.raises(UnsupportedError, match=text):
             trace(f, torch.ones(3))
     return ltx.psum(torch.ones(3) * (1 + ltx.world().rank))  # the axis is as it was
 
@@ -215,7 +207,7 @@ def test_what_cannot_be_recorded_is_refused_by_name(tracer: str, ranks: Ranks) -
     for total_of_ranks in ranks(2).run(all_refused, tracer):
         assert total_of_ranks.tolist() == [3.0, 3.0, 3.0]
     if tracer == "jit.trace":
-        with refused(TRACERS[tracer][0]):
+        with pytest.raises(UnsupportedError, match=TRACERS[tracer][0]):
             torch.jit.trace(ltx.vmap(ltx.psum), (torch.ones(2, 3),))
 
 
@@ -226,13 +218,12 @@ def test_symbolic_traces_are_refused_by_name(call: str) -> None:
 
 
 def objects_recorded() -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        make_fx(lambda x: x * ltx.all_gather_object(1.0)[0])(torch.ones(2))
+    text = said(UnsupportedError, make_fx(lambda x: x * ltx.all_gather_object(1.0)[0]), torch.ones(2))
     assert ltx.psum(torch.ones(())) == 2
-    return str(caught.value)
+    return text
 
 
 def test_what_no_graph_can_hold_is_refused_before_it_is_sent(ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks(2).run(objects_recorded)):
-        assert said.startswith(f"rank {rank}: ")
-        assert said.endswith("fake tensors can't be sent. Call it outside of what is recorded.")
+    for rank, text in enumerate(ranks(2).run(objects_recorded)):
+        assert text.startswith(f"rank {rank}: ")
+        assert text.endswith("fake tensors can't be sent. Call it outside of what is recorded.")

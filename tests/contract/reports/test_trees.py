@@ -12,6 +12,7 @@ from torch import Tensor
 import ltx
 from ltx.errors import RankMismatchError
 from tests.kinds import Ranks
+from tests.train_on import said
 
 Rank = int
 
@@ -85,9 +86,7 @@ DIFFERENT: dict[str, tuple[Callable[[Any], Any], Callable[[Rank], Any], str]] = 
 def refused(name: str) -> tuple[str, float]:
     call, tree, _ = DIFFERENT[name]
     rank = int(ltx.axis_index())
-    with pytest.raises(RankMismatchError) as caught:
-        call(tree(rank))
-    return str(caught.value), float(ltx.psum(torch.tensor(1.0 + rank)))
+    return said(RankMismatchError, call, tree(rank)), float(ltx.psum(torch.tensor(1.0 + rank)))
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -164,17 +163,10 @@ def test_after_comparing_for_different_channels_ranks_are_in_step(size: int, ran
     def apart() -> list[Any]:
         first = ltx.world().rank == 0
 
-        def squares(w: Tensor) -> Tensor:
-            return w.square().sum()
-
-        calls: list[tuple[Any, Any]] = [
-            (ltx.psum, ltx.grad(ltx.data_parallel(squares))),
-            (ltx.psum, ltx.sync_gradients),
-        ]
         found: list[Any] = []
-        for mine, theirs in calls:
+        for theirs in (ltx.grad(ltx.data_parallel(lambda w: w.square().sum())), ltx.sync_gradients):
             try:
-                (mine if first else theirs)(torch.ones(211 + seed % 97))  # which is new
+                (ltx.psum if first else theirs)(torch.ones(211 + seed % 97))  # which is new
             except RankMismatchError:
                 found += [ltx.psum(torch.full((k,), 2.0)).tolist() for k in (1, 2, 1)]
         return found

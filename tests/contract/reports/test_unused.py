@@ -13,7 +13,9 @@ from torch import Tensor
 import ltx
 from ltx.errors import StepError, UnusedParameterWarning
 from tests.kinds import Params, Ranks
+from tests.train_on import said, trained
 
+X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 adamw = ltx.optim.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
 
 
@@ -58,13 +60,10 @@ STEPS: dict[str, Callable[[], Any]] = {
 
 def warned(step: Any, trainable: Any = None, **options: Any) -> tuple[list[str], Params]:
     """What the steps of a training have warned of, and what has become of the parameters."""
-    train = ltx.train_step(step, adamw, trainable=trainable, **options)
-    state = train.init(start())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(3):
-            state, _ = train(state, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    return [str(one.message) for one in caught if one.category is UnusedParameterWarning], state.params
+        after = trained(step, adamw, start(), [X] * 3, trainable=trainable, **options)
+    return [str(one.message) for one in caught if one.category is UnusedParameterWarning], after.params
 
 
 def assert_said(found: list[str]) -> None:
@@ -95,9 +94,7 @@ def test_bucket_by_bucket(strategy: ltx.Strategy, ranks: Ranks) -> None:
 def refused(step: Any, **options: Any) -> tuple[str, float]:
     train = ltx.train_step(step, adamw, donate=False, **options)
     state = train.init(start())
-    with pytest.raises(StepError) as caught:
-        train(state, torch.ones(2, 2))
-    return str(caught.value), float(state.params["used"].sum())
+    return said(StepError, train, state, torch.ones(2, 2)), float(state.params["used"].sum())
 
 
 @pytest.mark.parametrize("overlap", ["backward", "update"])
@@ -143,7 +140,7 @@ def test_trainable_leaves_them_alone(ranks: Ranks) -> None:
     optimizer = torch.optim.AdamW(module.values(), lr=0.1, weight_decay=0.5)
     for _ in range(3):
         optimizer.zero_grad()
-        loss(module, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).backward()
+        loss(module, X).backward()
         optimizer.step()
     step = ltx.data_parallel(loss)
     for found, params in (warned(step, ["used", "zero", "low"]), *ranks(2).run(warned, step, ["used", "zero", "low"])):

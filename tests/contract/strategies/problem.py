@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import ltx
+
 Array = NDArray[np.float64]
 #: One rank's parameters.
 Params = dict[str, Array]
@@ -37,6 +39,11 @@ class Problem:
     @property
     def ranks(self) -> int:
         return self.x.shape[1]
+
+    def batches(self, first: int = 0, end: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """On a rank: its batches of steps `first` to `end`."""
+        rank = int(ltx.axis_index())
+        return [(torch.tensor(self.x[i, rank]), torch.tensor(self.y[i, rank])) for i in range(self.steps)[first:end]]
 
     def grad(self, params: Params, step: int, rank: int) -> Params:
         """The gradient of one rank's loss."""

@@ -16,6 +16,8 @@ from ltx import hooks
 from ltx.errors import StrategyError
 from tests import inside
 from tests.kinds import Params, Ranks
+from tests.sent import ring
+from tests.twins.cases import assert_same_bits
 
 SIZES = {"a": 40, "b": 8, "c": 24, "d": 24}
 FALLING = ltx.optim.from_torch(torch.optim.SGD, lr=ltx.optim.reduce_on_plateau(0.1))
@@ -116,9 +118,8 @@ def test_outer_states_are_the_same_everywhere(ranks: Ranks, tmp_path: Path) -> N
         return [trainer(strategy)(s, torch.ones(()))[0] for s in (state, restored)]
 
     (one, again), (other, _) = ranks(2).run(run)
-    assert all(map(torch.equal, ltx.tree.flatten(one)[0], ltx.tree.flatten(again)[0]))
-    mine, theirs = (ltx.tree.flatten(state.sync_state.leaves)[0] for state in (one, other))
-    assert all(map(torch.equal, mine, theirs))
+    assert_same_bits(one, again)
+    assert_same_bits(one.sync_state.leaves, other.sync_state.leaves, of="rank")
     assert sorted(one.sync_state.leaves["a"]) == ["anchor", "outer.0", "outer.1", "outer.2"]
     assert not one.params["a"].equal(other.params["a"])
 
@@ -169,10 +170,6 @@ def test_every_fragment_is_due_once_a_period_and_alone(_: int, seed: int) -> Non
         assert strategy.communicates_after_update(step) == bool(due)
 
 
-def ring(nbytes: int, n: int) -> int:
-    return 2 * nbytes * (n - 1) // n
-
-
 def test_bytes(ranks: Ranks) -> None:
     """Two fragments: (a, b) of 48 numbers and (c, d) of 48; at most half of the model at a time."""
     n, header = 2, ring(inside.SUMMARY_BYTES, 2)
@@ -215,10 +212,8 @@ def test_anchors_are_the_same_everywhere_and_residuals_arent(ranks: Ranks) -> No
 
 def test_updates_bucket_by_bucket_give_the_same(ranks: Ranks) -> None:
     strategy, pool = ltx.DiLoCoStrategy(3, fragments=2), ranks(2)
-    for (plain, _), (other, _) in zip(
-        pool.run(trained, strategy), pool.run(trained, strategy, overlap="update"), strict=True
-    ):
-        assert all(map(torch.equal, ltx.tree.flatten(plain)[0], ltx.tree.flatten(other)[0]))
+    whole, by_bucket = pool.run(trained, strategy), pool.run(trained, strategy, overlap="update")
+    assert_same_bits([state for state, _ in whole], [state for state, _ in by_bucket])
 
 
 # --- sent ahead of the outer step -------------------------------------------------------------------------------------
@@ -290,11 +285,7 @@ def test_every_backing_and_checkpoint_gives_the_same_bits(ranks: Ranks, tmp_path
     for rank, (one, other) in enumerate(zip(plain, saved, strict=True)):
         assert one[2] == [step % 3 != 2 for step in range(14)]
         by_step = ltx.tree.map(lambda x, rank=rank: x[rank], simulated)
-        for found in (
-            other[:2],
-            (by_step, [x[rank] for x in ltx.tree.flatten(state.sync_state.leaves)[0]]),
-        ):
-            assert all(map(torch.equal, ltx.tree.flatten(one[:2])[0], ltx.tree.flatten(found)[0]))
+        assert_same_bits(one[:2], other[:2], (by_step, [x[rank] for x in ltx.tree.flatten(state.sync_state.leaves)[0]]))
 
 
 def test_a_state_that_was_broadcast_has_nothing_under_way(ranks: Ranks) -> None:

@@ -15,6 +15,7 @@ from ltx.errors import DeadlockDetectedError, RankMismatchError, ReplicaDiverged
 from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.test_failures import BrokenError
 from tests.kinds import OnNewAxis, Ranks
+from tests.train_on import go_on
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 NODES = {"hierarchical": True, "node_size": 2}
@@ -38,58 +39,61 @@ def test_an_odd_number_cant_pair(n: int, fields: dict[str, Any], what: str) -> N
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def sent(algorithm: str, steps: int = 4, **fields: Any) -> list[list[tuple[str, str, int]]]:
-    """What each step issues, without headers: (channel, operation, bytes)."""
-    problem, rank = make_problem(0, int(ltx.axis_size())), int(ltx.axis_index())
+def sent(algorithm: str, steps: int = 4, **fields: Any) -> list[list[tuple[str, int]]]:
+    """What each step issues, without headers: (operation, bytes)."""
     start = {"w": torch.ones(3, 4), "b": torch.ones(3), "s": torch.ones(()), "pad": torch.ones(1000)}
     train, issued = trainer(algorithm, **fields), []
     state = train.init(start)
-    for step in range(steps):
+    for x, y in make_problem(0, int(ltx.axis_size()), steps).batches():
         with ltx.profile.record() as trace:
-            state, _ = train(state, *(torch.tensor(a[step, rank]).float() for a in (problem.x, problem.y)))
-        issued.append([(e.channel, e.operation, e.nbytes) for e in trace.events if " " in e.label])
+            state, _ = train(state, x.float(), y.float())
+        issued.append([(e.operation, e.nbytes) for e in trace.events if " " in e.label])
     return issued
 
 
 NUMEL, TAG = 1016, 40
 
 
-def test_shift_one_sends_each_parameter_once(ranks: Ranks) -> None:
-    for issued in ranks(4).run(sent, "decentralized", peer_selection_mode="shift_one", communication_interval=2):
-        assert issued == [[("buckets 0", "ppermute", 4 * (NUMEL + TAG))], []] * 2
+HALF, MESSAGE = 2 * (NUMEL + TAG), NUMEL // 2 + 8
+
+#: Of so many ranks an algorithm, and the operations and bytes of each of its steps.
+SENT: dict[str, tuple[int, str, dict[str, Any], list[list[tuple[str, int]]]]] = {
+    "shift_one, each parameter once": (
+        4,
+        "decentralized",
+        {"peer_selection_mode": "shift_one", "communication_interval": 2},
+        [[("ppermute", 2 * HALF)], []] * 2,
+    ),
+    "all, in one all-reduce": (2, "decentralized", {}, [[("psum", 2 * HALF)]] * 4),
+    "a node as one, whose two ranks send a half each": (
+        4,
+        "decentralized",
+        {"peer_selection_mode": "shift_one", "steps": 1, **NODES},
+        [[("psum_scatter", HALF), ("ppermute", HALF), ("all_gather", HALF)]],
+    ),
+    **{
+        f"low precision, messages of a quarter, to {k}": (
+            k + 1,
+            "low_precision_decentralized",
+            {"communication_interval": 3},
+            [[("ppermute", NUMEL + 8)] * k, [], [], [("ppermute", NUMEL + 8)] * k],
+        )
+        for k in (1, 2)
+    },
+    "low precision by node, its own message and the other one's": (
+        4,
+        "low_precision_decentralized",
+        {"steps": 1, **NODES},
+        [[("psum_scatter", 2 * NUMEL), ("ppermute", MESSAGE), ("all_gather", 2 * MESSAGE)]],
+    ),
+}
 
 
-def test_all_is_one_all_reduce(ranks: Ranks) -> None:
-    for issued in ranks(2).run(sent, "decentralized"):
-        assert issued == [[("buckets 0", "psum", 4 * (NUMEL + TAG))]] * 4
-
-
-def test_a_node_gossips_as_one(ranks: Ranks) -> None:
-    """Its two ranks send a half of the parameters each to another node."""
-    half = 2 * (NUMEL + TAG)
-    for issued in ranks(4).run(sent, "decentralized", peer_selection_mode="shift_one", steps=1, **NODES):
-        assert [(operation, nbytes) for _, operation, nbytes in issued[0]] == [
-            ("psum_scatter", half),
-            ("ppermute", half),
-            ("all_gather", half),
-        ]
-
-
-@pytest.mark.parametrize(("n", "messages"), [(2, 1), (3, 2)])
-def test_low_precision_sends_two_messages_of_a_quarter(n: int, messages: int, ranks: Ranks) -> None:
-    for issued in ranks(n).run(sent, "low_precision_decentralized", communication_interval=3):
-        steps = [[(operation, nbytes) for _, operation, nbytes in step] for step in issued]
-        assert steps == [[("ppermute", NUMEL + 8)] * messages, [], [], [("ppermute", NUMEL + 8)] * messages]
-
-
-def test_low_precision_by_node(ranks: Ranks) -> None:
-    for issued in ranks(4).run(sent, "low_precision_decentralized", steps=1, **NODES):
-        message = NUMEL // 2 + 8
-        assert [(operation, nbytes) for _, operation, nbytes in issued[0]] == [
-            ("psum_scatter", 2 * NUMEL),
-            ("ppermute", message),
-            ("all_gather", 2 * message),  # the node's own, and the other one's
-        ]
+@pytest.mark.parametrize("name", SENT)
+def test_what_is_sent(name: str, ranks: Ranks) -> None:
+    n, algorithm, fields, expected = SENT[name]
+    for issued in ranks(n).run(sent, algorithm, **fields):
+        assert issued == expected
 
 
 # --- copies of weights ------------------------------------------------------------------------------------------------
@@ -152,21 +156,18 @@ def assert_ring(results: list[list[tuple[Any, Any]]]) -> None:
     assert not torch.equal(params[0]["turned"], params[1]["turned"])  # they are each one's own
 
 
+RING = ltx.train_step(
+    ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.BaguaStrategy("low_precision_decentralized")), SGD
+)
+
+
 def test_a_broadcast_state_knows_its_neighbours(ranks: Ranks) -> None:
     """Ranks that all have one rank's weights know them of each other: copies of others would pull at every step."""
 
     def run() -> list[Tensor]:
-        train = ltx.train_step(
-            ltx.data_parallel(lambda w, x: (w * x).sum(), ltx.BaguaStrategy("low_precision_decentralized")), SGD
-        )
-        state, x = train.init(torch.ones(3)), torch.full((3,), float(ltx.axis_index()))
-        for _ in range(3):
-            state, _ = train(state, x)
-        state = train.broadcast(state, src=1)
-        weights = [state.params.clone()]
-        for _ in range(10):
-            state, _ = train(state, torch.zeros(3))
-        return [*weights, state.params]
+        x = torch.full((3,), float(ltx.axis_index()))
+        state = RING.broadcast(go_on(RING, RING.init(torch.ones(3)), [x] * 3).state, src=1)
+        return [state.params.clone(), go_on(RING, state, [torch.zeros(3)] * 10).params]
 
     for before, after in ranks(2).run(run):
         torch.testing.assert_close(after, before)
@@ -177,13 +178,8 @@ def test_ranks_without_data_come_to_agree(ranks: Ranks) -> None:
     """Where nobody learns anything, gossip makes weights equal."""
 
     def run() -> Tensor:
-        train = ltx.train_step(
-            ltx.data_parallel(lambda p, x: (p["w"] * x).sum(), ltx.BaguaStrategy("low_precision_decentralized")), SGD
-        )
-        state, rank = train.init({"w": torch.zeros(5)}), int(ltx.axis_index())
-        for step in range(60):
-            state, _ = train(state, torch.full((5,), float(rank)) if step < 3 else torch.zeros(5))
-        return state.params["w"]
+        batches = [torch.full((5,), float(ltx.axis_index()))] * 3 + [torch.zeros(5)] * 57
+        return go_on(RING, RING.init(torch.zeros(5)), batches).params
 
     weights = torch.stack(list(ranks(3).run(run)))
     assert weights.abs().max() > 0.1
@@ -232,13 +228,12 @@ def test_complex_weights() -> None:
 
 def behind(algorithm_fields: dict[str, Any]) -> tuple[str, bool, float]:
     """Rank 1 goes back to an earlier state by itself. (what is raised, whether the state is kept, that it goes on)"""
-    problem, rank = make_problem(0, 2, steps=6), int(ltx.axis_index())
+    problem, rank = make_problem(0, 2, steps=4), int(ltx.axis_index())
     train = trainer("decentralized", communication_interval=2, **algorithm_fields)
     state = train.init({k: torch.tensor(v) for k, v in problem.start.items()})
-    for step in range(4):
+    for step, batch in enumerate(problem.batches()):
         if step == 2 and rank == 1:
             state = replace(state, sync_state=replace(state.sync_state, step=0))
-        batch = torch.tensor(problem.x[step, rank]), torch.tensor(problem.y[step, rank])
         before = ltx.tree.map(torch.clone, state.params)
         try:
             state, _ = train(state, *batch)
@@ -289,7 +284,7 @@ def fails_in_the_optimizer() -> tuple[list[str], float]:
     state, raised = train.init({k: torch.tensor(v) for k, v in problem.start.items()}), []
     while "ReplicaDivergedError" not in raised:
         try:
-            state, _ = train(state, torch.tensor(problem.x[0, rank]), torch.tensor(problem.y[0, rank]))
+            state, _ = train(state, *problem.batches()[0])
         except (BrokenError, DeadlockDetectedError, ReplicaDivergedError) as error:
             raised.append(type(error).__name__)
             ltx.init()

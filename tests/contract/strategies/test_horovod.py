@@ -14,6 +14,8 @@ from ltx import hooks
 from ltx.errors import StrategyError, UnsupportedError
 from tests.kinds import Params, Ranks
 from tests.sent import sent
+from tests.train_on import go_on, mine, said, trained
+from tests.twins.cases import assert_same_bits
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1)
 
@@ -122,11 +124,8 @@ def test_a_skipped_update_keeps_the_passes_before_it(op: Any, ranks: Ranks) -> N
     train = ltx.train_step(step, SGD, guard="skip")
 
     def f(xs: Tensor) -> tuple[Tensor, list[bool]]:
-        state, skipped = train.init(torch.tensor(0.0)), []
-        for x in xs:
-            state, metrics = train(state, x)
-            skipped.append(bool(metrics.skipped))
-        return state.params, skipped
+        found = go_on(train, train.init(torch.tensor(0.0)), xs)
+        return found.params, found.skipped
 
     xs = torch.tensor([1.0, torch.nan, 2.0, 3.0])
     expected = train.optimizer.apply(torch.tensor(6.0), train.optimizer.init(xs[0]), torch.tensor(0.0))[0]
@@ -139,30 +138,24 @@ def test_a_skipped_update_keeps_the_passes_before_it(op: Any, ranks: Ranks) -> N
 def test_groups_are_of_parameters(fields: dict[str, Any], ranks: Ranks) -> None:
     """What a guard sends where gradients are local is in none, and is looked for in none."""
 
-    def run() -> bool:
-        train = ltx.train_step(
-            ltx.data_parallel(loss, ltx.HorovodStrategy(groups=[["w"]], **fields)), SGD, guard="skip"
-        )
-        _, metrics = train(train.init(params_of()), torch.full((3,), torch.nan if ltx.axis_index() else 1.0))
-        return bool(metrics.skipped)
+    strategy = ltx.HorovodStrategy(groups=[["w"]], **fields)
 
-    assert ranks(2).run(run).replicated()
+    def run() -> list[bool]:
+        x = torch.full((3,), torch.nan if ltx.axis_index() else 1.0)
+        return trained(loss, SGD, params_of(), [x], strategy, guard="skip").skipped
+
+    assert ranks(2).run(run).replicated() == [True]
 
 
 def test_a_checkpoint_knows_how_often_the_optimizer_has_run() -> None:
     train = trainer(
         ltx.optim.from_torch(torch.optim.Adam, lr=lambda count: 0.1 / (1 + count)), backward_passes_per_step=2
     )
-    state, x = train.init(params_of()), torch.randn(7, 3)
-    for batch in x[:3]:
-        state, _ = train(state, batch)
-    other = train.init(params_of())
+    x, other = torch.randn(7, 3), train.init(params_of())
+    state, _ = go_on(train, train.init(params_of()), x[:3])
     other.load_state_dict({name: value.clone() for name, value in state.state_dict().items()})
     assert (other.step, other.opt_state.count) == (3, 1)
-    for batch in x[3:]:
-        state, _ = train(state, batch)
-        other, _ = train(other, batch)
-    assert torch.equal(state.params["w"], other.params["w"])
+    assert_same_bits(go_on(train, state, x[3:]).params, go_on(train, other, x[3:]).params)
 
 
 def test_several_passes_and_what_they_dont_go_with() -> None:
@@ -200,12 +193,8 @@ def test_what_compiled_graphs_cant_hold(fields: dict[str, Any], text: str) -> No
 
 
 def test_adasum_pairs_ranks(ranks: Ranks) -> None:
-    def run() -> str:
-        with pytest.raises(StrategyError) as raised:
-            trainer(op="adasum").init(params_of())
-        return str(raised.value)
-
-    assert ranks(3).run(run).replicated() == (
+    text = ranks(3).run(lambda: said(StrategyError, trainer(op="adasum").init, params_of())).replicated()
+    assert text == (
         'HorovodStrategy(op="adasum") pairs ranks with ranks, and works on 1, 2, 4, 8, ... of them; '
         "axis 'data' has 3."
     )
@@ -286,46 +275,33 @@ def test_a_sparse_gradient_in_a_bucket_is_refused(ranks: Ranks) -> None:
     def run() -> str:
         table, at = torch.ones(4, 2, requires_grad=True), torch.tensor([1])
         step = ltx.data_parallel(lambda p: torch.nn.functional.embedding(at, p["table"], sparse=True).sum())
-        with pytest.raises(UnsupportedError) as raised:
-            step({"table": table}).backward()
-        return str(raised.value)
+        return said(UnsupportedError, step({"table": table}).backward)
 
-    text = "the gradient of leaf '{}' (shape [4, 2]) has layout torch.sparse_coo, and buckets hold dense ones"
-    for rank, said in enumerate(ranks(2).run(run)):
-        assert f"rank {rank}: {text.format('table')}" in said
+    text = "the gradient of leaf 'table' (shape [4, 2]) has layout torch.sparse_coo, and buckets hold dense ones"
+    for rank, found in enumerate(ranks(2).run(run)):
+        assert f"rank {rank}: {text}" in found
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
 def test_a_state_restored_on_one_rank_is_broadcast(optimizer: Any, ranks: Ranks) -> None:
     """Horovod's broadcast_parameters and broadcast_optimizer_state; the count of steps and other leaves come along."""
-    x = torch.randn(4, 2, 3)
-
-    def run() -> Any:
-        rank = int(ltx.axis_index())
-        train = trainer(ltx.optim.from_torch(optimizer, lr=0.1), compression=hooks.TopK(0.5))
-        state = train.init(params_of())
-        for batch in x[:3]:
-            state, _ = train(state, batch[rank])
-        return pickle.dumps(state)
-
-    saved = ranks(2).run(run).rank(1)
+    x = torch.randn(2, 4, 3)
+    train = trainer(ltx.optim.from_torch(optimizer, lr=0.1), compression=hooks.TopK(0.5))
+    saved = ranks(2).run(lambda: pickle.dumps(go_on(train, train.init(params_of()), mine(x)[:3]).state)).rank(1)
 
     def restore() -> Any:
-        rank = int(ltx.axis_index())
-        train = trainer(ltx.optim.from_torch(optimizer, lr=0.1), compression=hooks.TopK(0.5))
         own = train.init(params_of())
-        state = train.broadcast(pickle.loads(saved) if rank == 1 else own, src=1)
+        state = train.broadcast(pickle.loads(saved) if ltx.axis_index() == 1 else own, src=1)
         counts = state.step, state.sync_state.checked_step(), state.opt_state.count
         leaves = [leaf.clone() for leaf in ltx.tree.flatten(state)[0]]
-        state, _ = train(state, x[3][rank])
-        return counts, leaves, state.params
+        return counts, leaves, train(state, mine(x)[3])[0].params
 
     expected = ltx.tree.flatten(pickle.loads(saved))[0]
     results = ranks(2).run(restore)
     for counts, leaves, params in results:
         assert counts == (3, 3, 3)
-        assert all(map(torch.equal, leaves, expected))
-        assert torch.equal(params["w"], results.rank(0)[2]["w"])
+        assert_same_bits(leaves, expected)
+        assert_same_bits(params, results.rank(0)[2], of="rank")
 
 
 @pytest.mark.parametrize(

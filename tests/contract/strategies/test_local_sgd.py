@@ -23,6 +23,9 @@ from ltx import hooks
 from ltx.errors import DeadlockDetectedError, StrategyError, SyncStateError, UnsupportedError
 from tests import inside
 from tests.kinds import Params, Ranks
+from tests.sent import ring
+from tests.train_on import said, trained
+from tests.twins.cases import assert_same_bits
 
 # --- schedules -------------------------------------------------------------------------------------------------------
 
@@ -75,6 +78,9 @@ def test_the_hierarchical_schedule_is_that_of_torchs_averager(
 # --- torch's own run -------------------------------------------------------------------------------------------------
 
 
+AVERAGED = [ltx.LocalSGDStrategy(3, 2), ltx.DDPStrategy(model_averaging_period=3, start_local_sgd_step=2)]
+
+
 def batches(seed: int, ranks: int, steps: int = 8) -> tuple[nn.Module, Tensor]:
     """(model, inputs by step and rank)"""
     generator = torch.Generator().manual_seed(seed)
@@ -118,11 +124,7 @@ def by_ltx(seed: int, strategy: ltx.Strategy) -> list[list[Tensor]]:
 
 
 @pytest.mark.full(but=1)
-@pytest.mark.parametrize(
-    "strategy",
-    [ltx.LocalSGDStrategy(3, 2), ltx.DDPStrategy(model_averaging_period=3, start_local_sgd_step=2)],
-    ids=["local SGD", "DDP"],
-)
+@pytest.mark.parametrize("strategy", AVERAGED, ids=["local SGD", "DDP"])
 def test_torchs_post_local_sgd_gives_the_same(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
     for theirs, mine in zip(ranks(2).run(by_torch, seed, 3, 2), ranks(2).run(by_ltx, seed, strategy), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
@@ -157,10 +159,6 @@ def sent(
     return state.params, issued, losses
 
 
-def ring(nbytes: int, n: int) -> int:
-    return 2 * nbytes * (n - 1) // n
-
-
 @pytest.mark.parametrize("n", [2, 3])
 def test_local_steps_send_nothing_and_periods_send_the_parameters_once(n: int, ranks: Ranks) -> None:
     results = ranks(n).run(sent, ltx.LocalSGDStrategy(3, warmup_steps=2))
@@ -175,33 +173,16 @@ def test_local_steps_send_nothing_and_periods_send_the_parameters_once(n: int, r
     assert all(mine != other for mine, other in zip(losses[2:], results.rank(1)[2][2:], strict=True))
 
 
-def in_nodes(strategy: ltx.Strategy) -> tuple[Params, list[Any]]:
-    """(parameters, what each step sent)"""
-    train = trainer(strategy)
-    state, issued = train.init(PARAMS), []
-    for _ in range(4):
-        with ltx.profile.record() as trace:
-            state, _ = train(state, torch.randn(4))
-        issued.append([(event.label, event.nbytes) for event in trace.events])
-    return state.params, issued
-
-
 def test_gradients_stay_within_nodes(ranks: Ranks) -> None:
     """Each step sends them around a node of two, and its header too."""
     strategy = ltx.LocalSGDStrategy({2: 2, 3: 4}, subgroup=2)
-    results = ranks(4).run(in_nodes, strategy)
+    results = ranks(4).run(sent, strategy, 4)
     gradients = ("bucket 0", ring(4 * NUMEL, 2))
-    header, of_node = ring(inside.SUMMARY_BYTES, 4), ring(inside.SUMMARY_BYTES, 2)
-    for params, issued in results:
+    of_all, of_node = ring(4 * NUMEL, 4) + ring(inside.SUMMARY_BYTES, 4), ring(inside.SUMMARY_BYTES, 2)
+    for params, issued, _ in results:
         assert all(gradients in step for step in issued)
         assert [sum(nbytes for _, nbytes in step) for step in issued] == [
-            gradients[1] + of_node + more
-            for more in (
-                ring(4 * NUMEL, 4) + header,  # of all four
-                0,
-                ring(4 * NUMEL, 2) + of_node,
-                ring(4 * NUMEL, 4) + header,
-            )
+            gradients[1] + of_node + more for more in (of_all, 0, ring(4 * NUMEL, 2) + of_node, of_all)
         ]
         assert params["w"].equal(results.rank(0)[0]["w"])
 
@@ -209,16 +190,10 @@ def test_gradients_stay_within_nodes(ranks: Ranks) -> None:
 # --- how it composes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [ltx.LocalSGDStrategy(3, 2), ltx.DDPStrategy(model_averaging_period=3, start_local_sgd_step=2)],
-    ids=["local SGD", "DDP"],
-)
+@pytest.mark.parametrize("strategy", AVERAGED, ids=["local SGD", "DDP"])
 def test_updates_bucket_by_bucket_give_the_same(strategy: ltx.Strategy, ranks: Ranks) -> None:
-    for plain, by_bucket in zip(
-        ranks(2).run(sent, strategy), ranks(2).run(sent, strategy, overlap="update"), strict=True
-    ):
-        assert all(plain[0][name].equal(by_bucket[0][name]) for name in PARAMS)
+    whole, by_bucket = ranks(2).run(sent, strategy), ranks(2).run(sent, strategy, overlap="update")
+    assert_same_bits([params for params, *_ in whole], [params for params, *_ in by_bucket])
 
 
 def mean_loss(params: Params, x: Tensor) -> Tensor:
@@ -226,22 +201,16 @@ def mean_loss(params: Params, x: Tensor) -> Tensor:
 
 
 def accumulated(strategy: ltx.Strategy, chunks: int) -> Params:
-    step = ltx.data_parallel(mean_loss, strategy)
-    train = ltx.train_step(
-        ltx.accumulate(step, steps=chunks) if chunks > 1 else step, ltx.optim.from_torch(torch.optim.SGD, lr=0.01)
-    )
-    state, generator = train.init(PARAMS), torch.Generator().manual_seed(int(ltx.axis_index()))
-    for _ in range(6):
-        state, _ = train(state, torch.randn(6, 4, generator=generator))
-    return state.params
+    step, generator = ltx.data_parallel(mean_loss, strategy), torch.Generator().manual_seed(int(ltx.axis_index()))
+    step = ltx.accumulate(step, steps=chunks) if chunks > 1 else step
+    batches = [torch.randn(6, 4, generator=generator) for _ in range(6)]
+    return trained(step, ltx.optim.from_torch(torch.optim.SGD, lr=0.01), PARAMS, batches).params
 
 
 @pytest.mark.parametrize("strategy", [ltx.LocalSGDStrategy(3, 2), ltx.DiLoCoStrategy(2)], ids=["local SGD", "DiLoCo"])
 def test_accumulated(strategy: ltx.Strategy, ranks: Ranks) -> None:
-    for plain, chunked in zip(
-        ranks(2).run(accumulated, strategy, 1), ranks(2).run(accumulated, strategy, 3), strict=True
-    ):
-        torch.testing.assert_close(plain, chunked)
+    plain, chunked = (list(ranks(2).run(accumulated, strategy, chunks)) for chunks in (1, 3))
+    torch.testing.assert_close(plain, chunked)
 
 
 def of_all_kinds(strategy: ltx.Strategy) -> tuple[Params, Params]:
@@ -358,9 +327,7 @@ def test_nodes_may_reduce_in_half_precision(ranks: Ranks) -> None:
 def test_ranks_that_dont_divide(strategy: ltx.Strategy, text: str) -> None:
     train = trainer(strategy)
     train(train.init(PARAMS), torch.ones(4))  # one rank alone takes any
-    with pytest.raises(StrategyError) as raised:
-        ltx.vmap(train, in_dims=(None, 0))(train.init(PARAMS), torch.ones(3, 4))
-    assert str(raised.value) == text
+    assert said(StrategyError, ltx.vmap(train, in_dims=(None, 0)), train.init(PARAMS), torch.ones(3, 4)) == text
 
 
 def test_fields() -> None:
@@ -375,15 +342,7 @@ def test_steps_have_to_be_counted() -> None:
         ltx.data_parallel(loss, ltx.LocalSGDStrategy(2, warmup_steps=1))(PARAMS, torch.ones(4))
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        ltx.LocalSGDStrategy(3, 2),
-        ltx.DDPStrategy(model_averaging_period=3, start_local_sgd_step=2),
-        ltx.BaguaStrategy("qadam", warmup_steps=2),
-    ],
-    ids=["local SGD", "DDP", "QAdam"],
-)
+@pytest.mark.parametrize("strategy", [*AVERAGED, ltx.BaguaStrategy("qadam", warmup_steps=2)], ids=str)
 def test_a_graph_holds_one_phase(strategy: ltx.Strategy) -> None:
     with pytest.raises(UnsupportedError, match="a graph that is compiled at step 1 needs one reduction"):
         strategy.hook_in_graph(1)

@@ -15,6 +15,7 @@ import ltx
 from ltx.errors import StepError
 from ltx.optim import from_torch
 from tests.kinds import Params, Ranks
+from tests.train_on import trained
 
 NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 SGD = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -51,11 +52,8 @@ def both(
     found = []
     for step in (ltx.data_parallel(fn, strategy, returns="grads"), ltx.data_parallel(loss_fn, strategy)):
         step = ltx.accumulate(step, steps) if steps else step
-        train = ltx.train_step(step, SGD, overlap=overlap, guard=guard)
-        state = train.init(params)
-        for _ in range(4):
-            state, metrics = train(state, *ltx.shard((x, y)))
-        found.append((dict(state.params), metrics.loss))
+        after = trained(step, SGD, params, [ltx.shard((x, y))] * 4, overlap=overlap, guard=guard)
+        found.append((dict(after.params), after.losses[-1]))
     return found
 
 
@@ -115,16 +113,15 @@ def test_dp_sgd_is_that_of_one_process(ranks: Ranks, seed: int) -> None:
         factors = (0.5 / norms).clamp(max=1.0) / len(norms)
         return {k: torch.einsum("n,n...->...", factors, g) for k, g in each.items()}, loss_fn(params, x, y)
 
-    def trained() -> tuple[Params, Params]:
+    def both() -> tuple[Params, Params]:
         params, x, y = problem()
-        train = ltx.train_step(ltx.data_parallel(clipped, returns="grads"), SGD)
-        state, own = train.init(params), SGD.init(params)
+        found = trained(ltx.data_parallel(clipped, returns="grads"), SGD, params, [ltx.shard((x, y))] * 3)
+        own = SGD.init(params)
         for _ in range(3):
-            state, _ = train(state, *ltx.shard((x, y)))
             params, own = SGD.apply(clipped(params, x, y)[0], own, params)
-        return dict(state.params), params
+        return dict(found.params), params
 
-    found, expected = ranks(2).run(trained)[1]
+    found, expected = ranks(2).run(both)[1]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -134,15 +131,14 @@ def test_unequal_batches(ranks: Ranks, seed: int) -> None:
         grads, loss = total(params)
         return grads, ltx.Weighted(loss, len(x))
 
-    def trained() -> tuple[Params, Tensor, Params, Tensor]:
+    def both() -> tuple[Params, Tensor, Params, Tensor]:
         params, x, y = problem()
-        train = ltx.train_step(ltx.data_parallel(summed, returns="grads"), from_torch(torch.optim.SGD, lr=0.1))
-        mine = slice(0, 11) if ltx.world().rank == 0 else slice(11, 16)
-        state, metrics = train(train.init(params), x[mine], y[mine])
+        own = slice(0, 11) if ltx.world().rank == 0 else slice(11, 16)
+        found = trained(ltx.data_parallel(summed, returns="grads"), SGD, params, [(x[own], y[own])])
         grads, loss = gradients(params, x, y)
-        return dict(state.params), metrics.loss, {k: p - 0.1 * grads[k] for k, p in params.items()}, loss
+        return dict(found.params), found.losses[0], {k: p - 0.1 * grads[k] for k, p in params.items()}, loss
 
-    found, mean, expected, loss = ranks(2).run(trained)[1]
+    found, mean, expected, loss = ranks(2).run(both)[1]
     torch.testing.assert_close((found, mean), (expected, loss), rtol=1e-4, atol=1e-6)
 
 
@@ -155,11 +151,9 @@ def test_evolution_strategies_need_no_derivative(seed: int) -> None:
         scores = torch.stack([score(params["w"] + each) for each in noise])
         return {"w": ((scores - scores.mean())[:, None] * noise).mean(0)}, score(params["w"])
 
-    train = ltx.train_step(ltx.data_parallel(steps, returns="grads"), from_torch(torch.optim.SGD, lr=0.3))
-    state = train.init({"w": torch.zeros(2)})
-    for _ in range(40):
-        state, metrics = train(state, torch.zeros(1))
-    assert metrics.loss <= 1
+    sgd = from_torch(torch.optim.SGD, lr=0.3)
+    found = trained(ltx.data_parallel(steps, returns="grads"), sgd, {"w": torch.zeros(2)}, [torch.zeros(1)] * 40)
+    assert found.losses[-1] <= 1
 
 
 def antithetic(params: Params, noise: Tensor) -> tuple[Params, Tensor]:
@@ -173,11 +167,9 @@ def antithetic(params: Params, noise: Tensor) -> tuple[Params, Tensor]:
 
 def evolved(noises: Tensor) -> Params:
     """Three steps, in which each rank tries perturbations of its own."""
-    train = ltx.train_step(ltx.data_parallel(antithetic, returns="grads"), from_torch(torch.optim.SGD, lr=0.3))
-    state = train.init({"w": torch.zeros(2, dtype=noises.dtype)})
-    for noise in noises:
-        state, _ = train(state, noise)
-    return dict(state.params)
+    start = {"w": torch.zeros(2, dtype=noises.dtype)}
+    sgd = from_torch(torch.optim.SGD, lr=0.3)
+    return dict(trained(ltx.data_parallel(antithetic, returns="grads"), sgd, start, noises).params)
 
 
 def test_ranks_that_try_perturbations_of_their_own_are_as_one_that_tries_all(ranks: Ranks, seed: int) -> None:
@@ -223,11 +215,10 @@ def test_the_first_parameters_dtype_rounds_no_other_gradient() -> None:
     def step(params: Params, x: Tensor) -> Any:
         return grad_and_value(lambda p: p["a"].sum().float() + (p["b"] * x).sum())(params)
 
-    train = ltx.train_step(
-        ltx.accumulate(ltx.data_parallel(step, returns="grads"), 3), from_torch(torch.optim.SGD, lr=1.0)
-    )
-    state, _ = train(train.init({"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(())}), torch.ones(3))
-    torch.testing.assert_close(state.params["b"], torch.tensor(-1.0))
+    in_three = ltx.accumulate(ltx.data_parallel(step, returns="grads"), 3)
+    start = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(())}
+    found = trained(in_three, from_torch(torch.optim.SGD, lr=1.0), start, [torch.ones(3)])
+    torch.testing.assert_close(found.params["b"], torch.tensor(-1.0))
 
 
 def test_gradients_that_are_not_finite_are_seen() -> None:

@@ -17,6 +17,7 @@ import ltx
 from ltx.errors import StepError
 from ltx.optim import adjustable, chain, clip_by_global_norm, ema, from_torch
 from tests.kinds import Params, Ranks
+from tests.train_on import go_on, said
 
 SGD = from_torch(torch.optim.SGD, lr=0.1)
 ADAM = from_torch(torch.optim.Adam, lr=0.1)
@@ -48,10 +49,7 @@ def train_of(name: str) -> Any:
 
 
 def begun(train: Any, params: Params, x: Tensor, steps: int = 2) -> Any:
-    state = train.init(params)
-    for _ in range(steps):
-        state, _ = train(state, x)
-    return train.gather(train.finish(state))
+    return train.gather(train.finish(go_on(train, train.init(params), [x] * steps).state))
 
 
 def handed_over(first: str, params: Params, x: Tensor) -> dict[str, tuple[str, bool]]:
@@ -61,20 +59,19 @@ def handed_over(first: str, params: Params, x: Tensor) -> dict[str, tuple[str, b
     found = {}
     for name in STRATEGIES:
         train = train_of(name)
-        said = ""
+        text = ""
         try:
             train(begun(train_of(first), params, x), x)
         except StepError as error:
-            said = str(error)
+            text = str(error)
         state = begun(train_of(first), params, x)
         mean = ltx.pmean(state.params)
         state = train.adopt(state)
         right = all(torch.equal(state.params[path], mean[path]) for path in mean)
-        state, _ = train(state, x)
-        state, _ = train(state, x)
+        state, _ = go_on(train, state, [x] * 2)
         if train.step.strategy.layout.params == "replicated":
             ltx.check_replicas(state)
-        found[name] = said, right and state.step == 4
+        found[name] = text, right and state.step == 4
     return found
 
 
@@ -87,13 +84,13 @@ PLAIN, OWN = ("ddp", "fp16"), ("noop", "local", "gossip", "async")
 def test_strategies(first: str, ranks: Ranks, seed: int) -> None:
     params = {"w": torch.randn(16, 16), "b": torch.randn(16)}
     for found in ranks(2).run(handed_over, first, params, torch.randn(4, 16)):
-        for name, (said, went_on) in found.items():
+        for name, (text, went_on) in found.items():
             fits = name == first or any(first in kind and name in kind for kind in (PLAIN, OWN))
             if fits:
-                assert said == "", (first, name)
+                assert text == "", (first, name)
             else:
-                assert "was made for another train step" in said, (first, name)
-                assert "train.adopt(state)" in said, (first, name)
+                assert "was made for another train step" in text, (first, name)
+                assert "train.adopt(state)" in text, (first, name)
             assert went_on, (first, name)
 
 
@@ -101,28 +98,24 @@ def squares(params: Params, x: Tensor) -> Tensor:
     return (params["w"] * x) ** 2
 
 
+#: A step multiplies w by 0.8 on rank 0 and by 0.2 on rank 1, by 0.5 where they share their gradients.
+LOCAL = ltx.train_step(ltx.data_parallel(squares, ltx.LocalSGDStrategy(period=4)), SGD)
+DDP = ltx.train_step(ltx.data_parallel(squares), SGD)
+
+
 def test_replicas_that_have_parted(ranks: Ranks) -> None:
     """w = 1, loss (w x)², x = 1 + rank, SGD 0.1: two local steps, then five of DDP."""
 
     def run(params: Any) -> tuple[str, float]:
-        local = ltx.train_step(ltx.data_parallel(squares, ltx.LocalSGDStrategy(period=4)), SGD)
-        ddp = ltx.train_step(ltx.data_parallel(squares), SGD)
         x = torch.tensor(1.0 + ltx.world().rank)
-        state = local.init({"w": torch.tensor(1.0)})
-        for _ in range(2):
-            state, _ = local(state, x)
-        state = local.finish(state)
-        with pytest.raises(StepError) as info:
-            ddp(state, x)
-        state = ddp.adopt(state, params)
-        for _ in range(5):
-            state, _ = ddp(state, x)
-        return str(info.value), state.params["w"].item()
+        state = LOCAL.finish(go_on(LOCAL, LOCAL.init({"w": torch.tensor(1.0)}), [x] * 2).state)
+        text = said(StepError, DDP, state, x)
+        return text, go_on(DDP, DDP.adopt(state, params), [x] * 5).params["w"].item()
 
-    # A step multiplies w by 0.8 and 0.2. Local SGD takes the mean after its first one; the next leaves 0.4 and 0.1.
+    # Local SGD takes the mean after its first step; the next leaves 0.4 and 0.1.
     for params, w in (("mean", (0.4 + 0.1) / 2 / 32), ("rank0", 0.4 / 32)):
-        for said, got in ranks(2).run(run, params):
-            assert "strategy: made for LocalSGDStrategy(period=4), this one has DDPStrategy()" in said
+        for text, got in ranks(2).run(run, params):
+            assert "strategy: made for LocalSGDStrategy(period=4), this one has DDPStrategy()" in text
             assert got == pytest.approx(w, rel=1e-5)
 
 
@@ -212,15 +205,11 @@ def test_from_elsewhere(how: str) -> None:
 
 
 def test_simulated_ranks_and_graphs() -> None:
-    local = ltx.train_step(ltx.data_parallel(squares, ltx.LocalSGDStrategy(period=4)), SGD)
-    ddp = ltx.train_step(ltx.data_parallel(squares), SGD)
-
     def on_a_rank(x: Tensor) -> Tensor:
-        state, _ = local(local.init({"w": torch.tensor(1.0)}), x)
+        state, _ = LOCAL(LOCAL.init({"w": torch.tensor(1.0)}), x)
         with pytest.raises(StepError, match="made for another train step"):
-            ddp(state, x)
-        state, _ = ddp(ddp.adopt(state), x)
-        return state.params["w"]
+            DDP(state, x)
+        return DDP(DDP.adopt(state), x)[0].params["w"]
 
     # 0.8 and 0.2, then half of their mean
     torch.testing.assert_close(ltx.vmap(on_a_rank)(torch.tensor([1.0, 2.0])), torch.full((2,), 0.25))
@@ -228,11 +217,9 @@ def test_simulated_ranks_and_graphs() -> None:
 
 @pytest.mark.full
 def test_a_compiled_step() -> None:
-    local = ltx.train_step(ltx.data_parallel(squares, ltx.LocalSGDStrategy(period=4)), SGD)
-    ddp = ltx.train_step(ltx.data_parallel(squares), SGD)
     warnings.simplefilter("ignore")  # of torch's own
     with pytest.raises(Exception, match="made for another train step"):
-        torch.compile(ddp)(local.init({"w": torch.tensor(1.0)}), torch.tensor(1.0))
+        torch.compile(DDP)(LOCAL.init({"w": torch.tensor(1.0)}), torch.tensor(1.0))
 
 
 def test_moments_of_those_that_stay(seed: int) -> None:
@@ -253,10 +240,7 @@ def test_moments_of_those_that_stay(seed: int) -> None:
 
 
 def test_errors() -> None:
-    train = ltx.train_step(ltx.data_parallel(squares), SGD)
-    state = train.init({"w": torch.tensor(1.0)})
-    with pytest.raises(StepError, match=r'adopt: params must be "mean" or "rank0", got \'median\''):
-        train.adopt(state, params="median")  # type: ignore[arg-type]
+    state = DDP.init({"w": torch.tensor(1.0)})
+    assert 'adopt: params must be "mean" or "rank0", got \'median\'' in said(StepError, DDP.adopt, state, "median")
     zero = ltx.train_step(ltx.data_parallel(squares, ltx.ZeroStrategy()), SGD)
-    with pytest.raises(StepError, match=r"old_train\.gather"):
-        train.adopt(zero.init({"w": torch.tensor(1.0)}))
+    assert "old_train.gather" in said(StepError, DDP.adopt, zero.init({"w": torch.tensor(1.0)}))

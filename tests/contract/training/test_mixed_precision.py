@@ -21,6 +21,7 @@ from tests.contract.strategies.test_protocol import Anchored, Gossip, LocalSGD
 from tests.covering import some
 from tests.inside import QAdam
 from tests.kinds import OnNewAxis, Params, Ranks
+from tests.train_on import go_on, trained
 from tests.twins.cases import assert_same_bits
 from tests.twins.training import adamw, mean_step, on_a_rank, sgd
 
@@ -109,14 +110,9 @@ def test_torch_func(transform: str, seed: int) -> None:
 def test_micro_batches_add_up_in_the_parameters_dtype(inside: bool) -> None:
     """512 gradients of 1 + 2^-7, a sum that bfloat16 can't hold."""
 
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        return (w * x).sum()
-
-    def accumulated(step: Any) -> Any:
-        return ltx.accumulate(step, 512)
-
-    step = ltx.data_parallel(fn)
-    both = accumulated(ltx.mixed_precision(step, BF16)) if inside else ltx.mixed_precision(accumulated(step), BF16)
+    step = ltx.data_parallel(lambda w, x: (w * x).sum())
+    both = ltx.mixed_precision(step if inside else ltx.accumulate(step, 512), BF16)
+    both = ltx.accumulate(both, 512) if inside else both
     grad = torch.func.grad(both)(torch.tensor(1.0), torch.full((512,), 1 + 2.0**-7))
     assert grad == 1 + 2.0**-7
 
@@ -171,16 +167,10 @@ def test_training_in_bfloat16_is_near_training_in_float32(name: str, ranks: Rank
 
         return on_a_rank(build, seed, (16, 16))
 
-    (losses, after), (expected, _) = (
-        ranks(2)
-        .run(
-            lambda: (
-                run(replace(BF16, loss_scale=scale)),
-                on_a_rank(lambda m: TRAINS["plain"](mean_step(m)), seed, (16, 16)),
-            )
-        )
-        .replicated()
-    )
+    def both() -> Any:
+        return run(replace(BF16, loss_scale=scale)), on_a_rank(lambda m: TRAINS["plain"](mean_step(m)), seed, (16, 16))
+
+    (losses, after), (expected, _) = ranks(2).run(both).replicated()
     assert losses.dtype == torch.float32
     assert {x.dtype for x in after.values()} == {torch.float32}
     assert losses[-10:].mean() < 0.9 * losses[:10].mean()
@@ -191,13 +181,11 @@ def test_training_in_bfloat16_is_near_training_in_float32(name: str, ranks: Rank
 @pytest.mark.parametrize("overlap", ["backward", "update"])
 def test_a_scale_that_is_a_power_of_two_changes_no_bit(overlap: Any, ranks: Ranks, seed: int) -> None:
     def run(scale: float | None) -> Any:
-        precision = ltx.Precision(compute=torch.float32, loss_scale=scale)
-        return on_a_rank(
-            lambda m: ltx.train_step(ltx.mixed_precision(mean_step(m), precision), adamw(), overlap=overlap),
-            seed,
-            (7, 5),
-            8,
-        )
+        def build(m: nn.Module) -> Any:
+            precision = ltx.Precision(compute=torch.float32, loss_scale=scale)
+            return ltx.train_step(ltx.mixed_precision(mean_step(m), precision), adamw(), overlap=overlap)
+
+        return on_a_rank(build, seed, (7, 5), 8)
 
     plain, scaled = ranks(2).run(lambda: (run(None), run(256.0))).replicated()
     assert_same_bits(plain, scaled)
@@ -441,9 +429,8 @@ def test_scaling_around_a_compiled_loss(ranks: Ranks) -> None:
 
 def test_the_scale_is_part_of_a_checkpoint() -> None:
     train = ltx.train_step(ltx.mixed_precision(STEP, FP16), sgd())
-    state, other = train.init(params()), train.init(params())
-    for step in range(3):
-        state, _ = train(state, batch(step, 0))
+    other = train.init(params())
+    state, _ = go_on(train, train.init(params()), [batch(step, 0) for step in range(3)])
     saved = state.state_dict()
     assert (saved["loss_scale.scale"], saved["loss_scale.good_steps"]) == (512.0, 1)
     other.load_state_dict(saved)
@@ -461,8 +448,7 @@ def test_schedules_count_skipped_steps() -> None:
     train = ltx.train_step(ltx.mixed_precision(STEP, FP16), sgd(lr=lr))
     state = train.init(params())
     seen.clear()
-    for step in range(4):
-        state, _ = train(state, batch(step, 0))
+    state, _ = go_on(train, state, [batch(step, 0) for step in range(4)])
     assert sorted(set(seen)) == [0, 2, 3]
     assert state.opt_state.count == 4
 
@@ -477,13 +463,11 @@ def test_the_scale_stays_above_its_least_value_and_then_raises() -> None:
     rule = ltx.DynamicLossScale(init=32.0, least=10.0)
     step = ltx.data_parallel(lambda w, x: (w * x).sum())
     half = ltx.mixed_precision(step, ltx.Precision(compute=torch.float16, loss_scale=rule))
-    state, scales = ltx.train_step(half, adamw()).init(torch.ones(2)), []
-    for _ in range(4):
-        state, metrics = ltx.train_step(half, adamw())(state, torch.tensor([torch.inf, 1.0]))
-        scales.append(float(metrics.loss_scale))
-    assert scales == [32.0, 16.0, 10.0, 10.0]
+    x = torch.tensor([torch.inf, 1.0])
+    state, metrics = trained(half, adamw(), torch.ones(2), [x] * 4)
+    assert [float(each.loss_scale) for each in metrics] == [32.0, 16.0, 10.0, 10.0]
     with pytest.raises(NotFiniteError):
-        ltx.train_step(half, adamw(), guard="raise")(state, torch.tensor([torch.inf, 1.0]))
+        ltx.train_step(half, adamw(), guard="raise")(state, x)
 
 
 def test_metrics_without_dynamic_scaling_have_none() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +12,10 @@ import ltx
 from ltx.errors import StepError
 from tests.contract.base.test_containers import Output
 from tests.kinds import Ranks
+from tests.train_on import in_all_worlds
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=1.0)
-
-
-def in_all_worlds(f: Callable[[Tensor], Any], ranks: Ranks, xs: Tensor) -> list[list[Any]]:
-    """What `f` gives on two ranks, each with its row of `xs`, as processes and simulated."""
-    simulated = ltx.vmap(f)(xs)
-    real = ranks(2).run(lambda: f(xs[int(ltx.axis_index())]))
-    return [list(real), [torch.utils._pytree.tree_map(lambda x, r=r: x[r], simulated) for r in range(2)]]
+XS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
 @pytest.mark.full(but=1)
@@ -43,7 +37,7 @@ def test_aux_and_buffers(outputs: Any, weighted: bool, ranks: Ranks) -> None:
         assert metrics.aux.pop("text") == value[2].pop("text") == "kept"
         return metrics.loss, metrics.aux, state.buffers, value[1], value[2]
 
-    for found in in_all_worlds(run, ranks, torch.tensor([[1.0, 2.0], [3.0, 4.0]])):
+    for found in in_all_worlds(run, ranks, XS):
         for (loss, aux, buffers, value_buffers, value_aux), own in zip(found, (3.0, 7.0), strict=True):
             want = 5.0 if outputs == "mean" else own
             assert loss == (2.5 if weighted else 5.0)
@@ -63,7 +57,7 @@ def test_batches_by_keyword(wrap: Any, ranks: Ranks) -> None:
         state, _ = train(train.init(torch.tensor(0.0)), x=x, scale=torch.tensor(2.0))
         return state.params
 
-    for found in in_all_worlds(run, ranks, torch.tensor([[1.0, 2.0], [3.0, 4.0]])):
+    for found in in_all_worlds(run, ranks, XS):
         assert found == [-5.0, -5.0]
 
 
@@ -97,7 +91,7 @@ def test_what_a_model_returns_holds_its_loss(make: Any, ranks: Ranks) -> None:
         assert type(value) is type(metrics.aux) is type(make(w, x))
         return [*found, torch.func.grad(lambda w: plain(w, x)["loss"])(w)], metrics.aux["logits"]
 
-    for found in in_all_worlds(run, ranks, torch.tensor([[1.0, 2.0], [3.0, 4.0]])):
+    for found in in_all_worlds(run, ranks, XS):
         assert [logits.tolist() for _, logits in found] == [[1.0, 2.0], [3.0, 4.0]]
         assert all(x == 2.5 for numbers, _ in found for x in numbers)
 
@@ -146,7 +140,7 @@ def test_a_step_that_returns_fewer_buffers(compiled: bool, ranks: Ranks) -> None
         state = train.init(torch.tensor(1.0), {"seen": torch.tensor(0.0)})
         return train(state, x)[0].buffers["seen"]  # with one more than it had
 
-    for found in in_all_worlds(run, ranks, torch.tensor([[1.0, 2.0], [3.0, 4.0]])):
+    for found in in_all_worlds(run, ranks, XS):
         assert found == [1.0, 1.0]
 
 

@@ -19,6 +19,7 @@ import ltx
 from ltx.errors import CallFailedError, DonatedStateError, InputError
 from tests.inside import AsyncAveraging
 from tests.kinds import Params, Ranks
+from tests.train_on import go_on
 from tests.twins.cases import assert_same_bits
 from tests.twins.feedback import STRATEGY
 from tests.twins.training import adamw, sgd
@@ -35,10 +36,8 @@ TRAIN = ltx.train_step(ltx.data_parallel(loss, STRATEGY), adamw(), donate=False)
 
 def trained(steps: int) -> ltx.TrainState:
     """A state with something in each of its parts."""
-    state = TRAIN.init({"a": torch.ones(3), "b": {"c": torch.zeros(())}}, {"seen": torch.tensor(0)})
-    for _ in range(steps):
-        state, _ = TRAIN(state, X)
-    return state
+    start = {"a": torch.ones(3), "b": {"c": torch.zeros(())}}
+    return go_on(TRAIN, TRAIN.init(start, {"seen": torch.tensor(0)}), [X] * steps).state
 
 
 PATHS = [
@@ -81,12 +80,8 @@ def test_paths() -> None:
 
 def test_kinds() -> None:
     layout = trained(0).layout
-    assert (layout.params, layout.buffers, layout.opt_state, layout.sync_state) == (
-        "replicated",
-        "per_rank",
-        "replicated",
-        "per_rank",
-    )
+    kinds = [layout.params, layout.buffers, layout.opt_state, layout.sync_state]
+    assert kinds == ["replicated", "per_rank"] * 2
 
 
 COPIES: dict[str, Any] = {
@@ -211,8 +206,7 @@ def test_compiled_steps_are_counted_once_in_a_checkpoint(way: str, tmp_path: Pat
     )
     state = train.init(X)
     compiled = torch.compile(train, backend="eager")
-    for _ in range(3):
-        state, _ = compiled(state, X)
+    state, _ = go_on(compiled, state, [X] * 3)
     other = train.init(X)
     if way == "state_dict":
         other.load_state_dict(copy.deepcopy(state.state_dict()))
@@ -300,10 +294,6 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def on_ranks_and_alone(run: Callable[[], Any], ranks: Ranks) -> list[Any]:
-    return [run(), *ranks(2).run(run)]
-
-
 def test_tensors_that_were_read_off_it_raise(ranks: Ranks) -> None:
     """`best = state.params`, and a leaf of it, in every way that a tensor is used; the next state's are right."""
 
@@ -332,7 +322,7 @@ def test_tensors_that_were_read_off_it_raise(ranks: Ranks) -> None:
                 assert best["w"].dtype == torch.float32
         return told, equal, all(names)
 
-    for told, equal, named in on_ranks_and_alone(run, ranks):
+    for told, equal, named in (run(), *ranks(2).run(run)):
         assert told == []
         assert equal
         assert named
@@ -358,8 +348,7 @@ def test_keeping_the_best(how: str) -> None:
     }
     expected = {name: value.tolist() for name, value in state.params.items()}
     best = ways[how]()
-    for _ in range(2):
-        state, _ = train(state, x)
+    state, _ = go_on(train, state, [x] * 2)
     assert {name: value.tolist() for name, value in best.items()} == expected
     assert {name: value.tolist() for name, value in state.params.items()} != expected
 
@@ -375,8 +364,6 @@ def test_going_back_to_a_copy() -> None:
 
 def test_tensors_that_were_put_into_a_state() -> None:
     """`dataclasses.replace` makes a state of tensors that somebody holds."""
-    from dataclasses import replace
-
     train, state, x = made()
     mine = {"w": torch.ones(3, 2), "b": torch.ones(2)}
     following, _ = train(replace(state, params=mine), x)

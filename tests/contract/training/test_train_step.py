@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ltx
 from ltx.errors import DonatedStateError
 from tests.kinds import Ranks
+from tests.train_on import go_on, inner, mine, said, trained
 from tests.twins import training
 from tests.twins.cases import Params, assert_same_bits, params_of, plain_step, seeded
 from tests.twins.training import (
@@ -58,10 +59,8 @@ LIKE_DDP: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", LIKE_DDP)
 def test_fifty_steps_are_those_of_ddp(name: str, ranks: Ranks, seed: int) -> None:
-    def both() -> Any:
-        return on_a_rank(LIKE_DDP[name], seed, EQUAL), training.ddp(seed, EQUAL)
-
-    (losses, _), (expected, _) = ranks(2).run(both).replicated()
+    both = ranks(2).run(lambda: (on_a_rank(LIKE_DDP[name], seed, EQUAL), training.ddp(seed, EQUAL)))
+    (losses, _), (expected, _) = both.replicated()
     assert losses[-10:].mean() < 0.9 * losses[:10].mean()
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
@@ -89,10 +88,8 @@ def test_weighted_is_the_mean_of_the_whole_batch(name: str, sizes: tuple[int, ..
 
 
 def test_without_weights_it_is_the_mean_of_means_of_ddp(ranks: Ranks, seed: int) -> None:
-    def both() -> Any:
-        return on_a_rank(LIKE_DDP["defaults"], seed, (7, 2)), training.ddp(seed, (7, 2))
-
-    (losses, _), (expected, _) = ranks(2).run(both).replicated()
+    both = ranks(2).run(lambda: (on_a_rank(LIKE_DDP["defaults"], seed, (7, 2)), training.ddp(seed, (7, 2))))
+    (losses, _), (expected, _) = both.replicated()
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
     module, batches = problem(seed, (7, 2))
     assert not torch.allclose(losses, one_process(module, whole(batches))[0], rtol=1e-3)
@@ -127,17 +124,13 @@ def with_buffers(module: nn.Module) -> Callable[..., Any]:
     return step
 
 
-def batch_norm(seed: int, strategy: ltx.Strategy | None = None) -> tuple[Any, Any]:
+def batch_norm(seed: int) -> tuple[Any, Any]:
     """By ltx and by DDP: (losses, parameters, this rank's buffers and aux)"""
     _, batches = problem(seed, EQUAL, 5)
     batches = [by_rank[ltx.world().rank] for by_rank in batches]
     module = normed(seed)
-    train = ltx.train_step(ltx.data_parallel(with_buffers(module), strategy), sgd(), has_aux=True)
-    state, losses = train.init(params_of(module), dict(module.named_buffers())), []
-    for batch in batches:
-        state, metrics = train(state, *batch)
-        losses.append(metrics.loss)
-    mine = torch.stack(losses), state.params, state.buffers, metrics.aux["predictions"]
+    buffers = dict(module.named_buffers())
+    by_ltx = trained(with_buffers(module), sgd(), params_of(module), batches, buffers=buffers, has_aux=True)
 
     replica = DistributedDataParallel(module, broadcast_buffers=False)
     optimizer, losses = torch.optim.SGD(module.parameters(), lr=LR), []
@@ -148,15 +141,16 @@ def batch_norm(seed: int, strategy: ltx.Strategy | None = None) -> tuple[Any, An
         loss.backward()
         optimizer.step()
         losses.append(ltx.pmean(loss.detach()))
-    return mine, (torch.stack(losses), params_of(module), dict(module.named_buffers()), output.detach())
+    found = by_ltx.losses, by_ltx.params, by_ltx.state.buffers, by_ltx.metrics[-1].aux["predictions"]
+    return found, (torch.stack(losses), params_of(module), dict(module.named_buffers()), output.detach())
 
 
 def test_buffers_and_aux(ranks: Ranks, seed: int) -> None:
     results = ranks(2).run(batch_norm, seed)
-    for mine, ddp in results:
-        torch.testing.assert_close(mine, ddp, rtol=1e-5, atol=1e-6)
-    assert_same_bits(*(mine[:2] for mine, _ in results))
-    buffers = [mine[2] for mine, _ in results]
+    for found, ddp in results:
+        torch.testing.assert_close(found, ddp, rtol=1e-5, atol=1e-6)
+    assert_same_bits(*(found[:2] for found, _ in results), of="rank")
+    buffers = [found[2] for found, _ in results]
     assert not torch.equal(buffers[0]["1.running_mean"], buffers[1]["1.running_mean"])
     assert [b["1.num_batches_tracked"] for b in buffers] == [5, 5]
 
@@ -175,86 +169,56 @@ def test_buffers_and_aux_on_simulated_ranks(seed: int) -> None:
         assert torch.allclose(alone[1].running_var, state.buffers["1.running_var"][rank], atol=1e-6)
 
 
-def clipped(m: nn.Module) -> Any:
-    return ltx.train_step(mean_step(m, BUCKETS), ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), sgd(lr=0.5)))
+MEASURED = ltx.optim.chain(ltx.optim.measure_global_norm(), sgd(lr=0.5, momentum=0.9))
+CLIPPED = ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), sgd(lr=0.5, momentum=0.9))
+IN_PARTS = ltx.ZeroStrategy(bucket_bytes=64, first_bucket_bytes=64)
 
 
-def clipped_norms(seed: int) -> tuple[list[Tensor], Params]:
-    module, batches = problem(seed, EQUAL, 6)
-    train = clipped(module)
-    state, norms = train.init(params_of(module)), []
-    for by_rank in batches:
-        state, metrics = train(state, *by_rank[ltx.world().rank])
-        norms.append(metrics.grad_norm)
-    return norms, state.params
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "limit"),
+    [(BUCKETS, CLIPPED, 0.1), (BUCKETS, MEASURED, torch.inf), (IN_PARTS, MEASURED, torch.inf)],
+    ids=str,
+)
+def test_the_norm_is_that_of_the_global_gradient(
+    strategy: ltx.Strategy, optimizer: Any, limit: float, ranks: Ranks, seed: int
+) -> None:
+    """Clipped by, or measured alone."""
+    module, batches = problem(seed, EQUAL, 5)
 
+    def on_rank() -> tuple[list[Tensor], Params]:
+        found = trained(mean_step(module, strategy), optimizer, params_of(module), [mine(step) for step in batches])
+        return [metrics.grad_norm for metrics in found.metrics], found.params
 
-def test_clipping_is_by_the_norm_of_the_global_gradient(ranks: Ranks, seed: int) -> None:
-    norms, params = ranks(2).run(clipped_norms, seed).replicated()
-    module, batches = problem(seed, EQUAL, 6)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    norms, params = ranks(2).run(on_rank).replicated()
+    by_torch = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
     for norm, batch in zip(norms, whole(batches), strict=True):
-        optimizer.zero_grad()
+        by_torch.zero_grad()
         module(*batch).backward()
-        expected = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-        assert expected > 0.1
+        expected = nn.utils.clip_grad_norm_(module.parameters(), limit)
+        assert limit == torch.inf or expected > limit
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-        optimizer.step()
-    torch.testing.assert_close(params, params_of(module), rtol=1e-5, atol=1e-6)
-
-
-def measured_norms(seed: int, strategy: ltx.Strategy) -> tuple[list[Tensor], Params]:
-    module, batches = problem(seed, EQUAL, 4)
-    train = ltx.train_step(
-        mean_step(module, strategy), ltx.optim.chain(ltx.optim.measure_global_norm(), sgd(lr=0.5, momentum=0.9))
-    )
-    state, norms = train.init(params_of(module)), []
-    for by_rank in batches:
-        state, metrics = train(state, *by_rank[int(ltx.axis_index())])
-        norms.append(metrics.grad_norm)
-    return norms, state.params
-
-
-@pytest.mark.parametrize("strategy", [BUCKETS, ltx.ZeroStrategy(bucket_bytes=64, first_bucket_bytes=64)], ids=repr)
-def test_the_norm_is_measured_without_clipping(strategy: ltx.Strategy, ranks: Ranks, seed: int) -> None:
-    norms, params = ranks(2).run(measured_norms, seed, strategy).replicated()
-    module, batches = problem(seed, EQUAL, 4)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
-    for norm, batch in zip(norms, whole(batches), strict=True):
-        optimizer.zero_grad()
-        module(*batch).backward()
-        expected = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-        optimizer.step()
+        by_torch.step()
     torch.testing.assert_close(params, params_of(module), rtol=1e-5, atol=1e-6)
 
 
 def test_local_gradients_have_a_norm_each() -> None:
-    strategy = ltx.LocalSGDStrategy(period=4, warmup_steps=1)
-    train = ltx.train_step(
-        ltx.data_parallel(lambda w, x: (w * x).sum(), strategy), ltx.optim.chain(ltx.optim.measure_global_norm(), sgd())
-    )
-    xs = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
-    state = train.init(torch.zeros(2))
-    state, metrics = ltx.vmap(train, in_dims=(None, 0))(state, xs)
-    assert metrics.grad_norm.tolist() == [7.5, 7.5]  # the first step is a warm-up, with mean gradients
-    state, metrics = ltx.vmap(train)(state, xs)
-    assert metrics.grad_norm.tolist() == [5.0, 10.0]
+    strategy = ltx.LocalSGDStrategy(period=4, warmup_steps=1)  # whose first step has mean gradients
+    train, xs = ltx.train_step(ltx.data_parallel(inner, strategy), MEASURED), torch.tensor([[3.0, 4.0], [6.0, 8.0]])
+    state, metrics = ltx.vmap(train, in_dims=(None, 0))(train.init(torch.zeros(2)), xs)
+    assert metrics.grad_norm.tolist() == [7.5, 7.5]
+    assert ltx.vmap(train)(state, xs)[1].grad_norm.tolist() == [5.0, 10.0]
 
 
 def test_a_skipped_step_has_a_norm_too() -> None:
-    optimizer = ltx.optim.chain(ltx.optim.measure_global_norm(), sgd(lr=1.0))
-    train = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), optimizer, guard="skip")
-    state, metrics = train(train.init(torch.zeros(2)), torch.tensor([3.0, 4.0]))
-    assert metrics.grad_norm == 5.0
-    state, metrics = train(state, torch.tensor([torch.inf, 1.0]))
-    assert (bool(metrics.skipped), float(metrics.grad_norm)) == (True, 5.0)  # of the last update
-    assert state.params.tolist() == [-3.0, -4.0]
+    batches = [torch.tensor([3.0, 4.0]), torch.tensor([torch.inf, 1.0])]
+    found = trained(inner, MEASURED, torch.zeros(2), batches, guard="skip")
+    assert found.skipped == [False, True]
+    assert [metrics.grad_norm for metrics in found.metrics] == [5.0, 5.0]  # of the last update
+    assert found.params.tolist() == [-1.5, -2.0]
 
 
 def test_without_clipping_there_is_no_norm() -> None:
-    train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["w"] * x).sum()), sgd())
-    assert train(train.init({"w": torch.ones(2)}), torch.ones(2))[1].grad_norm is None
+    assert trained(inner, sgd(), torch.ones(2), [torch.ones(2)]).metrics[0].grad_norm is None
 
 
 def after_three_steps(seed: int, strategy: ltx.Strategy, overlap: Any, start: Callable[[Any], Any]) -> Any:
@@ -265,8 +229,7 @@ def after_three_steps(seed: int, strategy: ltx.Strategy, overlap: Any, start: Ca
     train = ltx.train_step(mean_step(module, strategy), optimizer, overlap=overlap)
     state = train.init(params_of(module))
     state = replace(state, opt_state=start(state.opt_state))
-    for batch in batches:
-        state, _ = train(state, *batch[ltx.world().rank])
+    state, _ = go_on(train, state, [mine(step) for step in batches])
     return state.params, state.opt_state, state.step
 
 
@@ -310,15 +273,12 @@ def test_donation(donate: bool, overlap: Any, ranks: Ranks, seed: int) -> None:
         train = ltx.train_step(mean_step(module), adamw(), donate=donate, overlap=overlap)
         old = train.init(params_of(module))
         before, place = ltx.tree.map(torch.clone, old.params), old.params["0.weight"].data_ptr()
-        new, _ = train(old, *batches[0][ltx.world().rank])
+        new, _ = train(old, *mine(batches[0]))
         assert (new.params["0.weight"].data_ptr() == place) is donate
         if not donate:
             assert_same_bits(old.params, before)
-            return train(old, *batches[0][ltx.world().rank])[1].loss, ""
-        try:
-            train(old, *batches[0][ltx.world().rank])
-        except DonatedStateError as error:
-            return new.params, str(error)
+            return train(old, *mine(batches[0]))[1].loss, ""
+        return new.params, said(DonatedStateError, train, old, *mine(batches[0]))
 
     for _, text in ranks(2).run(on_rank):
         assert text == "" or text == (
@@ -350,19 +310,15 @@ def failing(where: str, seed: int) -> tuple[Any, Any, list[float]]:
         raise OutOfDataError
 
     train = ltx.train_step(ltx.data_parallel(loss, BUCKETS), adamw())
-    mine = [by_rank[ltx.world().rank] for by_rank in batches]
-    state, first = train(train.init(params_of(module)), *mine[0])
+    own = [mine(step) for step in batches]
+    state, first = train(train.init(params_of(module)), *own[0])
     before = ltx.tree.map(torch.clone, state)
     fail[0] = True
     with pytest.raises(OutOfDataError):
-        train(state, *mine[1])
+        train(state, *own[1])
     fail[0] = False
     after = ltx.tree.map(torch.clone, state)
-    losses = [first.loss]
-    for batch in mine[1:]:
-        state, metrics = train(state, *batch)
-        losses.append(metrics.loss)
-    return before, after, [loss.item() for loss in losses]
+    return before, after, [first.loss.item(), *go_on(train, state, own[1:]).losses.tolist()]
 
 
 @pytest.mark.full(but=1)

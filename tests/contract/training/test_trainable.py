@@ -12,6 +12,7 @@ from torch.func import functional_call
 import ltx
 from ltx.errors import DonatedStateError, StepError, TreeError
 from tests.kinds import Ranks
+from tests.train_on import go_on, said, trained
 from tests.twins.training import adamw, sgd
 
 
@@ -43,11 +44,8 @@ def test_frozen_parameters_stay(ranks: Ranks, seed: int) -> None:
         wrong = []
         for strategy in STRATEGIES:
             for overlap in ("backward", "update"):
-                if (
-                    overlap != "backward"
-                    and not strategy.updates_in_buckets
-                    and not strategy.communicates_after_update(0)
-                ):
+                by_bucket = strategy.updates_in_buckets or strategy.communicates_after_update(0)
+                if overlap != "backward" and not by_bucket:
                     continue
                 net = model()
                 net[0].requires_grad_(False)
@@ -58,10 +56,8 @@ def test_frozen_parameters_stay(ranks: Ranks, seed: int) -> None:
                     continue
                 state = train.init(dict(net.named_parameters()))
                 before = {name: value.clone() for name, value in state.params.items()}
-                for _ in range(3):
-                    state, _ = train(state, x)
-                after = state.params
-                frozen = {name for name in before if torch.equal(before[name], after[name])}
+                state, _ = go_on(train, state, [x] * 3)
+                frozen = {name for name in before if torch.equal(before[name], state.params[name])}
                 if frozen != {"0.weight", "0.bias"}:
                     wrong.append(f"{strategy} {overlap}: {frozen}")
                 paths = ltx.tree.leaf_paths((state.opt_state, state.sync_state))
@@ -77,15 +73,13 @@ def test_frozen_parameters_stay(ranks: Ranks, seed: int) -> None:
 def test_they_train_like_torch(donate: bool, seed: int) -> None:
     net, x = model(), torch.randn(6, 4)
     net[0].weight.requires_grad_(False)
-    train = ltx.train_step(ltx.data_parallel(loss_of(net)), adamw(lr=0.1), donate=donate)
-    state = train.init(dict(net.named_parameters()))
+    found = trained(loss_of(net), adamw(lr=0.1), dict(net.named_parameters()), [x] * 3, donate=donate)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1)
     for _ in range(3):
-        state, _ = train(state, x)
         optimizer.zero_grad()
         net(x).square().mean().backward()
         optimizer.step()
-    torch.testing.assert_close(state.params, {name: p.detach() for name, p in net.named_parameters()})
+    torch.testing.assert_close(found.params, {name: p.detach() for name, p in net.named_parameters()})
 
 
 def test_on_simulated_ranks(seed: int) -> None:
@@ -100,26 +94,24 @@ def test_on_simulated_ranks(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainable", "trained"),
+    ("trainable", "moved"),
     [("2.*", {"2.weight", "2.bias"}), (["*.bias"], {"0.bias", "2.bias"}), (lambda path: "0" in path, {"0.bias"})],
 )
-def test_trainable(trainable: Any, trained: set[str]) -> None:
+def test_trainable(trainable: Any, moved: set[str]) -> None:
     net = model()
     net[0].weight.requires_grad_(False)
-    train = ltx.train_step(ltx.data_parallel(loss_of(net)), sgd(lr=0.1), trainable=trainable)
-    state = train.init(dict(net.named_parameters()))
-    after, _ = train(state, torch.randn(6, 4))
-    assert {name for name, p in net.named_parameters() if not torch.equal(p, after.params[name])} == trained
-    assert {path.removeprefix("params.") for path in ltx.tree.leaf_paths(after) if path.startswith("params")} == trained
+    own = dict(net.named_parameters())
+    after, _ = trained(loss_of(net), sgd(lr=0.1), own, [torch.randn(6, 4)], trainable=trainable)
+    assert {name for name, p in net.named_parameters() if not torch.equal(p, after.params[name])} == moved
+    assert {path.removeprefix("params.") for path in ltx.tree.leaf_paths(after) if path.startswith("params")} == moved
 
 
 def test_plain_tensors_are_all_trained() -> None:
     """A dict of tensors without gradients says nothing of what is frozen; beside some with gradients it does."""
     train = ltx.train_step(ltx.data_parallel(lambda p, x: (p["a"] * p["b"] * x).sum()), sgd(lr=1.0))
-    plain, _ = train(train.init({"a": torch.ones(2), "b": torch.ones(2)}), torch.ones(2))
-    mixed, _ = train(train.init({"a": torch.ones(2, requires_grad=True), "b": torch.ones(2)}), torch.ones(2))
-    assert [plain.params[name].tolist() for name in "ab"] == [[0.0, 0.0], [0.0, 0.0]]
-    assert [mixed.params[name].tolist() for name in "ab"] == [[0.0, 0.0], [1.0, 1.0]]
+    for says, b in ((False, 0.0), (True, 1.0)):
+        after, _ = train(train.init({"a": torch.ones(2, requires_grad=says), "b": torch.ones(2)}), torch.ones(2))
+        assert [after.params[name].tolist() for name in "ab"] == [[0.0, 0.0], [b, b]]
 
 
 @pytest.mark.parametrize(
@@ -201,13 +193,8 @@ def test_a_module_whose_tensors_are_taken_over(ranks: Ranks) -> None:
         alone = ltx.axis_size() == 1
         same = not alone or {n: state.params[n].data_ptr() for n in places} == places
         x = torch.tensor([1, 2, 3])
-        try:
-            net(x)
-            return False, None
-        except DonatedStateError as error:
-            assert "ltx.to_module(module, state)" in str(error)  # noqa: PT017
-        for _ in range(2):
-            state, _ = train(state, x)
+        assert "ltx.to_module(module, state)" in said(DonatedStateError, net, x)
+        state, _ = go_on(train, state, [x] * 2)
         back = ltx.to_module(net, state).eval()
         assert back[0].head.weight is back[0].embedding.weight
         assert [p.requires_grad for p in back.parameters()] == [True, True, False]

@@ -13,6 +13,7 @@ from torch.func import grad_and_value
 import ltx
 from ltx.errors import AxisError, DataError, InputError
 from tests.kinds import Ranks, Started
+from tests.train_on import said
 from tests.twins import training
 from tests.twins.training import sgd, weighted_step, whole
 
@@ -108,9 +109,7 @@ def test_no_rank_has_any_batch(ranks: Ranks) -> None:
 def test_what_cannot_be_pickled_raises_on_every_rank(ranks: Ranks) -> None:
     def run() -> tuple[str, float]:
         mine = [[], [{"x": torch.ones(1), "file": (i for i in ())}]][ltx.axis_index()]
-        with pytest.raises(TypeError) as caught:
-            list(ltx.uneven(mine))
-        return str(caught.value), ltx.psum(torch.tensor(1.0)).item()
+        return said(TypeError, lambda: list(ltx.uneven(mine))), ltx.psum(torch.tensor(1.0)).item()
 
     text, after = ranks(2).run(run).replicated()
     assert "rank 1's object can't be pickled" in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.func import grad
@@ -12,6 +11,7 @@ from torch.func import grad
 import ltx
 from ltx.errors import TreeError
 from tests.kinds import Ranks
+from tests.train_on import said
 
 
 def test_trees_with_other_leaves_and_their_derivative() -> None:
@@ -41,9 +41,10 @@ def test_what_is_given_is_left_alone(ranks: Ranks) -> None:
 
 
 def test_error() -> None:
-    with pytest.raises(TreeError) as raised:
-        ltx.sync_gradients({"a": [torch.ones(1), 2.0]})
-    assert str(raised.value) == "grads must be a tree of tensors, but leaf 'a.1' is of type float."
+    assert (
+        said(TreeError, ltx.sync_gradients, {"a": [torch.ones(1), 2.0]})
+        == "grads must be a tree of tensors, but leaf 'a.1' is of type float."
+    )
 
 
 def test_in_inference_mode(ranks: Ranks) -> None:

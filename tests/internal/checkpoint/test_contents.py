@@ -15,6 +15,7 @@ from torch import Tensor
 import ltx
 from ltx.checkpoint import saving
 from ltx.errors import CheckpointError, InputError
+from tests import train_on
 from tests.kinds import Ranks
 
 TRAIN = ltx.train_step(ltx.data_parallel(lambda w, x: (w * x).sum()), ltx.optim.from_torch(torch.optim.SGD, lr=0.1))
@@ -44,10 +45,9 @@ def test_data_that_isnt_plain_is_one_error_on_all(kind: str, ranks: Ranks, tmp_p
         with warnings.catch_warnings(action="ignore"):  # torch's own, of what it calls a prototype
             data = {"seen": [torch.ones(2), make() if ltx.axis_index() == 1 else torch.ones(3)]}
         state = TRAIN.init(torch.ones(3))
-        with pytest.raises(InputError) as raised:
-            ltx.checkpoint.save(tmp_path, state, data=data)
+        text = train_on.said(InputError, ltx.checkpoint.save, tmp_path, state, data=data)
         ltx.checkpoint.save(tmp_path, state, data=data["seen"][0])
-        return str(raised.value)
+        return text
 
     first, second = ranks(2).run(on_a_rank)
     assert first == second
@@ -65,9 +65,7 @@ def test_data_that_cant_be_compared_is_one_error_on_all(ranks: Ranks, tmp_path: 
         with pytest.MonkeyPatch.context() as patch:
             if ltx.axis_index() == 1:
                 patch.setattr(saving, "digest", fail)
-            with pytest.raises(CheckpointError) as raised:
-                ltx.checkpoint.save(tmp_path, TRAIN.init(torch.ones(3)))
-        return str(raised.value)
+            return train_on.said(CheckpointError, lambda: ltx.checkpoint.save(tmp_path, TRAIN.init(torch.ones(3))))
 
     (said,) = set(ranks(2).run(on_a_rank))
     assert said == "the checkpoint wasn't saved: rank 1: MemoryError. Earlier ones are as they were."

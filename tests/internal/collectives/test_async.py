@@ -18,6 +18,7 @@ from ltx.core.collectives.futures import _mover
 from ltx.errors import AxisError, LtxError, RankMismatchError, UnsupportedError
 from tests.forks import Ranks as Forks
 from tests.kinds import Ranks
+from tests.train_on import mine, said
 
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "psum": (ltx.psum, (), {"prescale": 2, "postscale": 3}),
@@ -87,10 +88,8 @@ def test_processes(on_new_axis: Callable[..., Any], sockets: bool, seed: int) ->
 def test_in_groups(ranks: Ranks, seed: int) -> None:
     xs = torch.randn(2, 2, 4, dtype=torch.float64)
 
-    def run() -> Any:
-        return waited(of_each(xs[ltx.axis_index()], begun, ["in groups"]), backwards=False)["in groups"]["x"]
-
-    torch.testing.assert_close(ranks(2).run(run).replicated(), xs.sum(0))
+    found = ranks(2).run(lambda: waited(of_each(mine(xs), begun, ["in groups"]), backwards=False))
+    torch.testing.assert_close(found.replicated()["in groups"]["x"], xs.sum(0))
 
 
 def test_simulated_ranks(seed: int) -> None:
@@ -201,15 +200,9 @@ def test_compiled() -> None:
 
 def test_ranks_that_disagree(ranks: Ranks) -> None:
     """At the call, as the collective itself."""
-
-    def run() -> str:
-        with pytest.raises(RankMismatchError) as caught:
-            ltx.async_(ltx.psum)({"w": torch.ones(31 + int(ltx.axis_index()))})
-        return str(caught.value)
-
-    assert (
-        "ranks disagree on psum, leaf 'w': rank 0: float32[31]; rank 1: float32[32]" in ranks(2).run(run).replicated()
-    )
+    begin = ltx.async_(ltx.psum)
+    found = ranks(2).run(lambda: said(RankMismatchError, begin, {"w": torch.ones(31 + int(ltx.axis_index()))}))
+    assert "ranks disagree on psum, leaf 'w': rank 0: float32[31]; rank 1: float32[32]" in found.replicated()
 
 
 @pytest.mark.parametrize("sockets", [False, True])
@@ -276,12 +269,8 @@ def test_one_that_the_peer_never_begins(started: Callable[..., Forks], sockets: 
         ltx.shutdown()
         took_s, text = time.monotonic() - began, ""
         if future is not None:
-            with pytest.raises(AxisError) as caught:
-                future.wait()
-            text = str(caught.value)
-            with pytest.raises(AxisError) as again:
-                future.wait()
-            assert str(again.value) == text
+            text = said(AxisError, future.wait)
+            assert said(AxisError, future.wait) == text
         tell((text, took_s))
 
     world = started(2, body, sockets=sockets)
@@ -297,16 +286,11 @@ def test_a_failed_one_fails_again(on_new_axis: Callable[..., Any]) -> None:
     """The peer calls something else, which is known too: the error names what was begun."""
 
     def run() -> list[str]:
-        x, found = torch.ones(3), []
+        x = torch.ones(3)
         ltx.psum(x)
         ltx.pmax(x)
-        rank = int(ltx.axis_index())
-        future = ltx.async_(ltx.pmax)(x) if rank else ltx.async_(ltx.psum)(x)
-        for _ in range(2):
-            with pytest.raises(LtxError) as caught:
-                future.wait()
-            found.append(str(caught.value))
-        return found
+        future = ltx.async_(mine((ltx.psum, ltx.pmax)))(x)
+        return [said(LtxError, future.wait) for _ in range(2)]
 
     for rank, (first, second) in enumerate(on_new_axis(run)):
         assert first == second

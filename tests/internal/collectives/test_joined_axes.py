@@ -18,6 +18,7 @@ import ltx
 from ltx.core import comm
 from ltx.core.ranks.backings import mesh_part
 from ltx.errors import AxisError
+from tests import train_on
 from tests.kinds import Ranks
 
 BOTH = ("node", "data")
@@ -55,11 +56,8 @@ def _of_each(x: Tensor, axis: Any) -> dict[str, tuple[Tensor, Tensor]]:
 def _trained(x: Tensor, axis: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of data_parallel, and parameters and loss after a few steps."""
     step = ltx.data_parallel(lambda w, x: (w * x - 1).square().mean(), axis=axis)
-    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.Adam, lr=0.1))
-    state = train.init(torch.ones_like(x))
-    for _ in range(3):
-        state, metrics = train(state, x)
-    return torch.func.grad(step)(torch.ones_like(x), x), state.params, metrics.loss
+    after = train_on.trained(step, ltx.optim.from_torch(torch.optim.Adam, lr=0.1), torch.ones_like(x), [x] * 3)
+    return torch.func.grad(step)(torch.ones_like(x), x), after.params, after.losses[-1]
 
 
 def _draw() -> Tensor:
@@ -150,15 +148,8 @@ def test_processes_of_a_mesh_are_as_a_flat_world(ranks: Ranks, seed: int) -> Non
         with _mesh(node=2, data=2):
             joined = _of_each(x, BOTH), _trained(x, BOTH), objects(BOTH)
             turned = _of_each(x, TURNED)
-            text = ""
-            try:
-                ltx.psum(x)
-            except AxisError as error:
-                text = str(error)
-            try:
-                ltx.vmap(lambda x: ltx.all_gather(x, ("data", "r")), axis_name="r")(x)
-            except AxisError as error:
-                text += str(error)
+            text = train_on.said(AxisError, ltx.psum, x)
+            text += train_on.said(AxisError, ltx.vmap(lambda x: ltx.all_gather(x, ("data", "r")), axis_name="r"), x)
         return flat, joined, turned, text
 
     xs = _draw()
@@ -267,10 +258,9 @@ def test_what_none_means() -> None:
 
 def test_axes_that_no_mesh_made(ranks: Ranks) -> None:
     def run() -> str:
-        with pytest.raises(AxisError) as caught:
-            ltx.vmap(lambda x: ltx.psum(x), axis_name="r")(torch.ones(2))
+        text = train_on.said(AxisError, lambda: ltx.vmap(lambda x: ltx.psum(x), axis_name="r")(torch.ones(2)))
         assert comm.resolve(("data",)) is comm.resolve("data")
-        return str(caught.value)
+        return text
 
     text = ranks(2).run(run).replicated()
     assert "several are in scope: 'data' (2), 'r' (2)" in text

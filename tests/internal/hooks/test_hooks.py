@@ -15,6 +15,7 @@ from ltx.strategies.horovod import Scaled
 from ltx.strategies.nodes import ByNode, WithinNode
 from ltx.strategies.qadam import MeanMomentum
 from tests.kinds import Ranks
+from tests.train_on import mine
 
 HOOKS = {"allreduce": hooks.AllReduce(), "fp16": hooks.FP16(), "bf16": hooks.BF16()}
 SHORT = {"allreduce": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -57,20 +58,15 @@ def test_mean(name: str, dtype: torch.dtype, ranks: Ranks, seed: int) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", HOOKS)
 def test_what_isnt_finite_reaches_every_rank_as_such(name: str, value: float, ranks: Ranks) -> None:
-    def on_rank() -> Tensor:
-        grad = torch.ones(4)
-        grad[2] = value if ltx.world().rank == 1 else 1.0
-        return reduce(name, grad)
-
-    expected = torch.tensor([1.0, 1.0, value, 1.0])
-    torch.testing.assert_close(ranks(2).run(on_rank).replicated(), expected, rtol=0, atol=0, equal_nan=True)
+    xs = torch.ones(2, 4)
+    xs[1, 2] = value
+    found = ranks(2).run(lambda: reduce(name, mine(xs))).replicated()
+    torch.testing.assert_close(found, xs[1], rtol=0, atol=0, equal_nan=True)
 
 
 def test_fp16_divides_before_it_rounds_and_overflows_alike(ranks: Ranks) -> None:
-    def on_rank() -> Tensor:
-        return reduce("fp16", torch.tensor([60000.0, 200000.0 if ltx.world().rank == 0 else 0.0]))
-
-    assert ranks(2).run(on_rank).replicated().tolist() == [60000.0, float("inf")]
+    xs = torch.tensor([[60000.0, 200000.0], [60000.0, 0.0]])
+    assert ranks(2).run(lambda: reduce("fp16", mine(xs))).replicated().tolist() == [60000.0, float("inf")]
 
 
 def bytes_sent(name: str) -> int:

@@ -20,11 +20,13 @@ from ltx.core.comm.ledger import Event, Span
 from ltx.errors import InputError, UnsupportedError
 from ltx.profile import Trace
 from tests.kinds import Ranks
+from tests.needs import needs
 
 
 @pytest.fixture
 def pyplot() -> Iterator[Any]:
-    matplotlib = pytest.importorskip("matplotlib", reason="pictures need pip install 'ltx[demo]'")
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -199,6 +201,7 @@ def test_a_trace_is_pickled_whole() -> None:
     assert pickle.loads(pickle.dumps(trace)) == trace
 
 
+@needs("matplotlib")
 def test_a_picture(pyplot: Any) -> None:
     trace = made_by_hand()
     ax = trace.plot()
@@ -220,6 +223,7 @@ def test_a_picture(pyplot: Any) -> None:
     assert boxes[0].height > boxes[1].height == boxes[2].height, "what is within something is drawn within it"
 
 
+@needs("matplotlib")
 def test_a_picture_of_several_ranks(pyplot: Any) -> None:
     other = made_by_hand(1)
     other.events[1].waited_s = 0.5
@@ -231,6 +235,7 @@ def test_a_picture_of_several_ranks(pyplot: Any) -> None:
     assert ax.get_title() == "50% to 75% of the communication hidden"
 
 
+@needs("matplotlib")
 def test_a_picture_of_a_world_of_one(pyplot: Any) -> None:
     ax = recorded().plot()
     assert ax.get_title() == "no communication"

@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.contract.strategies.problem import make_problem
 from tests.contract.strategies.references import async_averaging
 from tests.forks import SILENT_S
 from tests.kinds import OnNewAxis, Ranks
+from tests.train_on import go_on, said
 
 ALWAYS = AsyncAveraging(sync_interval_ms=0)
 LR = 0.01
@@ -112,10 +114,8 @@ def test_rounds_keep_their_distance(ranks: Ranks) -> None:
 
     def run() -> tuple[int, int, bool]:
         train = trainer(AsyncAveraging(sync_interval_ms=3.6e6))
-        state = train.init(start())
         with ltx.profile.record() as trace:
-            for _ in range(5):
-                state, _ = train(state, torch.tensor(1.0))
+            state, _ = go_on(train, train.init(start()), [torch.tensor(1.0)] * 5)
             before = rounds_of(trace)
             kept = pickle.loads(pickle.dumps(state))
             train.finish(state)
@@ -152,11 +152,8 @@ def test_all_kinds_of_leaves(ranks: Ranks) -> None:
             "number": torch.tensor(1.0),
             "turned": torch.ones(2, 4, dtype=torch.float64).t(),
         }
-        train = trainer(AsyncAveraging(sync_interval_ms=0, bucket_bytes=8))
-        state = train.init(params)
-        for _ in range(3 + rank):
-            state, _ = train(state, torch.tensor(100.0 * rank, dtype=torch.float64))
-        return train.finish(state).params
+        train, x = trainer(AsyncAveraging(sync_interval_ms=0, bucket_bytes=8)), torch.tensor(100.0 * rank).double()
+        return train.finish(go_on(train, train.init(params), [x] * (3 + rank)).state).params
 
     mine, theirs = ranks(2).run(run)
     for name, x in mine.items():
@@ -198,10 +195,8 @@ def test_it_goes_with_debug_checks_and_accumulation(ranks: Ranks) -> None:
         step = ltx.accumulate(ltx.data_parallel(lambda p, x: loss(p, x.mean()), ALWAYS), 2)
         train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.SGD, lr=LR))
         with ltx.debug_checks():
-            state = train.init(start())
-            for _ in range(2 + 2 * rank):
-                state, _ = train(state, torch.full((4,), rank + 1.0))
-            return went(train.finish(state))["b"]
+            batches = [torch.full((4,), rank + 1.0)] * (2 + 2 * rank)
+            return went(train.finish(go_on(train, train.init(start()), batches).state))["b"]
 
     for b in ranks(2).run(run):
         torch.testing.assert_close(b.item(), -LR * (2 * 1 + 4 * 2) / 2, rtol=0, atol=1e-9)
@@ -213,9 +208,7 @@ def test_a_peer_that_dies(ranks: Ranks, tmp_path: Path) -> None:
 
     def run(strategy: ltx.Strategy, told: Path) -> None:
         rank, train = int(ltx.axis_index()), trainer(strategy)
-        state = train.init(start())
-        for _ in range(3):
-            state, _ = train(state, torch.tensor(1.0))
+        state, _ = go_on(train, train.init(start()), [torch.tensor(1.0)] * 3)
         ltx.barrier()
         if rank == 1:
             os._exit(3)
@@ -300,13 +293,12 @@ def test_a_world_of_one_has_nobody_to_average_with() -> None:
 
 
 def on_processes(strategy: ltx.Strategy, seed: int, steps: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    rank = int(ltx.axis_index())
     problem = make_problem(seed, int(ltx.axis_size()), steps)
     sgd = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
     train = ltx.train_step(ltx.data_parallel(problem_loss, strategy), sgd)
     state, history = train.init({k: torch.tensor(x) for k, x in problem.start.items()}), []
-    for x, y in zip(problem.x, problem.y, strict=True):
-        state, _ = train(state, torch.tensor(x[rank]), torch.tensor(y[rank]))
+    for batch in problem.batches():
+        state, _ = train(state, *batch)
         assert isinstance(state.pending, Round)
         history.append({k: v.clone() for k, v in state.params.items()})
     return history, train.finish(state).params
@@ -366,17 +358,11 @@ def test_a_peer_that_is_stopped_beside_steps_that_wait_for_nobody(started: Any) 
 
     def body(tell: Any) -> str:
         train = trainer(ALWAYS)
-        state = train.init(start())
-        for _ in range(3):
-            state, _ = train(state, torch.tensor(1.0))
+        state, _ = go_on(train, train.init(start()), [torch.tensor(1.0)] * 3)
         if ltx.world().rank == 1:
             tell("stops")
             os.kill(os.getpid(), signal.SIGSTOP)
-        try:
-            while True:
-                state, _ = train(state, torch.tensor(1.0))
-        except PeerLostError as error:
-            return str(error)
+        return said(PeerLostError, go_on, train, state, repeat(torch.tensor(1.0)))
 
     world = started(2, body, heartbeat_s=SILENT_S)
     assert world.told(1) == "stops"

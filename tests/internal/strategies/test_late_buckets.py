@@ -16,6 +16,7 @@ import ltx
 from ltx.core.training.backward import BackwardResult
 from ltx.core.training.step import UpdateThenSend
 from ltx.errors import DeadlockDetectedError, InvalidStateError, UnsupportedError
+from tests import train_on
 from tests.contract.strategies.test_failures import BrokenError
 from tests.contract.strategies.test_late import LATE, Overlap, adam, loss, problem, trained
 from tests.kinds import OnNewAxis, Ranks
@@ -85,10 +86,14 @@ def test_with_weights(ranks: Ranks, seed: int) -> None:
     compare(ranks, "zero", seed, fn=weighted)
 
 
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("name", OF_TWO)
-def test_in_half_precision(name: str, ranks: Ranks, seed: int) -> None:
-    precision = ltx.Precision(compute=torch.float16, loss_scale=64.0)
+SCALED = ltx.Precision(compute=torch.float16, loss_scale=64.0)
+#: ZeRO sums gradients so, and sends parameters whole.
+REDUCED = ltx.Precision(compute=torch.float32, reduce=torch.bfloat16)
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize(("name", "precision"), [("zero", REDUCED), *((name, SCALED) for name in OF_TWO)])
+def test_in_half_precision(name: str, precision: ltx.Precision, ranks: Ranks, seed: int) -> None:
     compare(ranks, name, seed, wrap=lambda step: ltx.mixed_precision(step, precision))
 
 
@@ -153,18 +158,13 @@ def test_a_rank_that_fails_in_the_middle_says_that_its_state_is_invalid(
         except InvalidStateError as error:
             told += f", {error}"
         ltx.init()
-        state = train.init(params)
-        for x in inputs:
-            state, _ = train(state, x[rank])
+        state, _ = train_on.go_on(train, train.init(params), inputs[:, rank])
         return told, [x.clone() for x in ltx.tree.flatten(state)[0]]
 
     def undisturbed() -> list[Tensor]:
         torch.manual_seed(seed)
         params, inputs = problem(2)
-        train = ltx.train_step(ltx.data_parallel(loss, strategy), adam())
-        state = train.init(params)
-        for x in inputs:
-            state, _ = train(state, x[int(ltx.axis_index())])
+        state, _ = train_on.trained(loss, adam(), params, map(train_on.mine, inputs), strategy)
         return [x.clone() for x in ltx.tree.flatten(state)[0]]
 
     expected = on_new_axis(undisturbed)
@@ -185,17 +185,11 @@ def test_a_sparse_gradient_is_refused(name: str, on_new_axis: OnNewAxis) -> None
 
         train = ltx.train_step(ltx.data_parallel(embedded, strategy), adam(), overlap="update")
         state = train.init({"e": torch.ones(3, 2)})
-        with pytest.raises((UnsupportedError, DeadlockDetectedError)) as caught:
-            train(state, torch.tensor([0, 2]))
+        text = train_on.said((UnsupportedError, DeadlockDetectedError), train, state, torch.tensor([0, 2]))
         assert torch.equal(state.params["e"], torch.ones(3, 2))
-        return str(caught.value)
+        return text
 
     assert all("layout" in told for told in on_new_axis(run))
-
-
-def test_zero_sums_gradients_in_half_precision_and_sends_parameters_whole(ranks: Ranks, seed: int) -> None:
-    precision = ltx.Precision(compute=torch.float32, reduce=torch.bfloat16)
-    compare(ranks, "zero", seed, wrap=lambda step: ltx.mixed_precision(step, precision))
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -240,8 +234,7 @@ def test_without_any_weight(on_new_axis: OnNewAxis, seed: int) -> None:
         except ltx.errors.WeightError as error:
             told = type(error).__name__
         weight.fill_(1.0)
-        for x in inputs:
-            state, _ = train(state, x[rank])
+        state, _ = train_on.go_on(train, state, inputs[:, rank])
         return told, [x.clone() for x in ltx.tree.flatten(state.params)[0]]
 
     found = on_new_axis(run)
@@ -249,9 +242,6 @@ def test_without_any_weight(on_new_axis: OnNewAxis, seed: int) -> None:
     torch.manual_seed(seed)
     params, inputs = problem(2)
     both = ltx.data_parallel(lambda p, x: torch.stack([loss(p, one) for one in x]).mean())
-    train = ltx.train_step(both, adam())
-    state = train.init(params)
-    for x in inputs:
-        state, _ = train(state, x)
+    state, _ = train_on.trained(both, adam(), params, inputs)
     for _, mine in found:
         torch.testing.assert_close(mine, [x.clone() for x in ltx.tree.flatten(state.params)[0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from contextlib import suppress
+from itertools import repeat
 from typing import Any, Literal
 
 import pytest
@@ -16,6 +17,7 @@ from ltx.errors import StrategyError
 from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.table import ROWS
 from tests.kinds import OnNewAxis
+from tests.train_on import go_on
 
 Overlap = Literal["backward", "update"]
 
@@ -53,17 +55,14 @@ def _grown(overlap: Overlap, seed: int, steps: int) -> dict[str, dict[str, int]]
 
     Memory for messages is kept, two pieces for a bucket, and whether it is both is a matter of timing.
     """
-    problem, rank = make_problem(seed, 2), int(ltx.axis_index())
-    x, y = torch.tensor(problem.x[0, rank]), torch.tensor(problem.y[0, rank])
-    grown = {}
+    problem, grown = make_problem(seed, 2), {}
+    batch = problem.batches()[0]
     gc.freeze()  # what is there already isn't gone through each time
     for name, train in _trainers(overlap).items():
         state = train.init({key: torch.tensor(array) for key, array in problem.start.items()})
-        for _ in range(WARMUP_STEPS):
-            state, _ = train(state, x, y)
+        state = go_on(train, state, repeat(batch, WARMUP_STEPS)).state
         before = _live()
-        for _ in range(steps):
-            state, _ = train(state, x, y)
+        state = go_on(train, state, repeat(batch, steps)).state
         after = _live()
         train.finish(state)
         more = {kind: count - before[kind] for kind, count in after.items()}

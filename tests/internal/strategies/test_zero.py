@@ -16,6 +16,7 @@ import ltx
 from ltx import Precision
 from ltx.errors import StrategyError
 from ltx.strategies.zero import MeanPart, Shards
+from tests import train_on
 from tests.kinds import Params, Ranks
 
 SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -63,11 +64,10 @@ def trained(
 ) -> tuple[Params, Tensor, Tensor | None]:
     """Rank r's batches have ``sizes[r]`` samples. (parameters, last loss, last norm)"""
     rank = int(ltx.axis_index())
-    train = ltx.train_step(ltx.accumulate(ltx.data_parallel(of, strategy), accumulate), optimizer, **kwargs)
-    state, generator = train.init(params_of_all_kinds()), torch.Generator().manual_seed(rank)
-    for _ in range(6):
-        state, metrics = train(state, torch.randn(sizes[rank % len(sizes)], 6, generator=generator))
-    return state.params, metrics.loss, metrics.grad_norm
+    step, generator = ltx.accumulate(ltx.data_parallel(of, strategy), accumulate), torch.Generator().manual_seed(rank)
+    batches = [torch.randn(sizes[rank % len(sizes)], 6, generator=generator) for _ in range(6)]
+    found = train_on.trained(step, optimizer, params_of_all_kinds(), batches, **kwargs)
+    return found.params, found.losses[-1], found.metrics[-1].grad_norm
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -103,13 +103,11 @@ def test_two_ranks_train_as_ddp_does(case: str, ranks: Ranks) -> None:
 def test_two_ranks_have_ddps_bits(optimizer: Any, ranks: Ranks, seed: int) -> None:
     """Sums of two shares don't depend on their order; parts of 128 elements fill the processor's lanes."""
 
+    start, batches = torch.randn(16, 16), torch.randn(4, 2, 5, 16)
+
     def on_a_rank(strategy: ltx.Strategy) -> Tensor:
         step = ltx.data_parallel(lambda w, x: (x @ w).tanh().square().mean(), strategy)
-        train, generator = ltx.train_step(step, optimizer), torch.Generator().manual_seed(seed)
-        state = train.init(torch.randn(16, 16, generator=generator))
-        for _ in range(4):
-            state, _ = train(state, torch.randn(2, 5, 16, generator=generator)[int(ltx.axis_index())])
-        return state.params
+        return train_on.trained(step, optimizer, start, map(train_on.mine, batches)).params
 
     got = ranks(2).run(on_a_rank, ltx.ZeroStrategy()).replicated()
     assert torch.equal(got, ranks(2).run(on_a_rank, ltx.DDPStrategy()).replicated())
@@ -239,10 +237,8 @@ def batch(step: int) -> Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + int(ltx.axis_index())))
 
 
-def steps(state: Any, which: range) -> Any:
-    for step in which:
-        state, _ = trainer()(state, batch(step))
-    return state
+def steps(state: Any, which: range, train: Any = None) -> Any:
+    return train_on.go_on(train or trainer(), state, map(batch, which)).state
 
 
 def test_parts_dont_collide_in_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -266,7 +262,7 @@ def test_a_gathered_state_goes_to_any_number_of_ranks(ranks: Ranks) -> None:
 
     def saved(strategy: ltx.Strategy) -> dict[str, Tensor]:
         train = ltx.train_step(ltx.data_parallel(loss, strategy), ADAMW, donate=False)
-        state = steps_of(train, train.init(params_of_all_kinds()), range(3))
+        state = steps(train.init(params_of_all_kinds()), range(3), train)
         assert state.layout.opt_state == ("sharded" if isinstance(strategy, ltx.ZeroStrategy) else "replicated")
         whole = train.gather(state)
         assert whole.layout.opt_state == "replicated"
@@ -276,30 +272,19 @@ def test_a_gathered_state_goes_to_any_number_of_ranks(ranks: Ranks) -> None:
         train = ltx.train_step(ltx.data_parallel(loss, strategy), ADAMW, donate=False)
         state = train.gather(train.init(params_of_all_kinds()))
         state.load_state_dict(checkpoint)
-        state = steps_of(train, state, range(3, 6))
+        state = steps(state, range(3, 6), train)
         return state.params, state.layout.opt_state
 
     zero, ddp = (ranks(2).run(saved, s).replicated() for s in (ltx.ZeroStrategy(), ltx.DDPStrategy()))
     assert {name.replace("opt_state.shard_0_of_1.", "opt_state.") for name in zero} == set(ddp)
-    assert_close(
-        {name.replace("shard_0_of_1.", ""): x for name, x in zero.items()},
-        {
-            name: x.reshape(-1) if name.startswith("opt_state") and not name.endswith("step") else x
-            for name, x in ddp.items()
-        },
-    )
+    vectors = {k: x.reshape(-1) if k.startswith("opt_state") and not k.endswith("step") else x for k, x in ddp.items()}
+    assert_close({name.replace("shard_0_of_1.", ""): x for name, x in zero.items()}, vectors)
     for n in (2, 3):
         expected, _ = ranks(n).run(gone_on, ltx.DDPStrategy(), ddp).replicated()
         got, kind = ranks(n).run(gone_on, ltx.ZeroStrategy(), zero).replicated()
         assert kind == "sharded"
         assert_close(got, expected, 1e-4)
     assert_close(gone_on(ltx.ZeroStrategy(), zero)[0], gone_on(ltx.DDPStrategy(), ddp)[0], 1e-4)
-
-
-def steps_of(train: Any, state: Any, which: range) -> Any:
-    for step in which:
-        state, _ = train(state, batch(step))
-    return state
 
 
 def test_a_part_for_other_ranks_is_refused() -> None:

@@ -20,6 +20,7 @@ import torch
 
 import ltx
 from ltx import hooks, optim
+from tests.train_on import go_on
 
 DOCS = Path(__file__).parents[3] / "docs"
 STEPS, RANKS = 2, 2
@@ -101,9 +102,7 @@ def trained(row: tuple[Any, ...], params: Any, xs: torch.Tensor) -> Any:
     train = ltx.train_step(step, OPTIMIZERS[optimizer][0], overlap=overlap, guard=guard, check_every=check_every)
 
     def run(x: torch.Tensor) -> Any:
-        state = train.init(params)
-        for _ in range(STEPS):
-            state, _ = train(state, x)
+        state, _ = go_on(train, train.init(params), [x] * STEPS)
         return ltx.pmean(train.finish(state).params)
 
     return ltx.vmap(run)(xs)

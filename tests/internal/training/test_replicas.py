@@ -15,6 +15,7 @@ from ltx import hooks
 from ltx.core.training.train_state import counted
 from ltx.core.transforms.compare import digest, values
 from ltx.errors import DonatedStateError, ReplicaDivergedError, StrategyError
+from tests import train_on
 from tests.kinds import Ranks
 
 ADAM = ltx.optim.from_torch(torch.optim.Adam, lr=0.1)
@@ -48,8 +49,7 @@ def test_the_odd_ones_out_are_named_and_mended(n: int, odd: list[int], said: str
         good = ltx.tree.map(torch.clone, state.params)
         if int(ltx.axis_index()) in odd:
             state.params["w"].view(torch.int32)[4321] ^= 1  # the last bit of one number
-        with pytest.raises(ReplicaDivergedError) as error:
-            ltx.check_replicas(state)
+        text = train_on.said(ReplicaDivergedError, ltx.check_replicas, state)
         mended = train.broadcast(state, src=right)
         ltx.check_replicas(mended)
         if len(odd) == n / 2:
@@ -59,7 +59,7 @@ def test_the_odd_ones_out_are_named_and_mended(n: int, odd: list[int], said: str
         ltx.check_replicas(synced)
         assert torch.equal(synced.params["w"], mended.params["w"])
         assert ltx.sync_params(synced) is synced
-        return str(error.value), torch.equal(mended.params["w"], good["w"])
+        return text, torch.equal(mended.params["w"], good["w"])
 
     results = ranks(n).run(on_a_rank)
     (text,) = {text for text, _ in results}
@@ -78,12 +78,11 @@ def test_ranks_that_count_other_steps_are_named_and_mended(ranks: Ranks) -> None
         state, x = train.init(torch.ones(2)), torch.ones(2)
         if int(ltx.axis_index()) == 1:
             state = counted(state, 5, 3)
-        with pytest.raises(ReplicaDivergedError) as error:
-            train(state, x)
+        text = train_on.said(ReplicaDivergedError, train, state, x)
         synced = ltx.sync_params(state, src=1)
         assert (synced.step, synced.sync_state.step, synced.opt_state.count) == (5, 5, 3)
         ltx.check_replicas(train(synced, x)[0])
-        return str(error.value)
+        return text
 
     (text,) = set(ranks(2).run(on_a_rank))
     assert text.startswith("axis 'data': leaf 'step' (int64[]) should be the same on every rank, and differs on rank 1")
@@ -98,9 +97,7 @@ def test_the_first_step_compares_what_is_common_beside_parameters(on_new_axis: C
         state = start(train)
         if int(ltx.axis_index()) == 1:
             state.sync_state.leaves["b"]["anchor"].add_(1.0)
-        with pytest.raises(ReplicaDivergedError) as error:
-            train(state, torch.ones(5000))
-        return str(error.value)
+        return train_on.said(ReplicaDivergedError, train, state, torch.ones(5000))
 
     (text,) = set(on_new_axis(on_a_rank))
     assert "leaf 'sync_state.leaves.b.anchor' (float32[]) should be the same on every rank" in text
@@ -143,9 +140,7 @@ def test_all_leaves_that_differ_are_listed(ranks: Ranks) -> None:
         tree = {str(i): torch.full((3,), float(i)) for i in range(12)}
         for i in range(1, 11):
             tree[str(i)] += int(ltx.axis_index())
-        with pytest.raises(ReplicaDivergedError) as error:
-            ltx.check_replicas(tree)
-        return str(error.value)
+        return train_on.said(ReplicaDivergedError, ltx.check_replicas, tree)
 
     (said,) = set(ranks(2).run(on_a_rank))
     assert "leaf '1' (float32[3])" in said

@@ -1,0 +1,85 @@
+"""How tests train: one loop over a rank's batches, on ranks of every kind; and what an error says that they meet."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from tests.kinds import Ranks
+
+
+def inner(w: Tensor, x: Tensor) -> Tensor:
+    """A loss whose gradient is x."""
+    return (w * x).sum()
+
+
+class Trained(NamedTuple):
+    """The state after the last step, and each step's metrics."""
+
+    state: Any
+    metrics: list[Any]
+
+    @property
+    def params(self) -> Any:
+        return self.state.params
+
+    @property
+    def losses(self) -> Tensor:
+        return torch.stack([each.loss for each in self.metrics])
+
+    @property
+    def skipped(self) -> list[bool]:
+        return [bool(each.skipped) for each in self.metrics]
+
+
+def go_on(train: Any, state: Any, batches: Iterable[Any]) -> Trained:
+    """One step on each batch: a tuple is a step's arguments, anything else its one argument."""
+    metrics = []
+    for batch in batches:
+        state, found = train(state, *(batch if isinstance(batch, tuple) else (batch,)))
+        metrics.append(found)
+    return Trained(state, metrics)
+
+
+def trained(
+    step: Any,
+    optimizer: Any,
+    start: Any,
+    batches: Iterable[Any],
+    strategy: Any = None,
+    buffers: Any = None,
+    **made: Any,
+) -> Trained:
+    """:func:`go_on` from the parameters `start`, with ``train_step(step, optimizer, **made)``.
+
+    `step` may be a plain function, which then communicates by `strategy`.
+    """
+    if inspect.isfunction(step):
+        step = ltx.data_parallel(step, strategy)
+    train = ltx.train_step(step, optimizer, **made)
+    return go_on(train, train.init(start) if buffers is None else train.init(start, buffers), batches)
+
+
+def mine(by_rank: Any) -> Any:
+    """This rank's entry, of those of all ranks."""
+    return by_rank[int(ltx.axis_index())]
+
+
+def in_all_worlds(f: Callable[[Tensor], Any], ranks: Ranks, xs: Tensor) -> list[list[Any]]:
+    """What `f` gives on ranks that have a row of `xs` each: on processes, and on simulated ranks."""
+    simulated = ltx.vmap(f)(xs)
+    real = ranks(len(xs)).run(lambda: f(mine(xs)))
+    return [list(real), [torch.utils._pytree.tree_map(lambda x, r=r: x[r], simulated) for r in range(len(xs))]]
+
+
+def said(error: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What the `error` says that ``call(*args, **kwargs)`` raises."""
+    with pytest.raises(error) as raised:
+        call(*args, **kwargs)
+    return str(raised.value)
