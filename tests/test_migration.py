@@ -64,7 +64,7 @@ NAMES: dict[str, dict[str, str]] = {
         "broadcast(obj, src)": "internal/collectives/test_objects.py::test_objects_arrive",
         "model_to_device": "internal/world/test_init.py::test_to_device_moves_what_can_move",
         "post_backward(closure_loss)": (
-            "contract/training/test_train_step.py::test_clipping_is_by_the_norm_of_the_global_gradient"
+            "contract/training/test_train_step.py::test_the_norm_is_that_of_the_global_gradient"
         ),
         'reduce(tensor, group, reduce_op="mean")': REDUCED,
         "setup(trainer)": (

@@ -236,7 +236,9 @@ class _WorkerLoop:
         except BaseException as error:
             self.running = None
             # made before abandon, so that its time is earlier than that of the peers' failures
-            as_it_was = process.session is session and calls() == before and not comm.has_failed()
+            # An interrupt may come to ranks in different steps of the training.
+            alike = isinstance(error, Exception) and process.session is session and calls() == before
+            as_it_was = alike and not comm.has_failed()
             failure = failure_of(error, doing, cancelled=self.cancelled == call.number, in_world=as_it_was)
             abandon(error)
             return pack(failure)

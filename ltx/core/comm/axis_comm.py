@@ -291,6 +291,9 @@ class AxisComm(Ranks):
         for each in (self, *self.parts) if self.size > 1 else ():
             if not any(each.exchange(told, each.background.failed is not None)):
                 each.background.drain(partial(each.exchange, told))
+                # Ranks may have called it unequally often, but have issued as much by now: they count from there.
+                each.background.issued = each.background.begun
+                each.background.recent.clear()
 
     def _end_pending(self) -> None:
         for future in list(self.futures):

@@ -168,8 +168,10 @@ def has_failed(of_peers: bool = False) -> bool:
         return True
     if not of_peers:
         return False
-    if any(axis_comm.passes.is_uncounted for axis_comm in comms):  # peers that wait for the rest of it end the world
-        return True
+    for axis_comm in comms:
+        axis_comm.passes.find_dropped()
+        if axis_comm.passes.failed or axis_comm.passes.is_uncounted:  # peers that wait for the rest of it fail
+            return True
     return any(watcher.failed(now=True) for watcher in {axis_comm.watcher for axis_comm in comms})
 
 
