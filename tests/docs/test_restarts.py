@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 
 from tests.restarts import STEPS, check_end
 
+pytestmark = pytest.mark.timeout(300)  # several processes start, all of them twice
 ROOT = Path(__file__).parents[2]
 EVERY = 4  # the page's program saves so often
 
@@ -46,7 +47,7 @@ def test_all_ranks_start_again_from_the_last_checkpoint(tmp_path: Path, seed: in
     at, who = random.Random(seed).randrange(STEPS), random.Random(seed).randrange(2)
     mine = "tests.restarts", str(tmp_path), str(at), str(who)
     done = started(tmp_path, "ltx", "run", "-n", "2", "--max-restarts", "1", "-m", *mine)
-    assert done.wait(100) == 0, (tmp_path / "output.txt").read_text()[-3000:]
+    assert done.wait(200) == 0, (tmp_path / "output.txt").read_text()[-3000:]
     check(tmp_path, at, (2, 2), at // EVERY * EVERY)
 
 
@@ -66,7 +67,7 @@ def test_a_machine_is_lost_and_the_other_goes_on_alone(tmp_path: Path, seed: int
     options += ["--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2,is_host=0"]
     mine = "tests.restarts", str(tmp_path), str(at), "1", "and its launcher"
     both = [started(tmp_path, "torch.distributed.run", *options, "-m", *mine) for _ in range(2)]
-    codes = sorted(launcher.wait(100) for launcher in both)
+    codes = sorted(launcher.wait(200) for launcher in both)
     if codes[0] != -9 or not list(tmp_path.glob("end.*.pt")):
         pytest.fail((tmp_path / "output.txt").read_text()[-3000:])
     check(tmp_path, at, (2, 1), at // EVERY * EVERY)

@@ -15,6 +15,7 @@ import pytest
 from tests import replicas
 
 pytestmark = [
+    pytest.mark.timeout(300),  # several processes start, some of them twice
     pytest.mark.skipif(find_spec("torchft") is None, reason="needs pip install 'ltx[torchft]'"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:google"),
 ]
@@ -52,7 +53,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def ends_well(*processes: subprocess.Popen[bytes], folder: Path) -> None:
     for process in processes:
-        if process.wait(100) != 0:
+        if process.wait(200) != 0:
             pytest.fail((folder / "output.txt").read_text(errors="replace")[-4000:])
 
 
