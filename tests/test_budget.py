@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    ".": Size(1797, 11),
-    "all": Size(39698, 158),
+    ".": Size(1798, 11),
+    "all": Size(39699, 158),
     "checkpoint": Size(1608, 7),
     "core": Size(1, 1),
     "core/base": Size(2152, 10),
