@@ -218,7 +218,9 @@ def _on_parts(optimizer: Any, layout: Layout) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class DTensorState:
-    """A train state of DTensors. `parts` is this rank's :class:`ltx.TrainState`, which steps update."""
+    """A train state of DTensors. `parts` is this rank's :class:`ltx.TrainState`, which steps update. Its `params` are the
+    parameters as DTensors: copies, which later steps don't change.
+    """
 
     parts: ltx.TrainState
     layout: Layout  # of all parameters
@@ -226,7 +228,6 @@ class DTensorState:
 
     @property
     def params(self) -> Tree:
-        """The parameters as DTensors: copies, which later steps don't change."""
         return self.layout.placed(tree.map(torch.clone, self.parts.params))
 
     def state_dict(self) -> dict[str, Tensor]:

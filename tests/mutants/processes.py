@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         name="runtime: a worker's failure isn't reported",
         where="Pool._do",
-        old="if workers.failed or not kept:",
+        old="if kinds != {Result}:",
         new="if not kept:",
         breaks="pool.run returns though a rank raised",
         tests=("tests/internal/runtime/test_failures.py::test_an_exception_arrives_with_rank_type_text_and_cause",),
