@@ -218,8 +218,9 @@ def _on_parts(optimizer: Any, layout: Layout) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class DTensorState:
-    """A train state of DTensors. `parts` is this rank's :class:`ltx.TrainState`, which steps update. Its `params` are the
-    parameters as DTensors: copies, which later steps don't change.
+    """A train state of DTensors. `parts` is this rank's :class:`ltx.TrainState`, which steps update.
+
+    Its `params` are the parameters as DTensors: copies, which later steps don't change.
     """
 
     parts: ltx.TrainState

@@ -196,9 +196,9 @@ class Passes:
             self.raised, self._raised_at = Raised(self.call, text, what), self._calls()
             self._comm.watcher.tell()
 
-    def abort(self, error: BaseException) -> None:
-        """End the world because of an `error` in a pass for whose rest peers wait."""
-        self.end_world(said_of(error), isinstance(error, PeerLostError), self._what)
+    def abort(self, error: BaseException, what: str = "") -> None:
+        """End the world because of an `error` in a pass, or in `what`, for whose rest peers wait."""
+        self.end_world(said_of(error), isinstance(error, PeerLostError), what or self._what)
 
     @contextmanager
     def aborted_by(self, *kinds: type[BaseException]) -> Iterator[None]:

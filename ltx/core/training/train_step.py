@@ -274,7 +274,8 @@ class TrainStep(TrainSettings):
                 return Step(self, state, flat, batch, seen, info, shared, pending, late, hook, commit).run()
         except BaseException as error:
             if begun is not None:
-                begun.abort(error)  # the exchange that this rank has begun won't be completed
+                # The exchange that this rank has begun won't be completed.
+                begun.abort(error, f"step {state.step} of the training")
             if isinstance(error, PeerLostError | CollectiveTimeoutError):
                 error.args = (f"{error} It was in step {state.step} of the training.",)
             if isinstance(error, TypeError):

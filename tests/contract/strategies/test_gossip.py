@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ltx
-from ltx.errors import DeadlockDetectedError, RankMismatchError, ReplicaDivergedError, StrategyError
+from ltx.errors import DeadlockDetectedError, RankMismatchError, StrategyError
 from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.test_failures import BrokenError
 from tests.kinds import OnNewAxis, Ranks
@@ -282,10 +282,10 @@ def fails_in_the_optimizer() -> tuple[list[str], float]:
     optimizer = ltx.optim.from_functions(lambda params: (), descend)
     train = ltx.train_step(ltx.data_parallel(loss, ltx.BaguaStrategy("decentralized", **NODES)), optimizer)
     state, raised = train.init({k: torch.tensor(v) for k, v in problem.start.items()}), []
-    while "ReplicaDivergedError" not in raised:
+    while "RankMismatchError" not in raised:
         try:
             state, _ = train(state, *problem.batches()[0])
-        except (BrokenError, DeadlockDetectedError, ReplicaDivergedError) as error:
+        except (BrokenError, DeadlockDetectedError, RankMismatchError) as error:
             raised.append(type(error).__name__)
             ltx.init()
     return raised, ltx.psum(torch.ones(())).item()
@@ -294,6 +294,6 @@ def fails_in_the_optimizer() -> tuple[list[str], float]:
 def test_a_rank_that_waits_in_the_next_step_is_told(on_new_axis: OnNewAxis) -> None:
     """And if both go on as if nothing had happened, one of them a step behind, both hear that they have parted."""
     (raised, works), (raised_1, works_1) = on_new_axis(fails_in_the_optimizer)
-    assert raised == ["DeadlockDetectedError", "ReplicaDivergedError"]
-    assert raised_1 == ["BrokenError", "ReplicaDivergedError"]
+    assert raised == ["DeadlockDetectedError", "RankMismatchError"]
+    assert raised_1 == ["BrokenError", "RankMismatchError"]
     assert works == works_1 == 2.0

@@ -88,7 +88,8 @@ def test_what_averages_parameters_refuses(ranks: Ranks) -> None:
                 stepped(strategy, torch.ones(3), WEIGHTS[ltx.world().rank])
                 passed.append(repr(strategy))
             except StrategyError as error:
-                ltx.init()
+                if ltx.axis_size() > 1:
+                    ltx.init()
                 if "an ltx.Weighted needs gradients that ranks average by weight" not in str(error):
                     passed.append(f"{strategy!r}: {error}")
         return passed

@@ -11,7 +11,7 @@ LTX = Path(__file__).parents[3] / "ltx"
 KINDS = {"simulated"}
 CLASSES = {"ProcessRanks", "VmapRanks"}
 #: Uses of a communicator (``axis.comm``), which only go down.
-MOST = 40
+MOST = 33
 
 
 def asks(tree: ast.AST) -> Counter[str]:
