@@ -38,7 +38,7 @@ from ltx.extend import (
 )
 
 
-class NotCommittedError(RuntimeError):
+class NotCommittedError(ltx.errors.StepLeftOutError):
     """The step doesn't count, because a replica was lost in it. The state is as before."""
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "RankMismatchError",
     "ReplicaDivergedError",
     "StepError",
+    "StepLeftOutError",
     "StoreGoneError",
     "StrategyError",
     "SyncStateError",
@@ -84,7 +85,14 @@ class DataError(LtxError, RuntimeError):
     """The iterable that gives a rank its batches failed."""
 
 
-class WeightError(LtxError, ValueError):
+class StepLeftOutError(LtxError):
+    """All ranks leave a training step out, by a decision that they share, when all that they sent has arrived.
+
+    The world goes on after it, unlike after others that leave a step. A strategy or a guard may derive its own from it.
+    """
+
+
+class WeightError(StepLeftOutError, ValueError):
     """Weights of a :class:`ltx.Weighted` step that admit no mean."""
 
 
@@ -136,7 +144,7 @@ class UnusedParameterWarning(UserWarning):
     """The loss of a training's first step doesn't depend on some parameters, which weight decay moves all the same."""
 
 
-class NotFiniteError(LtxError, FloatingPointError):
+class NotFiniteError(StepLeftOutError, FloatingPointError):
     """Gradients that are NaN or infinite, in a training step that was to raise at them."""
 
 

@@ -19,9 +19,8 @@ from ltx.core.base import private
 from ltx.core.base.errors import (
     CollectiveTimeoutError,
     DeadlockDetectedError,
-    NotFiniteError,
     PeerLostError,
-    WeightError,
+    StepLeftOutError,
     said_of,
 )
 from ltx.core.comm.diagnosis import Failed, Raised
@@ -29,9 +28,6 @@ from ltx.core.comm.signature import RAISED
 
 if TYPE_CHECKING:
     from ltx.core.comm.axis_comm import AxisComm
-
-#: Errors about shared values, which all ranks raise alike in a step, so no rank waits for the rest of it.
-ALIKE = NotFiniteError, WeightError
 
 #: Errors that say that a peer has left, or hasn't come.
 OF_PEERS = CollectiveTimeoutError, DeadlockDetectedError, PeerLostError
@@ -106,7 +102,7 @@ class Passes:
         try:
             yield lambda: committed.append(True)
         except BaseException as error:
-            if not committed and not isinstance(error, ALIKE):
+            if not committed and not isinstance(error, StepLeftOutError):
                 self.leave(error, sent)
             raise
         finally:

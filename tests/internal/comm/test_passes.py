@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 import ltx
 from ltx.core import comm
-from ltx.errors import LtxError
+from ltx.errors import LtxError, StepLeftOutError
 from tests.kinds import OnNewAxis
 
 
@@ -170,3 +173,41 @@ def test_a_plain_step_that_one_rank_leaves_out_alone(on_new_axis: OnNewAxis) -> 
     assert "rank 1 has left a forward pass on axis 'data' halfway (ZeroDivisionError: " in told[1]
     assert raised[1].startswith("ZeroDivisionError")
     assert raised[2].startswith(("DeadlockDetectedError", "RankMismatchError"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavesOut(ltx.Strategy):
+    """DDP, which leaves the third step out on all ranks, once."""
+
+    left: list[int] = field(compare=False)
+
+    def hook(self, step: int) -> ltx.hooks.CommHook:
+        return ltx.hooks.AllReduce()
+
+    def update(self, update: Any, states: Any, info: Any, pending: Any) -> Any:
+        if info.step == 2 and not self.left:
+            self.left.append(2)
+            raise StepLeftOutError("not this one")
+        return super().update(update, states, info, pending)
+
+
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+def test_a_step_that_all_ranks_leave_out_by_a_decision_changes_nothing(sockets: bool, on_new_axis: OnNewAxis) -> None:
+    def run() -> tuple[bool, list[float], list[float]]:
+        axis, found = comm.resolve("data"), []
+        for strategy in (LeavesOut(left=[]), LeavesOut(left=[2])):
+            train = ltx.train_step(
+                ltx.data_parallel(lambda w, x: (w * x).square().sum(), strategy),
+                ltx.optim.from_torch(torch.optim.SGD, lr=0.01),
+            )
+            state = train.init(torch.ones(3))
+            while state.step < 4:
+                with suppress(StepLeftOutError):
+                    state, _ = train(state, torch.full((3,), 1.0 + ltx.axis_index() + state.step))
+            found.append(state.params.tolist())
+            assert strategy.left == [2]
+        return comm.resolve("data") is axis, *found
+
+    for same, left_out, undisturbed in on_new_axis(run, sockets=sockets):
+        assert same
+        assert left_out == undisturbed
