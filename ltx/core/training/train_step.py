@@ -12,9 +12,17 @@ from torch.autograd import forward_ad
 from ltx.core import collectives, comm
 from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import checked
-from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StepError, UnsupportedError
+from ltx.core.base.errors import (
+    CollectiveTimeoutError,
+    LtxError,
+    PeerLostError,
+    StepError,
+    StepLeftOutError,
+    UnsupportedError,
+)
 from ltx.core.base.needs import require
 from ltx.core.collectives.calls import prepare_trace, traced_processes, traced_size
+from ltx.core.gradients.exchange import Exchange
 from ltx.core.gradients.planning import any_derivative, in_step, requires_grad
 from ltx.core.optim import Optimizer
 from ltx.core.optim.base import Update, is_transforming, with_loss
@@ -273,8 +281,10 @@ class TrainStep(TrainSettings):
                         begun = axis.comm.passes
                 return Step(self, state, flat, batch, seen, info, shared, pending, late, hook, commit).run()
         except BaseException as error:
-            if begun is not None:
-                # The exchange that this rank has begun won't be completed.
+            if begun is not None and isinstance(error, StepLeftOutError) and isinstance(pending, Exchange):
+                with begun.aborted_by(LtxError):
+                    pending.wait()  # as all ranks do, which have begun it too
+            elif begun is not None:  # the exchange that this rank has begun won't be completed
                 begun.abort(error, f"step {state.step} of the training")
             if isinstance(error, PeerLostError | CollectiveTimeoutError):
                 error.args = (f"{error} It was in step {state.step} of the training.",)

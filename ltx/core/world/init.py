@@ -142,7 +142,8 @@ def init(
             )
         session = None
         forget()
-    if session is not None and comm.has_failed(of_peers=True):
+    again = session is not None and comm.has_failed(of_peers=True)
+    if session is not None and again:
         session = process.session = _again(session)
     if session is None:
         session = process.session = _start(asked)
@@ -160,7 +161,7 @@ def init(
                     f"rank {session.world.rank}: ltx.init was called before with {name}={old!r} and now with "
                     f"{name}={new!r}. Call ltx.shutdown() on every rank first, or use the same {name}."
                 )
-        session.holds += 1
+        session.holds += not again
     return session.world
 
 

@@ -200,8 +200,11 @@ def test_compiled() -> None:
 
 def test_ranks_that_disagree(ranks: Ranks) -> None:
     """At the call, as the collective itself."""
-    begin = ltx.async_(ltx.psum)
-    found = ranks(2).run(lambda: said(RankMismatchError, begin, {"w": torch.ones(31 + int(ltx.axis_index()))}))
+
+    def run() -> str:
+        return said(RankMismatchError, ltx.async_(ltx.psum), {"w": torch.ones(31 + int(ltx.axis_index()))})
+
+    found = ranks(2).run(run)
     assert "ranks disagree on psum, leaf 'w': rank 0: float32[31]; rank 1: float32[32]" in found.replicated()
 
 
