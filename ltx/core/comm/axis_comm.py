@@ -261,6 +261,16 @@ class AxisComm(Ranks):
         """Whether the device hasn't completed all collectives of the axis yet; see :attr:`StreamGroup.outstanding`."""
         return self._stream_group is not None and self._stream_group.outstanding
 
+    def note_pass(self) -> None:
+        """The host goes on from a pass whose collectives the device may not have completed."""
+        if self._stream_group is not None:
+            self._stream_group.of_last_pass = self._stream_group.last
+
+    @property
+    def has_lost_pass(self) -> bool:
+        """Whether the device has given up collectives of the last pass, whose results the host has taken already."""
+        return self._stream_group is not None and self._stream_group.has_lost_pass
+
     def abort_device(self) -> None:
         """Have the device give up collectives that wait for peers, as :meth:`StreamGroup.abort`: from any thread.
 

@@ -346,6 +346,8 @@ class StreamGroup:
         self.issue: tuple[str, int] | None = None  # the address of that work's channel, and its number there
         self.aborted = False
         self.cut_off = False  # the work under way was given up: its results are garbage
+        self.of_last_pass: Any = None  # the last work of the last pass from which the host went on without it
+        self.has_lost_pass = False  # that pass was cut off too, so what was made of its results is garbage
 
     @property
     def outstanding(self) -> bool:
@@ -368,6 +370,8 @@ class StreamGroup:
         flag which kernels look at before it frees anything. A second call finds an aborted communicator, and returns.
         """
         self.cut_off = self.cut_off or self.outstanding
+        if not self.aborted and self.of_last_pass is not None:
+            self.has_lost_pass = self.failed or not self.of_last_pass.is_completed()
         self.aborted = True  # before streams go on
         self.group.abort()
 

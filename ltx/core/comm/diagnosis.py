@@ -141,6 +141,10 @@ class Watched(Protocol):
         """The number of those that the user has called."""
         return 0
 
+    def note_pass(self) -> None:
+        """The host goes on from a pass whose collectives the device may not have completed."""
+        return
+
     def fail(self, failed: Failed) -> None:
         """The world ends: this process issues nothing more on the axis."""
         return

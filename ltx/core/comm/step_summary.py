@@ -210,6 +210,8 @@ def end_pass(among: AxisComm, summary: IssuedSummary) -> StepSummary:
     """End a pass whose buckets are all complete or enqueued: check its step summary here or later."""
     if summary.stays_on_device:
         among.unread = summary
+        for axis in among.watcher.axes.values():
+            axis.note_pass()
     return summary.enqueued()
 
 

@@ -257,6 +257,14 @@ class UpdateThenSend(Completion):
         return BackwardResult(None, self._states_after(params), tree.unflatten(spec, self._params), opt_state)
 
 
+def incomplete(state: TrainState, error: BaseException) -> None:
+    """Make a state invalid: the host took it over before the device had made it, and the device has given up since."""
+    state.invalidate(
+        f"this TrainState (step {state.step}) is invalid: the device couldn't complete what it is made of "
+        f"({type(error).__name__}: {error}). Load a checkpoint."
+    )
+
+
 @dataclass(eq=False)
 class Step:
     """One call of a train step, after the strategy's `begin`: forward, backward, wait, apply, commit."""
@@ -364,10 +372,7 @@ class Step:
             comm.read_last_summary(schedule.among)
         except LtxError as error:  # the host has run ahead of the device, and an earlier step failed there
             if not isinstance(error, WeightError):  # after a WeightError that step has changed nothing
-                self.state.invalidate(
-                    f"this TrainState (step {self.state.step}) is invalid: the device couldn't complete what it is "
-                    f"made of ({type(error).__name__}: {error}). Load a checkpoint."
-                )
+                incomplete(self.state, error)
             raise
         if self.train.step.strategy.layout.params == "replicated" and not self.state.of_step:
             schedule.unreduced = lambda: "made by the program (dataclasses.replace, ltx.tree.map, a checkpoint)"

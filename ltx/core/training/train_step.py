@@ -52,7 +52,7 @@ from ltx.core.training.settings import (
     check_weighted,
     refuse_in_graph,
 )
-from ltx.core.training.step import Step
+from ltx.core.training.step import Step, incomplete
 from ltx.core.training.train_state import LossScale, Metrics, TrainState, torch_states
 from ltx.core.transforms.compare import tensors_by_path
 from ltx.core.transforms.data_parallel import DataParallel
@@ -286,6 +286,8 @@ class TrainStep(TrainSettings):
                     pending.wait()  # as all ranks do, which have begun it too
             elif begun is not None:  # the exchange that this rank has begun won't be completed
                 begun.abort(error, f"step {state.step} of the training")
+            if axis.comm is not None and axis.comm.has_lost_pass:
+                incomplete(state, error)
             if isinstance(error, PeerLostError | CollectiveTimeoutError):
                 error.args = (f"{error} It was in step {state.step} of the training.",)
             if isinstance(error, TypeError):
