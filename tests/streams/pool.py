@@ -52,6 +52,7 @@ def on_streams(
             return fn(*args, **kwargs)
     finally:
         comm_hook.IN_PIECES = before_pieces
-        set_world_axes(before)
         del group
-        axis.close()
+        if axes_in_scope() == (axis,):  # else fn has begun a new world
+            set_world_axes(before)
+            axis.close()

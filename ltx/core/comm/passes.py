@@ -190,7 +190,7 @@ class Passes:
             self.end_world(text, isinstance(why, PeerLostError), what)
         elif self.failed is None:
             self.raised, self._raised_at = Raised(self.call, text, what), self._calls()
-            self._comm.watcher.tell()
+            self._comm.watcher.tell(wait=True)  # a peer that finds this rank elsewhere reads why
 
     def abort(self, error: BaseException, what: str = "") -> None:
         """End the world because of an `error` in a pass, or in `what`, for whose rest peers wait."""

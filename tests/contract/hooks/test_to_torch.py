@@ -419,7 +419,9 @@ def test_a_hook_that_fails_on_one_rank(on_new_axis: OnNewAxis, seed: int) -> Non
         ddp = under_ddp(new_net(seed), Fails(), process_group=group, find_unused_parameters=True, **SMALL)
         with pytest.raises(Exception, match="mine") as raised:
             ddp(batch(seed, 0)).backward()
-        # A new module goes on.
+        # A new module goes on, in a new world.
+        ltx.init()
+        group = inside.resolve(None).comm.group
         again = under_ddp(new_net(seed), hooks.AllReduce(), process_group=group, **SMALL)
         again(batch(seed, 0)).backward()
         return raised.typename, str(raised.value), grads_of(again.module)
