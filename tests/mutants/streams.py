@@ -58,8 +58,8 @@ MUTANTS = (
     ),
     Mutant(
         name="streams: a state that the device couldn't complete stays usable",
-        where="Step._backward",
-        old="self.state.invalidate",
+        where="incomplete",
+        old="state.invalidate",
         new="str",
         breaks="training goes on from parameters that a lost peer has left as garbage",
         tests=("tests/streams/test_failures.py::test_a_rank_that_raises_in_its_backward_pass",),

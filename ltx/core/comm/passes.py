@@ -92,7 +92,7 @@ class Passes:
 
         Step summaries carry the number meanwhile. An exception before the commit leaves the step.
         """
-        self._find_dropped(private.graph_task())
+        self.find_dropped()
         if self.raised is not None and self.raised.what == _FORWARD:
             self.raised = None  # the step's number in the summary shows which rank is behind
         self.begin()
@@ -140,23 +140,19 @@ class Passes:
     def enter(self) -> BackwardPass:
         """A pass begins. An earlier pass that the engine has dropped is found here."""
         entered = BackwardPass(self.sent())
-        self._find_dropped(entered.task)
+        self.find_dropped()
         self._under_way.append(entered)
         return entered
 
-    def _find_dropped(self, task: int) -> None:
+    def find_dropped(self) -> None:
         """Leave a pass in which something was raised: autograd's engine drops it without telling the nodes."""
         self._under_way = [earlier for earlier in self._under_way if not earlier.is_done]
         # Passes in the same or an enclosing run of the autograd engine go on beside this one.
-        alive = (task, *_enclosing)
+        alive = (private.graph_task(), *_enclosing)
         dropped = [earlier for earlier in self._under_way if earlier.task == -1 or earlier.task not in alive]
         if dropped:
             self._under_way = []
             self.leave("something was raised in it", dropped[0].sent)
-
-    def find_dropped(self) -> None:
-        """As before a pass, before ranks compare a signature on a bucket channel."""
-        self._find_dropped(private.graph_task())
 
     def flush_others(self, mine: BackwardPass) -> None:
         """Wait for the collectives of other passes before the pass `mine` issues more.

@@ -20,9 +20,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ltx
 from ltx import Pool, init, shutdown, world
+from ltx.core import comm
 from ltx.errors import (
     ArgumentError,
     CallFailedError,
@@ -30,6 +32,7 @@ from ltx.errors import (
     CallTimeoutError,
     InputError,
     WorkerError,
+    WorldError,
 )
 from ltx.runtime import worker_group
 from ltx.runtime.failures import failure_error, failure_of, text_of
@@ -454,3 +457,45 @@ def test_the_place_of_a_failure_is_the_users_line_not_pythons_library() -> None:
         waits()
     assert "test_failures.py" in failure_of(caught.value).where
     assert "in waits" in failure_of(caught.value).where
+
+
+def worlds() -> int:
+    """The number of worlds that this process has been in."""
+    return int(sys.modules["ltx.core.world.world"].process.worlds)  # a pickled one would be a copy
+
+
+def test_a_call_that_all_ranks_fail_alike_changes_nothing(ranks: Ranks) -> None:
+    """Where nothing was sent; else, or where one rank alone fails, the next call begins with a new world."""
+    pool, rank = ranks(2), lambda: ltx.world().rank
+    calls: list[tuple[Callable[[], object], bool]] = [
+        (lambda: 1 // 0, True),
+        (lambda: 1 // rank(), False),
+        (lambda: ltx.psum(torch.ones(())) and 1 // 0, False),
+        (lambda: dist.all_reduce(torch.ones(())) or 1 // 0, False),
+    ]
+    for call, same in calls:
+        before = pool.run(worlds).replicated()
+        with pytest.raises(CallFailedError, match="ZeroDivisionError"):
+            pool.run(call)
+        assert (pool.run(worlds).replicated() == before) is same
+        assert pool.run(lambda: float(ltx.psum(torch.ones(())))).replicated() == 2.0
+
+
+def on_somebody_elses_group() -> str:
+    ltx.shutdown()
+    store = dist.FileStore(os.environ["LTX_TEST_FILE"], 2)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    with ltx.init():
+        comm.resolve("data").comm.passes.abort(ValueError("as in a step"))
+        try:
+            ltx.init()
+        except WorldError as error:
+            return str(error)
+    return ""
+
+
+def test_a_world_over_somebody_elses_group_isnt_begun_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LTX_TEST_FILE", str(tmp_path / "store"))
+    for text in ltx.launch(on_somebody_elses_group, 2, timeout=60):
+        assert "whose process group was initialised before ltx.init" in text
+        assert "torch.distributed.destroy_process_group()" in text
