@@ -172,7 +172,9 @@ def has_failed(of_peers: bool = False) -> bool:
         axis_comm.passes.find_dropped()
         if axis_comm.passes.failed or axis_comm.passes.is_uncounted:  # peers that wait for the rest of it fail
             return True
-    return any(watcher.failed(now=True) for watcher in {axis_comm.watcher for axis_comm in comms})
+    if any(watcher.failed(now=True) for watcher in {axis_comm.watcher for axis_comm in comms}):
+        return True
+    return any(axis_comm.lost() or axis_comm.negotiation.silent() for axis_comm in comms)
 
 
 def processes_of_peers() -> dict[int, list[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ import torch
 import ltx
 from ltx.core import comm
 from ltx.errors import LtxError, StepLeftOutError
-from tests.kinds import OnNewAxis
+from tests.kinds import OnNewAxis, Started, Tell
 
 
 class BrokenError(Exception):
@@ -211,3 +213,20 @@ def test_a_step_that_all_ranks_leave_out_by_a_decision_changes_nothing(sockets: 
     for same, left_out, undisturbed in on_new_axis(run, sockets=sockets):
         assert same
         assert left_out == undisturbed
+
+
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+def test_no_new_world_begins_without_a_rank_that_is_gone(sockets: bool, started: Started) -> None:
+    """It is said at once, not after the time that ranks have to meet."""
+
+    def body(tell: Tell) -> str:
+        _gradient()
+        if ltx.world().rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        tell(_said(_gradient))
+        tell(_said(ltx.init))
+        return ""
+
+    world = started(2, body, sockets=sockets)
+    assert world.told(0).startswith("PeerLostError")
+    assert "no new world can begin, as the process of rank [1] is gone." in world.told(0)
