@@ -173,14 +173,14 @@ class _WorkerLoop:
 
         A worker that is busy with the call may wait in a collective for this one, which won't come.
         """
-        watcher, ranks = self.counted(), [*range(int(os.environ["WORLD_SIZE"]))]
+        watcher, ranks = self.counted(number), [*range(int(os.environ["WORLD_SIZE"]))]
         while number and watcher is not None and self.inbox.empty():
             if watcher.failed() and process.session is not None:  # the busy workers may begin a new world
                 try:
                     init()
                 except LtxError:
                     return
-                watcher = self.counted()
+                watcher = self.counted(number)
                 continue
             with suppress(LtxError):  # the busy workers raise it
                 watcher.deadlocks.check(_RETURNED, number, ranks, lambda: "the call's end, as it isn't in it any more")
@@ -188,11 +188,12 @@ class _WorkerLoop:
         if watcher is not None:
             watcher.deadlocks.done()
 
-    def counted(self) -> Watcher | None:
-        """The world's watcher, which is told how many calls have returned; None without a world."""
+    def counted(self, call: int = 0) -> Watcher | None:
+        """The world's watcher, which is told of the `call` and of those returned; None without a world."""
         watcher = next((axis.comm.watcher for axis in comm.open_axes() if axis.comm is not None), None)
         if watcher is not None:
             main = threading.main_thread().ident or 0
+            watcher.call = call or watcher.call
             watcher.deadlocks.counts[_RETURNED] = lambda: {_RETURNED: (self._returned, (main,))}
         return watcher
 
@@ -217,7 +218,7 @@ class _WorkerLoop:
         go_on()
         session, before = process.session, calls()
         try:
-            self.counted()
+            self.counted(call.number)
             if self.cancelled == call.number:
                 raise KeyboardInterrupt
             fn, args, kwargs = self._asked(call, load)
@@ -240,7 +241,7 @@ class _WorkerLoop:
             alike = isinstance(error, Exception) and process.session is session and calls() == before
             as_it_was = alike and not comm.has_failed()
             failure = failure_of(error, doing, cancelled=self.cancelled == call.number, in_world=as_it_was)
-            abandon(error)
+            abandon(error, call.number)
             return pack(failure)
 
     def _asked(self, call: Call, load: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

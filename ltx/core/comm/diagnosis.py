@@ -101,6 +101,11 @@ class Failed:
     why: str
     lost: bool  # whether the reason is a lost peer
     what: str = ""  # the pass or step that it has left halfway
+    call: int | None = None  # the call of a Pool that raised; ranks in a later one know that all had raised, and go on
+
+    def matters(self, call: int) -> bool:
+        """Whether it ends the world of a rank that is in this `call`."""
+        return self.call is None or self.call >= call
 
 
 @dataclass(frozen=True)
@@ -232,6 +237,7 @@ class Waiter:
     heartbeat_s: float
     call: int = -1  # as :attr:`Raised.call`, of the rank's pass; -1 if it waits outside of passes
     issue: tuple[str, int] | None = None  # the channel's address, and the issue that the rank waits for there
+    of_pool: int = 0  # the call of a Pool that the rank is in
 
 
 def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
@@ -240,7 +246,7 @@ def diagnose(records: Mapping[int, Record], waiter: Waiter) -> LtxError | None:
     known = {place: records[rank] for place, rank in enumerate(waiter.ranks) if rank in records and place != me}
     peers = {place: record.on(waiter.label) for place, record in known.items()}
     for peer, status in peers.items():
-        if (failed := status.failed) is not None:
+        if (failed := status.failed) is not None and failed.matters(waiter.of_pool):
             kind = PeerLostError if failed.lost else DeadlockDetectedError
             return made_of(kind(has_left(me, peer, failed.what, name, failed.why)), peer, failed.why)
         if (raised := status.raised) is not None and raised.call == waiter.call:

@@ -184,7 +184,8 @@ class Negotiation:
                 "through which the ranks meet."
             )
         of_axis = self._rank, self._name, self._comm.label, ranks, heartbeat_s
-        return diagnose(self._watcher.records, Waiter(*of_axis, self._passes.call if in_pass else -1, issue))
+        call = self._passes.call if in_pass else -1
+        return diagnose(self._watcher.records, Waiter(*of_axis, call, issue, self._watcher.call))
 
     def check_peers(
         self, what: str, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False

@@ -177,6 +177,17 @@ def has_failed(of_peers: bool = False) -> bool:
     return any(axis_comm.lost() or axis_comm.negotiation.silent() for axis_comm in comms)
 
 
+def has_lost_pass(axis: Axis) -> bool:
+    """Whether the device has given up collectives of the last pass on `axis`, whose results the host has taken."""
+    return axis.comm is not None and axis.comm.has_lost_pass
+
+
+def end_world(axis: Axis, error: BaseException, what: str) -> None:
+    """End the world of `axis` because of an `error` in `what`, for whose rest peers wait."""
+    if axis.comm is not None:
+        axis.comm.passes.abort(error, what)
+
+
 def processes_of_peers() -> dict[int, list[str]]:
     """The processes of the other ranks of the world, as the kernel knows them, so far as they have said."""
     watchers = {axis_comm.watcher for axis_comm in communicators()}

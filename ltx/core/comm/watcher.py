@@ -102,6 +102,7 @@ class Watcher:
             rank, max(heartbeat_s, answer_s), self._why_gone, self._when_idle, self._what_became_of_the_host
         )
         self.store_caller.host = 0 if self.held_by_rank_0 else None
+        self.call = 0  # the call of a Pool that this process is in
         #: A name of this world, different from all others; the same on all ranks.
         self.world = self._own.compare_set("world", "", os.urandom(8).hex()).decode()
         self._write()
@@ -206,8 +207,8 @@ class Watcher:
         """The exceptions by which ranks have left an axis, as far as this process knows; `now`: it reads the store."""
         if now:
             self.look_now()
-        said = [(rank, status) for rank, record in self.records.items() for status in record.axes.values()]
-        return {rank: status.failed.why for rank, status in said if status.failed is not None}
+        said = [(rank, at) for rank, record in self.records.items() for at in record.axes.values()]
+        return {rank: at.failed.why for rank, at in said if at.failed is not None and at.failed.matters(self.call)}
 
     def _why_gone(self) -> str:
         """The peers' reasons to leave, for the error of a rank that finds the store gone."""

@@ -266,7 +266,7 @@ class TrainStep(TrainSettings):
         strategy, info = self.step.strategy, StepInfo(sync.checked_step(), axis)
         strategy.check_axis(axis)
         check_layout(strategy, info.step)
-        pending, buffers, begun = state.pending, state.held("buffers"), None
+        pending, buffers, begun = state.pending, state.held("buffers"), False
         late = axis.size > 1 and strategy.communicates_after_update(info.step)
         hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
         try:
@@ -277,19 +277,22 @@ class TrainStep(TrainSettings):
             with ranks.in_step(state.step) as commit, comm.span("step"):
                 if strategy.communicates_besides:
                     pending = strategy.begin(params, sync.leaves, info, pending)
-                    if pending is not None and pending is not state.pending and axis.comm is not None:
-                        begun = axis.comm.passes
+                    begun = pending is not None and pending is not state.pending
                 return Step(self, state, flat, batch, seen, info, shared, pending, late, hook, commit).run()
         except BaseException as error:
-            if begun is not None and isinstance(error, StepLeftOutError) and isinstance(pending, Exchange):
-                with begun.aborted_by(LtxError):
+            what = f"step {state.step} of the training"
+            if begun and isinstance(error, StepLeftOutError) and isinstance(pending, Exchange):
+                try:
                     pending.wait()  # as all ranks do, which have begun it too
-            elif begun is not None:  # the exchange that this rank has begun won't be completed
-                begun.abort(error, f"step {state.step} of the training")
-            if axis.comm is not None and axis.comm.has_lost_pass:
+                except LtxError as in_exchange:
+                    comm.end_world(axis, in_exchange, what)
+                    raise
+            elif begun:  # the exchange that this rank has begun won't be completed
+                comm.end_world(axis, error, what)
+            if comm.has_lost_pass(axis):
                 incomplete(state, error)
             if isinstance(error, PeerLostError | CollectiveTimeoutError):
-                error.args = (f"{error} It was in step {state.step} of the training.",)
+                error.args = (f"{error} It was in {what}.",)
             if isinstance(error, TypeError):
                 check_call(self.step.fn, buffers, batch)
             raise

@@ -208,13 +208,16 @@ def shutdown() -> None:
         session.teardown.close()
 
 
-def abandon(error: BaseException) -> None:
-    """Tell peers that wait in a collective that this rank won't join it, because of `error`."""
+def abandon(error: BaseException, call: int | None = None) -> None:
+    """Tell peers that wait in a collective that this rank won't join it, because of `error`; in this `call` of a Pool.
+
+    If all ranks raise in the call, and none had sent anything, their next call goes on in the same world.
+    """
     process.abandoned = True
     why, lost = said_of(error), isinstance(error, PeerLostError)
     left = comm.communicators()
     for axis_comm in left:
-        axis_comm.passes.failed = axis_comm.passes.failed or comm.Failed(why, lost)
+        axis_comm.passes.failed = axis_comm.passes.failed or comm.Failed(why, lost, call=call)
     for watcher in {axis_comm.watcher for axis_comm in left}:
         watcher.tell(wait=True)
     if world().rank == 0:  # the store may end with this process

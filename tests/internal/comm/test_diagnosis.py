@@ -110,6 +110,13 @@ def test_the_first_cause_is_said_once(said: str) -> None:
     assert said_of(ValueError("x")) == "ValueError: x"
 
 
+@pytest.mark.parametrize("kind", ["the call before", "this call"])
+def test_what_all_raised_in_an_earlier_call_of_a_pool_is_over(kind: str) -> None:
+    """The peer's record may still say so, as this rank begins the next call before it."""
+    failed = Failed("RuntimeError: everywhere", False, call=7 if kind == "this call" else 6)
+    assert (diagnose({4: says(failed=failed)}, replace(ME, of_pool=7)) is None) == (kind == "the call before")
+
+
 def test_who_waits_for_no_pass_goes_on_when_one_is_left() -> None:
     assert diagnose({4: says(raised=RAISED)}, replace(ME, call=-1)) is None
 
