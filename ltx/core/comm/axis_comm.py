@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,6 @@ from ltx.core.comm.signature import Agreement, Seen, Signature
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore
 from ltx.core.comm.watcher import PATIENCE_S, hold_watcher, release_watcher
 from ltx.core.ranks.backings import Part, Ranks
-
-if TYPE_CHECKING:
-    from ltx.core.comm.step_summary import IssuedSummary
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class AxisComm(Ranks):
         self.compared = Seen()
         self.buffer_pool = BufferPool(self._room)  # of the gradients' buckets
         self._parts: dict[tuple[int, ...], AxisComm] = {}
-        self.unread: IssuedSummary | None = None  # the step summary of the last pass, if the host hasn't read it
+        self.unread: Any = None  # the IssuedSummary of the last pass, if the host hasn't read it
         self.issued_in_graphs = 0  # the number of the user's collectives that may be part of a backward pass
         #: Collectives that have begun and weren't waited for yet (see ltx.core.collectives.futures), oldest first.
         self.futures: list[Any] = []

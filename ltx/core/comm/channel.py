@@ -35,8 +35,8 @@ from ltx.core.base.errors import (
 from ltx.core.base.traced import recording
 from ltx.core.comm import ledger
 from ltx.core.comm.backends import Backends, HostCopy, StreamGroup, is_of_network, is_out_of_memory, to_device
-from ltx.core.comm.negotiation import Negotiation
 from ltx.core.comm.operations import OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
+from ltx.core.comm.peers import Peers
 from ltx.core.comm.shared_memory import (
     SharedMemoryTransport,
     SharedMemoryWork,
@@ -215,7 +215,7 @@ class Channel:
     axis_name: str
     group: Any  # the group for tensors on the host; None once it was dropped
     timeout_s: float
-    negotiation: Negotiation
+    negotiation: Peers
     transport: SharedMemoryTransport | None  # shared memory, if all ranks are on one machine
     stream_group: StreamGroup | None  # the group for tensors on the device, if the axis has a stream-ordered backend
     _backends: Backends

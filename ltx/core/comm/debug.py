@@ -14,18 +14,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchError
+from ltx.core.comm.peers import OfAxis
 from ltx.core.comm.signature import Agreement, Post, Signature, list_calls, mismatch
 from ltx.core.ranks.axis import axes_in_scope
-
-if TYPE_CHECKING:
-    from ltx.core.comm.axis_comm import AxisComm
 
 #: The prefix of the names and addresses of bucket channels.
 BUCKETS = "buckets "
@@ -51,13 +49,13 @@ class Checks:
 
     def __init__(self, same_lines: bool, around: Checks | None):
         self.same_lines = same_lines
-        self._axes: dict[AxisComm, None] = {} if around is None else around._axes
-        self._covered: deque[tuple[AxisComm, Any]] = deque()
+        self._axes: dict[OfAxis, None] = {} if around is None else around._axes
+        self._covered: deque[tuple[OfAxis, Any]] = deque()
         self._told: BaseException | None = None
 
     def negotiate(
         self,
-        axis_comm: AxisComm,
+        axis_comm: OfAxis,
         key: Any,
         describe: Callable[[], Signature],
         offer: Callable[[], Any],
@@ -84,11 +82,11 @@ class Checks:
             return known
         return Agreement(signature, signature.fingerprint, agreed)
 
-    def cover(self, axis_comm: AxisComm, keys: Iterable[Any]) -> None:
+    def cover(self, axis_comm: OfAxis, keys: Iterable[Any]) -> None:
         """Note that the next issues, under `keys`, are part of the call that was just compared."""
         self._covered = deque((axis_comm, key) for key in keys)
 
-    def exchange(self, axis_comm: AxisComm, signature: Signature, value: Any = None) -> list[Post]:
+    def exchange(self, axis_comm: OfAxis, signature: Signature, value: Any = None) -> list[Post]:
         """Every rank's post for this call, with equal signatures and each rank's `value`."""
         if axis_comm not in self._axes:
             self._axes[axis_comm] = None
@@ -123,7 +121,7 @@ class Checks:
             with suppress(LtxError, dist.DistError):  # the first error is the one to show
                 axis_comm.negotiation.announce(place, Post(signature, None, caller()))
 
-    def open(self) -> list[AxisComm]:
+    def open(self) -> list[OfAxis]:
         """The axes on which calls were compared and that are still open."""
         return [axis_comm for axis_comm in self._axes if not axis_comm.closed]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ltx.core.base.errors import (
     DeadlockDetectedError,
@@ -24,15 +24,13 @@ from ltx.core.base.errors import (
     ReplicaDivergedError,
     StoreGoneError,
 )
+from ltx.core.comm.channel import Channel
 from ltx.core.comm.debug import BUCKETS, CHECKS, called, caller, under_way
 from ltx.core.comm.diagnosis import OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
+from ltx.core.comm.peers import OfAxis
 from ltx.core.comm.signature import Post, Signature, explain_mismatch, list_calls
 from ltx.core.comm.store_exchange import EXCHANGES
 from ltx.core.comm.watcher import PATIENCE_S
-
-if TYPE_CHECKING:
-    from ltx.core.comm.axis_comm import AxisComm
-    from ltx.core.comm.channel import Channel
 
 # Calls are numbered through all sessions of debug_checks; each session gets a range of this size.
 _CALLS = 1 << 32
@@ -49,7 +47,7 @@ def _in_wait_for(what: str) -> Iterator[None]:
 
 
 class Negotiation:
-    def __init__(self, axis_comm: AxisComm):
+    def __init__(self, axis_comm: OfAxis):
         self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
         self._store, self._watcher = axis_comm.store_exchange, axis_comm.watcher
         self._passes = axis_comm.passes

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from ltx.core.base import private
 from ltx.core.base.errors import (
@@ -24,10 +23,8 @@ from ltx.core.base.errors import (
     said_of,
 )
 from ltx.core.comm.diagnosis import Failed, Raised
+from ltx.core.comm.peers import OfAxis
 from ltx.core.comm.signature import RAISED
-
-if TYPE_CHECKING:
-    from ltx.core.comm.axis_comm import AxisComm
 
 #: Errors that say that a peer has left, or hasn't come.
 OF_PEERS = CollectiveTimeoutError, DeadlockDetectedError, PeerLostError
@@ -75,7 +72,7 @@ class Passes:
         foreign: the number of runs of other libraries' collectives, which count as sent.
     """
 
-    def __init__(self, axis_comm: AxisComm):
+    def __init__(self, axis_comm: OfAxis):
         self._comm = axis_comm
         self._under_way: list[BackwardPass] = []
         self.step: int | None = None
@@ -176,8 +173,8 @@ class Passes:
         return sum(axis.sent for axis in self._comm.watcher.axes.values())
 
     def _calls(self) -> int:
-        calls = sum(axis.called for axis in self._comm.watcher.axes.values())
-        return calls + self._comm.bucket_channel(0).issued
+        calls: int = sum(axis.called for axis in self._comm.watcher.axes.values())
+        return calls + int(self._comm.bucket_channel(0).issued)
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
         """Leave a step or pass, before which this rank had `sent` so many collectives, because of an exception."""
