@@ -207,7 +207,7 @@ class AxisComm(Ranks):
 
     @property
     def sent(self) -> int:
-        return self.passes.foreign + sum(channel.begun for channel in self.channels)
+        return self.passes.besides + sum(channel.begun for channel in self.channels)
 
     @property
     def called(self) -> int:
@@ -217,7 +217,7 @@ class AxisComm(Ranks):
     def calls(self) -> int:
         """The number of all that this rank has sent, called, compared and exchanged; what failed counts too."""
         channels = sum(channel.begun + channel.issued + channel.compared for channel in self.channels)
-        return channels + self.passes.foreign + self.store_exchange.begun + self.negotiation.next_check
+        return channels + self.passes.besides + self.store_exchange.begun + self.negotiation.next_check
 
     def fail(self, failed: Failed) -> None:
         """The world ends: nothing more is issued, and the device gives up collectives under way."""

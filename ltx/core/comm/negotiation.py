@@ -182,7 +182,7 @@ class Negotiation:
                 "through which the ranks meet."
             )
         of_axis = self._rank, self._name, self._comm.label, ranks, heartbeat_s
-        call = self._passes.call if in_pass else -1
+        call = self._passes.present if in_pass else -1
         return diagnose(self._watcher.records, Waiter(*of_axis, call, issue, self._watcher.call))
 
     def check_peers(

@@ -69,14 +69,15 @@ class Passes:
         raised: the last one of these, if it raised before this rank had sent anything.
         counted: why the last one had raised, in words, if it counts as a pass.
         failed: why this rank issues nothing more on the axis.
-        foreign: the number of runs of other libraries' collectives, which count as sent.
+        besides: the number of runs of other libraries' collectives, which count as sent, less that of the comparisons
+            on channels, which don't: all ranks complete them, and raise or go on together.
     """
 
     def __init__(self, axis_comm: OfAxis):
         self._comm = axis_comm
         self._under_way: list[BackwardPass] = []
         self.step: int | None = None
-        self.call = self.foreign = self._raised_at = 0
+        self.call = self.besides = self._raised_at = 0
         self.raised: Raised | None = None
         self.counted = ""
         self.failed: Failed | None = None
@@ -128,6 +129,11 @@ class Passes:
         if self.raised is not None and self.is_uncounted:
             self._comm.bucket_channel(0).advance(RAISED)
             self.counted = f"{self.raised.what} ({self.raised.why})"
+
+    @property
+    def present(self) -> int:
+        """:attr:`call` of the step or pass that this rank may be in; -1 if it has left that by an exception."""
+        return -1 if self.raised is not None and self.raised.call == self.call else self.call
 
     @property
     def is_uncounted(self) -> bool:

@@ -121,6 +121,24 @@ def test_what_all_ranks_raise_before_anything_was_sent_changes_nothing(sockets: 
         assert params == undisturbed
 
 
+def test_who_has_left_a_step_with_all_others_waits_for_them(on_new_axis: OnNewAxis) -> None:
+    """A rank that is ahead waits in its next call, and finds that the others have left the step, as it has."""
+
+    def run() -> tuple[list[str], bool]:
+        seen = []
+
+        def carry_on() -> None:
+            axis_comm = _axis_comm()
+            axis_comm.store_exchange.exchange("all have raised", None, "this test")
+            axis_comm.watcher.look_now()
+            seen.append(axis_comm.negotiation.diagnosed(in_pass=True) is None)
+
+        return _trains(lambda step: step == 3, carry_on)[0], seen == [True]
+
+    for raised, waits in on_new_axis(run):
+        assert (raised, waits) == (["BrokenError: bad batch"], True)
+
+
 @pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
 def test_a_rank_that_raises_alone_and_goes_on_ends_the_world(sockets: bool, on_new_axis: OnNewAxis) -> None:
     """All ranks raise; a new world trains to the values of an undisturbed run."""
