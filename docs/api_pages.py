@@ -15,7 +15,7 @@ import ltx
 AS_IN = re.compile(r"^(?P<names>[\w, ]+): as in :\w+:`~?(?P<target>[\w.]+)`(?P<rest>.*)$", re.DOTALL)
 ENTRY = re.compile(r"^(?P<names>\w+(?:, \w+)*): (?P<text>.*)$", re.DOTALL)
 #: Where an algorithm is a module: its docstring has a formula, which is indented, and papers.
-ROOMS = re.compile(r"ltx\.(?:hooks|strategies|core\.optim)\.\w+")
+ROOMS = re.compile(r"ltx\.(?:hooks|strategies|(?:core\.)?optim)\.\w+")
 
 
 def entries(doc: str) -> list[str]:

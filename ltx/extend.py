@@ -45,7 +45,6 @@ What a strategy gets and returns.
 * :func:`times_lr`: an optimizer with a multiple of its learning rate.
 * :func:`advanced`, :func:`sees_loss`: an optimizer's state with another count of steps; whether a state takes the loss.
 * :class:`ClipByGlobalNorm`: clips by a norm; a strategy replaces ``norm`` if ranks have parts of the gradients.
-* :class:`QAdamOptimizer`: the class of :func:`ltx.optim.qadam`'s optimizers, a part of Bagua's qadam.
 
 New collectives.
 
@@ -69,11 +68,14 @@ Buffers and messages.
 Modules. The names listed here are stable.
 
 * :mod:`tree`: ``flatten``, ``unflatten``, ``map``, ``leaf_paths``, ``describe``, ``register_node``, ``check_dense``,
-  ``check_open``, ``wanted``: trees of tensors, with dicts' keys sorted on every rank.
+  ``check_open``, ``check_tensors``, ``filled``, ``wanted``: trees of tensors, with dicts' keys sorted on every rank.
 * :mod:`arguments`: ``shown``, ``name_of`` for messages; ``checked``, ``check_fields``, ``check_whole``,
   ``check_number``, ``whole``, ``number``, ``is_whole``, ``is_number`` for what users give.
 * :mod:`needs`: ``TABLE`` has the requirements for combinations; ``require`` raises by a row of it.
 * :mod:`noise`: ``key_of``, ``uniform``, ``normal``: random numbers that are a function of seed, step, place and rank.
+* :mod:`optimizers`: ``LeafTransform``, ``LeafPart``, ``apply_leaves``, ``leaves_like`` for updates leaf by leaf;
+  ``TorchOptimizer``, ``identity``, ``unless``, ``donated``, ``apply_updates``; ``TorchState``, ``LossState``,
+  ``Hyperparameter`` and ``Kept``, ``check_state``, ``all_of``, ``at_nodes`` for states; ``at_trace_time``.
 * :mod:`comm`: the communication of an axis of processes, for code that issues collectives like ``to_torch``:
   ``resolve``, ``AxisComm``, ``Signature``, ``to_device``.
 * :class:`Pending`: buckets that are reduced at the same time, with their phases in order.
@@ -82,6 +84,7 @@ Modules. The names listed here are stable.
 """
 
 from ltx.core import comm
+from ltx.core import optim as optimizers
 from ltx.core.base import arguments, needs, noise, tree
 from ltx.core.base.arguments import brief
 from ltx.core.base.private import unwrapped
@@ -124,7 +127,6 @@ from ltx.core.gradients.reduction import (
 from ltx.core.optim.base import Optimizer, OptimizerOffers, Update, advanced, sees_loss, times_lr
 from ltx.core.optim.combine import members_of, with_members
 from ltx.core.optim.grad_transforms import ClipByGlobalNorm
-from ltx.core.optim.quantized_adam import QAdamOptimizer
 from ltx.core.ranks.axis import Axis, inner, outer
 from ltx.core.ranks.backings import Rule
 from ltx.core.transforms.strategy import Strategy, StrategyOffers, negotiate
@@ -160,7 +162,6 @@ __all__ = [
     "Pending",
     "PostUpdateHook",
     "PostUpdateResult",
-    "QAdamOptimizer",
     "Reduced",
     "Reduction",
     "Rule",
@@ -190,6 +191,7 @@ __all__ = [
     "negotiate",
     "noise",
     "one_message",
+    "optimizers",
     "outer",
     "pack",
     "prefers_few_calls",

@@ -23,7 +23,6 @@ from ltx.errors import StrategyError
 from ltx.extend import (
     BucketInput,
     LeafState,
-    QAdamOptimizer,
     Reduction,
     StateLayout,
     States,
@@ -41,6 +40,7 @@ from ltx.extend import (
 )
 from ltx.hooks.plain import EXACT, resolve_hook, resolved
 from ltx.optim import Optimizer
+from ltx.optim.quantized_adam import QAdamOptimizer
 from ltx.strategies.nodes import ByNode, NodeStrategy
 
 MOMENTUM = "momentum"

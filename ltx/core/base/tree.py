@@ -211,22 +211,6 @@ def check_tensors(tree: Tree, what: str) -> None:
     check_leaves(flatten(tree)[0], tree, what)
 
 
-def has_none(tree: Tree) -> bool:
-    """Whether the tree holds None, which :func:`flatten` doesn't count as a leaf."""
-    return any(leaf is None for leaf in optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE))
-
-
-def places_with_none(tree: Tree) -> list[int]:
-    """The index that each leaf would have if every None were a leaf too.
-
-    >>> places_with_none({"a": None, "b": [1, None, 2]})
-    [1, 3]
-    """
-    flatten(tree)  # registers new container classes
-    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
-    return [place for place, leaf in enumerate(leaves) if leaf is not None]
-
-
 def _first(leaves: Sequence[Any], tree: Tree, places: Iterable[int]) -> tuple[str, Any] | None:
     """The path of the first leaf at one of `places`, and the leaf; None if there is none."""
     place = next(iter(places), None)

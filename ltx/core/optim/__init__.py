@@ -1,53 +1,29 @@
 """Optimizers as pairs of pure functions, ``init(params)`` and ``update(grads, state, params)``, as in optax."""
 
-from __future__ import annotations
-
-from ltx.core.optim.averages import EmaState, averaged, ema
-from ltx.core.optim.base import LossState, Optimizer, TorchState, apply_updates, with_loss
-from ltx.core.optim.combine import chain, from_functions, identity
-from ltx.core.optim.from_torch import from_torch
-from ltx.core.optim.grad_transforms import (
-    ClipState,
-    add_noise,
-    clip_by_global_norm,
-    clip_by_value,
-    grad_norm,
-    measure_global_norm,
-)
-from ltx.core.optim.partition import masked, partition
-from ltx.core.optim.quantized_adam import qadam
-from ltx.core.optim.schedules import adjust, adjustable, from_scheduler, linear, reduce_on_plateau, warmup_cosine
-
-__all__ = [
-    "ClipState",
-    "EmaState",
-    "LossState",
-    "Optimizer",
-    "TorchState",
-    "add_noise",
-    "adjust",
-    "adjustable",
-    "apply_updates",
-    "averaged",
-    "chain",
-    "clip_by_global_norm",
-    "clip_by_value",
-    "ema",
-    "from_functions",
-    "from_scheduler",
-    "from_torch",
-    "grad_norm",
-    "identity",
-    "linear",
-    "masked",
-    "measure_global_norm",
-    "partition",
-    "qadam",
-    "reduce_on_plateau",
-    "warmup_cosine",
-    "with_loss",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+from ltx.core.base.traced import at_trace_time as at_trace_time
+from ltx.core.optim.base import LossState as LossState
+from ltx.core.optim.base import Optimizer as Optimizer
+from ltx.core.optim.base import TorchState as TorchState
+from ltx.core.optim.base import all_of as all_of
+from ltx.core.optim.base import apply_leaves as apply_leaves
+from ltx.core.optim.base import apply_updates as apply_updates
+from ltx.core.optim.base import at_nodes as at_nodes
+from ltx.core.optim.base import check_state as check_state
+from ltx.core.optim.base import donated as donated
+from ltx.core.optim.base import leaves_like as leaves_like
+from ltx.core.optim.base import unless as unless
+from ltx.core.optim.base import with_loss as with_loss
+from ltx.core.optim.combine import LeafPart as LeafPart
+from ltx.core.optim.combine import LeafTransform as LeafTransform
+from ltx.core.optim.combine import chain as chain
+from ltx.core.optim.combine import from_functions as from_functions
+from ltx.core.optim.combine import identity as identity
+from ltx.core.optim.from_torch import TorchOptimizer as TorchOptimizer
+from ltx.core.optim.from_torch import from_torch as from_torch
+from ltx.core.optim.grad_transforms import ClipState as ClipState
+from ltx.core.optim.grad_transforms import clip_by_global_norm as clip_by_global_norm
+from ltx.core.optim.grad_transforms import clip_by_value as clip_by_value
+from ltx.core.optim.grad_transforms import grad_norm as grad_norm
+from ltx.core.optim.grad_transforms import measure_global_norm as measure_global_norm
+from ltx.core.optim.torch_class import Hyperparameter as Hyperparameter
+from ltx.core.optim.torch_class import Kept as Kept

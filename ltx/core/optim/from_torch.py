@@ -32,8 +32,7 @@ from ltx.core.optim.base import (
     leaves_like,
 )
 from ltx.core.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned, run_pure
-from ltx.core.optim.schedules import Adjustable
-from ltx.core.optim.torch_class import ClassOptimizer, OpaqueOptimizer, check_grad_layouts, check_params
+from ltx.core.optim.torch_class import ClassOptimizer, Hyperparameter, OpaqueOptimizer, check_grad_layouts, check_params
 from ltx.typing import Tree
 
 _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
@@ -67,7 +66,7 @@ class TorchOptimizer(ClassOptimizer):
         return OptimizerOffers(elementwise=self.cls in _ELEMENTWISE, leafwise=True, moves_params=True)
 
     def _times_lr(self, factor: float) -> TorchOptimizer | None:
-        if isinstance(self.lr, Adjustable):
+        if isinstance(self.lr, Hyperparameter):
             return None
         if callable(self.lr):
             return replace(self, lr=partial(_times, self.lr, factor))

@@ -1,4 +1,4 @@
-"""Transformations of gradients: clipping by global norm or by value, measuring the global norm, adding noise.
+"""Transformations of gradients: clipping by global norm or by value, measuring the global norm.
 
 g ← g · min(1, max_norm / (‖g‖ + eps)), where ‖g‖ is the Euclidean norm of all leaves together.
 
@@ -11,27 +11,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ltx.core.base import traced
 from ltx.core.base.arguments import brief, check_fields, name_of, number
-from ltx.core.base.errors import OptimError, UnsupportedError
-from ltx.core.base.noise import key_of, normal
-from ltx.core.base.tree import check_tensors, flatten, places_with_none
-from ltx.core.optim.base import (
-    LeafStates,
-    Optimizer,
-    Tensors,
-    TorchState,
-    all_of,
-    check_state,
-    differentiated,
-    leaf_name,
-)
-from ltx.core.optim.combine import LeafPart, LeafTransform
+from ltx.core.base.errors import OptimError
+from ltx.core.base.tree import check_tensors, flatten
+from ltx.core.optim.base import LeafStates, Optimizer, Tensors, all_of, differentiated, leaf_name
+from ltx.core.optim.combine import LeafTransform
 from ltx.typing import Tree
 
 
@@ -218,61 +207,3 @@ def grad_norm(state: Tree) -> Tensor | None:
         return first.norm
     norms = [grad_norm(group) for group in first.values()]
     return None if any(norm is None for norm in norms) else global_norm([norm for norm in norms if norm is not None])
-
-
-@dataclass(frozen=True, repr=False)
-class AddNoise(LeafTransform):
-    """Made by :func:`add_noise`. Its state counts the updates."""
-
-    std: float
-    seed: int
-
-    def __post_init__(self) -> None:
-        check_fields(self, OptimError, "seed")
-        number("add_noise: std", self.std, 0, OptimError)
-
-    def init(self, params: Tree) -> TorchState:
-        return TorchState(())
-
-    def leaf_states(self, state: TorchState, params: Tree) -> LeafStates:
-        return [LeafPart(place=place) for place in places_with_none(params)]
-
-    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: TorchState) -> Tensors:
-        check_state(self, state, TorchState)
-        if traced.recording():
-            raise UnsupportedError("add_noise can't be traced: compile the loss instead of the whole training step.")
-        parts = cast(list[LeafPart], states)
-        return [grad + self._noise(grad, state.count, part.place) for grad, part in zip(grads, parts, strict=True)]
-
-    def _noise(self, like: Tensor, count: int, place: int) -> Tensor:
-        key = key_of(self.seed, count, place, device=like.device)
-        dtype = torch.float64 if like.dtype.to_real() is torch.float64 else torch.float32
-        parts = 2 if like.is_complex() else 1
-        drawn = normal(key, parts * like.numel(), dtype) * (float(self.std) / math.sqrt(parts))
-        return (drawn if parts == 1 else torch.view_as_complex(drawn.view(-1, 2))).view(like.shape).to(like.dtype)
-
-    def __repr__(self) -> str:
-        return f"add_noise({self.std}, {self.seed})"
-
-
-def add_noise(std: float, seed: int) -> Optimizer:
-    """Add Gaussian noise of standard deviation `std` to every number of the gradients, the same on all ranks.
-
-    The noise is a function of the seed, the number of updates and the leaf's place, so that ranks with equal gradients
-    stay equal, and a run continued from a checkpoint draws the same noise. Leaves that are None have a place too, so
-    the groups of a :func:`partition` draw different noise from one seed. Neelakantan et al.: Adding gradient noise
-    improves learning for very deep networks (2015); Abadi et al.: Deep learning with differential privacy (2016), which
-    also needs a secret seed and per-sample clipped gradients.
-
-    >>> import torch
-    >>> noisy = add_noise(0.1, seed=0)
-    >>> grads = {"w": torch.zeros(1000)}
-    >>> first, state = noisy.update(grads, noisy.init(grads), grads)
-    >>> round(first["w"].std().item(), 1), state.count
-    (0.1, 1)
-
-    Raises:
-        ltx.errors.OptimError: `std` isn't a number >= 0, or `seed` no whole number.
-        ltx.errors.UnsupportedError: in a compiled training step.
-    """
-    return AddNoise(std, seed)

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import repeat
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +30,31 @@ from ltx.core.base import private, traced, tree
 from ltx.core.base.arguments import brief, checked
 from ltx.core.base.errors import OptimError
 from ltx.core.base.tree import check_tensors, describe, flatten
+from ltx.core.gradients.planning import any_derivative
 from ltx.core.optim.base import Optimizer, TorchState, check_grads, differentiated, donated, leaf_name, leaves_like
-from ltx.core.optim.schedules import Adjustable, number_in
 from ltx.typing import Tree
 
 _REAL_ONLY = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 _TAKE_SPARSE_GRADS = (torch.optim.Adagrad, torch.optim.SGD, torch.optim.SparseAdam)
+
+
+class Kept(NamedTuple):
+    """A hyperparameter in an optimizer's state: its value, on the CPU, and what the next value is computed from."""
+
+    value: Tree
+    more: Tree = ()
+
+
+class Hyperparameter:
+    """A hyperparameter that the state keeps, and that may change from one update to the next."""
+
+    def init(self) -> Kept:
+        """The hyperparameter in the first state."""
+        raise NotImplementedError
+
+    def after(self, kept: Kept, count: int) -> Kept:
+        """The hyperparameter in the next state, after update number `count`. A pure function."""
+        return kept
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,7 +82,7 @@ class ClassOptimizer(Optimizer):
     @property
     def _hyper(self) -> Tree:
         """The hyperparameters that the first state keeps."""
-        return {name: own.init() for name, own in self._varying.items() if isinstance(own, Adjustable)} or ()
+        return {name: own.init() for name, own in self._varying.items() if isinstance(own, Hyperparameter)} or ()
 
     def _hyper_after(self, state: TorchState) -> Tree:
         """The hyperparameters that the next state keeps."""
@@ -72,7 +91,7 @@ class ClassOptimizer(Optimizer):
     def _values(self, count: int, hyper: Tree, but: str = "") -> dict[str, Any]:
         """The values of scheduled and adjustable hyperparameters, except `but`, after `count` updates."""
         kept = dict(hyper)
-        if kept.keys() != {name for name, own in self._varying.items() if isinstance(own, Adjustable)}:
+        if kept.keys() != {name for name, own in self._varying.items() if isinstance(own, Hyperparameter)}:
             raise OptimError(f"{self} expected the state that its init(params) made; this one keeps {sorted(kept)}.")
         return {
             name: tree.map(partial(number_in, name), kept[name].value) if name in kept else scheduled(name, own, count)
@@ -130,7 +149,7 @@ def check_arguments(cls: Any, lr: Any, kwargs: Mapping[str, Any]) -> dict[str, A
         )
     if isinstance(lr, type):
         raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got the class {lr}.")
-    if not (lr is None or callable(lr) or isinstance(lr, Real | Adjustable)):
+    if not (lr is None or callable(lr) or isinstance(lr, Real | Hyperparameter)):
         hint = " A schedule may return a tensor: lr=lambda count: tensor." if isinstance(lr, Tensor) else ""
         raise OptimError(f"from_torch({name}): lr must be a number or a function of the step, got {brief(lr)}.{hint}")
     _check_finite(cls, "lr", lr)
@@ -163,7 +182,7 @@ def _varies(cls: type, name: str, value: Any) -> bool:
     """Whether `value` is adjustable, or a schedule: a function for an argument that should be a number or a tuple."""
     default = getattr(inspect.signature(cls).parameters.get(name), "default", None)
     takes_numbers = name == "lr" or (isinstance(default, Real | tuple) and not isinstance(default, bool))
-    return isinstance(value, Adjustable) or (callable(value) and takes_numbers)
+    return isinstance(value, Hyperparameter) or (callable(value) and takes_numbers)
 
 
 def scheduled(name: str, schedule: Callable[[int], Any], count: int) -> Any:
@@ -180,6 +199,15 @@ def scheduled(name: str, schedule: Callable[[int], Any], count: int) -> Any:
     if isinstance(value, Tensor):
         return value
     return tuple(map(float, several)) if several is value else float(value)
+
+
+def number_in(name: str, x: Tensor) -> float | Tensor:
+    """The hyperparameter's value `x` as a number, if all examples of a batch (simulated ranks) have the same one."""
+    values = private.unwrapped(x).detach().flatten()
+    alike = bool((values == values[0]).all()) and not any_derivative([x])
+    if not (alike or name == "lr"):
+        raise OptimError(f"{name} in the optimizer's state is differentiated or batched, which only the lr can be.")
+    return float(values[0]) if alike else x
 
 
 def check_params(cls: type, params: Tree, fused: Sequence[bool] | None) -> None:

@@ -6,18 +6,14 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ltx.core.base import tree
-from ltx.core.base.arguments import brief, check_fields, number, whole
-from ltx.core.base.errors import OptimError
-from ltx.core.base.private import unwrapped
-from ltx.core.gradients.planning import any_derivative
-from ltx.core.optim.base import LossState, TorchState, at_nodes
+from ltx.errors import OptimError
+from ltx.extend import arguments, brief, optimizers, tree, unwrapped
 from ltx.typing import Tree
 
 
@@ -30,8 +26,8 @@ class Linear:
     steps: int
 
     def __post_init__(self) -> None:
-        check_fields(self, OptimError, "start", "end")
-        whole("linear: steps", self.steps, 1, OptimError)
+        arguments.check_fields(self, OptimError, "start", "end")
+        arguments.whole("linear: steps", self.steps, 1, OptimError)
 
     def __call__(self, step: int) -> float:
         return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
@@ -57,8 +53,8 @@ class WarmupCosine:
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self, OptimError, "peak", "warmup_steps", "end")
-        whole("warmup_cosine: total_steps", self.total_steps, 1, OptimError)
+        arguments.check_fields(self, OptimError, "peak", "warmup_steps", "end")
+        arguments.whole("warmup_cosine: total_steps", self.total_steps, 1, OptimError)
         if not 0 <= self.warmup_steps <= self.total_steps:
             raise OptimError(
                 f"warmup_cosine: warmup_steps must be from 0 to total_steps, got {self.warmup_steps} of "
@@ -162,18 +158,11 @@ def from_scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], lr: flo
             f"from_scheduler expected a function from an optimizer to a scheduler, such as lambda optimizer: "
             f"StepLR(optimizer, 30), got {brief(make)}."
         )
-    return FromScheduler(make, float(number("from_scheduler: lr", lr, 0, OptimError)))
-
-
-class Kept(NamedTuple):
-    """A hyperparameter in an optimizer's state: its value, on the CPU, and what the next value is computed from."""
-
-    value: Tree
-    more: Tree = ()
+    return FromScheduler(make, float(arguments.number("from_scheduler: lr", lr, 0, OptimError)))
 
 
 @dataclass(frozen=True)
-class Adjustable:
+class Adjustable(optimizers.Hyperparameter):
     """A hyperparameter that is kept in the state of :func:`from_torch`'s optimizer; made by :func:`adjustable`."""
 
     start: float | tuple[float, ...]
@@ -181,33 +170,19 @@ class Adjustable:
     def __post_init__(self) -> None:
         self.init()
 
-    def init(self) -> Kept:
-        """The hyperparameter in the first state."""
-        return Kept(_tensors("adjustable: value", self.start))
-
-    def after(self, kept: Kept, count: int) -> Kept:
-        """The hyperparameter in the next state, after update number `count`. A pure function."""
-        return kept
+    def init(self) -> optimizers.Kept:
+        return optimizers.Kept(_tensors("adjustable: value", self.start))
 
 
 def _tensors(what: str, value: Any) -> Tree:
     if isinstance(value, tuple):
         return tuple(_tensors(what, each) for each in value)
     if not isinstance(value, Tensor) or value.ndim:
-        return torch.tensor(number(what, value, 0, OptimError), dtype=torch.float64, device="cpu")
+        return torch.tensor(arguments.number(what, value, 0, OptimError), dtype=torch.float64, device="cpu")
     # one for each simulated rank
     for each in unwrapped(value).detach().flatten().tolist():
-        number(what, each, 0, OptimError)
+        arguments.number(what, each, 0, OptimError)
     return value.to("cpu", torch.float64, copy=True)  # a copy, so that the caller may overwrite `value` later
-
-
-def number_in(name: str, x: Tensor) -> float | Tensor:
-    """The hyperparameter's value `x` as a number, if all examples of a batch (simulated ranks) have the same one."""
-    values = unwrapped(x).detach().flatten()
-    alike = bool((values == values[0]).all()) and not any_derivative([x])
-    if not (alike or name == "lr"):
-        raise OptimError(f"{name} in the optimizer's state is differentiated or batched, which only the lr can be.")
-    return float(values[0]) if alike else x
 
 
 def adjustable(value: float | tuple[float, ...]) -> Any:
@@ -241,7 +216,7 @@ def adjust(state: Tree, **values: float | Tensor | tuple[float | Tensor, ...]) -
     """
     found = set[str]()
 
-    def changed(node: TorchState) -> TorchState:
+    def changed(node: optimizers.TorchState) -> optimizers.TorchState:
         hyper = dict(node.hyper)
         mine = {
             name: hyper[name]._replace(value=_tensors(f"adjust: {name}", values[name]))
@@ -253,7 +228,7 @@ def adjust(state: Tree, **values: float | Tensor | tuple[float | Tensor, ...]) -
         found.update(mine)
         return replace(node, hyper=hyper | mine or ())
 
-    after = at_nodes(state, changed, TorchState)
+    after = optimizers.at_nodes(state, changed, optimizers.TorchState)
     if missing := sorted(values.keys() - found):
         raise OptimError(
             f"adjust: this state keeps no {' and no '.join(missing)}. Make the optimizer with it: "
@@ -274,22 +249,23 @@ class ReduceOnPlateau(Adjustable):
     every: int
 
     def __post_init__(self) -> None:
-        number("reduce_on_plateau: lr", self.start, number("least", self.least, 0, OptimError), OptimError)
-        number("reduce_on_plateau: factor", self.factor, 0, OptimError, below=1)
-        number("reduce_on_plateau: threshold", self.threshold, 0, OptimError, below=1)
+        lowest = arguments.number("least", self.least, 0, OptimError)
+        arguments.number("reduce_on_plateau: lr", self.start, lowest, OptimError)
+        arguments.number("reduce_on_plateau: factor", self.factor, 0, OptimError, below=1)
+        arguments.number("reduce_on_plateau: threshold", self.threshold, 0, OptimError, below=1)
         for name, least in (("patience", 0), ("cooldown", 0), ("every", 1)):
-            whole(f"reduce_on_plateau: {name}", getattr(self, name), least, OptimError)
+            arguments.whole(f"reduce_on_plateau: {name}", getattr(self, name), least, OptimError)
 
-    def init(self) -> Kept:
+    def init(self) -> optimizers.Kept:
         begun = {"total": 0.0, "best": math.inf, "bad": 0.0, "cooldown": 0.0}
         kept = {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in begun.items()}
-        return Kept(_tensors("reduce_on_plateau: lr", self.start), kept | {"seen": LossState()})
+        return optimizers.Kept(_tensors("reduce_on_plateau: lr", self.start), kept | {"seen": optimizers.LossState()})
 
-    def after(self, kept: Kept, count: int) -> Kept:
+    def after(self, kept: optimizers.Kept, count: int) -> optimizers.Kept:
         value, more = kept
         total, best, bad, cooldown = more["total"] + more["seen"].loss, more["best"], more["bad"], more["cooldown"]
         if (count + 1) % self.every:
-            return Kept(value, more | {"total": total})
+            return optimizers.Kept(value, more | {"total": total})
         mean = (total / self.every).to(value.device)  # the host waits here for the accelerator
         better = mean < best * (1 - self.threshold)
         bad = torch.where(better | (cooldown > 0), 0.0, bad + 1)
@@ -300,7 +276,7 @@ class ReduceOnPlateau(Adjustable):
             "bad": torch.where(due, 0.0, bad),
             "cooldown": torch.where(due, self.cooldown, (cooldown - 1).clamp(min=0)),
         }
-        return Kept(torch.where(due, (value * self.factor).clamp(min=self.least), value), more)
+        return optimizers.Kept(torch.where(due, (value * self.factor).clamp(min=self.least), value), more)
 
 
 def reduce_on_plateau(

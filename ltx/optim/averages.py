@@ -11,26 +11,8 @@ import optree
 import torch
 from torch import Tensor
 
-from ltx.core.base.arguments import brief, check_fields
-from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import check_tensors, filled, flatten, has_none
-from ltx.core.base.tree import map as tree_map
-from ltx.core.collectives.reduce import wide
-from ltx.core.optim.base import (
-    LeafStates,
-    Optimizer,
-    OptimizerOffers,
-    Tensors,
-    TorchState,
-    all_of,
-    apply_leaves,
-    apply_updates,
-    check_state,
-    donated,
-    leaves_like,
-    unless,
-)
-from ltx.core.optim.combine import LeafPart
+from ltx.errors import OptimError
+from ltx.extend import LeafState, Optimizer, OptimizerOffers, arguments, brief, optimizers, tree, wide
 from ltx.typing import Tree
 
 
@@ -56,7 +38,7 @@ class Ema(Optimizer):
     _skip: Tensor | None = field(default=None, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_fields(self, OptimError, "decay")
+        arguments.check_fields(self, OptimError, "decay")
         if not 0 <= self.decay <= 1:
             raise OptimError(f"ema: decay must be from 0 to 1, got {brief(self.decay)}.")
 
@@ -66,44 +48,47 @@ class Ema(Optimizer):
         return replace(self.optimizer.offers, elementwise=False, moves_params=True)
 
     def init(self, params: Tree) -> EmaState:
-        check_tensors(params, "params")
-        return EmaState(self.optimizer.init(params), tree_map(lambda p: p.to(wide(p.dtype), copy=True), params))
+        tree.check_tensors(params, "params")
+        return EmaState(self.optimizer.init(params), tree.map(lambda p: p.to(wide(p.dtype), copy=True), params))
 
     def update(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
-        check_state(self, state, EmaState)
+        optimizers.check_state(self, state, EmaState)
         updates, inner = self.optimizer.update(grads, state.inner, params, donate=donate)
-        return updates, EmaState(inner, self._averaged(state.average, apply_updates(params, updates), donate))
+        new_params = optimizers.apply_updates(params, updates)
+        return updates, EmaState(inner, self._averaged(state.average, new_params, donate))
 
     def apply(self, grads: Tree, state: EmaState, params: Tree, *, donate: bool = False) -> tuple[Tree, EmaState]:
-        check_state(self, state, EmaState)
+        optimizers.check_state(self, state, EmaState)
         new_params, inner = self.optimizer.apply(grads, state.inner, params, donate=donate)
         return new_params, EmaState(inner, self._averaged(state.average, new_params, donate))
 
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> Ema:
-        conditional = Ema(unless(self.optimizer, skip, params), self.decay)
+        conditional = Ema(optimizers.unless(self.optimizer, skip, params), self.decay)
         object.__setattr__(conditional, "_skip", skip)
         return conditional
 
-    def leaf_states(self, state: EmaState, params: Tree) -> LeafStates:
-        averages = leaves_like(flatten(params)[1], state.average, "the average")
+    def leaf_states(self, state: EmaState, params: Tree) -> list[LeafState]:
+        averages = optimizers.leaves_like(tree.flatten(params)[1], state.average, "the average")
         inner = self.optimizer.leaf_states(state.inner, params)
-        return [LeafPart(part, average=average) for part, average in zip(inner, averages, strict=True)]
+        return [optimizers.LeafPart(part, average=average) for part, average in zip(inner, averages, strict=True)]
 
-    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: EmaState) -> None:
-        inner = [part.inner for part in cast(list[LeafPart], states)]
-        apply_leaves(self.optimizer, grads, inner, params, state.inner)
+    def update_leaves(
+        self, grads: list[Tensor], states: list[LeafState], params: list[Tensor], state: EmaState
+    ) -> None:
+        inner = [part.inner for part in cast(list[optimizers.LeafPart], states)]
+        optimizers.apply_leaves(self.optimizer, grads, inner, params, state.inner)
         self._average_in_place([own["average"] for own in states], params)
 
     def _averaged(self, average: Tree, params: Tree, donate: bool) -> Tree:
-        leaves, spec = flatten(average)
-        others = leaves_like(spec, params, "params")
-        if donate and donated(others):
+        leaves, spec = tree.flatten(average)
+        others = optimizers.leaves_like(spec, params, "params")
+        if donate and optimizers.donated(others):
             self._average_in_place(leaves, others)
             return average
         return spec.unflatten([self._next(old, new) for old, new in zip(leaves, others, strict=True)])
 
     @torch.no_grad()
-    def _average_in_place(self, averages: Tensors, params: Tensors) -> None:
+    def _average_in_place(self, averages: list[Tensor], params: list[Tensor]) -> None:
         if self._skip is None:
             torch._foreach_lerp_(
                 averages, [p.to(a.dtype) for a, p in zip(averages, params, strict=True)], 1 - self.decay
@@ -164,17 +149,17 @@ def averaged(state: Tree) -> Tree:
         >>> ltx.optim.averaged(ltx.optim.ema(ltx.optim.from_torch(torch.optim.SGD), decay=0.9).init(torch.ones(2)))
         tensor([1., 1.])
     """
-    first, *others = [node.average for node in all_of(state, EmaState)] or [None]
+    first, *others = [node.average for node in optimizers.all_of(state, EmaState)] or [None]
     if first is None:
         raise OptimError("averaged: this state holds no average. Train with ltx.optim.ema(optimizer, decay).")
     try:
-        whole = reduce(filled, others, first)
+        whole = reduce(tree.filled, others, first)
     except ValueError as error:
         raise OptimError(
             f"averaged: this state holds {1 + len(others)} averages, which aren't of groups of one tree: {error} Give "
             "the part of the state that holds the one that is wanted."
         ) from None
-    if has_none(whole) and (without := _groups_without(state)):
+    if tree.leaf_paths(whole) != tree.leaf_paths(whole, with_none=True) and (without := _groups_without(state)):
         raise OptimError(
             f"averaged: the parameters of {' and '.join(map(repr, without))} have no average, while those of other "
             "groups do. Train with ema(partition(...), decay), which averages all, or with ema in each group; "
@@ -187,11 +172,12 @@ def _groups_without(state: Tree) -> list[str]:
     """The labels of a partition's groups without an average, if other groups have one."""
 
     def labels(node: Any) -> list[str]:
-        absent = [key for key, part in node.items() if not all_of(part, EmaState)] if type(node) is dict else []
-        return [] if not absent or len(absent) == len(node) else absent
+        groups = node if type(node) is dict else {}
+        absent = [key for key, part in groups.items() if not optimizers.all_of(part, EmaState)]
+        return absent if len(absent) < len(groups) else []
 
     def is_leaf(node: Any) -> bool:
-        return isinstance(node, EmaState | TorchState) or bool(labels(node))
+        return isinstance(node, EmaState | optimizers.TorchState) or bool(labels(node))
 
     nodes = optree.tree_leaves(state, is_leaf=is_leaf)
     return [label for node in nodes for label in labels(node)]

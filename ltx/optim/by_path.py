@@ -10,25 +10,13 @@ from typing import Any, cast
 import optree
 from torch import Tensor
 
-from ltx.core.base import traced
-from ltx.core.base.arguments import brief, name_of
-from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import flatten, leaf_paths, wanted
-from ltx.core.optim.base import (
-    LeafStates,
-    Optimizer,
-    OptimizerOffers,
-    Tensors,
-    apply_leaves,
-    leaves_like,
-    times_lr,
-    unless,
-)
-from ltx.core.optim.combine import LeafPart, identity
+from ltx.errors import OptimError
+from ltx.extend import LeafState, Optimizer, OptimizerOffers, arguments, brief, optimizers, recording, times_lr, tree
 from ltx.typing import Tree
 
 Labels = Callable[[str], str] | tuple[tuple[str, str], ...]
 States = dict[str, Tree]  #: by label
+Tensors = list[Tensor]
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,7 +37,7 @@ class Partition(Optimizer):
         )
 
     def init(self, params: Tree) -> States:
-        (leaves, spec), places = flatten(params), self._places(params)
+        (leaves, spec), places = tree.flatten(params), self._places(params)
         return {label: member.init(_only(spec, leaves, places[label])) for label, member in self.members}
 
     def update(self, grads: Tree, state: States, params: Tree, *, donate: bool = False) -> tuple[Tree, States]:
@@ -64,24 +52,26 @@ class Partition(Optimizer):
         return Partition(known, self.labels) if len(known) == len(members) else None
 
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> Partition:
-        return Partition(tuple((label, unless(one, skip, params)) for label, one in self.members), self.labels)
+        members = tuple((label, optimizers.unless(one, skip, params)) for label, one in self.members)
+        return Partition(members, self.labels)
 
-    def leaf_states(self, state: States, params: Tree) -> LeafStates:
-        (leaves, spec), places = flatten(params), self._places(params)
+    def leaf_states(self, state: States, params: Tree) -> list[LeafState]:
+        (leaves, spec), places = tree.flatten(params), self._places(params)
         parts: dict[int, dict[str, Tensor]] = {}
         for label, member in self.members:
             own = member.leaf_states(state[label], _only(spec, leaves, places[label]))
-            parts.update((place, LeafPart(part, label=label)) for place, part in zip(places[label], own, strict=True))
+            for place, part in zip(places[label], own, strict=True):
+                parts[place] = optimizers.LeafPart(part, label=label)
         return [parts[place] for place in range(len(leaves))]
 
-    def update_leaves(self, grads: Tensors, states: LeafStates, params: Tensors, state: States) -> Tensors | None:
-        found, parts = list(grads), cast(list[LeafPart], states)
+    def update_leaves(self, grads: Tensors, states: list[LeafState], params: Tensors, state: States) -> Tensors | None:
+        found, parts = list(grads), cast(list[optimizers.LeafPart], states)
         gives_gradients = self.offers.moves_params is False
         for label, member in self.members:
             at = [i for i, part in enumerate(parts) if part.label == label]
             lists = [grads[i] for i in at], [parts[i].inner for i in at], [params[i] for i in at]
             if at and not gives_gradients:
-                apply_leaves(member, *lists, state[label])
+                optimizers.apply_leaves(member, *lists, state[label])
             elif at:
                 for i, new in zip(at, member.update_leaves(*lists, state[label]) or (), strict=True):
                     found[i] = new
@@ -92,15 +82,16 @@ class Partition(Optimizer):
             raise OptimError(
                 f"{self} expected a state with the parts {[label for label, _ in self.members]}, got {brief(state)}."
             )
-        (leaves, spec), places = flatten(params), self._places(params)
+        (leaves, spec), places = tree.flatten(params), self._places(params)
         results: list[Any] = [None] * len(leaves)
-        given, after = leaves_like(spec, grads, "grads"), {}
+        given, after = optimizers.leaves_like(spec, grads, "grads"), {}
         for label, member in self.members:
             own = _only(spec, leaves, places[label])
             result, after[label] = getattr(member, method)(
                 _only(spec, given, places[label]), state[label], own, donate=donate
             )
-            for place, leaf in zip(places[label], leaves_like(flatten(own)[1], result, "updates"), strict=True):
+            found = optimizers.leaves_like(tree.flatten(own)[1], result, "updates")
+            for place, leaf in zip(places[label], found, strict=True):
                 results[place] = leaf
         # Even with ``donate=True`` a member needn't have overwritten its parameters.
         in_place = all(new is old for new, old in zip(results, leaves, strict=True))
@@ -108,13 +99,13 @@ class Partition(Optimizer):
 
     def _places(self, params: Tree) -> dict[str, list[int]]:
         """For each label, the indices of its leaves among the leaves of `params`."""
-        if traced.recording():
-            return _places_of(self, tuple(leaf_paths(params)), tuple(leaf_paths(params, with_none=True)))
-        return _remembered(self, flatten(params)[1])
+        if recording():
+            return _places_of(self, tuple(tree.leaf_paths(params)), tuple(tree.leaf_paths(params, with_none=True)))
+        return _remembered(self, tree.flatten(params)[1])
 
     def __repr__(self) -> str:
         members = ", ".join(f"{label!r}: {member!r}" for label, member in self.members)
-        labels = repr(dict(self.labels)) if isinstance(self.labels, tuple) else name_of(self.labels)
+        labels = repr(dict(self.labels)) if isinstance(self.labels, tuple) else arguments.name_of(self.labels)
         return f"partition({{{members}}}, {labels})"
 
 
@@ -126,14 +117,14 @@ def _only(spec: optree.PyTreeSpec, leaves: list[Any], places: list[int]) -> Tree
     return spec.unflatten(kept)
 
 
-@traced.at_trace_time
+@optimizers.at_trace_time
 def _places_of(partition: Partition, paths: tuple[str, ...], with_none: tuple[str, ...]) -> dict[str, list[int]]:
     """For each label, the indices of its `paths`. `with_none` are these and the paths of None (frozen parameters)."""
     known = [label for label, _ in partition.members]
     if isinstance(partition.labels, tuple):
         found: dict[str, Any] = {}
         for pattern, label in partition.labels:
-            for path in wanted(pattern, paths, OptimError, "partition: labels: ", with_none):
+            for path in tree.wanted(pattern, paths, OptimError, "partition: labels: ", with_none):
                 found.setdefault(path, label)
         if missing := [path for path in paths if path not in found]:
             raise OptimError(
@@ -155,7 +146,7 @@ def _places_of(partition: Partition, paths: tuple[str, ...], with_none: tuple[st
 def _remembered(partition: Partition, spec: optree.PyTreeSpec) -> dict[str, list[int]]:
     """The places, cached by tree structure: making all paths takes longer than some updates."""
     numbered = spec.unflatten(range(spec.num_leaves))
-    return _places_of(partition, tuple(leaf_paths(numbered)), tuple(leaf_paths(numbered, with_none=True)))
+    return _places_of(partition, tuple(tree.leaf_paths(numbered)), tuple(tree.leaf_paths(numbered, with_none=True)))
 
 
 def partition(optimizers: Mapping[str, Optimizer], labels: Mapping[str, str] | Callable[[str], str]) -> Optimizer:
@@ -240,5 +231,5 @@ def masked(transform: Optimizer, where: str | Sequence[str]) -> Optimizer:
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptimError(f"masked: where must be a pattern of paths or a list of them, got {brief(where)}.")
     labels = dict.fromkeys(patterns, "masked") | ({} if "*" in patterns else {"*": "others"})
-    members = {"masked": transform} | ({} if "*" in patterns else {"others": identity()})
+    members = {"masked": transform} | ({} if "*" in patterns else {"others": optimizers.identity()})
     return partition(members, labels)

@@ -18,17 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx.core.base.arguments import checked, whole
-from ltx.core.base.errors import OptimError
-from ltx.core.base.tree import describe, flatten
-from ltx.core.gradients.comm_hook import prefers_few_calls
-from ltx.core.optim.base import LeafStates, OptimizerOffers, Rate, Tensors, TorchState, leaf_name
-from ltx.core.optim.from_torch import TorchOptimizer
+from ltx.errors import OptimError
+from ltx.extend import LeafState, OptimizerOffers, arguments, optimizers, prefers_few_calls, tree
 from ltx.typing import Tree
+
+Tensors = list[Tensor]
 
 
 @dataclass(frozen=True, repr=False)
-class QAdamOptimizer(TorchOptimizer):
+class QAdamOptimizer(optimizers.TorchOptimizer):
     """Adam with a second phase; made by :func:`qadam`. In Adam's state ``exp_avg`` is the ranks' mean momentum."""
 
     warmup_steps: int
@@ -37,7 +35,8 @@ class QAdamOptimizer(TorchOptimizer):
     def __post_init__(self) -> None:
         # In Bagua's order the first update would divide by a second moment of 0.
         least, what = (2, "qadam with bagua_exact") if self.bagua_exact else (1, "qadam")
-        object.__setattr__(self, "warmup_steps", whole(f"{what}: warmup_steps", self.warmup_steps, least, OptimError))
+        warmup_steps = arguments.whole(f"{what}: warmup_steps", self.warmup_steps, least, OptimError)
+        object.__setattr__(self, "warmup_steps", warmup_steps)
         super().__post_init__()
 
     @property
@@ -53,20 +52,21 @@ class QAdamOptimizer(TorchOptimizer):
     def _unless(self, skip: Tensor, params: Sequence[Tensor]) -> None:
         return None  # only torch's fused kernels can skip on the device, and the second phase has none
 
-    def init(self, params: Tree) -> TorchState:
+    def init(self, params: Tree) -> optimizers.TorchState:
         state = super().init(params)
-        for index, leaf in enumerate(flatten(params)[0]):
+        for index, leaf in enumerate(tree.flatten(params)[0]):
             if leaf.is_complex():
+                path = tree.leaf_paths(params)[index]
                 raise OptimError(
-                    f"qadam: {leaf_name(params, index)} is {describe(leaf)}: momenta travel in 8 bits, for which "
-                    "parameters must be real. Keep real and imaginary parts apart (torch.view_as_real)."
+                    f"qadam: leaf {path!r} is {tree.describe(leaf)}: momenta travel in 8 bits, for which parameters "
+                    "must be real. Keep real and imaginary parts apart (torch.view_as_real)."
                 )
         return state
 
     def _run(
         self,
         grads: Tensors,
-        states: LeafStates,
+        states: list[LeafState],
         params: Tensors,
         differentiable: bool = False,
         *,
@@ -76,7 +76,7 @@ class QAdamOptimizer(TorchOptimizer):
         if count < self.warmup_steps - self.bagua_exact:
             super()._run(grads, states, params, differentiable, count=count, values=values)
             return
-        lr: Rate = values.get("lr", self.kernel.group["lr"])
+        lr: float | Tensor = values.get("lr", self.kernel.group["lr"])
         step, (beta1, beta2) = count + 1, self.betas
         settled = (1 - beta2**step) ** 0.5
         rate = lr * settled / (1 - beta1**step)
@@ -101,7 +101,7 @@ class QAdamOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def _run_on_lists(
-        self, grads: Tensors, states: LeafStates, params: Tensors, rate: float, settled: float, moves: bool
+        self, grads: Tensors, states: list[LeafState], params: Tensors, rate: float, settled: float, moves: bool
     ) -> None:
         """The second phase in foreach operations."""
         moments, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
@@ -120,7 +120,7 @@ class QAdamOptimizer(TorchOptimizer):
         return f"qadam({', '.join(written)})"
 
 
-@checked("betas", "eps", "weight_decay", "bagua_exact")
+@arguments.checked("betas", "eps", "weight_decay", "bagua_exact")
 def qadam(
     lr: float | Callable[[int], float] = 1e-3,
     *,

@@ -1,0 +1,79 @@
+"""Optimizers as pairs of pure functions, ``init(params)`` and ``update(grads, state, params)``, as in optax."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ltx.core.optim import (
+    ClipState,
+    LossState,
+    Optimizer,
+    TorchState,
+    apply_updates,
+    chain,
+    clip_by_global_norm,
+    clip_by_value,
+    from_functions,
+    from_torch,
+    grad_norm,
+    identity,
+    measure_global_norm,
+    with_loss,
+)
+
+if TYPE_CHECKING:
+    from ltx.optim.averages import EmaState, averaged, ema
+    from ltx.optim.by_path import masked, partition
+    from ltx.optim.noise import add_noise
+    from ltx.optim.quantized_adam import qadam
+    from ltx.optim.schedules import adjust, adjustable, from_scheduler, linear, reduce_on_plateau, warmup_cosine
+
+__all__ = [
+    "ClipState",
+    "EmaState",
+    "LossState",
+    "Optimizer",
+    "TorchState",
+    "add_noise",
+    "adjust",
+    "adjustable",
+    "apply_updates",
+    "averaged",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "ema",
+    "from_functions",
+    "from_scheduler",
+    "from_torch",
+    "grad_norm",
+    "identity",
+    "linear",
+    "masked",
+    "measure_global_norm",
+    "partition",
+    "qadam",
+    "reduce_on_plateau",
+    "warmup_cosine",
+    "with_loss",
+]
+
+# Most programs need few of these, and making their dataclasses takes time: each module is imported at first use.
+_LATER = {
+    **dict.fromkeys(("EmaState", "averaged", "ema"), "averages"),
+    **dict.fromkeys(("masked", "partition"), "by_path"),
+    "add_noise": "noise",
+    "qadam": "quantized_adam",
+    **dict.fromkeys(
+        ("adjust", "adjustable", "from_scheduler", "linear", "reduce_on_plateau", "warmup_cosine"), "schedules"
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
