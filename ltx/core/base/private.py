@@ -91,6 +91,16 @@ unwrapped_once: Callable[[Any], Any] = _of_torch("torch._C._functorch:get_unwrap
 add_batch_dim: Callable[..., torch.Tensor] = _of_torch("torch._C._functorch:_add_batch_dim")
 #: The tensor inside a wrapper whose transform has ended; any other tensor unchanged.
 unwrapped_if_dead: Callable[[torch.Tensor], torch.Tensor] = _of_torch("torch._C._functorch:unwrap_if_dead")
+#: The innermost transform, as an object that unwraps and wraps tensors; a context that runs an autograd Function at it.
+innermost: Callable[[], Any] = _of_torch("torch._functorch.pyfunctorch:retrieve_current_functorch_interpreter")
+in_single_level: Callable[[], Any] = _of_torch(
+    "torch._functorch.autograd_function:enable_single_level_autograd_function"
+)
+SingleLevelFunction: Any = _of_torch("torch.autograd.function:_SingleLevelFunction")
+wrap_for_grad, unwrap_for_grad = (
+    _of_torch("torch._C._functorch:_wrap_for_grad"),
+    _of_torch("torch._C._functorch:_unwrap_for_grad"),
+)
 
 
 def unwrapped(x: T) -> T:

@@ -70,10 +70,13 @@ def entered(rule: Rule | str) -> str:
 class Function(torch.autograd.Function):
     """torch's Function with a faster ``apply``: torch 2.13 inspects forward's signature at each call (50 µs).
 
+
     Two faults of forward mode are mended. torch turns forward mode off while it runs a ``jvp``, which would silently
     lose an outer level's tangents of the tangents. And outside of torch.func, if the output is a view, torch refuses a
     tangent that isn't.
     """
+
+    _recorded: _Recorded
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -91,6 +94,7 @@ class Function(torch.autograd.Function):
 
         forward.__signature__ = inspect.signature(run)  # type: ignore[attr-defined]
         cls.forward, cls.jvp = staticmethod(forward), staticmethod(jvp)  # type: ignore[method-assign]
+        cls._recorded = _Recorded(cls)
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -106,6 +110,9 @@ class Function(torch.autograd.Function):
                 args = tuple([private.unwrapped_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args])
             return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
         traced.refuse_blind()
+        level = private.innermost()
+        if level.key() == private.TransformType.Grad and not torch.overrides.has_torch_function(args):
+            return cls._recorded.apply(level, args)
         try:
             return super().apply(*args)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -115,6 +122,45 @@ class Function(torch.autograd.Function):
                     "what ltx gives to make_fx and torch.compile is functional already."
                 ) from None
             raise
+
+
+class _Recorded:
+    """The rule of one of :class:`Function`'s subclasses at a level of ``torch.func.grad``.
+
+    It runs below the level, and the level records it. It does what torch's ``custom_function_call_grad`` does, which
+    takes arguments and outputs for trees, and flattens them eight times.
+    """
+
+    def __init__(self, cls: type[Function]):
+        self._cls = cls
+        of: dict[str, Any] = {"forward": self.forward, "setup_context": self.setup_context, "backward": self.backward}
+        rules = {name: staticmethod(rule) for name, rule in of.items()}
+        self._recording: Any = type(f"{cls.__name__}Generated", (private.SingleLevelFunction,), rules)
+
+    def apply(self, level: Any, args: Sequence[Any]) -> Any:
+        lift = level._cptr.lift
+        given = [lift(private.unwrapped_if_dead(x)) if isinstance(x, torch.Tensor) else x for x in args]
+        with private.in_single_level():
+            return self._recording.apply(level, *given)
+
+    def forward(self, level: Any, *args: Any) -> Any:
+        number = level.level()
+        inner = [private.unwrap_for_grad(x, number) if isinstance(x, torch.Tensor) else x for x in args]
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), level.lower():
+            outputs = self._cls.apply(*inner)
+        same = dict(zip(map(id, inner), args, strict=True))  # autograd knows an input that is returned by its identity
+        wrapped = [
+            same[id(y)] if id(y) in same else private.wrap_for_grad(y, number) if isinstance(y, torch.Tensor) else y
+            for y in (outputs if isinstance(outputs, tuple) else (outputs,))
+        ]
+        return tuple(wrapped) if isinstance(outputs, tuple) else wrapped[0]
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        self._cls.setup_context(ctx, inputs[1:], output)
+
+    def backward(self, ctx: Any, *cotangents: Any) -> Any:
+        found = self._cls.backward(ctx, *cotangents)
+        return (None, *(found if isinstance(found, tuple) else (found,)))
 
 
 def in_autograd_vmap() -> bool:

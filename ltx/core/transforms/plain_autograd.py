@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.planning import tracked
 from ltx.core.ranks.batched import in_front
 from ltx.core.transforms.checkpoints import checkpoints_allowed
-from ltx.core.transforms.closure_check import is_wrapped, watch_for_traced_values
+from ltx.core.transforms.closure_check import watch_for_traced_values
 from ltx.core.transforms.functional_call import Calls
 
 
@@ -72,7 +74,7 @@ class Call:
     def __init__(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.step = step
         self.leaves, self.spec = tree.flatten((args, kwargs))
-        self.wrapped = [i for i, x in enumerate(self.leaves) if is_wrapped(x)]
+        self.wrapped = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and private.is_wrapped(x)]
         self._wanted = [tracked(self.leaves[i]) for i in self.wrapped]
         self.calls, self._schedule = Calls(), None
         self.inputs: list[torch.Tensor] = []
@@ -130,7 +132,12 @@ class Below(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        return (None, *Pull.apply(ctx.call, False, *cotangents))
+        kinds = _levels()
+        if kinds not in ([], [private.TransformType.Grad]) or private.has_tangents() or any(map(tracked, cotangents)):
+            return (None, *Pull.apply(ctx.call, False, *cotangents))
+        # Nobody differentiates or maps these gradients: at the level they are constants.
+        with torch.no_grad(), private.innermost().lower() if kinds else nullcontext():
+            return (None, *ctx.call.pull([*map(private.unwrapped, cotangents)], False))
 
 
 class Pull(Function):
@@ -172,16 +179,21 @@ def _once_only() -> UnsupportedError:
     )
 
 
+def _levels() -> list[Any]:
+    """The kinds of the active transforms, outermost first."""
+    return [level.key() for level in private.interpreter_stack() or ()]
+
+
 def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether a step of `params` and `others` can run below the transform around it."""
-    levels = [level.key() for level in private.interpreter_stack() or ()]
-    if levels != [private.TransformType.Grad] or private.has_tangents():
+    if _levels() != [private.TransformType.Grad] or private.has_tangents():
         return False
     tensors = [x for x in (*params, *others) if isinstance(x, torch.Tensor)]
+    inner = [private.unwrapped_once(x) if private.is_wrapped(x) else x for x in tensors]
     return (
-        any(tracked(x) for x in params)
+        any(map(tracked, params))
         and not any(tracked(x) for x in others if isinstance(x, torch.Tensor))
-        and not any((private.unwrapped_once(x) if is_wrapped(x) else x).requires_grad for x in tensors)
+        and not any(map(attrgetter("requires_grad"), inner))
     )
 
 
