@@ -3,22 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ltx.core.optim import (
-    ClipState,
-    LossState,
-    Optimizer,
-    TorchState,
-    apply_updates,
-    chain,
-    clip_by_global_norm,
-    clip_by_value,
-    from_functions,
-    from_torch,
-    grad_norm,
-    identity,
-    measure_global_norm,
-    with_loss,
-)
+from ltx.extend import optimizers
 
 if TYPE_CHECKING:
     from ltx.optim.averages import EmaState, averaged, ema
@@ -26,6 +11,21 @@ if TYPE_CHECKING:
     from ltx.optim.noise import add_noise
     from ltx.optim.quantized_adam import qadam
     from ltx.optim.schedules import adjust, adjustable, from_scheduler, linear, reduce_on_plateau, warmup_cosine
+
+ClipState = optimizers.ClipState
+LossState = optimizers.LossState
+Optimizer = optimizers.Optimizer
+TorchState = optimizers.TorchState
+apply_updates = optimizers.apply_updates
+chain = optimizers.chain
+clip_by_global_norm = optimizers.clip_by_global_norm
+clip_by_value = optimizers.clip_by_value
+from_functions = optimizers.from_functions
+from_torch = optimizers.from_torch
+grad_norm = optimizers.grad_norm
+identity = optimizers.identity
+measure_global_norm = optimizers.measure_global_norm
+with_loss = optimizers.with_loss
 
 __all__ = [
     "ClipState",
