@@ -29,6 +29,7 @@ try:
 
     # --- communication and axes
     from ltx.core.comm import axis_from_group, debug_checks
+    from ltx.core.comm.transport import Transports
     from ltx.core.ranks.axis import Axis
     from ltx.core.ranks.simulated import vmap
 
@@ -37,9 +38,11 @@ try:
     from ltx.core.world.failures import hide_ours
     from ltx.core.world.init import init, to_device
     from ltx.core.world.world import World, shutdown, world
+    from ltx.shared_memory.transport import open_transport
     from ltx.strategies import DDPStrategy
 
     HandedIn.strategy, HandedIn.hooks = DDPStrategy(), hooks
+    Transports.open = open_transport
 
     # --- training
     from ltx.core.training import *

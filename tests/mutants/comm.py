@@ -1,4 +1,4 @@
-"""Defects in ltx.core.comm: shared memory, what ranks compare, what they find out about one another."""
+"""Defects in ltx.core.comm and ltx.shared_memory: what ranks send, compare, and find out about one another."""
 
 from tests.mutants.mutant import Mutant
 
@@ -9,7 +9,7 @@ MUTANTS = (
         old="entry.place >= self._least(EMPTIED) + SLOTS:",
         new="entry.place >= self._counters[self.rank][EMPTIED] + SLOTS:",
         breaks="a fast rank overwrites what a slow one hasn't read yet",
-        tests=("tests/internal/comm/test_shared_memory_faults.py",),
+        tests=("tests/internal/shared_memory/test_faults.py",),
     ),
     Mutant(
         name="comm: a chunk is reduced before all have filled it",
@@ -17,7 +17,7 @@ MUTANTS = (
         old="if entry is None or self._least(FILLED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][FILLED] <= entry.place:",
         breaks="sums of what lay in the memory before",
-        tests=("tests/internal/comm/test_shared_memory.py",),
+        tests=("tests/internal/shared_memory/test_transport.py",),
     ),
     Mutant(
         name="comm: a chunk is taken before all have reduced it",
@@ -25,7 +25,7 @@ MUTANTS = (
         old="self._counters[self.rank][REDUCED] if chunk.reduce is None else self._least(REDUCED)",
         new="self._counters[self.rank][REDUCED]",
         breaks="parts of a sum that other ranks add up are read too early",
-        tests=("tests/internal/comm/test_shared_memory.py",),
+        tests=("tests/internal/shared_memory/test_transport.py",),
     ),
     Mutant(
         name="comm: every input in the room stays there",
@@ -33,7 +33,7 @@ MUTANTS = (
         old="if chunk.reduce is not None and ROOM <= place < self._untouched:",
         new="if ROOM <= place < self._untouched:",
         breaks="what isn't reduced is taken out of slots, in which it doesn't lie",
-        tests=("tests/internal/comm/test_shared_memory_faults.py",),
+        tests=("tests/internal/shared_memory/test_faults.py",),
     ),
     Mutant(
         name="comm: tags aren't compared",
@@ -51,7 +51,7 @@ MUTANTS = (
         old="lost.append(rank)",
         new="pass",
         breaks="its peers wait for the timeout",
-        tests=("tests/internal/comm/test_shared_memory.py::test_a_survivor_names_the_peer",),
+        tests=("tests/internal/shared_memory/test_transport.py::test_a_survivor_names_the_peer",),
     ),
     Mutant(
         name="comm: a failure halfway isn't told",
@@ -60,8 +60,8 @@ MUTANTS = (
         new="",
         breaks="peers wait for a rank whose end of the shared memory has failed",
         tests=(
-            "tests/internal/comm/test_shared_memory_faults.py::test_progress_that_always_raises_fails_the_transport_and_tells",
-            "tests/internal/comm/test_shared_memory_faults.py::test_all_ranks_hear_of_it",
+            "tests/internal/shared_memory/test_faults.py::test_progress_that_always_raises_fails_the_transport_and_tells",
+            "tests/internal/shared_memory/test_faults.py::test_all_ranks_hear_of_it",
         ),
     ),
     Mutant(
@@ -98,7 +98,7 @@ MUTANTS = (
         breaks="after a timeout what is issued next pairs with what peers issued before",
         tests=(
             "tests/contract/comm/test_axis_comm.py",
-            "tests/internal/comm/test_shared_memory_faults.py",
+            "tests/internal/shared_memory/test_faults.py",
         ),
     ),
     Mutant(

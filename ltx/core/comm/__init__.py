@@ -32,8 +32,6 @@ from ltx.core.comm.registry import open_axis as open_axis
 from ltx.core.comm.registry import processes_of_peers as processes_of_peers
 from ltx.core.comm.registry import resolve as resolve
 from ltx.core.comm.registry import size_and_rank as size_and_rank
-from ltx.core.comm.shared_memory import any_transport_busy as any_transport_busy
-from ltx.core.comm.shared_memory import progress_everywhere as progress_everywhere
 from ltx.core.comm.signature import RAISED as RAISED
 from ltx.core.comm.signature import Agreement as Agreement
 from ltx.core.comm.signature import Signature as Signature
@@ -48,4 +46,6 @@ from ltx.core.comm.step_summary import end_pass as end_pass
 from ltx.core.comm.step_summary import number_in_graph as number_in_graph
 from ltx.core.comm.step_summary import read_last_summary as read_last_summary
 from ltx.core.comm.store_exchange import StoreExchange as StoreExchange
+from ltx.core.comm.transport import any_transport_busy as any_transport_busy
+from ltx.core.comm.transport import progress_everywhere as progress_everywhere
 from ltx.core.comm.watcher import DEFAULT_HEARTBEAT_S as DEFAULT_HEARTBEAT_S

@@ -32,9 +32,9 @@ from ltx.core.comm.debug import BUCKETS, caller, under_way
 from ltx.core.comm.diagnosis import OPENED, Failed, Status
 from ltx.core.comm.negotiation import Negotiation
 from ltx.core.comm.passes import Passes
-from ltx.core.comm.shared_memory import SharedMemoryTransport, open_transport
 from ltx.core.comm.signature import Agreement, Seen, Signature
 from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore
+from ltx.core.comm.transport import Transport, Transports
 from ltx.core.comm.watcher import PATIENCE_S, hold_watcher, release_watcher
 from ltx.core.ranks.backings import Part, Ranks
 
@@ -72,7 +72,7 @@ class AxisComm(Ranks):
         self.name = f"ranks {self.global_ranks}, {number}" if name is None else name
         self._store = TimeoutStore(PrefixStore(f"{self.label}/", self.watcher.store), self.watcher.store_caller)
         self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self._look_out)
-        self._transport: SharedMemoryTransport | None = None  # of the user's channel
+        self._transport: Transport | None = None  # of the user's channel
         self._opened = False
         self.passes = Passes(self)
         self.negotiation = Negotiation(self)
@@ -153,7 +153,7 @@ class AxisComm(Ranks):
         transport = None
         # Not if the host's backend orders streams, as the backend in tests/streams does.
         if not background and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
-            transport = open_transport(
+            transport = Transports.open(
                 self.rank,
                 lambda at, mine: self.store_exchange.exchange(f"{name}/{at}", mine, f"opening axis {self.name!r}"),
             )

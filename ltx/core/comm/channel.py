@@ -37,15 +37,9 @@ from ltx.core.comm import ledger
 from ltx.core.comm.backends import Backends, HostCopy, StreamGroup, is_of_network, is_out_of_memory, to_device
 from ltx.core.comm.negotiation import Negotiation
 from ltx.core.comm.operations import OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
-from ltx.core.comm.shared_memory import (
-    SharedMemoryTransport,
-    SharedMemoryWork,
-    any_transport_busy,
-    progress_everywhere,
-    wait_for,
-)
 from ltx.core.comm.signature import Agreement
 from ltx.core.comm.store_exchange import poll_until
+from ltx.core.comm.transport import Transport, TransportWork, any_transport_busy, progress_everywhere, wait_for
 from ltx.core.comm.watcher import PATIENCE_S
 
 #: How to find the call in which ranks differ.
@@ -60,7 +54,7 @@ class Work:
     """A started collective. :meth:`wait` returns its result; nothing may read the buffer before."""
 
     _channel: Channel
-    _work: dist.Work | SharedMemoryWork | None
+    _work: dist.Work | TransportWork | None
     _value: torch.Tensor
     _label: str
     _event: ledger.Event | None
@@ -90,10 +84,9 @@ class Work:
     @property
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        if isinstance(self._work, SharedMemoryWork):
-            assert self._channel.transport is not None
+        if isinstance(self._work, TransportWork):
             progress_everywhere()
-            return self._work.completed or bool(self._channel.transport.failures())
+            return self._work.completed or bool(self._work.transport.failures())
         if self._work is None or self._ordered or self._work.is_completed():
             return True
         # Whether a wait would raise.
@@ -111,7 +104,7 @@ class Work:
             return self._value
         began = time.perf_counter()
         try:
-            if isinstance(work, SharedMemoryWork):
+            if isinstance(work, TransportWork):
                 self._pass(work, began)
             elif self._ordered:
                 self._order(work, self._ordered)
@@ -135,7 +128,7 @@ class Work:
     def read(self) -> HostCopy:
         """The result, as it is copied to the host: :meth:`Channel.wait_for_host` waits for it."""
         started, group = self._work, self._ordered
-        if group is None or started is None or isinstance(started, SharedMemoryWork):
+        if group is None or started is None or isinstance(started, TransportWork):
             return HostCopy(self.wait())
 
         def arrived() -> bool:
@@ -176,13 +169,12 @@ class Work:
             self._channel.explain(error, self.number, self._label)
             raise
 
-    def _pass(self, work: SharedMemoryWork, began: float) -> None:
+    def _pass(self, work: TransportWork, began: float) -> None:
         channel = self._channel
-        assert channel.transport is not None
         while not wait_for(work, TICK.total_seconds()):
-            if channel.transport.failures():
-                raise channel.transport_failed(self._label) from channel.transport.error
-            lost = channel.transport.lost_peers()
+            if work.transport.failures():
+                raise channel.transport_failed(self._label) from work.transport.error
+            lost = work.transport.lost_peers()
             # This comes first: a peer that ended may have said why.
             channel.look_around(began, self.number, self._label, now=bool(lost))
             if lost:
@@ -216,7 +208,7 @@ class Channel:
     group: Any  # the group for tensors on the host; None once it was dropped
     timeout_s: float
     negotiation: Negotiation
-    transport: SharedMemoryTransport | None  # shared memory, if all ranks are on one machine
+    transport: Transport | None  # shared memory, if all ranks are on one machine
     stream_group: StreamGroup | None  # the group for tensors on the device, if the axis has a stream-ordered backend
     _backends: Backends
     failed: LtxError | None = None  # the error after which a collective never completed
