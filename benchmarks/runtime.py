@@ -1,4 +1,4 @@
-"""What a pool's workers cost: starting them, a call, results of 100 MB, an interrupt, a failure on one rank.
+"""What a pool's workers cost: a start, a call, results of 100 MB, an interrupt, a failure on one rank, a new world.
 
     python -m benchmarks.runtime [--rounds 5]
 
@@ -19,7 +19,7 @@ from contextlib import suppress
 import torch
 
 import ltx
-from ltx.errors import WorkerError
+from ltx.errors import LtxError, WorkerError
 
 #: What is measured, with the goal as it is printed.
 GOALS = {
@@ -32,6 +32,7 @@ GOALS = {
     "Ctrl-C while one rank waits for the other": "1 s at most",
     "a failure on one rank, the other waits for it": "2 s at most",
     "the next call after that": "",
+    "a new world after a failed step, 2 ranks": "1 s at most",
     "ltx.launch of 2, fork": "",
 }
 
@@ -113,6 +114,25 @@ def failed(pool: ltx.Pool) -> float:
     return time.perf_counter() - began
 
 
+def begin_anew() -> float:
+    """Leave a step on rank 1 alone, as for want of memory, and begin a new world; how long until its first sum."""
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if ltx.world().rank == 1:
+            raise MemoryError
+        return (w * x).sum()
+
+    with suppress(MemoryError, LtxError):
+        ltx.grad(ltx.data_parallel(loss))(torch.ones(1000), torch.ones(1000))
+        raise AssertionError("rank 0 hasn't heard of it")
+    return taken_s(lambda: (ltx.init(), ltx.psum(torch.ones(1))))
+
+
+def new_world(pool: ltx.Pool) -> float:
+    """From the failure to a sum in the new world, on the slower rank."""
+    return max(pool.run(begin_anew))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,6 +151,7 @@ def main() -> None:
             "Ctrl-C while one rank waits for the other": lambda: interrupted(two),
             "a failure on one rank, the other waits for it": lambda: failed(two),
             "the next call after that": lambda: taken_s(lambda: two.run(nothing)),
+            "a new world after a failed step, 2 ranks": lambda: new_world(two),
             "ltx.launch of 2, fork": lambda: taken_s(lambda: ltx.launch(nothing, 2, start_method="fork")),
         }
         times: dict[str, list[float]] = {name: [] for name in measures}

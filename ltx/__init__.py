@@ -28,7 +28,9 @@ try:
     from ltx.core.collectives import *
 
     # --- communication and axes
-    from ltx.core.comm import axis_from_group, debug_checks
+    from ltx.core.comm import HandedIn as _OfAxes
+    from ltx.core.comm import axis_from_group
+    from ltx.core.comm.transport import Transports
     from ltx.core.ranks.axis import Axis
     from ltx.core.ranks.simulated import vmap
 
@@ -37,9 +39,14 @@ try:
     from ltx.core.world.failures import hide_ours
     from ltx.core.world.init import init, to_device
     from ltx.core.world.world import World, shutdown, world
+    from ltx.peers.debug import debug_checks
+    from ltx.peers.meeting import Meeting as _Meeting
+    from ltx.peers.negotiation import Negotiation as _Negotiation
+    from ltx.shared_memory.transport import open_transport
     from ltx.strategies import DDPStrategy
 
     HandedIn.strategy, HandedIn.hooks = DDPStrategy(), hooks
+    _OfAxes.peers, _OfAxes.meeting, Transports.open = _Negotiation, _Meeting, open_transport
 
     # --- training
     from ltx.core.training import *

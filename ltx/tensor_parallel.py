@@ -85,7 +85,7 @@ class Layout:
     def check(self, step: Any, paths: Sequence[str]) -> None:
         """Raise unless the step's strategy can reduce the gradients of these leaves over its axis, part by part."""
         axis, strategy = comm.resolve(step.axis), step.strategy
-        others = set() if axis.comm is None else {*dist.get_process_group_ranks(axis.comm.group)} - {dist.get_rank()}
+        others = {*_ranks_of(axis)} - {dist.get_rank()}
         for path, spec in zip(paths, self.specs, strict=True):
             if spec is not None and (shared := sorted(others & {*spec.mesh.mesh.flatten().tolist()})):
                 raise UnsupportedError(
@@ -105,6 +105,11 @@ class Layout:
                     f"leaf {split[0]!r} is a DTensor, split over ranks{among}. What {part} makes of a number depends "
                     f"on others: use ltx.hooks.FP16() or BF16(){', or place all parameters alike' if among else ''}."
                 )
+
+
+def _ranks_of(axis: Any) -> list[int]:
+    """The ranks of the world on `axis`."""
+    return [dist.get_rank()] if axis.comm is None else dist.get_process_group_ranks(axis.comm.group)
 
 
 def _hooks_in(values: Iterable[Any]) -> Iterator[CommHook]:
@@ -277,7 +282,8 @@ class DTensorTrainStep:
         known, specs = {*tree.leaf_paths(parts.trained)}, zip(tree.leaf_paths(parts.params), layout.specs, strict=True)
         trained = Layout(tuple(spec for path, spec in specs if path in known))
         self._of(layout, trained)  # raises for optimizers that need whole parameters
-        return DTensorState(parts, layout, trained)
+        held_by = tuple(_ranks_of(comm.resolve(self.train.step.axis))) if any(layout.split_over) else ()
+        return DTensorState(replace(parts, layout=replace(parts.layout, held_by=held_by)), layout, trained)
 
     def __call__(self, state: DTensorState, *args: Any, **named: Any) -> tuple[DTensorState, ltx.Metrics]:
         parts, metrics = self._of(state.layout, state.trained)(state.parts, *args, **named)

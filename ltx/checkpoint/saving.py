@@ -136,6 +136,14 @@ def begin_saving(
         if together.comm is not None:  # raises if the device couldn't compute the state
             comm.read_last_summary(together.comm)
         own, common, position = _contents(state, together.rank, data, rng)
+        savers = [0] if together.comm is None else together.comm.global_ranks
+        if state.layout.held_by and not {*savers} <= {*state.layout.held_by}:
+            raise InputError(
+                "checkpoint: the state is of parts of DTensors, and ranks that hold others would save to the same "
+                "directory, which keeps one rank's for all. Save those of each rank of the model in a directory of "
+                "their own: ltx.checkpoint.save(f\"{path}/{mesh['model'].get_local_rank()}\", state.parts, "
+                "axis=mesh['data'])."
+            )
         if together.rank == 0:
             base.mkdir(parents=True, exist_ok=True)
             final = directory.step_path(base, state.step)

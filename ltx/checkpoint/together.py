@@ -119,7 +119,7 @@ class Together:
             return [post]
         if self._at == 0:  # peers may be at another call
             try:
-                posts = self.comm.negotiation.exchange_values(self._signature, post, f"{self._places}/1")
+                posts = self.comm.peers.exchange_values(self._signature, post, f"{self._places}/1")
                 self._at = 1
                 return posts
             except StoreGoneError as error:
@@ -139,7 +139,7 @@ class Together:
                 f"{self.operation}: the ranks' store is gone, and they can't use {self._folder} instead: "
                 f"{said_of(error)[1]}"
             ) from error
-        name = hashlib.sha1(f"{self.comm.label} of {self.comm.watcher.world}".encode()).hexdigest()[:12]
+        name = hashlib.sha1(f"{self.comm.label} of {self.comm.peers.world}".encode()).hexdigest()[:12]
         self._exchange = self.comm.store_exchange.in_file(self._folder / f"{EXCHANGE}{name}")
 
     @contextmanager
@@ -165,7 +165,7 @@ class Together:
                 self._use_file(gone)
             for at in range(self._at + 1, max(self._at + 1, _HEARD) + 1):
                 if at == 1 and self._exchange is self.comm.store_exchange:
-                    self.comm.negotiation.announce(f"{self._places}/1", Post(self._signature, post))
+                    self.comm.peers.announce(f"{self._places}/1", Post(self._signature, post))
                 else:
                     self._exchange.announce(f"{self._places}/{at}", post)
         if self._exchange is not self.comm.store_exchange:  # a file stays readable after this rank ends

@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="All other options of torchrun, which this is built on, work too: torchrun --help",
         parents=[ranks, all_others],
         conflict_handler="resolve",
+        allow_abbrev=False,  # a script's --log would be an ambiguous --log-dir or --logs-specs
     )
     if "PET_MASTER_PORT" not in os.environ:
         parser.set_defaults(master_port=None)  # before torch 2.12 the default is a fixed number

@@ -31,7 +31,6 @@ import torch.distributed as dist
 
 from ltx.core import comm
 from ltx.core.comm.pickling import KEY
-from ltx.core.comm.watcher import Watcher
 from ltx.core.ranks.axis import set_world_axes
 from ltx.core.world.failures import LTX_HOME
 from ltx.core.world.groups import loopback_store
@@ -40,6 +39,8 @@ from ltx.core.world.launchers import POOL_VARIABLE
 from ltx.core.world.placement import LOOPBACK
 from ltx.core.world.world import abandon, accelerators, calls, forget, go_on, process
 from ltx.errors import LtxError, UnsupportedError, WorkerError
+from ltx.peers.negotiation import Negotiation
+from ltx.peers.watcher import Watcher
 from ltx.runtime import messages, show
 from ltx.runtime.failures import failure_of, places_of
 from ltx.runtime.messages import Call, Message, Modules, pack, receive
@@ -190,7 +191,7 @@ class _WorkerLoop:
 
     def counted(self, call: int = 0) -> Watcher | None:
         """The world's watcher, which is told of the `call` and of those returned; None without a world."""
-        watcher = next((axis.comm.watcher for axis in comm.open_axes() if axis.comm is not None), None)
+        watcher = next((peers.watcher for peers in comm.all_peers() if isinstance(peers, Negotiation)), None)
         if watcher is not None:
             main = threading.main_thread().ident or 0
             watcher.call = call or watcher.call

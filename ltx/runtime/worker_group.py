@@ -18,7 +18,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from ltx.core.comm import kernel
+from ltx.core.base import kernel
 from ltx.errors import CallInterruptedError, WorkerError
 from ltx.runtime import messages
 from ltx.runtime.failures import exit_text, failure_of, told_where

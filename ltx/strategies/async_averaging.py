@@ -197,7 +197,7 @@ class AsyncAveraging(NodeStrategy):
             period, delay = self.schedule
             since = info.step - self.warmup_steps
             return since >= delay and (since - delay) % period == 0, since % period == 0
-        if info.axis.comm is not None and (error := info.axis.comm.negotiation.diagnosed(in_pass=False)) is not None:
+        if info.axis.comm is not None and (error := info.axis.comm.peers.diagnosed(in_pass=False)) is not None:
             raise error  # steps between rounds wait for nobody, and would go on for ever
         mean = None if pending is None else pending.mean
         late = pending is None or time.monotonic() - pending.began_s >= self.sync_interval_ms / 1000

@@ -1,4 +1,4 @@
-"""Defects in ltx.core.comm: shared memory, what ranks compare, what they find out about one another."""
+"""Defects in ltx.core.comm and ltx.shared_memory: what ranks send, compare, and find out about one another."""
 
 from tests.mutants.mutant import Mutant
 
@@ -9,7 +9,7 @@ MUTANTS = (
         old="entry.place >= self._least(EMPTIED) + SLOTS:",
         new="entry.place >= self._counters[self.rank][EMPTIED] + SLOTS:",
         breaks="a fast rank overwrites what a slow one hasn't read yet",
-        tests=("tests/internal/comm/test_shared_memory_faults.py",),
+        tests=("tests/internal/shared_memory/test_faults.py",),
     ),
     Mutant(
         name="comm: a chunk is reduced before all have filled it",
@@ -17,7 +17,7 @@ MUTANTS = (
         old="if entry is None or self._least(FILLED) <= entry.place:",
         new="if entry is None or self._counters[self.rank][FILLED] <= entry.place:",
         breaks="sums of what lay in the memory before",
-        tests=("tests/internal/comm/test_shared_memory.py",),
+        tests=("tests/internal/shared_memory/test_transport.py",),
     ),
     Mutant(
         name="comm: a chunk is taken before all have reduced it",
@@ -25,7 +25,7 @@ MUTANTS = (
         old="self._counters[self.rank][REDUCED] if chunk.reduce is None else self._least(REDUCED)",
         new="self._counters[self.rank][REDUCED]",
         breaks="parts of a sum that other ranks add up are read too early",
-        tests=("tests/internal/comm/test_shared_memory.py",),
+        tests=("tests/internal/shared_memory/test_transport.py",),
     ),
     Mutant(
         name="comm: every input in the room stays there",
@@ -33,7 +33,7 @@ MUTANTS = (
         old="if chunk.reduce is not None and ROOM <= place < self._untouched:",
         new="if ROOM <= place < self._untouched:",
         breaks="what isn't reduced is taken out of slots, in which it doesn't lie",
-        tests=("tests/internal/comm/test_shared_memory_faults.py",),
+        tests=("tests/internal/shared_memory/test_faults.py",),
     ),
     Mutant(
         name="comm: tags aren't compared",
@@ -51,7 +51,7 @@ MUTANTS = (
         old="lost.append(rank)",
         new="pass",
         breaks="its peers wait for the timeout",
-        tests=("tests/internal/comm/test_shared_memory.py::test_a_survivor_names_the_peer",),
+        tests=("tests/internal/shared_memory/test_transport.py::test_a_survivor_names_the_peer",),
     ),
     Mutant(
         name="comm: a failure halfway isn't told",
@@ -60,8 +60,8 @@ MUTANTS = (
         new="",
         breaks="peers wait for a rank whose end of the shared memory has failed",
         tests=(
-            "tests/internal/comm/test_shared_memory_faults.py::test_progress_that_always_raises_fails_the_transport_and_tells",
-            "tests/internal/comm/test_shared_memory_faults.py::test_all_ranks_hear_of_it",
+            "tests/internal/shared_memory/test_faults.py::test_progress_that_always_raises_fails_the_transport_and_tells",
+            "tests/internal/shared_memory/test_faults.py::test_all_ranks_hear_of_it",
         ),
     ),
     Mutant(
@@ -98,7 +98,7 @@ MUTANTS = (
         breaks="after a timeout what is issued next pairs with what peers issued before",
         tests=(
             "tests/contract/comm/test_axis_comm.py",
-            "tests/internal/comm/test_shared_memory_faults.py",
+            "tests/internal/shared_memory/test_faults.py",
         ),
     ),
     Mutant(
@@ -135,11 +135,11 @@ MUTANTS = (
     ),
     Mutant(
         name="comm: nobody looks for deadlocks",
-        where="Channel.look_around",
-        old="self.negotiation.check_deadlock(self, number, label)",
-        new="pass",
+        where="Negotiation.waiting",
+        old="if PATIENCE_S < waited_s < channel.timeout_s:",
+        new="if False:",
         breaks="ranks that wait for each other wait for the timeout",
-        tests=("tests/internal/comm/test_deadlock.py::test_a_collective_that_one_rank_alone_calls",),
+        tests=("tests/internal/peers/test_deadlock.py::test_a_collective_that_one_rank_alone_calls",),
     ),
     Mutant(
         name="comm: who goes on counts as stuck",
@@ -148,8 +148,8 @@ MUTANTS = (
         new="break",
         breaks="a rank that waits for a slow one is told of a deadlock",
         tests=(
-            "tests/internal/comm/test_deadlock.py::test_a_peer_that_does_not_wait_may_still_come",
-            "tests/internal/comm/test_deadlock.py::test_one_that_has_issued_it_is_waited_for_with_reason",
+            "tests/internal/peers/test_deadlock.py::test_a_peer_that_does_not_wait_may_still_come",
+            "tests/internal/peers/test_deadlock.py::test_one_that_has_issued_it_is_waited_for_with_reason",
         ),
     ),
     Mutant(
@@ -158,7 +158,7 @@ MUTANTS = (
         old="record.beat and (why == kernel.GONE or (why and late))",
         new="False",
         breaks="a peer whose machine is gone is waited for until the timeout",
-        tests=("tests/internal/comm/test_watcher.py",),
+        tests=("tests/internal/peers/test_watcher.py",),
     ),
     Mutant(
         name="comm: an object's seal isn't checked",
@@ -171,8 +171,8 @@ MUTANTS = (
     Mutant(
         name="comm: a seal holds for any issue",
         where="_seal",
-        old='about = f"{axis_comm.name} {axis_comm.watcher.world} {rank} {issue} "',
-        new='about = f"{axis_comm.name} {axis_comm.watcher.world} {rank} "',
+        old='about = f"{axis_comm.name} {axis_comm.peers.world} {rank} {issue} "',
+        new='about = f"{axis_comm.name} {axis_comm.peers.world} {rank} "',
         breaks="an object that was sent once can be sent again",
         tests=("tests/internal/collectives/test_objects.py::test_a_seal_is_for_one_rank_issue_and_world",),
     ),

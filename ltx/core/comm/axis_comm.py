@@ -6,9 +6,7 @@ communicators together, in the same order; ``ltx.shutdown`` closes them.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -19,23 +17,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError, WorldError
-from ltx.core.base.private import PrefixStore
 from ltx.core.base.traced import refuse_script
 from ltx.core.comm import backends
-from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, look_out, open_group
+from ltx.core.comm.backends import CommStream, HostCopy, StreamGroup, open_group
 from ltx.core.comm.buffer_pool import BufferPool
 from ltx.core.comm.channel import DRAINING_S, Channel
-from ltx.core.comm.debug import BUCKETS, caller, under_way
-from ltx.core.comm.diagnosis import OPENED, Failed, Status
-from ltx.core.comm.negotiation import Negotiation
-from ltx.core.comm.passes import Passes
-from ltx.core.comm.shared_memory import SharedMemoryTransport, open_transport
+from ltx.core.comm.passes import Failed, Passes
+from ltx.core.comm.peers import BUCKETS, HandedIn, under_way
 from ltx.core.comm.signature import Agreement, Seen, Signature
-from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore
-from ltx.core.comm.watcher import PATIENCE_S, hold_watcher, release_watcher
+from ltx.core.comm.transport import Transport, Transports
 from ltx.core.ranks.backings import Part, Ranks
 
 
@@ -59,22 +51,13 @@ class AxisComm(Ranks):
         self.size = len(self.global_ranks)
         self.timeout = timeout
         self.timeout_s = timeout.total_seconds()
-        self.watcher = hold_watcher(c10d._get_default_store(), dist.get_rank(), heartbeat_s)
-        self._world_store = TimeoutStore(self.watcher.store, self.watcher.store_caller)
-        of_ranks = f"ltx/{name or 'ranks'}/{hashlib.sha1(repr(self.global_ranks).encode()).hexdigest()}"
-        self._count = f"{of_ranks}/opened by {self.rank}"
-        number = self._world_store.add(self._count, 1)
-        #: The label has a number, so that an axis opened after a shutdown finds no old keys in the store.
-        self.label = f"{of_ranks}/{number}"
-        self.name = f"ranks {self.global_ranks}, {number}" if name is None else name
-        self._store = TimeoutStore(PrefixStore(f"{self.label}/", self.watcher.store), self.watcher.store_caller)
-        self.store_exchange = StoreExchange(self._store, self.rank, self.size, self.timeout_s, self._look_out)
-        self._transport: SharedMemoryTransport | None = None  # of the user's channel
-        self._opened = False
+        self.peers = HandedIn.peers(self, name, heartbeat_s)
+        self.label, self.store_exchange = self.peers.label, self.peers.store_exchange
+        self.name = f"ranks {self.global_ranks}, {self.peers.number}" if name is None else name
+        self._transport: Transport | None = None  # of the user's channel
+        self.opened = False
         self.passes = Passes(self)
-        self.negotiation = Negotiation(self)
-        self.watcher.axes[self.label] = self
-        self._meet()
+        self.peers.meet()
         if isinstance(group, NewGroup):
             label = f"{self.label}/group"
             group = open_group(group.ranks, label, group.backend, timeout, self.name, self._refuse_gone)
@@ -94,52 +77,13 @@ class AxisComm(Ranks):
         self.futures: list[Any] = []
         self.under_way = ""  # the name, for errors, of the work on the bucket channels
         self._streams: dict[torch.device, CommStream] = {}
-        self._stream_group = self._open_stream_group()
+        self.stream_group = self._open_stream_group()
         self.user = self._open_channel("user")
         self._transport = self.user.transport
         self.background = self._open_channel("background")
         self.open_phases(1)
-        self._opened = True
-        self.watcher.deadlocks.counts[self.label] = self.negotiation.counts
-
-    def _meet(self) -> None:
-        """Wait in the store until all ranks have come to open the axis.
-
-        torch makes groups in C++. A rank whose peers don't come waits there for as long as the axis' timeout, and
-        neither Ctrl-C nor the end of a peer interrupts that wait.
-        """
-        counts = self.watcher.deadlocks.counts
-        counts[self.label] = lambda: {f"{self.label}/{OPENED}": (1, ())}
-        what = f"opening axis {self.name!r}"
-        try:
-            self.store_exchange.announce(OPENED, None)
-            self.store_exchange.collect(
-                OPENED,
-                what,
-                while_waiting=partial(self._check_opening, what, time.monotonic()),
-                to="open it too",
-                fix=f" All of its ranks, {self.global_ranks} of the world, open it together: by the first collective "
-                "on a process group or DeviceMesh, or by ltx.axis_from_group.",
-            )
-        except BaseException:
-            # Undo the count, so that the next attempt gets the same number; a peer that comes meanwhile mustn't think
-            # that this rank still waits.
-            del counts[self.label], self.watcher.axes[self.label]
-            with suppress(PeerLostError):
-                self.store_exchange.forget(OPENED, [self.rank])
-                self._world_store.add(self._count, -1)
-            release_watcher(self.watcher)
-            raise
-        finally:
-            self.watcher.deadlocks.done()
-
-    def _check_opening(self, what: str, began: float) -> None:
-        look_out()
-        self.negotiation.check_peers(what, in_pass=False, now=bool(self.lost()))
-        self.negotiation.refuse_lost(OPENED, what)
-        if time.monotonic() - began > PATIENCE_S:
-            text = f"{what} ({os.path.basename(caller())})"
-            self.watcher.deadlocks.check(f"{self.label}/{OPENED}", 1, self.global_ranks, lambda: text)
+        self.opened = True
+        self.peers.opened()
 
     def _open_channel(self, name: str) -> Channel:
         """Open the channel called `name`. Opening waits for all ranks."""
@@ -150,14 +94,12 @@ class AxisComm(Ranks):
         transport = None
         # Not if the host's backend orders streams, as the backend in tests/streams does.
         if not background and self.size > 1 and host == "gloo" and self.backends.device_type != "cpu":
-            transport = open_transport(
+            transport = Transports.open(
                 self.rank,
                 lambda at, mine: self.store_exchange.exchange(f"{name}/{at}", mine, f"opening axis {self.name!r}"),
             )
-        stream_group = None if background else self._stream_group
-        channel = Channel(
-            name, self.name, group, self.timeout_s, self.negotiation, transport, stream_group, self.backends
-        )
+        stream_group = None if background else self.stream_group
+        channel = Channel(name, self.name, group, self.timeout_s, self.peers, transport, stream_group, self.backends)
         channel.history = deque(maxlen=_HISTORY) if background else None
         return channel
 
@@ -189,7 +131,7 @@ class AxisComm(Ranks):
         if members not in self._parts:
             ranks = [self.global_ranks[member] for member in members]
             group = NewGroup(ranks, dist.get_backend_config(self.group))
-            self._parts[members] = type(self)(name, group, self.timeout, self.watcher.heartbeat_s)
+            self._parts[members] = type(self)(name, group, self.timeout, self.peers.heartbeat_s)
         return self._parts[members]
 
     @property
@@ -217,11 +159,11 @@ class AxisComm(Ranks):
     def calls(self) -> int:
         """The number of all that this rank has sent, called, compared and exchanged; what failed counts too."""
         channels = sum(channel.begun + channel.issued + channel.compared for channel in self.channels)
-        return channels + self.passes.besides + self.store_exchange.begun + self.negotiation.next_check
+        return channels + self.passes.besides + self.store_exchange.begun + self.peers.next_check
 
     def fail(self, failed: Failed) -> None:
         """The world ends: nothing more is issued, and the device gives up collectives under way."""
-        if self.passes.failed is not None or not self._opened:
+        if self.passes.failed is not None or not self.opened:
             return
         self.passes.failed = failed
         what = f"{failed.what} on axis" if failed.what else "axis"
@@ -231,12 +173,12 @@ class AxisComm(Ranks):
             channel.failed = channel.failed or error
             # Compiled graphs find a process group by its name: they can't use this one either.
             backends.unregister(channel.group)
-        if self._stream_group is not None:
+        if self.stream_group is not None:
             if self.unread is not None:  # no pass has begun since the last one: let the device complete that
                 with suppress(LtxError):
                     self._wait_for_device("the end of the last pass")
             self.abort_device()
-            backends.unregister(self._stream_group.group)
+            backends.unregister(self.stream_group.group)
 
     @property
     def device(self) -> torch.device:
@@ -256,25 +198,25 @@ class AxisComm(Ranks):
     @property
     def device_outstanding(self) -> bool:
         """Whether the device hasn't completed all collectives of the axis yet; see :attr:`StreamGroup.outstanding`."""
-        return self._stream_group is not None and self._stream_group.outstanding
+        return self.stream_group is not None and self.stream_group.outstanding
 
     def note_pass(self) -> None:
         """The host goes on from a pass whose collectives the device may not have completed."""
-        if self._stream_group is not None:
-            self._stream_group.of_last_pass = self._stream_group.last
+        if self.stream_group is not None:
+            self.stream_group.of_last_pass = self.stream_group.last
 
     @property
     def has_lost_pass(self) -> bool:
         """Whether the device has given up collectives of the last pass, whose results the host has taken already."""
-        return self._stream_group is not None and self._stream_group.has_lost_pass
+        return self.stream_group is not None and self.stream_group.has_lost_pass
 
     def abort_device(self) -> None:
         """Have the device give up collectives that wait for peers, as :meth:`StreamGroup.abort`: from any thread.
 
         Waits for these collectives then raise.
         """
-        if self._stream_group is not None:
-            self._stream_group.abort()
+        if self.stream_group is not None:
+            self.stream_group.abort()
 
     def _wait_for_device(self, label: str) -> None:
         self.user.wait_for_host(HostCopy(torch.zeros((), device="cpu"), lambda: not self.device_outstanding), label)
@@ -290,7 +232,7 @@ class AxisComm(Ranks):
         self.closed = True
         parts = [end for part in self.parts for end in (part.close, partial(dist.destroy_process_group, part.group))]
         first = [self.store_exchange.finish, self.buffer_pool.clear, self._look_at_last_pass, self._end_pending]
-        _in_turn([*first, self._end_device, *parts, self._end_watch, self._destroy_groups])
+        _in_turn([*first, self._end_device, *parts, self.peers.close, self._destroy_groups])
 
     def start_anew(self) -> None:
         """All ranks begin a training: complete what some have begun in the background for states that were dropped."""
@@ -310,7 +252,7 @@ class AxisComm(Ranks):
             self.background.drain(lambda own: self.store_exchange.exchange(place, own, during, DRAINING_S))
         for work in list(self.background.works):
             work.give_up()
-        self.negotiation.end()
+        self.peers.end()
 
     def _end_device(self) -> None:
         """Wait until the device has done all its work, whose results states may hold, or gives up after a failure.
@@ -323,33 +265,6 @@ class AxisComm(Ranks):
         finally:
             if self.device_outstanding:
                 self.abort_device()
-
-    def _end_watch(self) -> None:
-        self.watcher.leave(self)
-        self.watcher.deadlocks.counts.pop(self.label, None)
-        release_watcher(self.watcher)
-        self._store.close()
-        self._world_store.close()
-
-    def look_after_device(self) -> None:
-        """Abort collectives for which the device (and so the host) waits in vain. The watcher calls it with each tick.
-
-        The wait that finds the abort says why. Without the store all that is known is that rank 0, which held it, is
-        gone.
-        """
-        group = self._stream_group if self._opened else None
-        if group is None or group.aborted:
-            return
-        if self.watcher.without_store:
-            in_vain = 0 in self.global_ranks and self.watcher.held_by_rank_0
-        else:
-            in_vain = self.negotiation.diagnosed(in_pass=True, issue=group.issue) is not None
-        if (in_vain or group.failed) and group.outstanding:  # not earlier: another thread may be capturing a CUDA graph
-            group.abort()
-
-    def status(self) -> Status:
-        channels = self.channels if self._opened else []
-        return self.negotiation.status({channel.name: channel.begun for channel in channels})
 
     def _destroy_groups(self) -> None:
         for channel in self.channels:
@@ -367,7 +282,7 @@ class AxisComm(Ranks):
     def release(self) -> list[dist.ProcessGroup]:
         """Drop and return the process groups that this axis holds besides those of its channels."""
         groups = [] if self.group is None else [self.group]
-        self.group = self._stream_group = None  # the channels hold the stream group, too
+        self.group = self.stream_group = None  # the channels hold the stream group, too
         return groups
 
     def negotiate(
@@ -379,7 +294,7 @@ class AxisComm(Ranks):
         and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank 0's.
         """
         self.check_usable()
-        self.negotiation.go_on()
+        self.peers.begin()
         refuse_script()
         backends.refuse_capture(lambda: f"rank {self.rank}: {describe().brief} on axis {self.name!r}")
         known = self._known.get(key)
@@ -391,7 +306,7 @@ class AxisComm(Ranks):
                 self.passes.find_dropped()
                 self.check_usable()
             with self.passes.aborted_by(*((DeadlockDetectedError,) if channel in self._phases else ())):
-                value = self.negotiation.compare(channel, signature, offer())
+                value = self.peers.compare(channel, signature, offer())
             known = self._known[key] = Agreement(signature, signature.fingerprint, value)
         return known
 
@@ -429,33 +344,19 @@ class AxisComm(Ranks):
         )
         for channel in self.channels:
             channel.failed = self._fork_error
-        # its messages would look like the rank's
-        self.watcher.store_caller.refuse(str(self._fork_error))
+        self.peers.refuse(str(self._fork_error))
 
     def lost(self) -> list[int]:
-        """The peers on this machine whose processes are known to have died, found without the store.
-
-        When rank 0 ends, its store ends too.
-        """
-        held = self.global_ranks.index(0) if 0 in self.global_ranks and self.watcher.host_gone() else self.rank
-        dead = self._transport.lost_peers() if self._transport is not None else []
-        return sorted({*dead, held} - {self.rank})
+        """The peers on this machine whose processes are known to have died, found without the store."""
+        return self._transport.lost_peers() if self._transport is not None else []
 
     def _refuse_gone(self) -> None:
-        if gone := self.gone():
+        if gone := self.peers.gone():
             who = ", ".join(map(str, gone))
             raise PeerLostError(
                 f"rank {self.rank}: rank {who} was lost while the ranks connected on axis {self.name!r}: its process "
                 "is gone, or shows no sign of life."
             )
-
-    def _look_out(self) -> list[int]:
-        look_out()
-        return self.gone()
-
-    def gone(self) -> list[int]:
-        """The peers whose processes are known to have ended, or whose heartbeats have stopped."""
-        return sorted({*self.lost(), *self.negotiation.silent(), *self.negotiation.ended_peers()})
 
 
 def _in_turn(steps: list[Callable[[], object]]) -> None:

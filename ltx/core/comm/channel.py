@@ -36,17 +36,10 @@ from ltx.core.base.traced import recording
 from ltx.core.comm import ledger
 from ltx.core.comm.backends import Backends, HostCopy, StreamGroup, is_of_network, is_out_of_memory, to_device
 from ltx.core.comm.operations import OPERATIONS, SUMMED, Arguments, as_bytes, as_it_is, bytes_sent, from_bytes
-from ltx.core.comm.peers import Peers
-from ltx.core.comm.shared_memory import (
-    SharedMemoryTransport,
-    SharedMemoryWork,
-    any_transport_busy,
-    progress_everywhere,
-    wait_for,
-)
+from ltx.core.comm.peers import PATIENCE_S, Peers
 from ltx.core.comm.signature import Agreement
 from ltx.core.comm.store_exchange import poll_until
-from ltx.core.comm.watcher import PATIENCE_S
+from ltx.core.comm.transport import Transport, TransportWork, any_transport_busy, progress_everywhere, wait_for
 
 #: How to find the call in which ranks differ.
 WHICH_CALL = "Wrap the program in ltx.debug_checks() to see which call differs."
@@ -60,7 +53,7 @@ class Work:
     """A started collective. :meth:`wait` returns its result; nothing may read the buffer before."""
 
     _channel: Channel
-    _work: dist.Work | SharedMemoryWork | None
+    _work: dist.Work | TransportWork | None
     _value: torch.Tensor
     _label: str
     _event: ledger.Event | None
@@ -90,16 +83,15 @@ class Work:
     @property
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        if isinstance(self._work, SharedMemoryWork):
-            assert self._channel.transport is not None
+        if isinstance(self._work, TransportWork):
             progress_everywhere()
-            return self._work.completed or bool(self._channel.transport.failures())
+            return self._work.completed or bool(self._work.transport.failures())
         if self._work is None or self._ordered or self._work.is_completed():
             return True
         # Whether a wait would raise.
         waited_s, issue = time.perf_counter() - self._begun_s, (self._channel.name, self.number)
         return waited_s >= PATIENCE_S and (
-            waited_s > self._channel.timeout_s or self._channel.negotiation.diagnosed(True, issue) is not None
+            waited_s > self._channel.timeout_s or self._channel.peers.diagnosed(True, issue) is not None
         )
 
     def wait(self) -> torch.Tensor:
@@ -111,7 +103,7 @@ class Work:
             return self._value
         began = time.perf_counter()
         try:
-            if isinstance(work, SharedMemoryWork):
+            if isinstance(work, TransportWork):
                 self._pass(work, began)
             elif self._ordered:
                 self._order(work, self._ordered)
@@ -121,7 +113,7 @@ class Work:
             self._channel.failed = error
             raise
         finally:
-            self._channel.negotiation.deadlocks.done()
+            self._channel.peers.done()
         self._work = None  # only now: after a failed or interrupted wait the collective is still incomplete
         if self._ordered:
             ledger.note_on_device(self._event, self._value.device)
@@ -135,7 +127,7 @@ class Work:
     def read(self) -> HostCopy:
         """The result, as it is copied to the host: :meth:`Channel.wait_for_host` waits for it."""
         started, group = self._work, self._ordered
-        if group is None or started is None or isinstance(started, SharedMemoryWork):
+        if group is None or started is None or isinstance(started, TransportWork):
             return HostCopy(self.wait())
 
         def arrived() -> bool:
@@ -176,19 +168,18 @@ class Work:
             self._channel.explain(error, self.number, self._label)
             raise
 
-    def _pass(self, work: SharedMemoryWork, began: float) -> None:
+    def _pass(self, work: TransportWork, began: float) -> None:
         channel = self._channel
-        assert channel.transport is not None
         while not wait_for(work, TICK.total_seconds()):
-            if channel.transport.failures():
-                raise channel.transport_failed(self._label) from channel.transport.error
-            lost = channel.transport.lost_peers()
+            if work.transport.failures():
+                raise channel.transport_failed(self._label) from work.transport.error
+            lost = work.transport.lost_peers()
             # This comes first: a peer that ended may have said why.
             channel.look_around(began, self.number, self._label, now=bool(lost))
             if lost:
                 raise PeerLostError(
                     f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r} failed while waiting for its "
-                    f"peers: {channel.negotiation.describe_lost(lost)}."
+                    f"peers: {channel.peers.describe_lost(lost)}."
                 )
         if self._event is not None:
             self._event.completed_s = work.completed_s
@@ -197,7 +188,7 @@ class Work:
             raise RankMismatchError(
                 f"rank {channel.rank}: {self._label} on axis {channel.axis_name!r}: a peer has issued another "
                 "collective here, or the same ones in another order. Nothing of it was used. "
-                f"{channel.negotiation.gone_on or WHICH_CALL}"
+                f"{channel.peers.gone_on or WHICH_CALL}"
             )
         self.total, self.note = work.total, work.note
 
@@ -215,8 +206,8 @@ class Channel:
     axis_name: str
     group: Any  # the group for tensors on the host; None once it was dropped
     timeout_s: float
-    negotiation: Peers
-    transport: SharedMemoryTransport | None  # shared memory, if all ranks are on one machine
+    peers: Peers
+    transport: Transport | None  # shared memory, if all ranks are on one machine
     stream_group: StreamGroup | None  # the group for tensors on the device, if the axis has a stream-ordered backend
     _backends: Backends
     failed: LtxError | None = None  # the error after which a collective never completed
@@ -268,14 +259,12 @@ class Channel:
     def look_around(self, began: float, number: int, label: str, now: bool = False) -> None:
         """Raise if some peers can't come any more. Called now and then during a long wait for issue `number`.
 
-        `now`: as :meth:`Negotiation.answer_peers`.
+        `now`: as :meth:`Peers.waiting`.
         """
-        self.negotiation.answer_peers(label, (self.name, number), now)
         waited_s = time.perf_counter() - began
+        self.peers.waiting(self, number, label, waited_s, now)
         if waited_s > self.timeout_s:
             raise self.timed_out(number, label)
-        if waited_s > PATIENCE_S:
-            self.negotiation.check_deadlock(self, number, label)
 
     def explain(
         self, error: RuntimeError, number: int, label: str, failed: str = "failed while waiting for its peers"
@@ -286,10 +275,9 @@ class Channel:
         if "Timed out" in str(error) or "operation timeout" in str(error):  # the backend's own timeout
             raise self.timed_out(number, label) from error
         # A peer that has aborted may have told the reason.
-        self.negotiation.answer_peers(label, (self.name, number), now=True)
+        self.peers.waiting(self, number, label, 0.0, now=True)
         raise PeerLostError(
-            f"rank {self.rank}: {label} on axis {self.axis_name!r} {failed}: {self.negotiation.missing_peers()}. "
-            f"({error})"
+            f"rank {self.rank}: {label} on axis {self.axis_name!r} {failed}: {self.peers.missing_peers()}. ({error})"
         ) from error
 
     def check_device(self, group: StreamGroup | None, number: int, label: str) -> None:
@@ -303,7 +291,7 @@ class Channel:
         """The error for issue `number`, to which some peers haven't come; this rank may have issued more since."""
         return CollectiveTimeoutError(
             f"rank {self.rank}: {label} (issue {number}) on axis {self.axis_name!r}, channel {self.name!r}, "
-            f"didn't complete within {self.timeout_s:g} s: {self.negotiation.stragglers(self, number)}. Every rank "
+            f"didn't complete within {self.timeout_s:g} s: {self.peers.stragglers(self, number)}. Every rank "
             "must call the same collectives in the same order."
         )
 
@@ -337,7 +325,7 @@ class Channel:
                     looked = time.perf_counter()
                     self.look_around(began, self.begun, label)
         finally:
-            self.negotiation.deadlocks.done()
+            self.peers.done()
 
     def drain(self, told: Callable[[Any], list[Any]]) -> None:
         """Join the collectives that peers have issued on this channel, by its history: at its end, and at a new start.

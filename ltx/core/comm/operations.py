@@ -1,8 +1,7 @@
 """The table of operations: one row for each collective that a channel can issue.
 
-A row says how the collective starts on a process group, how it starts in a compiled graph, how a shared-memory
-transport cuts it into chunks, the shape of its result, and the bytes that a rank sends. The names are those of
-:mod:`ltx.core.collectives`.
+A row says how the collective starts on a process group, how it starts in a compiled graph, the shape of its result,
+and the bytes that a rank sends. The names are those of :mod:`ltx.core.collectives`.
 
 Only this file calls a collective of torch.distributed. Every call is asynchronous and works on contiguous buffers that
 the caller has made for it.
@@ -21,7 +20,6 @@ import torch.distributed.distributed_c10d as c10d
 from torch.fx import has_side_effect
 
 from ltx.core.base import private
-from ltx.core.comm import chunks
 from ltx.core.comm.backends import is_gloo
 
 _VMAP_KNOWS_VIEW = torch._C._dispatch_has_kernel_for_dispatch_key("aten::view.dtype", "FuncTorchBatched")
@@ -278,7 +276,6 @@ class Operation:
     start: Callable[[dist.ProcessGroup, torch.Tensor, Arguments], Started]
     #: Starts it inside a compiled graph: ``(buffer, n, group name, arguments)``.
     start_in_graph: Callable[[torch.Tensor, int, str, Arguments], torch.Tensor]
-    chunks: chunks.Cut
     #: ``(bytes of the buffer, n)`` -> the bytes that one rank sends in a ring. By default (n-1)/n of the buffer.
     bytes_sent: Callable[[int, int], int] = lambda nbytes, n: nbytes * (n - 1) // n
     messages: Callable[[int], int] = lambda n: n - 1  # the number of messages in sequence; by default one to each peer
@@ -313,14 +310,11 @@ class Operation:
         return self.start_in_graph(flat, n, group_name, arguments), lambda x: _wait(x).reshape(shape)
 
 
-def _reduction(
-    name: str, op: dist.ReduceOp.RedOpType, in_graph: str, combine: Callable[..., torch.Tensor]
-) -> Operation:
+def _reduction(name: str, op: dist.ReduceOp.RedOpType, in_graph: str) -> Operation:
     return Operation(
         name,
         _all_reduce(op),
         lambda x, n, group, _: _functional.all_reduce(x, in_graph, group),
-        chunks.all_reduce(combine),
         bytes_sent=lambda nbytes, n: 2 * nbytes * (n - 1) // n,
         messages=lambda n: 2 * (n - 1),
         in_place=True,
@@ -328,14 +322,13 @@ def _reduction(
 
 
 _ROWS = (
-    _reduction("psum", dist.ReduceOp.SUM, "sum", torch.add),
-    _reduction("pmax", dist.ReduceOp.MAX, "max", torch.maximum),
-    _reduction("pmin", dist.ReduceOp.MIN, "min", torch.minimum),
+    _reduction("psum", dist.ReduceOp.SUM, "sum"),
+    _reduction("pmax", dist.ReduceOp.MAX, "max"),
+    _reduction("pmin", dist.ReduceOp.MIN, "min"),
     Operation(
         "all_gather",
         _all_gather,
         lambda x, n, group, _: _functional.all_gather_into_tensor(x, n, group),
-        chunks.all_gather,
         bytes_sent=lambda nbytes, n: nbytes * (n - 1),
         result_shape=lambda shape, n: (n, *shape),
         moves=True,
@@ -344,14 +337,12 @@ _ROWS = (
         "psum_scatter",
         _psum_scatter,
         lambda x, n, group, _: _functional.reduce_scatter_tensor(x, "sum", n, group),
-        chunks.psum_scatter,
         result_shape=lambda shape, n: tuple(shape[1:]),
     ),
     Operation(
         "broadcast",
         lambda group, x, root: (dist.broadcast(x, group_src=root[0], group=group, async_op=True), x, as_it_is),
         lambda x, n, group, arguments: _functional.broadcast(x, arguments[0], group),
-        chunks.broadcast,
         in_place=True,
         moves=True,
     ),
@@ -359,7 +350,6 @@ _ROWS = (
         "gather",
         _gather,
         lambda x, n, group, to: _routed_in_graph([x.flatten()] * n, group, to, _gathered_splits, (n * x.numel(),)),
-        chunks.gather,
         bytes_sent=lambda nbytes, n: nbytes,
         result_shape=lambda shape, n: (n, *shape),
         moves=True,
@@ -368,16 +358,14 @@ _ROWS = (
         "scatter",
         _scatter,
         lambda x, n, group, to: _routed_in_graph([*x.reshape(n, -1)], group, to, _scattered_splits, (x.numel() // n,)),
-        chunks.scatter,
         result_shape=lambda shape, n: tuple(shape[1:]),
         moves=True,
     ),
-    Operation("all_to_all", _all_to_all, _all_to_all_in_graph, chunks.all_to_all, moves=True),
+    Operation("all_to_all", _all_to_all, _all_to_all_in_graph, moves=True),
     Operation(
         "ppermute",
         _ppermute,
         lambda x, n, group, to: _routed_in_graph([x.flatten()] * n, group, to, _permuted_splits, x.shape),
-        chunks.ppermute,
         bytes_sent=lambda nbytes, n: nbytes,
         messages=lambda n: 1,
         moves=True,

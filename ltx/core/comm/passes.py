@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ltx.core.base import private
 from ltx.core.base.errors import (
@@ -22,7 +23,6 @@ from ltx.core.base.errors import (
     StepLeftOutError,
     said_of,
 )
-from ltx.core.comm.diagnosis import Failed, Raised
 from ltx.core.comm.peers import OfAxis
 from ltx.core.comm.signature import RAISED
 
@@ -43,6 +43,29 @@ def nested_run() -> Iterator[None]:
         yield
     finally:
         _enclosing.pop()
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A pass, or a step of the training, that a rank has left before it had sent anything."""
+
+    call: int  # the number of passes, and of the user's collectives, before it
+    why: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a rank's world ends."""
+
+    why: str
+    lost: bool  # whether the reason is a lost peer
+    what: str = ""  # the pass or step that it has left halfway
+    call: int | None = None  # the call of a Pool that raised; ranks in a later one know that all had raised, and go on
+
+    def matters(self, call: int) -> bool:
+        """Whether it ends the world of a rank that is in this `call`."""
+        return self.call is None or self.call >= call
 
 
 class BackwardPass:
@@ -176,10 +199,10 @@ class Passes:
 
     def sent(self) -> int:
         """The number of collectives that this rank has issued on all axes of its world."""
-        return sum(axis.sent for axis in self._comm.watcher.axes.values())
+        return sum(axis.sent for axis in self._comm.peers.axes)
 
     def _calls(self) -> int:
-        calls: int = sum(axis.called for axis in self._comm.watcher.axes.values())
+        calls: int = sum(axis.called for axis in self._comm.peers.axes)
         return calls + int(self._comm.bucket_channel(0).issued)
 
     def leave(self, why: BaseException | str, sent: int, what: str = "") -> None:
@@ -189,7 +212,7 @@ class Passes:
             self.end_world(text, isinstance(why, PeerLostError), what)
         elif self.failed is None:
             self.raised, self._raised_at = Raised(self.call, text, what), self._calls()
-            self._comm.watcher.tell(wait=True)  # a peer that finds this rank elsewhere reads why
+            self._comm.peers.tell(wait=True)  # a peer that finds this rank elsewhere reads why
 
     def abort(self, error: BaseException, what: str = "") -> None:
         """End the world because of an `error` in a pass, or in `what`, for whose rest peers wait."""
@@ -206,9 +229,9 @@ class Passes:
 
     def end_world(self, why: str, lost: bool, what: str = "") -> None:
         """This rank issues nothing more on any axis of its world. `lost`: the reason is a lost peer."""
-        for axis in list(self._comm.watcher.axes.values()):
+        for axis in list(self._comm.peers.axes):
             axis.fail(Failed(why, lost, what))
-        self._comm.watcher.tell()
+        self._comm.peers.tell()
 
     @property
     def _what(self) -> str:

@@ -113,6 +113,6 @@ def opened(axis_comm: AxisComm, received: bytes, rank: int, issue: int) -> bytes
 
 def _seal(axis_comm: AxisComm, data: bytes, rank: int, issue: int) -> bytes:
     # Without a job key the seal still proves that the sender can read the store.
-    key = os.environ.get(KEY) or axis_comm.watcher.world
-    about = f"{axis_comm.name} {axis_comm.watcher.world} {rank} {issue} "
+    key = os.environ.get(KEY) or axis_comm.peers.world
+    about = f"{axis_comm.name} {axis_comm.peers.world} {rank} {issue} "
     return hmac.digest(key.encode(), about.encode() + data, "sha256")

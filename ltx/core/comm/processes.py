@@ -16,8 +16,8 @@ import torch
 from ltx.core.base import private
 from ltx.core.comm.axis_comm import AxisComm
 from ltx.core.comm.channel import Work
-from ltx.core.comm.debug import under_way
 from ltx.core.comm.operations import OPERATIONS
+from ltx.core.comm.peers import under_way
 from ltx.core.comm.pickling import opened, sealed
 from ltx.core.comm.signature import Agreement, Signature
 from ltx.core.ranks.backings import Describe, Dumped, Key, OfTensor, OfTensors, Rule, Static, Tensors, fresh
@@ -103,7 +103,7 @@ class ProcessRanks(AxisComm):
     def exchange(self, signature: Signature, value: Any) -> list[Any]:
         if under_way:
             return [post.value for post in under_way[-1].exchange(self, signature, value)]
-        return self.negotiation.exchange_values(signature, value)
+        return self.peers.exchange_values(signature, value)
 
     def by_rank(self, signature: Signature, f: OfTensors, tensors: Tensors) -> list[Any]:
         """Each rank sends one digest through the store; only if digests differ do values follow."""

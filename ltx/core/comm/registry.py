@@ -17,9 +17,9 @@ from ltx.core.base.arguments import brief, is_whole
 from ltx.core.base.errors import AxisError
 from ltx.core.comm.axis_comm import AxisComm, NewGroup
 from ltx.core.comm.backends import let_go
+from ltx.core.comm.peers import DEFAULT_HEARTBEAT_S
 from ltx.core.comm.processes import ProcessRanks
 from ltx.core.comm.signature import Signature
-from ltx.core.comm.watcher import DEFAULT_HEARTBEAT_S
 from ltx.core.ranks import axis as axes
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Part, Ranks
@@ -47,7 +47,7 @@ def open_axis(
     if not isinstance(group, dist.ProcessGroup | NewGroup):  # torch gives a number to processes outside of a new group
         raise AxisError(f"axis {name!r}: {outsider()}")
     world = [axis.comm for axis in axes.world_axes() if axis.comm is not None]
-    of_world = (world[0].timeout, world[0].watcher.heartbeat_s) if world else (_DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S)
+    of_world = (world[0].timeout, world[0].peers.heartbeat_s) if world else (_DEFAULT_TIMEOUT, DEFAULT_HEARTBEAT_S)
     axis_comm = ProcessRanks(name, group, timeout or of_world[0], heartbeat_s or of_world[1])
     axis = make(axis_comm.name, axis_comm.size, axis_comm)
     _opened[axis_comm.group, axis.name] = axis
@@ -172,9 +172,9 @@ def has_failed(of_peers: bool = False) -> bool:
         axis_comm.passes.find_dropped()
         if axis_comm.passes.failed or axis_comm.passes.is_uncounted:  # peers that wait for the rest of it fail
             return True
-    if any(watcher.failed(now=True) for watcher in {axis_comm.watcher for axis_comm in comms}):
+    if any(each.have_failed() for each in all_peers()):
         return True
-    return any(axis_comm.lost() or axis_comm.negotiation.silent() for axis_comm in comms)
+    return any(axis_comm.peers.lost() or axis_comm.peers.silent() for axis_comm in comms)
 
 
 def has_lost_pass(axis: Axis) -> bool:
@@ -190,8 +190,12 @@ def end_world(axis: Axis, error: BaseException, what: str) -> None:
 
 def processes_of_peers() -> dict[int, list[str]]:
     """The processes of the other ranks of the world, as the kernel knows them, so far as they have said."""
-    watchers = {axis_comm.watcher for axis_comm in communicators()}
-    return {rank: record.process for watcher in watchers for rank, record in watcher.records.items()}
+    return {rank: process for each in all_peers() for rank, process in each.processes().items()}
+
+
+def all_peers() -> list[Any]:
+    """The peers on one open axis of each world."""
+    return [*{axis_comm.peers.world: axis_comm.peers for axis_comm in communicators()}.values()]
 
 
 def _parts_of(axis: Axis) -> list[Axis]:

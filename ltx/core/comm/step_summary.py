@@ -210,7 +210,7 @@ def end_pass(among: AxisComm, summary: IssuedSummary) -> StepSummary:
     """End a pass whose buckets are all complete or enqueued: check its step summary here or later."""
     if summary.stays_on_device:
         among.unread = summary
-        for axis in among.watcher.axes.values():
+        for axis in among.peers.axes:
             axis.note_pass()
     return summary.enqueued()
 

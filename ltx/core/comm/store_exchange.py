@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StoreGoneError
 from ltx.core.base.private import FileStore, Store
-from ltx.core.comm.shared_memory import progress_everywhere
+from ltx.core.comm.transport import progress_everywhere
 
 T = TypeVar("T")
 

@@ -16,8 +16,9 @@ import torch
 
 from ltx.core import comm
 from ltx.core.base import private, tree
+from ltx.core.base.callers import caller
 from ltx.core.base.errors import ReplicaDivergedError
-from ltx.core.comm.debug import caller, under_way
+from ltx.core.comm.peers import under_way
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.sync_state import plain_values
 from ltx.typing import Tree

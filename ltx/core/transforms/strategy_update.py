@@ -80,7 +80,8 @@ class StateLayout:
             there is none.
         optimizer: the classes of the optimizer that the state was made for, and its text. left_out: the paths that
             ``trainable=`` left out. adopted: what ``train.adopt`` kept of another step's state; "" if the state comes
-            from init. Comparisons leave them out too.
+            from init. held_by: the ranks of the world that hold the same parts of DTensors; () if nothing is split.
+            Comparisons leave them out too.
     """
 
     params: LeafLayout = "replicated"
@@ -92,6 +93,7 @@ class StateLayout:
     optimizer: tuple[str, str] = field(default=("", ""), compare=False, repr=False)
     left_out: tuple[str, ...] = field(default=(), compare=False, repr=False)
     adopted: str = field(default="", compare=False, repr=False)
+    held_by: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
 #: :meth:`ltx.core.transforms.strategy.Strategy.exchange`.

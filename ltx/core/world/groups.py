@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
-import json
 import math
 import os
 import socket
 import struct
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,14 +28,11 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ltx.core.base.errors import LtxError, PeerLostError, WorldError
-from ltx.core.comm import close_axis, open_axis
-from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, look_out, looking_out, set_up_watchdog
-from ltx.core.comm.diagnosis import INIT, Failed, Status, Watched
-from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
-from ltx.core.comm.watcher import Watcher, release_watcher, watch_by
+from ltx.core.base.errors import WorldError
+from ltx.core.comm import HandedIn, close_axis, open_axis
+from ltx.core.comm.backends import HOST_BLOCKING, LATER, backends_of, connecting, looking_out, set_up_watchdog
+from ltx.core.comm.store_exchange import StoreExchange
 from ltx.core.ranks.axis import Axis
-from ltx.core.world.launchers import UNSURE
 from ltx.core.world.placement import LOOPBACK, Placement
 from ltx.core.world.world import World, process, world_of
 
@@ -46,11 +40,6 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 #: The sizes of a world's axes by name, outermost first.
 Mesh = tuple[tuple[str, int], ...]
-
-# How long a rank that can't make its part of the world waits for ranks that it could tell it.
-_TELL_S = 1.0
-# How long the store may take to answer while ranks connect: it resolves their host names one by one.
-_ANSWER_S = 30.0
 
 
 def adopted_world(placement: Placement, backend: str | None) -> World:
@@ -74,7 +63,7 @@ def adopted_world(placement: Placement, backend: str | None) -> World:
 
 def make_group(
     placement: Placement, world: World, timeout: timedelta, heartbeat_s: float, undo: ExitStack, meanwhile: ExitStack
-) -> Meeting:
+) -> Any:
     """Initialise torch.distributed. Returns the ranks' meeting. `meanwhile` closes once the world is made."""
     assert placement.master is not None
     address, port = placement.master
@@ -93,19 +82,20 @@ def make_group(
         # A rank makes its three connections to the store before its peers hear of it. This connection is only for
         # torch, in this world: it is abandoned if gloo still waits on it at the end.
         apart = world_store.clone()  # type: ignore[attr-defined]
-        meeting = Meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
+        meeting = HandedIn.meeting(world_store, world, timeout.total_seconds(), heartbeat_s)
         meanwhile.enter_context(meeting)
         meanwhile.enter_context(looking_out(meeting.look))
         own, last = own_address_towards(address, port), world.size - 1
-        held = meeting.watcher.held = _open_store(own, 0, True, timeout) if own and world.rank == last else None
+        held = _open_store(own, 0, True, timeout) if own and world.rank == last else None
+        meeting.hold(held)
         addresses, ports = zip(*meeting.gather([own, getattr(held, "port", 0)]), strict=True)
-        meeting.watcher.expect_answers()
+        meeting.expect_answers()
         # A node may resolve its own name to a loopback address, which its peers can't reach.
         outside = [other for other in addresses if other and not is_loopback(other)]
         mine = addresses[world.rank]
         if ports[last] and not (outside and is_loopback(addresses[last])):
             second = addresses[last], ports[last], False, timedelta(seconds=heartbeat_s)
-            meeting.watcher.second = last, partial(_open_store, *second)
+            meeting.connect_later(last, partial(_open_store, *second))
         interface = interface_of(own_address_towards(outside[0], port) if outside and is_loopback(mine) else mine)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -127,7 +117,7 @@ def make_group(
             "call ltx.init equally often, and that no other program uses that port."
         ) from error
     undo.callback(_destroy, dist.group.WORLD, dist.group.WORLD)
-    watch_by(meeting.watcher, c10d._get_default_store())
+    meeting.watch(c10d._get_default_store())
     return meeting
 
 
@@ -249,124 +239,6 @@ def interfaces() -> dict[str, str]:
             except OSError:
                 found[name] = ""
     return found
-
-
-class Meeting(Watched):
-    """The ranks of a world that is being made: they exchange values here, and notice if a rank is lost. The axes of the
-    world use the same watcher later.
-    """
-
-    label = INIT
-
-    def __init__(self, store: Store, world: World, timeout_s: float, heartbeat_s: float):
-        self.world, self._made = world, False
-        self._failed: Failed | None = None  # why this rank can't make its part
-        self._told = False  # whether a peer has failed, of which the others hear by itself
-        self.watcher = Watcher(store, world.rank, heartbeat_s, _ANSWER_S)
-        self.watcher.axes[self.label] = self
-        self._store = TimeoutStore(store, self.watcher.store_caller)
-        self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, self._lost)
-
-    def __enter__(self) -> Meeting:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """The world is made, or has failed: the peers hear why, as the store may end with this process."""
-        if error is not None and not self._told:
-            self._failed = Failed(f"{type(error).__name__}: {error}".partition("\n")[0], lost=False)
-            with suppress(LtxError, dist.DistError):
-                self.watcher.tell()
-                poll_until(lambda: len(self.watcher.look_now()) == self.world.size, _TELL_S)
-                self.watcher.wait_until_heard()
-        self.watcher.leave(self)
-        release_watcher(self.watcher)
-
-    @property
-    def global_ranks(self) -> list[int]:
-        return list(range(self.world.size))
-
-    def status(self) -> Status:
-        """Whether this rank has made its part of the world, or why it can't."""
-        return Status(ended=self._made, failed=self._failed)
-
-    def look(self) -> None:
-        """Raise if a rank that has come can't make its part of the world (WorldError), or was lost (PeerLostError)."""
-        of = {rank: record.axes.get(self.label, Status()) for rank, record in self.watcher.look().items()}
-        for rank, status in of.items():
-            if status.failed is not None and rank != self.world.rank:
-                self._told = True
-                raise WorldError(
-                    f"rank {self.world.rank}: rank {rank} couldn't make its part of the world: {status.failed.why}"
-                )
-        made = [rank for rank, status in of.items() if status.ended]
-        if lost := self.watcher.gone().difference(made, [self.world.rank]):
-            who = ", ".join(map(str, sorted(lost)))
-            raise PeerLostError(f"rank {self.world.rank}: rank {who} has come, and shows no sign of life any more.")
-
-    def _lost(self) -> list[int]:
-        look_out()
-        return []
-
-    def gather(self, own: Any) -> list[Any]:
-        """Every rank's JSON value, once all have come; `own` is this rank's.
-
-        Raises WorldError if ranks disagree on their number, TimeoutError if some don't come.
-        """
-        world, here = self.world, dict[int, tuple[int, Any]]()
-        self._store.append("here", f"{json.dumps([world.rank, world.size, own])}\n")
-
-        def all_are_here() -> bool:
-            lines = self._store.get("here").splitlines() if self._store.check(["here"]) else []
-            here.update((rank, (size, its)) for rank, size, its in map(json.loads, lines))
-            if len({size for size, _ in here.values()}) > 1:
-                told = "; ".join(f"rank {rank} says {size}" for rank, (size, _) in sorted(here.items()))
-                raise WorldError(
-                    f"rank {world.rank}: the ranks disagree about how many they are: {told}. Start all of them with "
-                    "the same WORLD_SIZE, or size= of ltx.init."
-                )
-            return len(here) >= world.size
-
-        if not poll_until(all_are_here, self.exchange.timeout_s, look_out):
-            absent = ", ".join(str(rank) for rank in range(world.size) if rank not in here)
-            raise TimeoutError(f"rank {absent} hasn't come")
-        return [here[rank][1] for rank in range(world.size)]
-
-    def finish(self, placement: Placement) -> None:
-        """Rank 0 holds the store and waits here for all ranks, which still need the store if its process ends next.
-
-        If ranks can't be sure of their nodes, they first compare their nodes.
-        """
-        world, wrong = self.world, ""
-        if placement.launcher in UNSURE:
-            own = (placement.node_rank, placement.num_nodes, placement.local_rank, placement.local_size)
-            wrong = _misfit(self.exchange.exchange("place", own, "ltx.init, comparing nodes"))
-        self._made = True
-        self.watcher.tell(wait=True)  # must come before peers hear that this rank's watcher ends
-        self.exchange.announce("made", True)
-        if world.rank == 0:
-            self.exchange.collect("made", "ltx.init")
-        if wrong:
-            raise WorldError(f"rank {world.rank} of {world.size} (launcher {world.launcher}): {wrong}")
-
-
-def _misfit(places: Sequence[Sequence[int]]) -> str:
-    """An error text about all ranks' (node, number of nodes, local rank, local size); "" if they are consistent."""
-    taken: dict[tuple[int, int], int] = {}
-    on_node = Counter(place[0] for place in places)
-    for rank, (node, num_nodes, local_rank, local_size) in enumerate(places):
-        other = taken.setdefault((node, local_rank), rank)
-        if other == rank and (num_nodes, local_size) == (len(on_node), on_node[node]):
-            continue
-        found = f"rank {other} is there too" if other != rank else f"{len(on_node)} with {on_node[node]} on this one"
-        return (
-            f"rank {rank} takes itself for local rank {local_rank} of {local_size} on node {node} of {num_nodes}, but "
-            f"all together found {found}. Where nodes have unequal numbers of ranks, which node it is doesn't follow "
-            "from what mpirun or arguments say. Under mpirun, set GROUP_RANK to the index of the node and "
-            "GROUP_WORLD_SIZE to the number of nodes; instead of arguments, set torchrun's environment variables."
-        )
-    return ""
 
 
 def check_mesh(mesh: Mesh, world: World) -> None:

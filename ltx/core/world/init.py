@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ltx.core import comm
+from ltx.core.base import kernel
 from ltx.core.base import tree as trees
 from ltx.core.base.arguments import brief, checked, seconds, shown
 from ltx.core.base.errors import PeerLostError, TreeError, WorldError
-from ltx.core.comm import kernel
 from ltx.core.comm.backends import looking_out
 from ltx.core.ranks.axis import DEFAULT_NAME, Axis, set_world_axes
 from ltx.core.transforms.strategy import Strategy

@@ -218,12 +218,12 @@ def abandon(error: BaseException, call: int | None = None) -> None:
     left = comm.communicators()
     for axis_comm in left:
         axis_comm.passes.failed = axis_comm.passes.failed or comm.Failed(why, lost, call=call)
-    for watcher in {axis_comm.watcher for axis_comm in left}:
-        watcher.tell(wait=True)
+    for peers in comm.all_peers():
+        peers.tell(wait=True)
     if world().rank == 0:  # the store may end with this process
-        dead = {axis_comm.global_ranks[peer] for axis_comm in left for peer in axis_comm.lost()}
-        for watcher in {axis_comm.watcher for axis_comm in left}:
-            watcher.wait_until_heard(dead)
+        dead = {axis_comm.global_ranks[peer] for axis_comm in left for peer in axis_comm.peers.lost()}
+        for peers in comm.all_peers():
+            peers.wait_until_heard(dead)
 
 
 def go_on() -> None:
@@ -231,7 +231,7 @@ def go_on() -> None:
     for axis_comm in comm.communicators():
         if axis_comm.passes.failed is not None:
             axis_comm.passes.failed, process.abandoned = None, False
-            axis_comm.watcher.tell()
+            axis_comm.peers.tell()
 
 
 def calls() -> int:

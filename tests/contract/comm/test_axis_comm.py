@@ -354,7 +354,7 @@ def test_an_axis_closes_whatever_is_found_on_the_way(ranks: Ranks) -> None:
         axis = inside.open_axis("interrupted", group, timedelta(seconds=60))
         ltx.psum(torch.ones(1), axis, axis_index_groups=[[0], [1]])
         ltx.psum(torch.ones(1), axis, axis_index_groups=[[1, 0]])
-        users = axis.comm.watcher.users
+        users = axis.comm.peers.watcher.users
 
         def interrupted(exchange: Any) -> None:
             raise KeyboardInterrupt
@@ -364,7 +364,7 @@ def test_an_axis_closes_whatever_is_found_on_the_way(ranks: Ranks) -> None:
         with pytest.raises(KeyboardInterrupt):
             inside.close_axis(axis)
         inside.close_axis(axis)  # nothing is left to do
-        ended = users - axis.comm.watcher.users
+        ended = users - axis.comm.peers.watcher.users
         return ended, len(dist.distributed_c10d._world.pg_map) - groups, len(axis.comm.parts)
 
     assert ranks(2).run(run).replicated() == (2, 0, 1)

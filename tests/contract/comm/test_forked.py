@@ -59,7 +59,7 @@ def test_a_fork_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
         ltx.checkpoint.save(tmp_path, state)  # to which the fork has said nothing in the rank's name
         axis_comm = resolve(None).comm
         assert axis_comm is not None
-        axis_comm.negotiation.check_peers("a look")  # nor that the rank has left the step
+        axis_comm.peers.check_peers("a look")  # nor that the rank has left the step
         return before, told, child.exitcode, ltx.psum(one).item(), train(state, one)[0].step
 
     for rank, (before, told, code, after, steps) in enumerate(ranks(2).run(on_each)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import ltx
 from ltx import optim
 from ltx.errors import (
     DonatedStateError,
+    InputError,
     LtxError,
     NotFiniteError,
     ReplicaDivergedError,
@@ -255,6 +257,42 @@ def test_checkpoints_are_torchs(strategy: ltx.Strategy | None, ranks: Ranks, see
         assert "DTensorState" in text
         torch.testing.assert_close(after, expected, rtol=0, atol=0)
         torch.testing.assert_close(moved, expected, rtol=0, atol=0)
+
+
+SAVES = (ltx.checkpoint.save, ltx.checkpoint.save_async)
+
+
+def _refused(save: Callable[..., Any], path: Path, state: Any) -> str:
+    return _text(InputError, lambda: save(path, state.parts))
+
+
+def test_parts_are_saved_by_the_ranks_that_hold_them(ranks: Ranks, seed: int, tmp_path: Path) -> None:
+    """In a directory for each rank of the model. One directory would keep one rank's parts for all, and is refused."""
+
+    def run(w: Tensor, path: Path) -> list[Any]:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with mesh_of(1, 2) as mesh:
+            step = ltx.data_parallel(lambda p: p["w"].full_tensor().sin().sum(), axis=mesh["data"])
+            train = with_dtensors(ltx.train_step(step, _sgd(), donate=False))
+            params = {"w": distribute_tensor(w, mesh["model"], [Shard(0)])}
+            state, _ = train(train.init(params))
+            kinds = (state, train.adopt(state), train.finish(state), replace(state, parts=copy.copy(state.parts)))
+            said = [_refused(save, path / "all", kind) for save in SAVES for kind in kinds]
+            mine = path / str(mesh["model"].get_local_rank())
+            ltx.checkpoint.save(mine, state.parts, axis=mesh["data"])
+            loaded = ltx.checkpoint.load(mine, train.init(params).parts, axis=mesh["data"])
+            again = replace(state, parts=loaded.state)
+            said.append(_refused(ltx.checkpoint.save, path / "all", again))
+            whole = {"w": distribute_tensor(w, mesh["model"])}  # on each rank: what one keeps is all
+            ltx.checkpoint.save(path / "whole", train.init(whole).parts)
+            return [said, (path / "all").exists(), *(full(train(one)[0].params) for one in (state, again))]
+
+    for said, exists, expected, found in ranks(2).run(run, torch.randn(4, 3), tmp_path):
+        assert len(said) == 9
+        assert all("Save those of each rank of the model in a directory of their own" in text for text in said)
+        assert not exists
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_weighted_losses_other_outputs_and_another_train_step(ranks: Ranks, seed: int) -> None:

@@ -74,6 +74,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "nowhere.py"], "there is no file 'nowhere.py' in "),
         (["run", "-m", "nowhere.at_all"], "there is no module 'nowhere.at_all' here"),
         (["run", "--no-python", "nowhere"], "there is no program 'nowhere'"),
+        (["run", "--max-rest", "1", "script.py"], "unrecognized arguments: --max-rest"),
         (["run", "bad.py"], "bad.py isn't Python: invalid syntax (bad.py, line 2)"),
         (["run", "--standalone", "--nnodes", "2", "script.py"], "--standalone is of one machine, and --nnodes=2 of"),
         (["doctor", "--timeout", "0"], "argument --timeout: expected an integer of at least 1, got 0"),
@@ -107,6 +108,15 @@ def test_run_hands_the_rest_to_the_script(launched: list[argparse.Namespace]) ->
     assert parsed.training_script_args == ["-n", "7", "--help"]
     assert parsed.rdzv_backend == "ltx-loopback"
     assert not parsed.module
+
+
+@pytest.mark.parametrize("of_script", [["--log", "x"], ["--log=x"], ["--n", "7", "-n7"], ["--log-dir", "x", "-m", "y"]])
+def test_options_of_the_script_are_no_options_of_run(of_script: list[str], launched: list[argparse.Namespace]) -> None:
+    """Not by a part of their name, which several of torchrun's begin with, nor by all of it."""
+    ltx.cli.main(["run", "-n", "3", "script.py", *of_script])
+    (parsed,) = launched
+    assert parsed.training_script_args == of_script
+    assert (parsed.nproc_per_node, parsed.log_dir != "x", parsed.module) == ("3", True, False)
 
 
 @pytest.mark.parametrize("backend", [[], ["--standalone"], ["--nnodes", "2"]])

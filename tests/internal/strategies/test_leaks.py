@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ltx
-from ltx.core.comm.diagnosis import Status
 from ltx.errors import StrategyError
+from ltx.peers.diagnosis import Status
 from tests.contract.strategies.problem import loss, make_problem
 from tests.contract.strategies.table import ROWS
 from tests.kinds import OnNewAxis

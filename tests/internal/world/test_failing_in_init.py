@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import ltx
-from ltx.core.world import groups
 from ltx.core.world import init as world_init
 from ltx.errors import LtxError
+from ltx.peers import meeting
 from tests.forks import free_port
 from tests.kinds import Started
 
@@ -36,7 +36,7 @@ def test_a_rank_that_fails_in_init_is_named(how: str, fails: int, started: Start
         rank = ltx.world().rank
         ltx.shutdown()
         if rank == fails and how == "as they meet":
-            groups.Meeting.gather = no  # type: ignore[method-assign]
+            meeting.Meeting.gather = no  # type: ignore[method-assign]
         if rank == fails and how == "as axes are opened":
             world_init.open_axes = no
         its = given if rank == fails else {}

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ltx import World
-from ltx.core.world.groups import _misfit
 from ltx.core.world.launchers import LAUNCHERS, placement_from_arguments, placement_from_env
 from ltx.core.world.placement import DERIVED_PORTS, Placement, first_host
 from ltx.errors import WorldError
+from ltx.peers.meeting import _misfit
 from tests.contract.runtime.environments import TORCHRUN
 from tests.internal.world.test_world import world_from_env
 

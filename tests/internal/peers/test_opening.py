@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ltx
-from ltx.core.comm.watcher import hold_watcher
 from ltx.errors import AxisError, CollectiveTimeoutError, LtxError, PeerLostError, RankMismatchError
+from ltx.peers.watcher import hold_watcher
 from tests.forks import SILENT_S
 from tests.kinds import Ranks, Started, Tell
 

@@ -16,6 +16,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from ltx.core.base.callers import called, caller
 from ltx.core.base.errors import (
     DeadlockDetectedError,
     LtxError,
@@ -24,13 +28,15 @@ from ltx.core.base.errors import (
     ReplicaDivergedError,
     StoreGoneError,
 )
+from ltx.core.base.private import PrefixStore, Store
+from ltx.core.comm.axis_comm import AxisComm
+from ltx.core.comm.backends import look_out
 from ltx.core.comm.channel import Channel
-from ltx.core.comm.debug import BUCKETS, CHECKS, called, caller, under_way
-from ltx.core.comm.diagnosis import OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
-from ltx.core.comm.peers import OfAxis
+from ltx.core.comm.peers import BUCKETS, PATIENCE_S, Peers, under_way
 from ltx.core.comm.signature import Post, Signature, explain_mismatch, list_calls
-from ltx.core.comm.store_exchange import EXCHANGES
-from ltx.core.comm.watcher import PATIENCE_S
+from ltx.core.comm.store_exchange import EXCHANGES, TimeoutStore
+from ltx.peers.diagnosis import CHECKS, OPENED, Record, Status, Waiter, describe_lost, diagnose, silent_of
+from ltx.peers.watcher import hold_watcher, release_watcher
 
 # Calls are numbered through all sessions of debug_checks; each session gets a range of this size.
 _CALLS = 1 << 32
@@ -46,20 +52,141 @@ def _in_wait_for(what: str) -> Iterator[None]:
         raise
 
 
-class Negotiation:
-    def __init__(self, axis_comm: OfAxis):
-        self._comm, self._name, self._rank, self._size = axis_comm, axis_comm.name, axis_comm.rank, axis_comm.size
-        self._store, self._watcher = axis_comm.store_exchange, axis_comm.watcher
-        self._passes = axis_comm.passes
-        self.deadlocks = axis_comm.watcher.deadlocks
+class Negotiation(Peers):
+    """The other ranks of an axis: whether they live, and whether they agree."""
+
+    def __init__(self, axis: AxisComm, name: str | None, heartbeat_s: float):
+        self._comm, self._rank, self._size = axis, axis.rank, axis.size
+        self.watcher = hold_watcher(c10d._get_default_store(), dist.get_rank(), heartbeat_s)
+        self.world, self.deadlocks = self.watcher.world, self.watcher.deadlocks
+        self._stores: list[TimeoutStore] = []
+        super().__init__(axis, name, heartbeat_s)
+        self._store = self.store_exchange
         self._answered: set[str] = set()
         self._at = ""  # the place at which this rank has waited long enough to tell its peers
         self._ended = False
         # the wait and the records of the last search
         self._looked: tuple[object, ...] = ()
         self._gone = ""  # what :meth:`missing_peers` has found
-        self.next_check = 0  # the number of the next call of ltx.debug_checks() on this axis; the same on all ranks
         self._posted: deque[str] = deque()  # the places where the store still holds values of this rank, oldest first
+
+    def connected(self) -> Any:
+        return self._asked(self.watcher.store)
+
+    def part_of(self, prefix: str) -> Any:
+        return self._asked(PrefixStore(prefix, self.watcher.store))
+
+    def _asked(self, store: Store) -> TimeoutStore:
+        self._stores.append(TimeoutStore(store, self.watcher.store_caller))
+        return self._stores[-1]
+
+    def meet(self) -> None:
+        """Wait in the store until all ranks have come to open the axis.
+
+        torch makes groups in C++. A rank whose peers don't come waits there for as long as the axis' timeout, and
+        neither Ctrl-C nor the end of a peer interrupts that wait.
+        """
+        self.watcher.axes[self.label] = self
+        counts = self.deadlocks.counts
+        counts[self.label] = lambda: {f"{self.label}/{OPENED}": (1, ())}
+        what = f"opening axis {self._comm.name!r}"
+        try:
+            self._store.announce(OPENED, None)
+            self._store.collect(
+                OPENED,
+                what,
+                while_waiting=partial(self._check_opening, what, time.monotonic()),
+                to="open it too",
+                fix=f" All of its ranks, {self.global_ranks} of the world, open it together: by the first collective "
+                "on a process group or DeviceMesh, or by ltx.axis_from_group.",
+            )
+        except BaseException:
+            # Undo the count, so that the next attempt gets the same number; a peer that comes meanwhile mustn't think
+            # that this rank still waits.
+            del counts[self.label], self.watcher.axes[self.label]
+            with suppress(PeerLostError):
+                self._store.forget(OPENED, [self._rank])
+                self.connected().add(self.count, -1)
+            release_watcher(self.watcher)
+            raise
+        finally:
+            self.deadlocks.done()
+
+    def _check_opening(self, what: str, began: float) -> None:
+        look_out()
+        self.check_peers(what, in_pass=False, now=bool(self.lost()))
+        self.refuse_lost(OPENED, what)
+        if time.monotonic() - began > PATIENCE_S:
+            text = f"{what} ({os.path.basename(caller())})"
+            self.deadlocks.check(f"{self.label}/{OPENED}", 1, self.global_ranks, lambda: text)
+
+    def opened(self) -> None:
+        self.deadlocks.counts[self.label] = self.counts
+
+    def end(self) -> None:
+        """Tell the peers that this rank has ended its part of the world in good order, unless it told of a failure."""
+        if self._comm.passes.failed is None and not self._gone:
+            self._ended = True
+            self.watcher.tell(wait=True)
+
+    def close(self) -> None:
+        self.watcher.leave(self)
+        self.deadlocks.counts.pop(self.label, None)
+        release_watcher(self.watcher)
+        for store in self._stores:
+            store.close()
+
+    # --- for the watcher
+
+    @property
+    def global_ranks(self) -> list[int]:
+        return self._comm.global_ranks
+
+    def status(self) -> Status:
+        """This rank's status on this axis."""
+        passes, channels = self._comm.passes, self._comm.channels if self._comm.opened else []
+        issued = {channel.name: channel.begun for channel in channels}
+        return Status(self._at, passes.raised, passes.failed, self._ended, issued)
+
+    def look_after_device(self) -> None:
+        """Abort collectives for which the device (and so the host) waits in vain. The watcher calls it with each tick.
+
+        The wait that finds the abort says why. Without the store all that is known is that rank 0, which held it, is
+        gone.
+        """
+        group = self._comm.stream_group if self._comm.opened else None
+        if group is None or group.aborted:
+            return
+        if self.watcher.without_store:
+            in_vain = 0 in self.global_ranks and self.watcher.held_by_rank_0
+        else:
+            in_vain = self.diagnosed(in_pass=True, issue=group.issue) is not None
+        if (in_vain or group.failed) and group.outstanding:  # not earlier: another thread may be capturing a CUDA graph
+            group.abort()
+
+    @property
+    def axes(self) -> list[Any]:
+        return [each.axis for each in [*self.watcher.axes.values()] if isinstance(each, Negotiation)]
+
+    def tell(self, wait: bool = False) -> None:
+        self.watcher.tell(wait)
+
+    def wait_until_heard(self, dead: Iterable[int]) -> None:
+        self.watcher.wait_until_heard({*dead})
+
+    def refuse(self, why: str) -> None:
+        self.watcher.store_caller.refuse(why)
+
+    def have_failed(self) -> bool:
+        return bool(self.watcher.failed(now=True))
+
+    def processes(self) -> dict[int, list[str]]:
+        return {rank: record.process for rank, record in self.watcher.records.items()}
+
+    def done(self) -> None:
+        self.deadlocks.done()
+
+    # --- calls
 
     def exchange(self, place: str, post: Post) -> list[Post]:
         """Every rank's post at `place`, once all have posted.
@@ -69,12 +196,12 @@ class Negotiation:
             PeerLostError: a peer's process has died, where all ranks share a machine.
             CollectiveTimeoutError: a peer hasn't come within the axis' timeout.
         """
-        self.go_on()
+        self.begin()
         self.announce(place, post)
         try:
             announced = self._store.collect(
                 place,
-                f"{post.signature.operation} on axis {self._name!r}",
+                f"{post.signature.operation} on axis {self._comm.name!r}",
                 while_waiting=partial(self._check_while_comparing, place, post, time.monotonic()),
                 to="compare it",
                 fix=" Every rank must call the same collectives.",
@@ -140,50 +267,46 @@ class Negotiation:
         fields = self._store.peek(place, rank)
         return None if fields is None else Post.of(fields)
 
-    def status(self, issued: dict[str, int]) -> Status:
-        """This rank's status on this axis; `issued`: the number of buffers that it has issued on each channel."""
-        return Status(self._at, self._passes.raised, self._passes.failed, self._ended, issued)
-
     @property
     def gone_on(self) -> str:
         """What this rank has left by an exception before it went on, in words; "" if nothing."""
-        left = self._passes.counted
+        left = self._comm.passes.counted
         return left and f"This rank has left {left}, and has gone on; ranks leave a step out together or not at all."
 
-    def go_on(self) -> None:
+    def begin(self) -> None:
         """Clear the place where this rank failed, since it begins something new, and peers may find it there."""
         self._wait_at("")
 
     def _wait_at(self, place: str) -> None:
         if place != self._at:
             self._at = place
-            self._watcher.tell(wait=not place)
+            self.watcher.tell(wait=not place)
 
     def records(self, now: bool = False) -> dict[int, Record]:
         """The statuses of peers that have one, by their ranks on this axis; `now`: read the store again first."""
-        said = self._watcher.look_now() if now else self._watcher.look()
-        ranks = enumerate(self._comm.global_ranks)
+        said = self.watcher.look_now() if now else self.watcher.look()
+        ranks = enumerate(self.global_ranks)
         return {place: said[rank] for place, rank in ranks if rank in said and place != self._rank}
 
     def silent(self) -> list[int]:
         """The ranks of this axis that show no sign of life."""
-        found = silent_of(self._watcher.look())
-        return [place for place, rank in enumerate(self._comm.global_ranks) if rank in found and place != self._rank]
+        found = silent_of(self.watcher.look())
+        return [place for place, rank in enumerate(self.global_ranks) if rank in found and place != self._rank]
 
     def diagnosed(self, in_pass: bool, issue: tuple[str, int] | None = None) -> LtxError | None:
         """The error if this rank waits in vain according to the ranks' records.
 
         `in_pass`: whether the wait belongs to a pass, which a peer may leave. `issue`: as :attr:`Waiter.issue`.
         """
-        ranks, heartbeat_s = self._comm.global_ranks, self._watcher.heartbeat_s
-        if 0 in ranks and self._watcher.host_gone(for_s=heartbeat_s):  # the peer's earlier messages have arrived
+        ranks, heartbeat_s = self.global_ranks, self.watcher.heartbeat_s
+        if 0 in ranks and self.watcher.host_gone(for_s=heartbeat_s):  # the peer's earlier messages have arrived
             return PeerLostError(
-                f"rank {self._rank}: rank {ranks.index(0)} on axis {self._name!r} is gone, and with it the store "
+                f"rank {self._rank}: rank {ranks.index(0)} on axis {self._comm.name!r} is gone, and with it the store "
                 "through which the ranks meet."
             )
-        of_axis = self._rank, self._name, self._comm.label, ranks, heartbeat_s
-        call = self._passes.present if in_pass else -1
-        return diagnose(self._watcher.records, Waiter(*of_axis, call, issue, self._watcher.call))
+        of_axis = self._rank, self._comm.name, self.label, ranks, heartbeat_s
+        call = self._comm.passes.present if in_pass else -1
+        return diagnose(self.watcher.records, Waiter(*of_axis, call, issue, self.watcher.call))
 
     def check_peers(
         self, what: str, in_pass: bool = True, issue: tuple[str, int] | None = None, now: bool = False
@@ -194,18 +317,18 @@ class Negotiation:
         """
         with _in_wait_for(what):
             if now:
-                self._watcher.look_now()
-            self._watcher.look()
+                self.watcher.look_now()
+            self.watcher.look()
             if error := self.diagnosed(in_pass, issue):
                 raise error
 
     def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
         """Raise if some peer won't come to `place`; called now and then while this rank waits there."""
         self._wait_at(place)
-        what, in_pass = f"{post.signature.operation} on axis {self._name!r}", self._passes.inside
+        what, in_pass = f"{post.signature.operation} on axis {self._comm.name!r}", self._comm.passes.inside
         in_pass |= place.startswith(BUCKETS)
         try:
-            self.check_peers(what, in_pass, now=bool(self._comm.lost()))
+            self.check_peers(what, in_pass, now=bool(self.lost()))
         except PeerLostError:
             if not self._store.has(place):
                 raise
@@ -223,21 +346,16 @@ class Negotiation:
             threads = set(channel.threads)
             counts[channel.name] = (channel.begun, threads)
             counts[f"{channel.name}/compared"] = (channel.compared, threads)
-        return {f"{self._comm.label}/{key}": count for key, count in counts.items()}
-
-    def check_deadlock(self, channel: Channel, number: int, what: str) -> None:
-        """Raise if a peer waits in vain before issue `number` of `channel`; called now and then in a wait for it."""
-        of = "" if channel is self._comm.user else self._comm.under_way
-        self._check_deadlock(channel.name, number, what, of)
+        return {f"{self.label}/{key}": count for key, count in counts.items()}
 
     def _check_deadlock(self, key: str, number: int, what: str, of: str = "") -> None:
         def describe() -> str:
             name, how = (of, f"{what}, ") if of else (called(what), "")
-            return f"{name} on axis {self._name!r} ({how}{os.path.basename(caller())})"
+            return f"{name} on axis {self._comm.name!r} ({how}{os.path.basename(caller())})"
 
         try:
             with suppress(StoreGoneError):  # as in answer_peers()
-                self.deadlocks.check(f"{self._comm.label}/{key}", number, self._comm.global_ranks, describe)
+                self.deadlocks.check(f"{self.label}/{key}", number, self.global_ranks, describe)
         except RankMismatchError as error:
             # Peers that waited elsewhere have given up calls that this rank hasn't made: it can't go on without them.
             self._comm.user.failed = self._comm.user.failed or error
@@ -258,10 +376,10 @@ class Negotiation:
 
     def _who_waits(self, *here: object) -> dict[int, str]:
         """The places where peers wait, by rank; only peers that this rank, which is at `here`, hasn't looked at yet."""
-        looked, self._looked = self._looked, (self._watcher.version, *here)
-        if looked == self._looked or not any(record.on(self._comm.label).at for record in self.records().values()):
+        looked, self._looked = self._looked, (self.watcher.version, *here)
+        if looked == self._looked or not any(record.on(self.label).at for record in self.records().values()):
             return {}
-        return {rank: record.on(self._comm.label).at for rank, record in self.records(now=True).items()}
+        return {rank: record.on(self.label).at for rank, record in self.records(now=True).items()}
 
     def _refuse_elsewhere(self, place: str, post: Post) -> None:
         """Raise if a peer waits for this rank at another place: the two would wait forever."""
@@ -272,15 +390,9 @@ class Negotiation:
                 continue
             self._reply(there, rank, post)
 
-    def end(self) -> None:
-        """Tell the peers that this rank has ended its part of the world in good order, unless it told of a failure."""
-        if self._passes.failed is None and not self._gone:
-            self._ended = True
-            self._watcher.tell(wait=True)
-
     def refuse_lost(self, place: str, what: str) -> None:
         """Raise if a peer that `what` waits for has died or ended, unless it had come to `place` before that."""
-        lost = sorted({*self._comm.lost(), *self.ended_peers()})
+        lost = sorted({*self.lost(), *self.ended_peers()})
         if lost and not self._store.has(place, lost):
             raise PeerLostError(f"rank {self._rank}: {what} failed: {self.describe_lost(lost)}.")
 
@@ -288,12 +400,29 @@ class Negotiation:
         """A text that says which ranks of `lost` are gone, and which have ended in good order before this one."""
         return describe_lost(lost, self.ended_peers(now=True))
 
+    def lost(self) -> list[int]:
+        """The peers on this machine whose processes are known to have died, found without the store.
+
+        When rank 0 ends, its store ends too.
+        """
+        ranks = self.global_ranks
+        held = ranks.index(0) if 0 in ranks and self.watcher.host_gone() else self._rank
+        return sorted({*self._comm.lost(), held} - {self._rank})
+
+    def gone(self) -> list[int]:
+        """The peers whose processes are known to have ended, or whose heartbeats have stopped."""
+        return sorted({*self.lost(), *self.silent(), *self.ended_peers()})
+
+    def look(self) -> list[int]:
+        look_out()
+        return self.gone()
+
     def ended_peers(self, now: bool = False) -> list[int]:
-        return [rank for rank, record in self.records(now).items() if record.on(self._comm.label).ended]
+        return [rank for rank, record in self.records(now).items() if record.on(self.label).ended]
 
     def stragglers(self, channel: Channel, number: int) -> str:
         """A text that says which ranks haven't come to issue `number` of `channel`."""
-        said = {rank: record.on(self._comm.label).issued for rank, record in self.records(now=True).items()}
+        said = {rank: record.on(self.label).issued for rank, record in self.records(now=True).items()}
         late = {rank: issued.get(channel.name, number) for rank, issued in said.items()}
         words = [f"rank {rank} is at issue {at} and never came to it" for rank, at in late.items() if at < number]
         return "; ".join(words) or "a peer hasn't issued it"
@@ -305,11 +434,11 @@ class Negotiation:
         peers = [rank for rank in range(self._size) if rank != self._rank]
         gone = peers
         if len(peers) > 1:
-            silent = self._watcher.without_beat([self._comm.global_ranks[rank] for rank in peers])
+            silent = self.watcher.without_beat([self.global_ranks[rank] for rank in peers])
             # If the peer ended because it lost this peer too, it had been there.
-            ended = {rank: record.on(self._comm.label) for rank, record in self.records().items() if not record.beat}
+            ended = {rank: record.on(self.label) for rank, record in self.records().items() if not record.beat}
             left = [rank for rank, at in ended.items() if not at.ended and (at.failed is None or at.failed.lost)]
-            gone = [rank for rank in peers if self._comm.global_ranks[rank] in silent and rank not in left]
+            gone = [rank for rank in peers if self.global_ranks[rank] in silent and rank not in left]
         if not gone:
             return "a connection broke, though all of them show signs of life"
         which = "one of rank" if len(gone) == len(peers) > 1 else "rank"
@@ -328,18 +457,21 @@ class Negotiation:
         self.announce(place, post)
         self._refuse(dict(sorted({self._rank: post, rank: theirs}.items())))
 
-    def answer_peers(self, what: str, issue: tuple[str, int], now: bool = False) -> None:
-        """Check whether this rank would wait forever for `issue`, `what`; answer peers that wait for it in the store.
+    def waiting(self, channel: Channel, number: int, what: str, waited_s: float, now: bool = False) -> None:
+        """Check whether this rank would wait forever for `what`; answer peers that wait for it in the store.
 
         It would wait forever for a peer that has aborted a backward pass, for a peer that compares a signature where
         this rank has issued another, and for a peer that stands at a call of ltx.debug_checks() and hasn't issued the
         collective. `now`: as in :meth:`check_peers`.
         """
+        issue = channel.name, number
         with suppress(StoreGoneError):  # pending collectives need no store; a lost peer breaks its connections
-            waited_for = f"{what} (issue {issue[1]})"
+            waited_for = f"{what} (issue {number})"
             self.check_peers(waited_for, issue=issue, now=now)
             with _in_wait_for(waited_for):
                 self._answer(self._who_waits(issue))
+        if PATIENCE_S < waited_s < channel.timeout_s:
+            self._check_deadlock(channel.name, number, what, "" if channel is self._comm.user else self._comm.under_way)
 
     def _answer(self, waiting: dict[int, str]) -> None:
         for rank, place in waiting.items():
@@ -384,7 +516,7 @@ class Negotiation:
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         signatures = {rank: post.signature for rank, post in posts.items()}
         if len({*signatures.values()}) > 1:
-            error = explain_mismatch(self._name, signatures)
+            error = explain_mismatch(self._comm.name, signatures)
             if self.gone_on:
                 error = RankMismatchError(f"{error} {self.gone_on}")
             if any(post.caller for post in posts.values()):

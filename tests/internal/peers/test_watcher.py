@@ -23,12 +23,12 @@ from torch._C._distributed_c10d import PrefixStore
 
 import ltx
 from ltx.checkpoint.together import Together
-from ltx.core.comm import kernel
-from ltx.core.comm import watcher as module
+from ltx.core.base import kernel
 from ltx.core.comm.channel import Work
-from ltx.core.comm.diagnosis import Record, Status
-from ltx.core.comm.watcher import Watcher, hold_watcher, release_watcher
 from ltx.errors import LtxError
+from ltx.peers import watcher as module
+from ltx.peers.diagnosis import Record, Status
+from ltx.peers.watcher import Watcher, hold_watcher, release_watcher
 from tests.forks import SILENT_S, Ranks, free_port, hold_store, settles
 
 ROOT = Path(__file__).parents[3]

@@ -2,7 +2,7 @@
 
 A broken connection shows at once that a peer is gone. Silence doesn't: a stopped process, a machine without power and
 an unplugged cable look like a slow peer. And a peer that has raised an error may still be alive. So each process keeps
-a record of itself in the store (:mod:`ltx.core.comm.diagnosis`), and its watcher writes the record again and again:
+a record of itself in the store (:mod:`ltx.peers.diagnosis`), and its watcher writes the record again and again:
 each time is a beat. A counter beside the records moves when a record has news. So waiting costs one look at the
 counter, however many ranks there are; all records are read when the counter has moved.
 
@@ -35,17 +35,13 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from ltx.core.base import kernel
 from ltx.core.base.errors import LtxError, RankMismatchError
 from ltx.core.base.private import PrefixStore, Store
-from ltx.core.comm import kernel
-from ltx.core.comm.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadWait, Told, Watched, silent_of, stuck
 from ltx.core.comm.signature import list_values
 from ltx.core.comm.store_exchange import ENDING_S, YIELD_S, StoreCaller, poll_until
+from ltx.peers.diagnosis import INIT, RECORDS, Node, Record, Status, ThreadWait, Told, Watched, silent_of, stuck
 
-#: A peer without a sign of life for this long counts as lost.
-DEFAULT_HEARTBEAT_S = 30.0
-#: A thread that has waited this long tells its peers.
-PATIENCE_S = 1.0
 # How often a waiting thread looks, and how long the first one that finds a deadlock waits until the others know.
 _PAUSE_S, _LINGER_S = 0.5, 3.0
 # The time between two looks at the counter, in a wait that has just begun and in a long wait.

@@ -7,41 +7,27 @@ isn't compared again.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from traceback import walk_stack
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ltx.core.base.arguments import brief, checked
-from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchError
-from ltx.core.comm.peers import OfAxis
+from ltx.core.base.callers import caller
+from ltx.core.base.errors import CollectiveTimeoutError, LtxError, RankMismatchError, UnsupportedError
+from ltx.core.comm.axis_comm import AxisComm
+from ltx.core.comm.peers import under_way
 from ltx.core.comm.signature import Agreement, Post, Signature, list_calls, mismatch
 from ltx.core.ranks.axis import axes_in_scope
-
-#: The prefix of the names and addresses of bucket channels.
-BUCKETS = "buckets "
-
+from ltx.peers.negotiation import Negotiation
 
 _SAID = "{0.__class__.__name__}: {0}".format
-#: The prefix of the places of compared calls in the store.
-CHECKS = "checks"
 
 # Ranks may call these from different branches: a source and its receivers, or work that one rank does first.
 _FROM_ANY_LINE = ("broadcast", "broadcast_object", "barrier", "data_parallel", "sync_gradients")
-_LIBRARIES = (
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
-    os.path.join(os.path.dirname(torch.__file__), ""),
-    contextlib.__file__,
-)
-# The functions of ltx and torch between the program's call and the collective that it issues.
-_INSIDE = ("apply", "collective", "forward", "backward", "jvp", "vmap", "told", "wait", "wrapped")
 
 
 class Checks:
@@ -49,13 +35,13 @@ class Checks:
 
     def __init__(self, same_lines: bool, around: Checks | None):
         self.same_lines = same_lines
-        self._axes: dict[OfAxis, None] = {} if around is None else around._axes
-        self._covered: deque[tuple[OfAxis, Any]] = deque()
+        self._axes: dict[AxisComm, None] = {} if around is None else around._axes
+        self._covered: deque[tuple[AxisComm, Any]] = deque()
         self._told: BaseException | None = None
 
     def negotiate(
         self,
-        axis_comm: OfAxis,
+        axis_comm: AxisComm,
         key: Any,
         describe: Callable[[], Signature],
         offer: Callable[[], Any],
@@ -82,31 +68,31 @@ class Checks:
             return known
         return Agreement(signature, signature.fingerprint, agreed)
 
-    def cover(self, axis_comm: OfAxis, keys: Iterable[Any]) -> None:
+    def cover(self, axis_comm: AxisComm, keys: Iterable[Any]) -> None:
         """Note that the next issues, under `keys`, are part of the call that was just compared."""
         self._covered = deque((axis_comm, key) for key in keys)
 
-    def exchange(self, axis_comm: OfAxis, signature: Signature, value: Any = None) -> list[Post]:
+    def exchange(self, axis_comm: AxisComm, signature: Signature, value: Any = None) -> list[Post]:
         """Every rank's post for this call, with equal signatures and each rank's `value`."""
         if axis_comm not in self._axes:
             self._axes[axis_comm] = None
-            axis_comm.negotiation.begin_session()
-        place, before = axis_comm.negotiation.take_check()
+            _peers_of(axis_comm).begin_session()
+        place, before = _peers_of(axis_comm).take_check()
         issued = {channel.name: channel.issued for channel in axis_comm.channels}
-        post = Post(signature, value, caller(), issued, axis_comm.negotiation.next_check)
+        post = Post(signature, value, caller(), issued, _peers_of(axis_comm).next_check)
         try:
-            posts: list[Post] = axis_comm.negotiation.exchange(place, post)
+            posts: list[Post] = _peers_of(axis_comm).exchange(place, post)
         except BaseException as error:
             if isinstance(error, CollectiveTimeoutError):
                 text = f"{error} This is {post.call}."
                 for rank in axis_comm.store_exchange.absent(place):
-                    last = axis_comm.negotiation.peek(before, rank)
+                    last = _peers_of(axis_comm).peek(before, rank)
                     text += f" Rank {rank} was last at {last.call}." if last else f" Rank {rank} hasn't entered."
                 error.args = (text,)
             self._told = error
             if not isinstance(error, RankMismatchError):
                 with suppress(LtxError, dist.DistError):
-                    axis_comm.negotiation.withdraw(place, post, f"nothing: {brief(error, _SAID)}")
+                    _peers_of(axis_comm).withdraw(place, post, f"nothing: {brief(error, _SAID)}")
             raise
         axis_comm.store_exchange.forget(before, [axis_comm.rank])
         return posts
@@ -117,17 +103,19 @@ class Checks:
             return  # the peers know it already: all ranks have raised it
         signature = Signature(f"nothing: it has left debug_checks() by {brief(error, _SAID)}", ())
         for axis_comm in self.open():
-            place, _ = axis_comm.negotiation.take_check()
+            place, _ = _peers_of(axis_comm).take_check()
             with suppress(LtxError, dist.DistError):  # the first error is the one to show
-                axis_comm.negotiation.announce(place, Post(signature, None, caller()))
+                _peers_of(axis_comm).announce(place, Post(signature, None, caller()))
 
-    def open(self) -> list[OfAxis]:
+    def open(self) -> list[AxisComm]:
         """The axes on which calls were compared and that are still open."""
         return [axis_comm for axis_comm in self._axes if not axis_comm.closed]
 
 
-# Not a context variable: backward passes run on threads of the engine, which don't inherit those.
-under_way: list[Checks] = []
+def _peers_of(axis_comm: AxisComm) -> Negotiation:
+    if not isinstance(axis_comm.peers, Negotiation):
+        raise UnsupportedError(f"debug_checks: axis {axis_comm.name!r} knows nothing of its ranks.")
+    return axis_comm.peers
 
 
 @checked("same_lines")
@@ -190,23 +178,3 @@ def debug_checks(*, same_lines: bool = True) -> Iterator[None]:
             checks.exchange(axis_comm, Signature("the end of debug_checks()", ()))
     finally:
         under_way.remove(checks)
-
-
-def caller() -> str:
-    """File and line of the innermost call from outside ltx and torch."""
-    for frame, line in walk_stack(sys._getframe(1)):
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            return f"{frame.f_code.co_filename}:{line}"
-    return "no line of the program (a thread of the autograd engine)"
-
-
-def called(issued: str) -> str:
-    """The call in the program that `issued` this collective: pmean, for example, issues a psum."""
-    name = ""
-    for frame, _ in walk_stack(sys._getframe(1)):
-        code = frame.f_code
-        if not code.co_filename.startswith(_LIBRARIES):
-            break
-        if frame.f_globals["__name__"].startswith("ltx.core.collectives.") and code.co_name not in _INSIDE:
-            name = code.co_name if code.co_name.isidentifier() and code.co_name[0] != "_" else name
-    return issued if not name or issued.startswith(f"{name} ") else name

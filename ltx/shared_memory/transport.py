@@ -49,11 +49,11 @@ from weakref import finalize
 
 import torch
 
-from ltx.core.base import private
+from ltx.core.base import kernel, private
 from ltx.core.base.errors import message_of
-from ltx.core.comm import kernel
-from ltx.core.comm.chunks import CHUNK_BYTES, NO_CHUNK, Chunk, Job, in_rank_order, part, sum_of
 from ltx.core.comm.operations import OPERATIONS
+from ltx.core.comm.transport import Transports, TransportWork
+from ltx.shared_memory.chunks import CHUNK_BYTES, CUTS, NO_CHUNK, Chunk, Job, in_rank_order, part, sum_of
 
 SLOTS = 8  # for chunks
 COUNTERS_BYTES = 4096  # before the first slot
@@ -97,34 +97,13 @@ def _machine() -> list[object] | None:
     return None if here is None else [*here, os.readlink("/proc/self/ns/net"), os.getuid()]
 
 
-@dataclass(eq=False)
-class SharedMemoryWork:
-    """A buffer on its way through the transport, chunk by chunk."""
-
-    transport: SharedMemoryTransport
-    end: int = 0  # the place after the buffer's last chunk
-    completed_s: float = 0.0
-    refused: bool = False  # ranks have issued different collectives
-    sums: dict[int, float] | None = None  # the sum of each chunk's elements, by the chunk's place, if wanted
-    note: Sequence[float] = ()  # once the first chunk is complete: the sums of the ranks' notes, in rank order
-
-    @property
-    def completed(self) -> bool:
-        return self.transport.emptied >= self.end
-
-    @property
-    def total(self) -> float | None:
-        """The sum of the result's elements, if it was asked for; NaN if a rank hasn't summed its part."""
-        return None if self.sums is None else sum(self.sums.values())
-
-
 @dataclass(eq=False, slots=True)
 class _Entry:
     """A chunk in the transport's queue. `place` counts all chunks since the transport was opened."""
 
     place: int
     chunk: Chunk
-    work: SharedMemoryWork
+    work: TransportWork
     tag: int
     note: Sequence[float] = ()
     next: _Entry | None = None
@@ -154,7 +133,7 @@ class SharedMemoryTransport:
 
     def _forget_queue(self) -> None:
         # A linked list: one assignment appends, so an interrupt comes before or after it.
-        self._tail = _Entry(-1, NO_CHUNK, SharedMemoryWork(self), 0)
+        self._tail = _Entry(-1, NO_CHUNK, TransportWork(self), 0)
         # The last entry known to have been through each phase. The counters are authoritative: an interrupt may come
         # between the two updates.
         self._through = {FILLED: self._tail, REDUCED: self._tail, EMPTIED: self._tail}
@@ -168,7 +147,7 @@ class SharedMemoryTransport:
         tag: int,
         summed: bool = False,
         note: Sequence[float] = (),
-    ) -> tuple[SharedMemoryWork, torch.Tensor]:
+    ) -> tuple[TransportWork, torch.Tensor]:
         """Start `operation` on a contiguous `buffer`; return its work and the memory of the result. Never blocks.
 
         `note`: nothing, or :data:`NOTE_WORDS` numbers, on all ranks alike.
@@ -176,13 +155,12 @@ class SharedMemoryTransport:
         An exception makes the transport fail, unless it is an interrupt: peers learn of that at the next chunk.
         """
         self._begun += 1  # this comes first: if it fails on this rank alone, the peers refuse all later chunks
-        work = SharedMemoryWork(self)
+        work = TransportWork(self)
         try:
             no_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
             with private.below_transforms(), private.below_modes(), no_grad:
-                row = OPERATIONS[operation]
-                out = row.new_result(buffer, self.size)
-                chunks = list(row.chunks(Job(buffer, out, arguments, self.rank, self.size)))
+                out = OPERATIONS[operation].new_result(buffer, self.size)
+                chunks = list(CUTS[operation](Job(buffer, out, arguments, self.rank, self.size)))
         except Exception as error:  # for example without memory; peers would wait for this rank
             self._fail(error)
             raise
@@ -365,7 +343,7 @@ class SharedMemoryTransport:
         return lost
 
     def close(self) -> None:
-        _transports[:] = [transport for transport in _transports if transport is not self]
+        Transports.opened[:] = [transport for transport in Transports.opened if transport is not self]
         with self._turn:  # no phase is running
             self._emptied_at_close = self.emptied
             self._forget_queue()
@@ -376,10 +354,6 @@ class SharedMemoryTransport:
             self._bytes, self._counters, self._sums = [], [], []
         close_files(self._locks, self._files)
         self._locks, self._files, self._maps = [], [], []
-
-
-# Peers may wait for this rank in one transport while it waits in another: a waiting thread advances all of them.
-_transports: list[SharedMemoryTransport] = []
 
 
 def open_transport(rank: int, exchange: Callable[[str, Any], list[Any]]) -> SharedMemoryTransport | None:
@@ -416,35 +390,8 @@ def open_transport(rank: int, exchange: Callable[[str, Any], list[Any]]) -> Shar
                 segments = []
         if all(opened == len(entries) for opened in exchange("shared memory/open", len(segments))):
             transport = SharedMemoryTransport(rank, segments, locks, files)
-            _transports.append(transport)
+            Transports.opened.append(transport)
     finally:
         if transport is None:
             close_files(locks, files)
     return transport
-
-
-def progress_everywhere() -> bool:
-    """Advance every transport of this process; returns whether there was anything to do."""
-    return sum([transport.progress() for transport in tuple(_transports) if transport.busy]) > 0
-
-
-def any_transport_busy() -> bool:
-    """Whether a chunk is pending in any transport of this process."""
-    return any(transport.busy for transport in tuple(_transports))
-
-
-def wait_for(work: SharedMemoryWork, pause_s: float) -> bool:
-    """Advance the transports until `work` is complete (True), its transport fails, or `pause_s` is over (False)."""
-    began = idle_since = time.perf_counter()
-    while not work.completed:
-        if progress_everywhere():
-            idle_since = time.perf_counter()
-            continue
-        now = time.perf_counter()
-        if now - began > pause_s or work.transport.error is not None:
-            return False
-        if now - idle_since < 0.0005:
-            os.sched_yield()
-        else:
-            time.sleep(0.0001)
-    return True

@@ -6,7 +6,6 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,11 @@ import pytest
 import torch
 
 import ltx
-from ltx.core.comm import operations, shared_memory
-from ltx.core.comm.chunks import CHUNK_BYTES, SMALL_BYTES, Chunk
+from ltx import shared_memory
 from ltx.core.comm.operations import Operation
-from ltx.core.comm.shared_memory import SEGMENT_BYTES, SLOTS, SharedMemoryTransport, SharedMemoryWork
+from ltx.core.comm.transport import TransportWork
+from ltx.shared_memory.chunks import CHUNK_BYTES, CUTS, SMALL_BYTES, Chunk, Cut
+from ltx.shared_memory.transport import SEGMENT_BYTES, SLOTS, SharedMemoryTransport
 
 OPERATIONS: dict[str, tuple[int, ...]] = {"psum": (), "psum_scatter": (), "broadcast": (1,)}
 PHASES = ("_fill", "_reduce", "_empty")
@@ -35,7 +35,7 @@ def two_transports() -> Iterator[list[SharedMemoryTransport]]:
             transport.close()
 
 
-Begun = list[tuple[SharedMemoryWork, torch.Tensor, torch.Tensor]]
+Begun = list[tuple[TransportWork, torch.Tensor, torch.Tensor]]
 
 
 def begin(
@@ -109,7 +109,7 @@ class Fault:
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         frame.f_trace_opcodes = self.event == "opcode"
-        if frame.f_code.co_filename != shared_memory.__file__ and not frame.f_code.co_filename.endswith("chunks.py"):
+        if frame.f_code.co_filename not in (shared_memory.transport.__file__, shared_memory.chunks.__file__):
             return None
         if event == self.event:
             self.came += 1
@@ -188,26 +188,26 @@ def test_an_interrupt_between_any_two_instructions_of_a_sum_leaves_ranks_in_step
         interrupted({"psum": ()}, KeyboardInterrupt, "opcode", at, (0,), width)
 
 
-def broken(whole: Operation, phase: str) -> Operation:
+def broken(whole: Cut, phase: str) -> Cut:
     """A sum of which one round of progress always raises."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ArithmeticError("no such sum")
 
     def cut_broken(*args: Any) -> Iterator[Chunk]:
-        for chunk in whole.chunks(*args):
+        for chunk in whole(*args):
             yield chunk._replace(**{phase: SimpleNamespace(data_ptr=fail) if phase == "given" else fail})
 
-    return replace(whole, chunks=cut_broken)
+    return cut_broken
 
 
 @pytest.mark.parametrize("phase", ["given", "reduce", "take"])
 @pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one", "both"])
 def test_progress_that_always_raises_fails_the_transport_and_tells(phase: str, on: Sequence[int]) -> None:
-    whole = operations.OPERATIONS["psum"]
+    whole = CUTS["psum"]
     with two_transports() as transports, pytest.MonkeyPatch.context() as patch:
         for transport in transports:
-            patch.setitem(operations.OPERATIONS, "psum", broken(whole, phase) if transport.rank in on else whole)
+            patch.setitem(CUTS, "psum", broken(whole, phase) if transport.rank in on else whole)
             transport.begin("psum", torch.ones(SMALL_BYTES), (), 0)
         for _ in range(20):
             for transport in transports:
@@ -223,7 +223,7 @@ def fail_in(phase: str, on: Sequence[int]) -> list[str]:
     rank, said = int(ltx.axis_index()), []
     with pytest.MonkeyPatch.context() as patch:
         if rank in on:
-            patch.setitem(operations.OPERATIONS, "psum", broken(operations.OPERATIONS["psum"], phase))
+            patch.setitem(CUTS, "psum", broken(CUTS["psum"], phase))
         for _ in range(3):
             try:
                 said.append(str(ltx.psum(torch.ones(SMALL_BYTES))[:3].tolist()))

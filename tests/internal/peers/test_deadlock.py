@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import ltx
 from ltx.core.comm.channel import Channel
-from ltx.core.comm.diagnosis import ThreadWait, Told, stuck
 from ltx.errors import DeadlockDetectedError, RankMismatchError
+from ltx.peers.diagnosis import ThreadWait, Told, stuck
 from tests.kinds import Started, Tell
 
 ONES = torch.ones(2)
@@ -173,7 +173,7 @@ def test_a_peer_that_has_no_time_to_hear_that_a_step_was_left(started: Started) 
 
         def late(channel: Channel, *args: Any, **kwargs: Any) -> None:
             look(channel, *args, **kwargs)
-            if channel.negotiation.deadlocks._waits:
+            if channel.peers.deadlocks._waits:
                 says_so.set()
                 may_look.wait(60.0)
 

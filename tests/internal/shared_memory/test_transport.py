@@ -15,9 +15,15 @@ import pytest
 import torch
 
 import ltx
-from ltx.core.comm.chunks import CHUNK_BYTES, SMALL_BYTES
-from ltx.core.comm.shared_memory import NOTE_WORDS, SEGMENT_BYTES, SLOTS, SharedMemoryTransport, progress_everywhere
+from ltx.core.comm.operations import OPERATIONS
+from ltx.core.comm.transport import Transports, progress_everywhere
+from ltx.shared_memory.chunks import CHUNK_BYTES, CUTS, SMALL_BYTES
+from ltx.shared_memory.transport import NOTE_WORDS, SEGMENT_BYTES, SLOTS, SharedMemoryTransport
 from tests.forks import settles
+
+
+def test_every_operation_has_a_cut() -> None:
+    assert CUTS.keys() == OPERATIONS.keys()
 
 
 def transport_of() -> Any:
@@ -307,3 +313,29 @@ def test_first_used_in_inference_mode(on_new_axis: Callable[..., Any], sockets: 
         return first.tolist(), bytes_.tolist(), bytes_.is_inference()
 
     assert on_new_axis(run, sockets=sockets).replicated() == ([2.0] * 3, [2] * 3, False)
+
+
+def trained(seed: int) -> list[list[float]]:
+    """The parameters after each of a few steps, and what is gathered beside them."""
+    draw = torch.Generator().manual_seed(seed)
+    step = ltx.data_parallel(lambda p, x: (x @ p["w"]).square().mean())
+    train = ltx.train_step(step, ltx.optim.from_torch(torch.optim.Adam, lr=0.1))
+    state, seen = train.init({"w": torch.randn(5, 3, generator=draw)}), []
+    for _ in range(3):
+        x = ltx.shard(torch.randn(8, 5, generator=draw))
+        beside = ltx.async_(ltx.all_gather)(x.sum())
+        state, _ = train(state, x)
+        seen += [state.params["w"].flatten().tolist(), beside.wait().tolist()]
+    return seen
+
+
+@pytest.mark.parametrize("handed_in", [True, False])
+def test_without_a_transport_all_goes_over_sockets(
+    started: Callable[..., Any], ranks: Callable[[int], Any], seed: int, handed_in: bool, monkeypatch: Any
+) -> None:
+    """The kernel trains to the same values, and knows no transport but the one that is handed in."""
+    if not handed_in:
+        monkeypatch.setattr(Transports, "open", lambda rank, exchange: None)
+    world = started(2, lambda tell: (transport_of() is not None, trained(seed)))
+    expected = ranks(2).run(trained, seed).replicated()
+    assert [world.told(rank) for rank in range(2)] == [(handed_in, expected)] * 2

@@ -161,7 +161,7 @@ def test_a_peer_that_comes_to_nothing(on_new_axis: OnNewAxis) -> None:
         @ltx.debug_checks()
         def calls() -> None:
             ltx.psum({"w": torch.ones(2)})
-            while int(ltx.axis_index()) == 1 and "nothing: " not in str(axis_comm.negotiation.peek(place, 0)):
+            while int(ltx.axis_index()) == 1 and "nothing: " not in str(axis_comm.peers.peek(place, 0)):
                 time.sleep(0.01)
             ltx.all_gather(torch.ones(2))
 
@@ -215,7 +215,7 @@ def test_entered_by_one_rank(on_new_axis: OnNewAxis, peer: str) -> None:
                 ltx.psum(torch.ones(2 if peer == "known" else 3))
         except LtxError as raised:
             error = raised
-        assert not comm.debug.under_way
+        assert not comm.peers.under_way
         if peer == "new":  # nothing has moved: the ranks find together again
             with ltx.debug_checks():
                 assert ltx.psum(torch.ones(())).item() == 2.0
@@ -288,7 +288,7 @@ def test_calls_that_agree_are_let_through(on_new_axis: OnNewAxis, seed: int) -> 
         with ltx.debug_checks():
             checked = everything(mine), axis_comm.user.digest
             again = ltx.debug_checks()(everything)(mine), axis_comm.user.digest  # nested, as a decorator
-        assert not comm.debug.under_way
+        assert not comm.peers.under_way
         after = everything(mine), axis_comm.user.digest
         return [first, checked, again, after]
 
@@ -324,7 +324,7 @@ def test_a_world_of_one_and_simulated_ranks() -> None:
         assert ltx.vmap(ltx.psum)(torch.ones(3)).tolist() == [3.0] * 3
     with pytest.raises(ZeroDivisionError), ltx.debug_checks():
         raise ZeroDivisionError
-    assert not comm.debug.under_way
+    assert not comm.peers.under_way
 
 
 def test_three_ranks_of_which_one_differs(ranks: Ranks) -> None:
@@ -346,8 +346,7 @@ def test_one_comparison_a_call_and_a_store_that_stays_small(on_new_axis: OnNewAx
                 ltx.psum([torch.ones(2), torch.ones(3), torch.ones(2)])
             # The entry is call 0; of the last call the peers may still read.
             return [
-                axis_comm.negotiation.peek(f"checks/call/{2**32 + call}", axis_comm.rank) is not None
-                for call in range(6)
+                axis_comm.peers.peek(f"checks/call/{2**32 + call}", axis_comm.rank) is not None for call in range(6)
             ]
 
     assert on_new_axis(run).replicated() == [False] * 5 + [True]
@@ -360,6 +359,6 @@ def test_compiled_calls_are_not_compared(on_new_axis: OnNewAxis) -> None:
         compiled = torch.compile(torch.func.grad(ltx.data_parallel(step)), fullgraph=True, backend="aot_eager")
         with ltx.debug_checks():
             got = compiled(torch.ones(2) * (1 + ltx.axis_index()))
-            return got.tolist(), axes_in_scope()[-1].comm.negotiation.next_check
+            return got.tolist(), axes_in_scope()[-1].comm.peers.next_check
 
     assert on_new_axis(run).replicated() == ([3.0, 3.0], 2**32 + 1)

@@ -156,3 +156,12 @@ def psum_scatter(job: Job) -> Iterator[Chunk]:
             total += row
 
     return _rows(job, take)
+
+
+#: How each operation is cut, by its name in :mod:`ltx.core.comm.operations`.
+CUTS: dict[str, Cut] = {
+    "psum": all_reduce(torch.add),
+    "pmax": all_reduce(torch.maximum),
+    "pmin": all_reduce(torch.minimum),
+    **{cut.__name__: cut for cut in (all_gather, psum_scatter, broadcast, gather, scatter, all_to_all, ppermute)},
+}

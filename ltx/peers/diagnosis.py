@@ -1,6 +1,6 @@
 """The records that ranks write about themselves, and pure functions that tell a waiting rank whether it waits in vain.
 
-A rank has one record in the store, which its watcher writes (:mod:`ltx.core.comm.watcher`): a beat, whom it finds
+A rank has one record in the store, which its watcher writes (:mod:`ltx.peers.watcher`): a beat, whom it finds
 silent, where it is on each of its axes, and which of its threads have waited for long.
 
 Deadlocks: if one rank alone calls a collective, it waits there while its peers wait in the next step, and no rank has
@@ -24,11 +24,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from ltx.core.base import kernel
 from ltx.core.base.errors import DeadlockDetectedError, LtxError, PeerLostError
-from ltx.core.comm import kernel
+from ltx.core.comm.passes import Failed, Raised
 
 #: Keys with this suffix count the axes that a rank has opened; without the key a rank has opened none.
 OPENED = "opened"
+#: The prefix of the places of calls that ltx.debug_checks() compares.
+CHECKS = "checks"
 #: The prefix of records' keys in the store.
 RECORDS = "ltx/records/"
 #: The name of the axis that ranks are on while ``ltx.init`` makes their world.
@@ -86,29 +89,6 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Raised:
-    """A pass, or a step of the training, that a rank has left before it had sent anything."""
-
-    call: int  # the number of passes, and of the user's collectives, before it
-    why: str
-    what: str
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Why a rank's world ends."""
-
-    why: str
-    lost: bool  # whether the reason is a lost peer
-    what: str = ""  # the pass or step that it has left halfway
-    call: int | None = None  # the call of a Pool that raised; ranks in a later one know that all had raised, and go on
-
-    def matters(self, call: int) -> bool:
-        """Whether it ends the world of a rank that is in this `call`."""
-        return self.call is None or self.call >= call
-
-
-@dataclass(frozen=True)
 class Status:
     """The state of a rank on one axis."""
 
@@ -134,24 +114,6 @@ class Watched(Protocol):
 
     def look_after_device(self) -> None:
         """Abort collectives that the device waits for in vain; the watcher's thread calls this with each tick."""
-        return
-
-    @property
-    def sent(self) -> int:
-        """The number of collectives that this process has issued on the axis."""
-        return 0
-
-    @property
-    def called(self) -> int:
-        """The number of those that the user has called."""
-        return 0
-
-    def note_pass(self) -> None:
-        """The host goes on from a pass whose collectives the device may not have completed."""
-        return
-
-    def fail(self, failed: Failed) -> None:
-        """The world ends: this process issues nothing more on the axis."""
         return
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from ltx.core.base import kernel
 from ltx.core.base.errors import said_of
-from ltx.core.comm import kernel
-from ltx.core.comm.diagnosis import INIT, Failed, Raised, Record, Status, ThreadWait, Told, Waiter, diagnose, silent_of
+from ltx.core.comm.passes import Failed, Raised
 from ltx.errors import DeadlockDetectedError, PeerLostError
+from ltx.peers.diagnosis import INIT, Record, Status, ThreadWait, Told, Waiter, diagnose, silent_of
 
 AXIS = "ltx/data/1"
 #: Rank 1 of three, which are ranks 4, 6 and 9 of the world.
