@@ -42,7 +42,7 @@ class Meeting(Watched):
         self.watcher = Watcher(store, world.rank, heartbeat_s, _ANSWER_S)
         self.watcher.axes[self.label] = self
         self._store = TimeoutStore(store, self.watcher.store_caller)
-        self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, self._lost)
+        self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, list)
 
     def hold(self, store: Store | None) -> None:
         """This process holds the second `store`, if it is given."""
@@ -97,10 +97,6 @@ class Meeting(Watched):
         if lost := self.watcher.gone().difference(made, [self.world.rank]):
             who = ", ".join(map(str, sorted(lost)))
             raise PeerLostError(f"rank {self.world.rank}: rank {who} has come, and shows no sign of life any more.")
-
-    def _lost(self) -> list[int]:
-        look_out()
-        return []
 
     def gather(self, own: Any) -> list[Any]:
         """Every rank's JSON value, once all have come; `own` is this rank's.

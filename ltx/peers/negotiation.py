@@ -58,7 +58,7 @@ class Negotiation(Peers):
     def __init__(self, axis: AxisComm, name: str | None, heartbeat_s: float):
         self._comm, self._rank, self._size = axis, axis.rank, axis.size
         self.watcher = hold_watcher(c10d._get_default_store(), dist.get_rank(), heartbeat_s)
-        self.world, self.deadlocks = self.watcher.world, self.watcher.deadlocks
+        self.world, self.tally, self.deadlocks = self.watcher.world, self.watcher.tally, self.watcher.deadlocks
         self._stores: list[TimeoutStore] = []
         super().__init__(axis, name, heartbeat_s)
         self._store = self.store_exchange
@@ -178,7 +178,7 @@ class Negotiation(Peers):
         self.watcher.store_caller.refuse(why)
 
     def have_failed(self) -> bool:
-        return bool(self.watcher.failed(now=True))
+        return bool(self.watcher.failed(now=True) or self.lost() or self.silent())
 
     def processes(self) -> dict[int, list[str]]:
         return {rank: record.process for rank, record in self.watcher.records.items()}
@@ -412,10 +412,6 @@ class Negotiation(Peers):
     def gone(self) -> list[int]:
         """The peers whose processes are known to have ended, or whose heartbeats have stopped."""
         return sorted({*self.lost(), *self.silent(), *self.ended_peers()})
-
-    def look(self) -> list[int]:
-        look_out()
-        return self.gone()
 
     def ended_peers(self, now: bool = False) -> list[int]:
         return [rank for rank, record in self.records(now).items() if record.on(self.label).ended]

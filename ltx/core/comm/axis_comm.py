@@ -148,10 +148,6 @@ class AxisComm(Ranks):
         return self._phases[phase]
 
     @property
-    def sent(self) -> int:
-        return self.passes.besides + sum(channel.begun for channel in self.channels)
-
-    @property
     def called(self) -> int:
         return self.user.issued
 
@@ -159,7 +155,7 @@ class AxisComm(Ranks):
     def calls(self) -> int:
         """The number of all that this rank has sent, called, compared and exchanged; what failed counts too."""
         channels = sum(channel.begun + channel.issued + channel.compared for channel in self.channels)
-        return channels + self.passes.besides + self.store_exchange.begun + self.peers.next_check
+        return channels + self.store_exchange.begun + self.peers.next_check
 
     def fail(self, failed: Failed) -> None:
         """The world ends: nothing more is issued, and the device gives up collectives under way."""

@@ -409,6 +409,7 @@ class Channel:
                 "Cast it."
             )
         self.begun += 1
+        self.peers.tally.sent += 1
         self.threads.add(threading.get_ident())
         if self.history is not None:
             self.history.append((operation, buffer.shape, buffer.dtype, arguments))

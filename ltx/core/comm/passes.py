@@ -92,15 +92,13 @@ class Passes:
         raised: the last one of these, if it raised before this rank had sent anything.
         counted: why the last one had raised, in words, if it counts as a pass.
         failed: why this rank issues nothing more on the axis.
-        besides: the number of runs of other libraries' collectives, which count as sent, less that of the comparisons
-            on channels, which don't: all ranks complete them, and raise or go on together.
     """
 
     def __init__(self, axis_comm: OfAxis):
         self._comm = axis_comm
         self._under_way: list[BackwardPass] = []
         self.step: int | None = None
-        self.call = self.besides = self._raised_at = 0
+        self.call = self._raised_at = 0
         self.raised: Raised | None = None
         self.counted = ""
         self.failed: Failed | None = None
@@ -199,7 +197,7 @@ class Passes:
 
     def sent(self) -> int:
         """The number of collectives that this rank has issued on all axes of its world."""
-        return sum(axis.sent for axis in self._comm.peers.axes)
+        return int(self._comm.peers.tally.sent)
 
     def _calls(self) -> int:
         calls: int = sum(axis.called for axis in self._comm.peers.axes)

@@ -47,6 +47,15 @@ class OfAxis(Protocol):
     def bucket_channel(self, phase: int) -> Any: ...
 
 
+class Tally:
+    """The number of collectives that this process has sent on all axes of a world.
+
+    Those of other libraries count. Comparisons don't: all ranks complete them, and raise or go on together.
+    """
+
+    sent = 0
+
+
 class Peers:
     """The other ranks of an axis, of which nothing is known but that they are there.
 
@@ -58,18 +67,18 @@ class Peers:
     """
 
     world, next_check = "", 0
+    tally: Any = None
 
     def __init__(self, axis: OfAxis, name: str | None, heartbeat_s: float):
-        self.axis, self.heartbeat_s = axis, heartbeat_s
+        self.axis, self.heartbeat_s, self.tally = axis, heartbeat_s, self.tally or Tally()
         of_ranks = f"ltx/{name or 'ranks'}/{hashlib.sha1(repr(axis.global_ranks).encode()).hexdigest()}"
         store = self.connected()
         self.world = self.world or store.compare_set("ltx/world", "", os.urandom(8).hex()).decode()
         self.count = f"{of_ranks}/opened by {axis.rank}"
         self.number: int = store.add(self.count, 1)
         self.label = f"{of_ranks}/{self.number}"
-        self.store_exchange = StoreExchange(
-            self.part_of(f"{self.label}/"), axis.rank, axis.size, axis.timeout_s, self.look
-        )
+        part = self.part_of(f"{self.label}/")
+        self.store_exchange = StoreExchange(part, axis.rank, axis.size, axis.timeout_s, self.gone)
 
     def connected(self) -> Any:
         """The store of the world, as this process asks it."""
@@ -156,21 +165,13 @@ class Peers:
     def refuse(self, why: str) -> None:
         """This process is a fork of the rank's own, whose messages would look like the rank's."""
 
-    def silent(self) -> list[int]:
-        """Those that show no sign of life."""
-        return []
-
     def have_failed(self) -> bool:
-        """Whether a rank of the world has said by now that an exception has ended it."""
-        return False
+        """Whether a rank of the world has said by now that an exception has ended it, or seems to be gone."""
+        return bool(self.lost())
 
     def processes(self) -> dict[int, list[str]]:
         """The processes of the world's other ranks, as the kernel knows them, so far as they have said."""
         return {}
-
-    def look(self) -> list[int]:
-        """:meth:`gone`, for who waits in the store."""
-        return self.gone()
 
     def tell(self, wait: bool = False) -> None:
         """This rank has news of itself, such as an exception; `wait`: until peers can read it."""

@@ -172,9 +172,7 @@ def has_failed(of_peers: bool = False) -> bool:
         axis_comm.passes.find_dropped()
         if axis_comm.passes.failed or axis_comm.passes.is_uncounted:  # peers that wait for the rest of it fail
             return True
-    if any(each.have_failed() for each in all_peers()):
-        return True
-    return any(axis_comm.peers.lost() or axis_comm.peers.silent() for axis_comm in comms)
+    return any(axis_comm.peers.have_failed() for axis_comm in comms)
 
 
 def has_lost_pass(axis: Axis) -> bool:

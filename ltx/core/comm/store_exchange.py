@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ltx.core.base.errors import CollectiveTimeoutError, PeerLostError, StoreGoneError
 from ltx.core.base.private import FileStore, Store
+from ltx.core.comm.backends import look_out
 from ltx.core.comm.transport import progress_everywhere
 
 T = TypeVar("T")
@@ -285,6 +286,7 @@ class StoreExchange:
 
     def refuse_lost(self, place: str, what: str, ranks: Sequence[int]) -> None:
         """Raise PeerLostError if one of `ranks` is gone and hasn't announced its value at `place`."""
+        look_out()
         if (lost := [rank for rank in self._lost() if rank in ranks]) and not self.has(place, lost):
             raise PeerLostError(
                 f"rank {self.rank}: {what} failed: the process of rank {', '.join(map(str, lost))} is gone, or shows "

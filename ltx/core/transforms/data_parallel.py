@@ -57,20 +57,22 @@ class DataParallel(StepSettings):
             return self._reduce_returned(self.fn(*args, **kwargs))
         if traced.recording():
             return self.run(args, kwargs).value()
-        if private.in_transform() and self._runs_below(args, kwargs):
+        if private.in_transform() and (flat := self._flat_below(args, kwargs)) is not None:
             with suppress(TracedValueError):
-                return plain_autograd.call_below(self, args, kwargs)
+                return plain_autograd.call_below(self, *flat)
         with comm.span("forward"):
             return self.run(args, kwargs).value()
 
-    def _runs_below(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _flat_below(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any] | None:
+        """The arguments, flattened, if the step can run below the transform; else None."""
         axis = comm.resolve(self.axis)
         if not (axis.ranks.overlaps or (axis.size == 1 and not axis.ranks.levels)):
-            return False
-        params, state = self._params_of(args)
-        mine = {id(x) for x in tree.flatten((params, state))[0]}
-        others = [x for x in tree.flatten((args, kwargs))[0] if id(x) not in mine]
-        return plain_autograd.applies(tree.flatten((params, state))[0], others)
+            return None
+        leaves, spec = tree.flatten((args, kwargs))
+        given = tree.flatten(self._params_of(args))[0]
+        mine = {*map(id, given)}
+        applies = plain_autograd.applies(given, [x for x in leaves if id(x) not in mine])
+        return (leaves, spec) if applies else None
 
     def init(self, params: Tree) -> SyncState:
         """The communication state before the first step; it has no leaves if the strategy keeps no state."""

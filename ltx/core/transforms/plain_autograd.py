@@ -71,11 +71,10 @@ def warn_of_own_leaves(totals: Sequence[torch.Tensor], leaves: Sequence[torch.Te
 class Call:
     """One call of a step below the transform. Keeps the plain graph for the backward pass."""
 
-    def __init__(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.step = step
-        self.leaves, self.spec = tree.flatten((args, kwargs))
+    def __init__(self, step: Any, leaves: list[Any], spec: Any):
+        self.step, self.leaves, self.spec = step, leaves, spec
         self.wrapped = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and private.is_wrapped(x)]
-        self._wanted = [tracked(self.leaves[i]) for i in self.wrapped]
+        self._wanted = [leaves[i].requires_grad for i in self.wrapped]
         self.calls, self._schedule = Calls(), None
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
@@ -197,9 +196,9 @@ def applies(params: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-def call_below(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The value of `step`, differentiated by plain autograd. Raises TracedValueError if that would be incomplete."""
-    call = Call(step, args, kwargs)
+def call_below(step: Any, leaves: list[Any], spec: Any) -> Any:
+    """The value of `step` at flattened arguments, by plain autograd. Raises TracedValueError if that isn't complete."""
+    call = Call(step, leaves, spec)
     outputs = Below.apply(call, *(call.leaves[i] for i in call.wrapped))
     if not call.outputs:
         raise StepError("the step returned no floating or complex tensor that depends on its parameters.")

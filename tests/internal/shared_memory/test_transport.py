@@ -189,12 +189,14 @@ def test_a_survivor_names_the_peer(tmp_path: Any, ranks: Callable[[int], Any], h
     ranks(2).run(lambda: None)
 
     def run() -> None:
-        note.write_text(how(1))
+        # The transport knows it too, without the store.
+        note.write_text(f"{how(1)} {ltx.core.ranks.axis.find(None).comm.lost()}")
 
     with pytest.raises(ltx.errors.WorkerError):
         ranks(2).run(run)
     said = settles(lambda: note.read_text() if note.exists() else "", bool)
     assert "the process of rank 1 is gone" in said
+    assert said.endswith("[1]")
 
 
 def exchanged_beside(seed: int) -> int:
