@@ -55,8 +55,10 @@ def _in_wait_for(what: str) -> Iterator[None]:
 class Negotiation(Peers):
     """The other ranks of an axis: whether they live, and whether they agree."""
 
+    axis: AxisComm
+
     def __init__(self, axis: AxisComm, name: str | None, heartbeat_s: float):
-        self._comm, self._rank, self._size = axis, axis.rank, axis.size
+        self._rank, self._size = axis.rank, axis.size
         self.watcher = hold_watcher(c10d._get_default_store(), dist.get_rank(), heartbeat_s)
         self.world, self.tally, self.deadlocks = self.watcher.world, self.watcher.tally, self.watcher.deadlocks
         self._stores: list[TimeoutStore] = []
@@ -89,7 +91,7 @@ class Negotiation(Peers):
         self.watcher.axes[self.label] = self
         counts = self.deadlocks.counts
         counts[self.label] = lambda: {f"{self.label}/{OPENED}": (1, ())}
-        what = f"opening axis {self._comm.name!r}"
+        what = f"opening axis {self.axis.name!r}"
         try:
             self._store.announce(OPENED, None)
             self._store.collect(
@@ -125,7 +127,7 @@ class Negotiation(Peers):
 
     def end(self) -> None:
         """Tell the peers that this rank has ended its part of the world in good order, unless it told of a failure."""
-        if self._comm.passes.failed is None and not self._gone:
+        if self.axis.passes.failed is None and not self._gone:
             self._ended = True
             self.watcher.tell(wait=True)
 
@@ -140,11 +142,11 @@ class Negotiation(Peers):
 
     @property
     def global_ranks(self) -> list[int]:
-        return self._comm.global_ranks
+        return self.axis.global_ranks
 
     def status(self) -> Status:
         """This rank's status on this axis."""
-        passes, channels = self._comm.passes, self._comm.channels if self._comm.opened else []
+        passes, channels = self.axis.passes, self.axis.channels if self.axis.opened else []
         issued = {channel.name: channel.begun for channel in channels}
         return Status(self._at, passes.raised, passes.failed, self._ended, issued)
 
@@ -154,7 +156,7 @@ class Negotiation(Peers):
         The wait that finds the abort says why. Without the store all that is known is that rank 0, which held it, is
         gone.
         """
-        group = self._comm.stream_group if self._comm.opened else None
+        group = self.axis.stream_group if self.axis.opened else None
         if group is None or group.aborted:
             return
         if self.watcher.without_store:
@@ -201,7 +203,7 @@ class Negotiation(Peers):
         try:
             announced = self._store.collect(
                 place,
-                f"{post.signature.operation} on axis {self._comm.name!r}",
+                f"{post.signature.operation} on axis {self.axis.name!r}",
                 while_waiting=partial(self._check_while_comparing, place, post, time.monotonic()),
                 to="compare it",
                 fix=" Every rank must call the same collectives.",
@@ -215,7 +217,7 @@ class Negotiation(Peers):
 
     def compare(self, channel: Channel, signature: Signature, offer: Any) -> Any:
         """Compare the `signature` of the next collective on `channel`. Gives rank 0's `offer`."""
-        if channel is self._comm.user:  # after a failure peers may have given up without comparing
+        if channel is self.axis.user:  # after a failure peers may have given up without comparing
             channel.check_in_step(signature.operation)
         place = f"{channel.name}/{channel.compared}/{channel.issued}"
         channel.compared += 1
@@ -223,7 +225,7 @@ class Negotiation(Peers):
 
     def _post(self, signature: Signature, offer: Any = None) -> Post:
         """A post that says how many of the user's collectives this rank has issued."""
-        return Post(signature, offer, issued={self._comm.user.name: self._comm.user.issued})
+        return Post(signature, offer, issued={self.axis.user.name: self.axis.user.issued})
 
     def exchange_values(self, signature: Signature, value: Any, place: str | None = None) -> list[Any]:
         """Every rank's `value`, which is JSON, through the store. No collective is issued. For the main thread.
@@ -231,8 +233,8 @@ class Negotiation(Peers):
         If a peer waits in a collective instead, both ranks raise. `place`: one that :meth:`StoreExchange.new_place`
         returned on all ranks, or a name below it; None for a new place.
         """
-        self._comm.check_usable()
-        issued = {channel.name: channel.issued for channel in self._comm.channels}
+        self.axis.check_usable()
+        issued = {channel.name: channel.issued for channel in self.axis.channels}
         post = Post(signature, value, issued=issued)
         self._posted.append(place or self._store.new_place())
         posts = self.exchange(self._posted[-1], post)
@@ -255,7 +257,7 @@ class Negotiation(Peers):
 
     def announce(self, place: str, post: Post) -> None:
         """Put this rank's `post` at `place`, without waiting for the others."""
-        compared = {channel.name: channel.compared for channel in self._comm.channels}
+        compared = {channel.name: channel.compared for channel in self.axis.channels}
         self._store.announce(place, replace(post, compared=compared).fields())
 
     def withdraw(self, place: str, post: Post, why: str) -> None:
@@ -270,7 +272,7 @@ class Negotiation(Peers):
     @property
     def gone_on(self) -> str:
         """What this rank has left by an exception before it went on, in words; "" if nothing."""
-        left = self._comm.passes.counted
+        left = self.axis.passes.counted
         return left and f"This rank has left {left}, and has gone on; ranks leave a step out together or not at all."
 
     def begin(self) -> None:
@@ -301,11 +303,11 @@ class Negotiation(Peers):
         ranks, heartbeat_s = self.global_ranks, self.watcher.heartbeat_s
         if 0 in ranks and self.watcher.host_gone(for_s=heartbeat_s):  # the peer's earlier messages have arrived
             return PeerLostError(
-                f"rank {self._rank}: rank {ranks.index(0)} on axis {self._comm.name!r} is gone, and with it the store "
+                f"rank {self._rank}: rank {ranks.index(0)} on axis {self.axis.name!r} is gone, and with it the store "
                 "through which the ranks meet."
             )
-        of_axis = self._rank, self._comm.name, self.label, ranks, heartbeat_s
-        call = self._comm.passes.present if in_pass else -1
+        of_axis = self._rank, self.axis.name, self.label, ranks, heartbeat_s
+        call = self.axis.passes.present if in_pass else -1
         return diagnose(self.watcher.records, Waiter(*of_axis, call, issue, self.watcher.call))
 
     def check_peers(
@@ -325,7 +327,7 @@ class Negotiation(Peers):
     def _check_while_comparing(self, place: str, post: Post, began: float) -> None:
         """Raise if some peer won't come to `place`; called now and then while this rank waits there."""
         self._wait_at(place)
-        what, in_pass = f"{post.signature.operation} on axis {self._comm.name!r}", self._comm.passes.inside
+        what, in_pass = f"{post.signature.operation} on axis {self.axis.name!r}", self.axis.passes.inside
         in_pass |= place.startswith(BUCKETS)
         try:
             self.check_peers(what, in_pass, now=bool(self.lost()))
@@ -342,7 +344,7 @@ class Negotiation(Peers):
         """The numbers of collectives that this rank has issued and compared, and the threads that did so."""
         counts: dict[str, tuple[int, Iterable[int]]] = {CHECKS: (self.next_check, ()), OPENED: (1, ())}
         counts[EXCHANGES] = self._store.begun, ()
-        for channel in self._comm.channels:
+        for channel in self.axis.channels:
             threads = set(channel.threads)
             counts[channel.name] = (channel.begun, threads)
             counts[f"{channel.name}/compared"] = (channel.compared, threads)
@@ -351,14 +353,14 @@ class Negotiation(Peers):
     def _check_deadlock(self, key: str, number: int, what: str, of: str = "") -> None:
         def describe() -> str:
             name, how = (of, f"{what}, ") if of else (called(what), "")
-            return f"{name} on axis {self._comm.name!r} ({how}{os.path.basename(caller())})"
+            return f"{name} on axis {self.axis.name!r} ({how}{os.path.basename(caller())})"
 
         try:
             with suppress(StoreGoneError):  # as in answer_peers()
                 self.deadlocks.check(f"{self.label}/{key}", number, self.global_ranks, describe)
         except RankMismatchError as error:
             # Peers that waited elsewhere have given up calls that this rank hasn't made: it can't go on without them.
-            self._comm.user.failed = self._comm.user.failed or error
+            self.axis.user.failed = self.axis.user.failed or error
             raise
 
     def _refuse_deadlock(self, place: str, post: Post) -> None:
@@ -407,7 +409,7 @@ class Negotiation(Peers):
         """
         ranks = self.global_ranks
         held = ranks.index(0) if 0 in ranks and self.watcher.host_gone() else self._rank
-        return sorted({*self._comm.lost(), held} - {self._rank})
+        return sorted({*self.axis.lost(), held} - {self._rank})
 
     def gone(self) -> list[int]:
         """The peers whose processes are known to have ended, or whose heartbeats have stopped."""
@@ -467,7 +469,7 @@ class Negotiation(Peers):
             with _in_wait_for(waited_for):
                 self._answer(self._who_waits(issue))
         if PATIENCE_S < waited_s < channel.timeout_s:
-            self._check_deadlock(channel.name, number, what, "" if channel is self._comm.user else self._comm.under_way)
+            self._check_deadlock(channel.name, number, what, "" if channel is self.axis.user else self.axis.under_way)
 
     def _answer(self, waiting: dict[int, str]) -> None:
         for rank, place in waiting.items():
@@ -477,7 +479,7 @@ class Negotiation(Peers):
             if address == CHECKS or address.startswith(EXCHANGES):
                 self._answer_check(place, rank)
                 continue
-            channel = next((c for c in self._comm.channels if c.name == address), None)
+            channel = next((c for c in self.axis.channels if c.name == address), None)
             if channel is None or channel.issued <= int(position):
                 continue
             self._answered.add(place)
@@ -492,8 +494,8 @@ class Negotiation(Peers):
         if theirs is None or self._store.has(place, [self._rank]):
             return
         checked = place.startswith(CHECKS)
-        for channel in self._comm.channels:
-            if channel is self._comm.background and not checked:
+        for channel in self.axis.channels:
+            if channel is self.axis.background and not checked:
                 continue  # ranks may issue at different times on this channel
             position = theirs.issued.get(channel.name, channel.issued)
             mine = dict(channel.recent).get(position) if channel.issued > position else None
@@ -512,14 +514,14 @@ class Negotiation(Peers):
         self.next_check = max(self.next_check, *(post.next_check for post in posts.values()))
         signatures = {rank: post.signature for rank, post in posts.items()}
         if len({*signatures.values()}) > 1:
-            error = explain_mismatch(self._comm.name, signatures)
+            error = explain_mismatch(self.axis.name, signatures)
             if self.gone_on:
                 error = RankMismatchError(f"{error} {self.gone_on}")
             if any(post.caller for post in posts.values()):
                 error = RankMismatchError(f"{error} The calls: {list_calls(posts)}.")
-            for channel in self._comm.channels:  # ranks may have compared different signatures
+            for channel in self.axis.channels:  # ranks may have compared different signatures
                 channel.compared = max(post.compared.get(channel.name, channel.compared) for post in posts.values())
-            user = self._comm.user
+            user = self.axis.user
             if any(post.issued.get(user.name, user.issued) != user.issued for post in posts.values()):
                 user.failed = user.failed or error
             raise error

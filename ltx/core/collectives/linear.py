@@ -70,7 +70,6 @@ def entered(rule: Rule | str) -> str:
 class Function(torch.autograd.Function):
     """torch's Function with a faster ``apply``: torch 2.13 inspects forward's signature at each call (50 µs).
 
-
     Two faults of forward mode are mended. torch turns forward mode off while it runs a ``jvp``, which would silently
     lose an outer level's tangents of the tangents. And outside of torch.func, if the output is a view, torch refuses a
     tangent that isn't.
