@@ -215,6 +215,17 @@ def below_modes() -> AbstractContextManager[object]:
     return below
 
 
+#: Optimizers' kernels, each one call for lists of parameters, gradients and states.
+fused_adam, fused_adamw, fused_sgd, fused_adagrad = map(
+    _of_torch, ("torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_fused_adagrad_")
+)
+
+
+def capturing() -> bool:
+    """Whether the current stream records a CUDA graph now."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 #: A context manager like the public one, but faster.
 inference = _of_torch("torch._C:_InferenceMode")
 plain_tensors: Callable[[], Any] = _of_torch("torch._C:DisableTorchFunctionSubclass")

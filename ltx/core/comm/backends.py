@@ -161,7 +161,7 @@ def to_device(made: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 def refuse_capture(what: Callable[[], str]) -> None:
     """Raise if the current stream records a CUDA graph now; `what` names the call, for the error."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if private.capturing():
         raise UnsupportedError(
             f"{what()} was called in the capture of a CUDA graph. ltx compares what ranks issue, and reads their step "
             "summary, on the host; replays of a graph would leave that out. Capture what computes alone: "

@@ -160,6 +160,32 @@ def unless(optimizer: Optimizer, skip: Tensor, params: Sequence[Tensor]) -> Opti
     return (None if told is None else told(skip, params)) or Unless(optimizer, skip)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """An optimizer's update in place of some very trees, whose tensors were looked at once and are still in them."""
+
+    optimizer: Optimizer
+    params: Tree
+    per_param: Tree
+    run: Callable[[Tensors, TorchState], TorchState | None]
+
+    @staticmethod
+    def of(optimizer: Optimizer, params: Tree, state: Tree) -> Prepared | None:
+        """None if there is no fast way for these, or the optimizer has none."""
+        prepare = getattr(optimizer, "_prepared", None)
+        run = None if prepare is None or not isinstance(state, TorchState) else prepare(params, state)
+        return None if run is None else Prepared(optimizer, params, state.per_param, run)
+
+    def applied(self, update: Update, grads: Tensors) -> tuple[Tree, Tree] | None:
+        """``update.apply()``, if `update` is of these trees; `grads` are the leaves of its gradients."""
+        state = update.opt_state
+        mine = update.optimizer is self.optimizer and update.params is self.params
+        if not mine or not isinstance(state, TorchState) or state.per_param is not self.per_param:
+            return None
+        after = self.run(grads, state)
+        return None if after is None else (self.params, after)
+
+
 _NOT_LEAFWISE = (
     "{} can't be applied leaf by leaf: an update of one leaf may depend on the others. Use apply(grads, state, params) "
     "on the whole tree."
@@ -231,6 +257,7 @@ class Update:
             tensor under transforms); else None.
         may_overwrite: whether the strategy may write into the old state once the step can no longer fail.
         on_overwriting: called before :meth:`apply` overwrites `params` and `opt_state`.
+        prepared: a faster way, and the tree and the leaves of the gradients that it takes.
     """
 
     optimizer: Optimizer
@@ -241,6 +268,7 @@ class Update:
     finite: bool | Tensor | None = None
     may_overwrite: bool = False
     on_overwriting: Callable[[], None] | None = None
+    prepared: tuple[Prepared, Tree, Tensors] | None = None
 
     def apply(self) -> tuple[Tree, Tree]:
         """(new parameters, new optimizer state); the tensors of the old ones if gradients aren't finite.
@@ -256,6 +284,10 @@ class Update:
             optimizer = told if donate else optimizer
         if donate and self.on_overwriting is not None:
             self.on_overwriting()
+        if donate and optimizer is self.optimizer and self.prepared is not None:
+            prepared, of, grads = self.prepared
+            if of is self.grads and (at_once := prepared.applied(self, grads)) is not None:
+                return at_once
         updated = optimizer.apply(self.grads, self.opt_state, self.params, donate=donate)
         return updated if donate else self.if_finite(updated, (self.params, self.opt_state))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -31,7 +32,7 @@ from ltx.core.optim.base import (
     is_transforming,
     leaves_like,
 )
-from ltx.core.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned, run_pure
+from ltx.core.optim.kernel import Kernel, NotGatheredError, build, fusable, run_aligned, run_pure, side_by_side
 from ltx.core.optim.torch_class import ClassOptimizer, Hyperparameter, OpaqueOptimizer, check_grad_layouts, check_params
 from ltx.typing import Tree
 
@@ -85,7 +86,7 @@ class TorchOptimizer(ClassOptimizer):
         if is_transforming():
             leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
         states = [self.kernel.materialise(*leaf, lr=lr) for leaf in zip(leaves, fused, strict=True)]
-        return TorchState(spec.unflatten(states), hyper=hyper)
+        return TorchState(spec.unflatten(side_by_side(states)), hyper=hyper)
 
     @checked("donate")
     def apply(self, grads: Tree, state: TorchState, params: Tree, *, donate: bool = False) -> tuple[Tree, TorchState]:
@@ -123,6 +124,26 @@ class TorchOptimizer(ClassOptimizer):
             ]
         per_param = spec.unflatten([own for _, own in pairs])
         return spec.unflatten([leaf for leaf, _ in pairs]), TorchState(per_param, next_count, hyper)
+
+    def _prepared(self, params: Tree, state: TorchState) -> Callable[[Tensors, TorchState], TorchState | None] | None:
+        leaves, spec = flatten(params)
+        states = self._per_param(state, spec)
+        if self._hyper != () or not leaves or not all(self._fused(leaves)):
+            return None
+        tensors = chain(leaves, chain.from_iterable(map(dict.values, states)))
+        if not all(map(Tensor.is_contiguous, tensors)) or (given := self.kernel.gathered(states, leaves)) is None:
+            return None
+
+        def run(grads: Tensors, state: TorchState) -> TorchState | None:
+            if {*map(attrgetter("layout"), grads)} != {torch.strided} or not all([*map(Tensor.is_contiguous, grads)]):
+                return None
+            group = {**self.kernel.group, **self._values(state.count, ())}
+            increment_version(leaves)  # fused kernels don't do this themselves
+            if not self.kernel.run_gathered(given, group, grads, None):
+                return None
+            return TorchState(state.per_param, state.count + 1)
+
+        return run
 
     def _in_graph(self, grads: Tensors, states: LeafStates, params: Tensors) -> tuple[Tensors, LeafStates]:
         """The update as a node of a compiled graph."""

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +102,9 @@ class Kernel:
                 )
             changes |= {"foreach": False, "differentiable": True}
         group = {**self.group, **{key: value for key, value in changes.items() if key in self.group}}
+        given = self.gathered(states, params) if fused and not differentiable else None
+        if given is not None and self.run_gathered(given, group, grads, skip):
+            return
         if group.get("nesterov") and group.get("foreach"):  # foreach Nesterov writes into the gradients
             grads = [grad.clone() for grad in grads]
         counts = [int(state["step"].item()) for state in states] if self._counts else []
@@ -133,6 +136,39 @@ class Kernel:
             for state, _ in zip(states, counts, strict=False):
                 state["step"].add_(1)
 
+    def gathered(self, states: LeafStates, params: Tensors) -> Gathered | None:
+        """What torch's fused kernel takes for these leaves, all of which are contiguous and have such a kernel.
+
+        None if it takes more than one call, or another class.
+        """
+        row = _FUSED.get(type(self.shell).__base__)
+        if row is None or self.dampened or len({*map(attrgetter("dtype", "device"), params)}) != 1:
+            return None
+        lists = [[*map(itemgetter(key), states)] if key in states[0] else [] for key in row.keys]
+        return Gathered(row, params, lists, _joined(lists[-1]) if row.keys[-1] == "step" else None)
+
+    def run_gathered(self, given: Gathered, group: Mapping[str, Any], grads: Tensors, skip: Tensor | None) -> bool:
+        """Update in place by one call of a fused kernel, as the class' own ``step()`` does once it has asked the same.
+
+        False, and nothing is done, in a case for which ``step()`` has more: a rate on a device, or a graph's capture.
+        """
+        row, device = given.row, given.params[0].device
+        numbers = {name: group[name] for name in row.numbers}
+        if "betas" in group:
+            numbers["beta1"], numbers["beta2"] = group["betas"]
+        if any(isinstance(x, Tensor) for x in numbers.values()) or (device.type != "cpu" and private.capturing()):
+            return False
+        found_inf = None if skip is None else skip.to(device, torch.float32)
+        lists = given.lists if numbers.get("momentum", 1) else [[]]
+        with torch.no_grad():
+            if given.steps is not None:
+                torch._foreach_add_(given.steps, 1)
+            kernel = row.decoupled if group.get("decoupled_weight_decay") else row.kernel
+            kernel(given.params, grads, *lists, **numbers, grad_scale=None, found_inf=found_inf)
+            if given.steps is not None and found_inf is not None:
+                torch._foreach_sub_(given.steps, [found_inf] * len(given.steps))
+        return True
+
     def _instance(self, group: dict[str, Any], params: Tensors, grads: Tensors, states: Sequence[Any]) -> Any:
         """A bare copy with one param group. A step of the copy writes only to the tensors that are given here."""
         for param, grad in zip(params, grads, strict=True):
@@ -163,6 +199,66 @@ _GATHERED: dict[type | None, tuple[str, ...]] = {
     torch.optim.Rprop: ("prev", "step_size", "step"),
     torch.optim.SGD: ("momentum_buffer",),
 }
+
+
+class _Fused(NamedTuple):
+    """A fused kernel: the keys of the state that it takes as lists, and the numbers of a group that it takes."""
+
+    kernel: Any
+    keys: tuple[str, ...]
+    numbers: tuple[str, ...]
+    decoupled: Any = None  # that with decoupled weight decay
+
+
+_ADAM = _Fused(
+    private.fused_adam,
+    _GATHERED[torch.optim.Adam],
+    ("lr", "weight_decay", "eps", "amsgrad", "maximize"),
+    private.fused_adamw,
+)
+#: The classes whose update is one kernel and a count. What torch's ``step()`` does around it took four times as long.
+_FUSED: dict[type | None, _Fused] = {
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.SGD: _Fused(
+        partial(private.fused_sgd, is_first_step=False),
+        _GATHERED[torch.optim.SGD],
+        ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize"),
+    ),
+    torch.optim.Adagrad: _Fused(
+        private.fused_adagrad, _GATHERED[torch.optim.Adagrad], ("lr", "lr_decay", "weight_decay", "eps", "maximize")
+    ),
+}
+
+
+class Gathered(NamedTuple):
+    """The arguments of a fused kernel for some leaves: the leaves, their states key by key, and their counts."""
+
+    row: _Fused
+    params: Tensors
+    lists: list[Tensors]
+    steps: Tensors | None  # what is counted: one tensor if the leaves' counts lie :func:`side_by_side`
+
+
+def _joined(steps: Tensors) -> Tensors:
+    """Tensors that cover all `steps`, 0-dim ones: a single one if they lie side by side."""
+    first, width = steps[0].data_ptr(), steps[0].dtype.itemsize
+    if [*map(Tensor.data_ptr, steps)] == [*range(first, first + len(steps) * width, width)]:
+        return [steps[0].as_strided((len(steps),), (1,))]
+    return steps
+
+
+def side_by_side(states: LeafStates) -> LeafStates:
+    """`states`, with their counts of steps as elements of one tensor for each dtype and device."""
+    groups: dict[Any, list[int]] = {}
+    for place, state in enumerate(states):
+        if (step := state.get("step")) is not None and step.ndim == 0:
+            groups.setdefault((step.dtype, step.device), []).append(place)
+    made = [*states]
+    for places in groups.values():
+        for place, step in zip(places, torch.stack([states[i]["step"] for i in places]).unbind(), strict=True):
+            made[place] = {**states[place], "step": step}
+    return made
 
 
 def _hand_over(
