@@ -13,7 +13,7 @@ In the order of the backward pass:
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing after
   it sees a pending gradient. A train step has no fence: nothing comes after it, and the train step waits itself.
 
-Before torch 2.13, which can raise a marker's priority, hooks on the leaf tensors start the buckets: :class:`LeafHooks`.
+A train step and :func:`ltx.grad` have neither fence nor tie: :func:`defer`.
 
 All is differentiable again, in reverse and forward mode. :class:`Launch` counts as the identity and :class:`Wait` as
 the exact mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. A backward
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch.autograd import forward_ad
 from ltx.core.base import private
 from ltx.core.base.errors import UnsupportedError
 from ltx.core.collectives.linear import Function, apply, in_autograd_vmap, index_below
+from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
 from ltx.core.ranks.axis import Axis
@@ -406,22 +407,26 @@ def put_on(
     params: Sequence[torch.Tensor],
     states: Sequence[Sequence[torch.Tensor]],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Put markers on `params`, each with its state tensors; returns (marked parameters, tokens)."""
-    plan = schedule.plan
+    """Put markers behind a fence on `params`, each with its state tensors; returns (marked parameters, tokens)."""
+    plan, index = schedule.plan, _index(schedule.plan.axis)
     per_bucket = [plan.tensors_of(bucket, params, states) for bucket in plan.buckets]
-    index = _index(plan.axis) if schedule.fenced else SOURCE
-    if schedule.fenced:
-        # The fence takes its inputs in the order in which `wait` returns the results.
-        fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))
-        per_bucket = [list(islice(fenced, len(tensors))) for tensors in per_bucket]
+    # The fence takes its inputs in the order in which `wait` returns the results.
+    fenced = iter(Fence.apply(schedule, None, (), index, *(t for tensors in per_bucket for t in tensors)))
     marked: dict[int, torch.Tensor] = {}
     tokens: list[torch.Tensor] = []
     for bucket, tensors in zip(plan.buckets, per_bucket, strict=True):
-        *outs, token = Marker.apply(schedule, bucket.index, (), index, *tensors)
-        raise_priority(token, MARKER_PRIORITY)
+        outs, token = _marked(schedule, bucket, index, [*islice(fenced, len(tensors))])
         marked.update(zip(bucket.members, outs, strict=True))
         tokens.append(token)
     return [*map(marked.__getitem__, range(len(params)))], tokens
+
+
+def _marked(
+    schedule: Schedule, bucket: Bucket, index: Any, tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    *outs, token = Marker.apply(schedule, bucket.index, (), index, *tensors)
+    raise_priority(token, MARKER_PRIORITY)
+    return outs, token
 
 
 def tie(
@@ -455,38 +460,43 @@ def reduce_gradients(
     return [reduced[m] for m in range(len(grads))], [advanced[m] for m in range(len(grads))]
 
 
-class LeafHooks:
-    """Leaves for the parameters of a schedule's plan, whose hooks start its buckets; `states`: each one's tensors."""
+def defer(
+    schedule: ProcessSchedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Have a pass without fence and tie start the buckets of `schedule`; `states`: each parameter's tensors.
 
-    def __init__(self, schedule: Schedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]):
-        self._schedule, self._states = schedule, states
-        self._missing = {bucket.index: len(bucket.members) for bucket in schedule.plan.buckets}
-        self.leaves = [param.detach().requires_grad_() for param in params]
-        for bucket in schedule.plan.buckets:
-            for member in bucket.members:
-                self.leaves[member].register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+    The last bucket waits for the end of the pass anyway. So its parameters are leaves, whose ``.grad`` it takes then:
+    a marker would cost more than such a parameter's whole backward pass. Parameters of the buckets before it have
+    markers; or before torch 2.13, which can raise a marker's priority, they are leaves with hooks.
 
-    def _arrived(self, bucket: Bucket) -> None:
-        if not self._missing[bucket.index]:
+    Returns (what the step is given, what its loss is differentiated with respect to).
+    """
+    plan = schedule.plan
+    *earlier, last = plan.buckets
+    marked = earlier if can_raise_priority() else []
+    leaves = {
+        member: params[member].detach().requires_grad_()
+        for bucket in ([last] if marked else plan.buckets)
+        for member in bucket.members
+    }
+    given = dict(leaves)
+    for bucket in marked:
+        outs, _ = _marked(schedule, bucket, SOURCE, plan.tensors_of(bucket, params, states))
+        given.update(zip(bucket.members, outs, strict=True))
+    schedule.deferred = params, states, leaves
+    missing = {bucket.index: len(bucket.members) for bucket in earlier}
+
+    def arrived(bucket: Bucket, _: torch.Tensor) -> None:
+        missing[bucket.index] -= 1
+        if schedule.has_started(bucket):
             raise UnsupportedError(
                 "a gradient came twice in one backward pass: a part of the step was differentiated inside of it. Use "
                 "torch.utils.checkpoint with use_reentrant=False, or torch 2.13."
             )
-        self._missing[bucket.index] -= 1
-        if not self._missing[bucket.index]:
-            self._start(bucket)
+        if not missing[bucket.index]:
+            schedule.start_late(bucket)
 
-    def _start(self, bucket: Bucket) -> None:
-        leaves = [self.leaves[member] for member in bucket.members]
-        grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        with torch.no_grad():
-            self._schedule.start(bucket.index, (), [*grads, *(t for m in bucket.members for t in self._states[m])])
-
-    def finish(self, schedule: Schedule) -> None:
-        """The backward pass of `schedule` is over: start the buckets that it hasn't reached."""
-        for bucket in schedule.plan.buckets:
-            if self._missing[bucket.index]:
-                self._missing[bucket.index] = 0
-                self._start(bucket)
+    for bucket in earlier if not marked else ():
+        for member in bucket.members:
+            leaves[member].register_post_accumulate_grad_hook(partial(arrived, bucket))
+    return [*map(given.__getitem__, range(len(params)))], [*([SOURCE] if marked else []), *leaves.values()]

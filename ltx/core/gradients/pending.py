@@ -262,9 +262,12 @@ class ProcessSchedule(Schedule):
         assert plan.axis.comm
         self.fenced = not deferred
         self.incomplete = False  # whether the last pass has brought no gradient of a parameter
+        #: Of a deferred pass: all parameters and their states; and by their places the parameters without a marker, as
+        #: leaves, to whose ``.grad`` gradients come. None when the pass is over.
+        self.deferred: (
+            tuple[Sequence[torch.Tensor], Sequence[Sequence[torch.Tensor]], dict[int, torch.Tensor]] | None
+        ) = None
         self.comm: comm.AxisComm = plan.axis.comm
-        #: Called with this schedule when the backward pass is over, to start the buckets that the pass hasn't reached.
-        self.on_end: Callable[[ProcessSchedule], None] = lambda _: None
         #: Makes the program of a bucket whose gradients are ready; :meth:`program` if None.
         self.program_of: ProgramOf | None = None
         part = plan.hook.within(plan.axis)
@@ -387,22 +390,32 @@ class ProcessSchedule(Schedule):
         self._early[index] = list(grads)
         return ()
 
-    def start_unreached(self, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Start the buckets that lack gradients, with zeros, since peers wait for them: the loss doesn't reach all."""
-        self.incomplete = len(self._batches) < len(self.plan.buckets)
-        for bucket in self.plan.buckets if self.incomplete else ():
-            if bucket.index not in self._batches:
-                tensors, count = self.plan.tensors_of(bucket, params, states), len(bucket.members)
-                early = self._early.pop(bucket.index, [None] * count)
-                self._reached.add(bucket.index)
-                with torch.no_grad():
-                    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, early, strict=False)]
-                    self.start(bucket.index, (), [*grads, *tensors[count:]])
+    def has_started(self, bucket: Bucket) -> bool:
+        return bucket.index in self._batches
+
+    def start_late(self, bucket: Bucket) -> None:
+        """Start a bucket of leaves, or one to which a deferred pass hasn't come; gradients that it lacks are zeros."""
+        assert self.deferred is not None
+        params, states, own = self.deferred
+        leaves, count = [own[m] for m in bucket.members if m in own], len(bucket.members)
+        grads: list[torch.Tensor | None] = [leaf.grad for leaf in leaves]
+        grads = grads or self._early.pop(bucket.index, [None] * count)
+        for leaf in leaves:
+            leaf.grad = None
+        self._reached.add(bucket.index)
+        tensors = self.plan.tensors_of(bucket, params, states)
+        with torch.no_grad():
+            self.incomplete |= type(None) in map(type, grads)
+            filled = [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, grads, strict=False)]
+            self.start(bucket.index, (), [*filled, *tensors[count:]])
 
     def launch(self) -> None:
         """The backward pass is over: launch the buckets that weren't launched."""
-        on_end, self.on_end, self._task = self.on_end, lambda _: None, graph_task()
-        on_end(self)
+        self._task = graph_task()
+        for bucket in () if self.deferred is None else self.plan.buckets:
+            if not self.has_started(bucket):  # peers wait for it
+                self.start_late(bucket)
+        self.deferred = None
         self.pending.launch(self._due(), self.hook_of())
         self.program_of = None  # it holds the step
 

@@ -127,12 +127,15 @@ class Backward(NamedTuple):
             )
 
 
-def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], plan: Plan | None) -> list[int]:
-    """The places of the leaves that aren't in the graph of `total`. `plan`: the plan of the graph's markers.
+def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], schedule: Any = None) -> list[int]:
+    """The places of the leaves that aren't in the graph of `total`. `schedule`: that of the coming pass, if it has one.
 
     With micro-batches only the last is looked at: the single graph node of the others has all parameters as inputs.
     """
-    places = {id(leaf): place for place, leaf in enumerate(leaves)}
+    plan = None if schedule is None else schedule.plan
+    deferred = getattr(schedule, "deferred", None)
+    own: dict[int, torch.Tensor] = {} if deferred is None else deferred[2]  # in place of those that the step got
+    places = {id(own.get(place, leaf)): place for place, leaf in enumerate(leaves)}
     queue: list[Any] = [total.grad_fn]
     missing, seen = set(places.values()) - {places.get(id(total))}, set[Any]()
     for node in queue:  # the loop appends to the queue

@@ -356,8 +356,7 @@ class Step:
         look = probes if self._checks and not ahead else None
         unused: dict[int, str] = {}
         if self.state.step == 0:
-            schedule = forward.run.schedule
-            missing = unreached(forward.total, leaves, None if schedule is None else schedule.plan)
+            missing = unreached(forward.total, leaves, forward.run.schedule)
             if missing:
                 paths = tree.leaf_paths(self.state.trained)
                 unused = {member: paths[member] for member in missing}

@@ -24,7 +24,7 @@ from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.psum import is_sparse, psum_sparse, split_sparse
 from ltx.core.gradients import marker
 from ltx.core.gradients.comm_hook import AllReduce, CommHook, states_of
-from ltx.core.gradients.marker import LeafHooks, reduce_gradients
+from ltx.core.gradients.marker import reduce_gradients
 from ltx.core.gradients.pending import ProcessSchedule, schedule_for
 from ltx.core.gradients.planning import (
     Names,
@@ -203,15 +203,11 @@ def mark(
         stay_local = {wanted[i] for each, members in hooks_of if not each.alike for i in members}
         shared = {i: x for i, x in own.items() if i not in stay_local}
         schedule.unreduced = functools.partial(_unreduced, sharing, leaves, shared, paths)
-    if isinstance(schedule, ProcessSchedule) and deferred and not marker.can_raise_priority():
-        hooks = LeafHooks(schedule, mine, tensors)
-        schedule.on_end = hooks.finish
-        return Marked(at_places(leaves, wanted, hooks.leaves), None, schedule, hooks.leaves)
+    if isinstance(schedule, ProcessSchedule) and deferred:
+        given, inputs = marker.defer(schedule, mine, tensors)
+        return Marked(at_places(leaves, wanted, given), None, schedule, inputs)
     marked, tokens = marker.put_on(schedule, mine, tensors)
     filled = marked if len(mine) == len(leaves) else at_places(leaves, wanted, marked)
-    if isinstance(schedule, ProcessSchedule) and deferred:
-        schedule.on_end = functools.partial(ProcessSchedule.start_unreached, params=mine, states=tensors)
-        return Marked(filled, None, schedule, [marker.SOURCE])
     carried = {paths()[i] for i in wanted} if sync_state is not None else set()
     kept = kept_beside(sync_state, carried, hook.state_names)
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)

@@ -142,9 +142,9 @@ def test_a_gradient_that_comes_twice(ranks: Ranks) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(marker, "can_raise_priority", lambda: False)
-            step = ltx.data_parallel(lambda p, x: Twice.apply(x, p["a"]).square().mean(), STRATEGY)
-            try:
-                ltx.grad(step)({"a": torch.ones(SIDE, SIDE)}, torch.ones(4, SIDE))
+            step = ltx.data_parallel(lambda p, x: Twice.apply(x @ p["b"], p["a"]).square().mean(), STRATEGY)
+            try:  # "a" is in the first of two buckets; the last one waits for the end of the pass
+                ltx.grad(step)({name: torch.ones(SIDE, SIDE) for name in ("b", "a")}, torch.ones(4, SIDE))
             except UnsupportedError as error:
                 return str(error)
         return "nothing"
