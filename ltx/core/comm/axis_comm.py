@@ -289,10 +289,7 @@ class AxisComm(Ranks):
         Equal keys mean equal signatures: a known key costs a dictionary look-up. For a new key `describe` is called,
         and `offer`, which gives a JSON value that may differ between ranks: all ranks take rank 0's.
         """
-        self.check_usable()
-        self.peers.begin()
-        refuse_script()
-        backends.refuse_capture(lambda: f"rank {self.rank}: {describe().brief} on axis {self.name!r}")
+        self._begin_call(lambda: describe().brief)
         known = self._known.get(key)
         if under_way and channel is not self.background:
             known = self._known[key] = under_way[-1].negotiate(self, key, describe, offer, known)
@@ -305,6 +302,17 @@ class AxisComm(Ranks):
                 value = self.peers.compare(channel, signature, offer())
             known = self._known[key] = Agreement(signature, signature.fingerprint, value)
         return known
+
+    def _begin_call(self, what: Callable[[], str]) -> None:
+        self.check_usable()
+        self.peers.begin()
+        refuse_script()
+        backends.refuse_capture(lambda: f"rank {self.rank}: {what()} on axis {self.name!r}")
+
+    def goes_on(self) -> bool:
+        """Whether a call that the ranks have compared may go out again as it is. Raises if none may."""
+        self._begin_call(lambda: "a training step")
+        return not under_way
 
     def agree(self, keys: Iterable[Any], agreement: Agreement) -> None:
         """Record an agreement about a whole call under the `keys` of its parts."""

@@ -19,7 +19,7 @@ import torch
 from ltx.core import comm
 from ltx.core.base import tree
 from ltx.core.base.errors import LtxError, WeightError
-from ltx.core.gradients.comm_hook import CommHook, unpack
+from ltx.core.gradients.comm_hook import unpack
 from ltx.core.gradients.pending import ProcessSchedule
 from ltx.core.gradients.reduction import Bucket, LeafState, Program, Reduced
 from ltx.core.optim.base import Update, advanced, apply_leaves, with_loss
@@ -48,6 +48,7 @@ from ltx.core.training.guard import (
     should_raise,
 )
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of, unshared
+from ltx.core.training.resolved import Resolved
 from ltx.core.training.settings import TrainSettings, check_weighted
 from ltx.core.training.train_state import Metrics, TrainState, hand_over, torch_states
 from ltx.core.transforms.functional_call import Calls
@@ -271,20 +272,18 @@ class Step:
 
     train: TrainSettings
     state: TrainState
-    flat: tuple[list[torch.Tensor], Any]  # the leaves of the state's trained parameters, and their structure
+    resolved: Resolved
     batch: Batch
     seen: tuple[str, ...]  # the parts of `state` whose tensors the user may hold references to
     info: StepInfo
-    hook: CommHook | None  # reduces gradients; None if they stay local
     pending: Any  # the result of the strategy's `begin`
-    late: bool  # ranks communicate after the optimizer
-    post_update_hook: PostUpdateHook | None  # communicates each bucket after the optimizer, if that is possible
     commit: Callable[[], None]  # called when the step commits
 
     def __post_init__(self) -> None:
         self._checks = checks_finite(self.train)
-        self._in_place = self.train.donate and (self.post_update_hook is not None or not self.late)
-        self._params, self._spec = self.flat
+        self._late, self._post_update_hook = self.resolved.late, self.resolved.post_update_hook
+        self._in_place = self.train.donate and (self._post_update_hook is not None or not self._late)
+        self._params, self._spec = self.resolved.leaves, self.resolved.spec
         self._calls = Calls()
 
     def run(self) -> tuple[TrainState, Metrics]:
@@ -316,18 +315,20 @@ class Step:
         train, strategy, sync = self.train, self.train.step.strategy, self.state.held("sync_state")
         held = self.state.held("buffers")
         leaves = self._params
-        if train.donate and not self.late and sync.leaves:
+        if train.donate and not self._late and sync.leaves:
             # The optimizer writes to the parameters, and one tensor may be a parameter and communication state too.
             sync = replace(sync, leaves=unshared(sync.leaves, self.state.held("params")))
         sync_leaves, sync_spec = tree.flatten(sync.leaves)
-        hook = self.post_update_hook
-        if hook is None and not marks_on_wire(train.step, self.hook, self.info.axis):
+        hook = self._post_update_hook
+        plan = self.resolved.plan
+        if plan is None and hook is None and not marks_on_wire(train.step, self.resolved.hook, self.info.axis):
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
             sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
         given = tree.unflatten(self._spec, leaves)
         if sync_leaves or strategy.stateful:
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
-        options = CallOptions(True, self.info.step, hook, self.state.frozen, (leaves, self._spec))
+        flat, within = (leaves, self._spec), self.resolved.within
+        options = CallOptions(True, self.info.step, hook, self.state.frozen, flat, plan, within)
         with comm.span("forward"), torch.enable_grad():
             arguments = arguments_of(given, held, self.batch)
             with self._calls.recorded():
@@ -378,8 +379,8 @@ class Step:
         schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, self._checks)
         completion: Completion | None = None
         try:
-            if self.post_update_hook is not None:
-                completion = UpdateThenSend(self.post_update_hook, work, schedule, total, weight)
+            if self._post_update_hook is not None:
+                completion = UpdateThenSend(self._post_update_hook, work, schedule, total, weight)
                 schedule.program_of = completion.program
             with self._calls.in_pass():
                 schedule.backward(work.objective(total), work.inputs)
@@ -439,7 +440,10 @@ class Step:
                 next_sync = state.held("sync_state").advanced(updated.states, info.step)
                 metrics = Metrics(mean, forward.aux)
                 following, metrics = next_state(train, state, updated, buffers, next_sync, metrics, finite)
-                following.__dict__.update(sees_loss=state.sees_loss, of_step=True, _made_by=self.train)
+                carried = self.resolved.after(following, forward.run)
+                following.__dict__.update(
+                    sees_loss=state.sees_loss, of_step=True, _made_by=self.train, _resolved=carried
+                )
                 with nullcontext() if updated.finish is None else uninterrupted(True):
                     if updated.finish is not None:
                         state.begin_writing()
@@ -479,10 +483,11 @@ class Step:
             params, after = check_next(strategy, "after_update", got, done.params, states)
             return Updated(params, done.opt_state, after, self.pending)
         with comm.span("update"):
-            grads, later = tree.unflatten(self._spec, done.grads), self.late and train.donate
+            grads, later = tree.unflatten(self._spec, done.grads), self._late and train.donate
+            prepared = None if self.resolved.prepared is None else (self.resolved.prepared, grads, [*done.grads])
             done.grads.clear()  # leave the only references to the optimizer, which can free them
             opt_state = state.held("opt_state")
             opt_state = with_loss(opt_state, mean) if state.sees_loss else opt_state
             of_state = state.held("params"), grads, opt_state
-            update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting)
+            update = Update(train.optimizer, *of_state, self._in_place, finite, later, on_overwriting, prepared)
             return check_updated(strategy, strategy.update(update, states, self.info, self.pending), update, states)

@@ -111,6 +111,7 @@ class TrainState(Readable):
         # Somebody else than a step may hold the tensors of the state that it makes; steps reset this for their states.
         object.__setattr__(self, "_seen", _PARTS)
         object.__setattr__(self, "_made_by", None)
+        object.__setattr__(self, "_resolved", None)
         if self.frozen is not None:
             given = self.__dict__["_params"]
             frozen = tree.masked(tree.filled(given, self.frozen), self.frozen)  # Dynamo can't flatten None alone
@@ -140,7 +141,8 @@ class TrainState(Readable):
         for part in _PARTS:
             self._look_at(part)
         # this process alone has what is pending, and the train step
-        return {**self.__dict__, "pending": _LOST if self.under_way else None, "_made_by": None}
+        alone = {"pending": _LOST if self.under_way else None, "_made_by": None, "_resolved": None}
+        return self.__dict__ | alone
 
     def check_owned(self) -> None:
         """Raise if this state was donated or is invalid.
@@ -161,6 +163,11 @@ class TrainState(Readable):
     def made_by(self) -> Any:
         """The train step that has made this very object, or took it for one of its own; else None."""
         return self.__dict__["_made_by"]
+
+    @property
+    def resolved(self) -> Any:
+        """What the step that has made this very object had asked (:class:`ltx.core.training.resolved.Resolved`)."""
+        return self.__dict__["_resolved"]
 
     def by(self, train: Any) -> TrainState:
         """Note that `train` has made this state. Returns the state."""
@@ -385,7 +392,7 @@ def hand_over(state: TrainState, following: TrainState, seen: Sequence[str]) -> 
     state.donate()
     if held:
         apart = {name: tree.map(lambda x: x.detach() if id(x) in held else x, following.held(name)) for name in _PARTS}
-        following.__dict__.update({f"_{name}": part for name, part in apart.items()})
+        following.__dict__.update({f"_{name}": part for name, part in apart.items()}, _resolved=None)
         give_away(
             held.values(),
             f"this tensor was read off the TrainState of step {state.step}, and that state was donated to the step "

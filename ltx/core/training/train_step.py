@@ -27,14 +27,12 @@ from ltx.core.gradients.planning import any_derivative, in_step, requires_grad
 from ltx.core.optim import Optimizer
 from ltx.core.optim.base import Update, is_transforming, with_loss
 from ltx.core.ranks.axis import Axis
-from ltx.core.ranks.backings import ALONE
 from ltx.core.training.guard import (
     all_finite,
     checks_finite,
     kept_if_skipped,
     loss_scale_of,
     may_raise,
-    must_sync_finite,
     next_state,
     not_finite_error,
     scaling,
@@ -44,6 +42,7 @@ from ltx.core.training.made_for import adopted, check_made_for, layout_for
 from ltx.core.training.outputs import Batch, GivenGradients, arguments_of, as_loss, check_call, outputs_of, unshared
 from ltx.core.training.parameters import Trainable, split, taken_from
 from ltx.core.training.replicas import check_replicas
+from ltx.core.training.resolved import resolve, resolved_before
 from ltx.core.training.settings import (
     TrainSettings,
     check_devices,
@@ -252,33 +251,31 @@ class TrainStep(TrainSettings):
                 "would be zeros. Call it outside of that mode; torch.no_grad() around it does no harm."
             )
         state.check_owned()
-        check_made_for(self, state)
-        flat = tree.flatten(state.held("params"))
+        params, resolved = state.held("params"), resolved_before(self, state)
+        if resolved is None:
+            check_made_for(self, state)
+        leaves, spec = tree.flatten(params) if resolved is None else (resolved.leaves, resolved.spec)
         others = tree.flatten((state.held("buffers"), () if self._may_donate else batch))[0]
         # Somebody may differentiate the next state. If the step reuses memory, the batch doesn't count.
-        if is_transforming() or (torch.is_grad_enabled() and requires_grad([*flat[0], *others])):
+        if is_transforming() or (torch.is_grad_enabled() and requires_grad([*leaves, *others])):
             return step_purely(self, state, batch)
         state.check_whole()
         # read `seen` now, since the comparison looks at the state too
         axis, seen = comm.resolve(self.step.axis), state.seen
-        self._compare(state, axis)
-        params, sync = state.held("params"), state.held("sync_state")
+        if resolved is not None and not (resolved.axis is axis and (axis.comm is None or axis.comm.goes_on())):
+            resolved = None
+        if resolved is None or self.check_every is not None:
+            self._compare(state, axis)
+        sync = state.held("sync_state")
         strategy, info = self.step.strategy, StepInfo(sync.checked_step(), axis)
-        strategy.check_axis(axis)
-        check_layout(strategy, info.step)
+        resolved = resolved or resolve(self, params, leaves, spec, info)
         pending, buffers, begun = state.pending, state.held("buffers"), False
-        late = axis.size > 1 and strategy.communicates_after_update(info.step)
-        hook = self.post_update_hook(info.step) if late and axis.comm is not None else None
         try:
-            shared = self.step.hook(info.step, training=True)
-            everyone = late or must_sync_finite(self, info)
-            among = axis if everyone or shared is None else shared.within(axis) or axis
-            ranks = ALONE if axis.size == 1 or (shared is None and not everyone) else among.ranks
-            with ranks.in_step(state.step) as commit, comm.span("step"):
+            with resolved.ranks.in_step(state.step) as commit, comm.span("step"):
                 if strategy.communicates_besides:
                     pending = strategy.begin(params, sync.leaves, info, pending)
                     begun = pending is not None and pending is not state.pending
-                return Step(self, state, flat, batch, seen, info, shared, pending, late, hook, commit).run()
+                return Step(self, state, resolved, batch, seen, info, pending, commit).run()
         except BaseException as error:
             what = f"step {state.step} of the training"
             if begun and isinstance(error, StepLeftOutError) and isinstance(pending, Exchange):

@@ -22,7 +22,7 @@ from ltx.core.transforms import plain_autograd
 from ltx.core.transforms.closure_check import TracedValueError, look_at_modules, refuse_captured
 from ltx.core.transforms.compare import check_in_debug, check_params_once
 from ltx.core.transforms.functional_call import keep, tensors_in_place
-from ltx.core.transforms.marking import mark, mark_in_graph, sync_gradients
+from ltx.core.transforms.marking import mark, mark_again, mark_in_graph, sync_gradients
 from ltx.core.transforms.run import (
     PLAIN_CALL,
     CallOptions,
@@ -87,10 +87,12 @@ class DataParallel(StepSettings):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions = PLAIN_CALL) -> Run:
         """Call the step on marked parameters and tie its output."""
-        params, sync_state = self._params_of(args) if options.step is None else self.params_of(args)
-        leaves, spec = options.flat or tree.flatten(params)
         step, recorded = options.step, traced.recording()
-        if recorded:
+        params, sync_state = self._params_of(args) if step is None else self.params_of(args)
+        leaves, spec = options.flat or tree.flatten(params)
+        if options.plan is not None:
+            marked, local, within = mark_again(options.plan, leaves), False, options.within
+        elif recorded:
             tree.refuse_in_graph(tuple([type(x).__name__ for x in leaves]))
             counted = sync_state.step if sync_state is not None else 0
             marked = mark_in_graph(self, params, leaves, spec, sync_state, counted if step is None else step)

@@ -213,6 +213,13 @@ def mark(
     return Marked(filled, lambda outs: marker.tie(schedule, tokens, outs, kept), schedule)
 
 
+def mark_again(plan: Plan, leaves: list[torch.Tensor]) -> Marked:
+    """:func:`mark` for a deferred call, by the plan of an earlier one; its hook has no state."""
+    schedule = ProcessSchedule(plan, deferred=True)
+    given, inputs = marker.defer(schedule, leaves, [()] * len(leaves))
+    return Marked(given, None, schedule, inputs)
+
+
 def _mark_nothing(step_fn: StepSettings, leaves: list[Any], sync_state: SyncState | None, axis: Axis) -> Marked:
     if sync_state is None or not any(tracked(leaf) for leaf in leaves):
         return Marked(leaves, as_given=True)

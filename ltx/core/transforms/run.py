@@ -17,6 +17,7 @@ from ltx.core.collectives.linear import at_places
 from ltx.core.collectives.reduce import unusable, wide
 from ltx.core.comm import to_device
 from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.planning import Plan
 from ltx.core.gradients.schedule import Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.transforms.strategy import Strategy, default_strategy, in_dtype
@@ -143,6 +144,9 @@ class CallOptions(NamedTuple):
     hook: CommHook | None = None  # the hook for what ranks share instead of gradients; None for the strategy's hook
     frozen: Tree = None  # the frozen parameters, which fill the places of None among the step's parameters
     flat: tuple[list[torch.Tensor], Any] | None = None  # the step's parameters, flattened, if the caller has done that
+    #: The plan of an earlier call, whose hook has no state, if all that it follows from is as it was; and its `within`.
+    plan: Plan | None = None
+    within: Axis | None = None
 
 
 PLAIN_CALL = CallOptions()

@@ -1,0 +1,111 @@
+"""What a training step asks before it runs, and when the answers hold for the step after it.
+
+A step asks its strategy, its hook, its axis and the shapes of its parameters what to do; :func:`resolve` asks all of
+it, and the step itself (:class:`ltx.core.training.step.Step`) asks nothing more of this. The state that a step makes
+carries the answers. They hold for the next step if
+
+* this very object is given to the same train step, on the same axis of a world that is whole, and
+* nobody has read its tensors, so nobody can have replaced one, frozen it, or put a hook on it, and
+* the strategy and the hook have reached their last phase, and keep nothing from step to step.
+
+Else the step asks again, as it does for each state that a program has made or looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ltx.core.base import tree
+from ltx.core.gradients.comm_hook import CommHook
+from ltx.core.gradients.pending import ProcessSchedule
+from ltx.core.gradients.planning import Plan
+from ltx.core.optim.base import Prepared
+from ltx.core.ranks.axis import Axis
+from ltx.core.ranks.backings import ALONE, Ranks
+from ltx.core.training.guard import must_sync_finite
+from ltx.core.training.settings import check_layout
+from ltx.core.training.train_state import TrainState
+from ltx.core.transforms.run import Run
+from ltx.core.transforms.strategy_update import PostUpdateHook, StepInfo
+from ltx.typing import Tree
+
+_KIND = attrgetter("shape", "dtype", "device")
+
+
+@dataclass(frozen=True, eq=False)
+class Resolved:
+    """The answers for one step.
+
+    Attributes:
+        train, axis: the train step, and the ranks.
+        params: the tree of the trained parameters. leaves, spec: its leaves and structure.
+        hook: reduces gradients; None if they stay local.
+        ranks: those that leave the step together if one of them fails.
+        late: ranks communicate after the optimizer.
+        post_update_hook: communicates each bucket after the optimizer, if that is possible.
+        lasts: the strategy answers the same at the next step.
+        plan: the plan of buckets, once a step has made it. within: as :attr:`ltx.core.transforms.run.Run.within`.
+        prepared: the optimizer's update in place of these parameters, if it has a faster one.
+    """
+
+    train: Any
+    axis: Axis
+    params: Tree
+    leaves: list[torch.Tensor]
+    spec: Any
+    hook: CommHook | None
+    ranks: Ranks
+    late: bool
+    post_update_hook: PostUpdateHook | None
+    lasts: bool
+    plan: Plan | None = None
+    within: Axis | None = None
+    prepared: Prepared | None = None
+
+    def after(self, state: TrainState, run: Run) -> Resolved | None:
+        """The answers for the `state` that this step has made, in which `run` was the call of the user's step."""
+        if not self.lasts or state.held("sync_state").leaves:
+            return None
+        schedule, params = run.schedule, state.held("params")
+        plan = schedule.plan if isinstance(schedule, ProcessSchedule) else None
+        if plan is not None and (
+            plan.hook.stateful or sum(map(len, map(attrgetter("members"), plan.buckets))) < len(self.leaves)
+        ):
+            return None
+        leaves, spec, prepared = self.leaves, self.spec, self.prepared
+        if prepared is None or params is not self.params:
+            leaves, spec = tree.flatten(params)
+            if spec != self.spec or [*map(_KIND, leaves)] != [*map(_KIND, self.leaves)]:
+                return None
+            prepared = Prepared.of(self.train.optimizer, params, state.held("opt_state")) if self.train.donate else None
+        return replace(self, params=params, leaves=leaves, spec=spec, plan=plan, within=run.within, prepared=prepared)
+
+
+def resolved_before(train: Any, state: TrainState) -> Resolved | None:
+    """The answers that `state` carries, if it is as the last step of `train` has left it."""
+    found: Resolved | None = state.resolved
+    return found if found is not None and found.train is train and not state.seen else None
+
+
+def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, info: StepInfo) -> Resolved:
+    """Ask everything for a step on parameters of these `leaves` and `spec`.
+
+    Raises:
+        StrategyError: the strategy can't train on this axis, or doesn't say in what ranks' parameters differ.
+    """
+    strategy, axis, step = train.step.strategy, info.axis, info.step
+    strategy.check_axis(axis)
+    check_layout(strategy, step)
+    late = axis.size > 1 and strategy.communicates_after_update(step)
+    post_update_hook = train.post_update_hook(step) if late and axis.comm is not None else None
+    hook = train.step.hook(step, training=True)
+    everyone = late or must_sync_finite(train, info)
+    among = axis if everyone or hook is None else hook.within(axis) or axis
+    ranks = ALONE if axis.size == 1 or (hook is None and not everyone) else among.ranks
+    constant = strategy.constant_after
+    lasts = not (late or strategy.communicates_besides or strategy.stateful or constant is None or step < constant)
+    return Resolved(train, axis, params, leaves, spec, hook, ranks, late, post_update_hook, lasts)
