@@ -54,14 +54,16 @@ _OF_STATE = (
 
 
 class StepSummary(NamedTuple):
-    """The sum of the ranks' summaries, in 0-dim float64."""
+    """The sum of the ranks' summaries: numbers, or on a device, which may not have them yet, 0-dim float64."""
 
-    total: torch.Tensor  # the sum of the ranks' losses, or of their totals if they are weighted
-    weight: torch.Tensor  # the sum of the ranks' weights (the number of ranks if unweighted)
+    total: Any  # the sum of the ranks' losses, or of their totals if they are weighted
+    weight: Any  # the sum of the ranks' weights (the number of ranks if unweighted)
 
-    @property
-    def mean(self) -> torch.Tensor:
-        return self.total / self.weight
+    def mean(self, dtype: torch.dtype) -> torch.Tensor:
+        if isinstance(self.total, torch.Tensor):
+            mean: torch.Tensor = (self.total / self.weight).to(dtype)
+            return mean
+        return torch.tensor(self.total / self.weight if self.weight else math.nan, dtype=dtype, device="cpu")
 
 
 class Said(NamedTuple):
@@ -155,7 +157,7 @@ class IssuedSummary:
             if late and self.weighted and not 0 < summed[1] < math.inf:
                 before = "Weighted: in the step before this one the weights of all ranks added up to 0"
                 raise no_mean(before, "The step before this one has changed nothing. ", odd=summed[1] != 0)
-            self._summary, self.work = StepSummary(*torch.tensor(summed[:2], dtype=torch.float64, device="cpu")), None
+            self._summary, self.work = StepSummary(*summed[:2]), None
         return self._summary
 
     def _refuse_apart(self, late: bool) -> None:

@@ -494,7 +494,8 @@ def defer(
                 "torch.utils.checkpoint with use_reentrant=False, or torch 2.13."
             )
         if not missing[bucket.index]:
-            schedule.start_late(bucket)
+            with torch.no_grad():
+                schedule.start(bucket.index, (), schedule.late(bucket))
 
     for bucket in earlier if not marked else ():
         for member in bucket.members:

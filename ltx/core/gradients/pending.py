@@ -44,9 +44,10 @@ from ltx.core.gradients.schedule import Dims, GraphSchedule, ImmediateSchedule, 
 
 @dataclass
 class _Launched:
-    """A bucket under way: its program, the collective that it waits for, and `hook`, which limits its collectives."""
+    """A bucket under way: its program, the collective that it waits for, and `hook`, which may ask for `phases`."""
 
     hook: CommHook
+    phases: int
     program: Program | None
     work: comm.Work | StartedWork | None = None
     phase: int = 0
@@ -142,10 +143,11 @@ class Pending:
         A hook without collectives may wait for something else, for which peers in their backward pass mustn't wait. So
         such a hook runs only when the bucket is waited for.
         """
+        phases = hook.phases_on(self._comm.size)
         for program in programs:
-            pending = _Launched(hook, program, then=then)
+            pending = _Launched(hook, phases, program, then=then)
             self._launched.append(pending)
-            if hook.phases_on(self._comm.size) == 0:
+            if not phases:
                 continue
             device = program.reads[0].device
             stream = self._comm.stream_of(device)
@@ -174,7 +176,7 @@ class Pending:
                 pending.phase += 1
                 pending.work = request
                 return
-            if pending.phase == pending.hook.phases_on(self._comm.size):
+            if pending.phase == pending.phases:
                 raise StrategyError(
                     f"rank {self._comm.rank}: {pending.hook!r} asks for more than {pending.phase} collectives in "
                     f"{self._what} {place}. Say how many it may ask for: phases: ClassVar[int] = ..."
@@ -340,7 +342,8 @@ class ProcessSchedule(Schedule):
                 self.pending.flush_others()
             if not self._held:
                 self.pending.launch(self._due(), self.hook_of())
-            self.pending.poll()
+            if len(self.pending) < len(self.plan.buckets):  # else nothing comes before the wait
+                self.pending.poll()
         except BaseException as error:
             self._failed(error)
             raise
@@ -357,7 +360,8 @@ class ProcessSchedule(Schedule):
         """Run a deferred pass from `objective`; None if no parameter is reached."""
         self.begin()
         if objective is not None:
-            if objective.grad_fn is not None:
+            # Several buckets: passes inside of this one may bring gradients before it comes to a bucket.
+            if objective.grad_fn is not None and len(self.plan.buckets) > 1:
                 objective.grad_fn.register_prehook(self._entered)
             with comm.span("backward"):
                 torch.autograd.backward(objective, inputs=inputs)
@@ -393,8 +397,8 @@ class ProcessSchedule(Schedule):
     def has_started(self, bucket: Bucket) -> bool:
         return bucket.index in self._batches
 
-    def start_late(self, bucket: Bucket) -> None:
-        """Start a bucket of leaves, or one to which a deferred pass hasn't come; gradients that it lacks are zeros."""
+    def late(self, bucket: Bucket) -> list[torch.Tensor]:
+        """What :meth:`start` takes for a bucket of leaves, or one to which a deferred pass hasn't come: zeros there."""
         assert self.deferred is not None
         params, states, own = self.deferred
         leaves, count = [own[m] for m in bucket.members if m in own], len(bucket.members)
@@ -404,19 +408,22 @@ class ProcessSchedule(Schedule):
             leaf.grad = None
         self._reached.add(bucket.index)
         tensors = self.plan.tensors_of(bucket, params, states)
-        with torch.no_grad():
-            self.incomplete |= type(None) in map(type, grads)
-            filled = [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, grads, strict=False)]
-            self.start(bucket.index, (), [*filled, *tensors[count:]])
+        if type(None) in map(type, grads):
+            self.incomplete = True
+            grads = [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, grads, strict=False)]
+        return [*grads, *tensors[count:]]  # type: ignore[list-item]
 
     def launch(self) -> None:
         """The backward pass is over: launch the buckets that weren't launched."""
         self._task = graph_task()
-        for bucket in () if self.deferred is None else self.plan.buckets:
-            if not self.has_started(bucket):  # peers wait for it
-                self.start_late(bucket)
-        self.deferred = None
-        self.pending.launch(self._due(), self.hook_of())
+        if self.deferred is not None:
+            with torch.no_grad():
+                for bucket in self.plan.buckets:
+                    if not self.has_started(bucket):  # peers wait for it
+                        self.start(bucket.index, (), self.late(bucket))
+            self.deferred = None
+        if self._ready:
+            self.pending.launch(self._due(), self.hook_of())
         self.program_of = None  # it holds the step
 
     def _due(self) -> Iterator[Program]:

@@ -26,7 +26,7 @@ from ltx.core.gradients.planning import Plan
 from ltx.core.optim.base import Prepared
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import ALONE, Ranks
-from ltx.core.training.guard import must_sync_finite
+from ltx.core.training.guard import must_sync_finite, runs_ahead
 from ltx.core.training.settings import check_layout
 from ltx.core.training.train_state import TrainState
 from ltx.core.transforms.run import Run
@@ -47,7 +47,8 @@ class Resolved:
         ranks: those that leave the step together if one of them fails.
         late: ranks communicate after the optimizer.
         post_update_hook: communicates each bucket after the optimizer, if that is possible.
-        lasts: the strategy answers the same at the next step.
+        ahead: the host runs ahead of a device, so it shouldn't read values.
+        lasts: the strategy answers the same at the next step, and has nothing to begin in it.
         plan: the plan of buckets, once a step has made it. within: as :attr:`ltx.core.transforms.run.Run.within`.
         prepared: the optimizer's update in place of these parameters, if it has a faster one.
     """
@@ -61,6 +62,7 @@ class Resolved:
     ranks: Ranks
     late: bool
     post_update_hook: PostUpdateHook | None
+    ahead: bool
     lasts: bool
     plan: Plan | None = None
     within: Axis | None = None
@@ -108,4 +110,5 @@ def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, inf
     ranks = ALONE if axis.size == 1 or (hook is None and not everyone) else among.ranks
     constant = strategy.constant_after
     lasts = not (late or strategy.communicates_besides or strategy.stateful or constant is None or step < constant)
-    return Resolved(train, axis, params, leaves, spec, hook, ranks, late, post_update_hook, lasts)
+    ahead = runs_ahead(info, leaves)
+    return Resolved(train, axis, params, leaves, spec, hook, ranks, late, post_update_hook, ahead, lasts)

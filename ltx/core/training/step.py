@@ -44,7 +44,6 @@ from ltx.core.training.guard import (
     next_state,
     not_finite_error,
     probes,
-    runs_ahead,
     should_raise,
 )
 from ltx.core.training.outputs import Batch, arguments_of, outputs_of, unshared
@@ -325,7 +324,7 @@ class Step:
             leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in leaves]
             sync_leaves = [x.detach().requires_grad_() for x in sync_leaves]
         given = tree.unflatten(self._spec, leaves)
-        if sync_leaves or strategy.stateful:
+        if sync_leaves or (not self.resolved.lasts and strategy.stateful):
             given = Synced(given, replace(sync, leaves=tree.unflatten(sync_spec, sync_leaves)))
         flat, within = (leaves, self._spec), self.resolved.within
         options = CallOptions(True, self.info.step, hook, self.state.frozen, flat, plan, within)
@@ -349,7 +348,7 @@ class Step:
         train, given = self.train, forward.run.inputs
         loss_scale = loss_scale_of(train, self.state)
         factor: float | torch.Tensor = 1.0 if loss_scale is None else loss_scale
-        ahead = runs_ahead(self.info, self._params)
+        ahead = self.resolved.ahead
         if isinstance(factor, torch.Tensor) and not ahead:
             factor = float(factor)
         leaves = forward.leaves
@@ -374,7 +373,7 @@ class Step:
             if not isinstance(error, WeightError):  # after a WeightError that step has changed nothing
                 incomplete(self.state, error)
             raise
-        if self.train.step.strategy.layout.params == "replicated" and not self.state.of_step:
+        if not self.state.of_step and self.train.step.strategy.layout.params == "replicated":
             schedule.unreduced = lambda: "made by the program (dataclasses.replace, ltx.tree.map, a checkpoint)"
         schedule.send_summary(name, total.detach(), 1.0 if weight is None else weight, self._checks)
         completion: Completion | None = None
@@ -398,7 +397,7 @@ class Step:
                 work.invalidated_by(error, completion.updated, schedule.plan)
             raise
         assert summary is not None
-        return done, summary.mean.to(total.dtype) if completion.mean is None else completion.mean
+        return done, summary.mean(total.dtype) if completion.mean is None else completion.mean
 
     # --- apply and commit --------------------------------------------------------------------------------------------
 
@@ -420,7 +419,8 @@ class Step:
                 finite = done.skip.logical_not() if finite is None or finite is True else finite & ~done.skip
             if finite is False and should_raise(train, state):
                 raise not_finite_error(train, state, self.batch, info, done.grads, drawn, loss_scale_of(train, state))
-            states, buffers = kept_if_skipped(train, finite, state, states, buffers)
+            if finite is not None:
+                states, buffers = kept_if_skipped(train, finite, state, states, buffers)
 
         # A signal that comes while tensors are updated in place is handled after the step. If its handler raises, the
         # caller doesn't get the result, so the state object itself becomes the next state.

@@ -255,9 +255,14 @@ class TrainStep(TrainSettings):
         if resolved is None:
             check_made_for(self, state)
         leaves, spec = tree.flatten(params) if resolved is None else (resolved.leaves, resolved.spec)
-        others = tree.flatten((state.held("buffers"), () if self._may_donate else batch))[0]
-        # Somebody may differentiate the next state. If the step reuses memory, the batch doesn't count.
-        if is_transforming() or (torch.is_grad_enabled() and requires_grad([*leaves, *others])):
+        buffers, transforming = state.held("buffers"), is_transforming()
+        if not transforming and torch.is_grad_enabled():
+            # Somebody may differentiate the next state. If the step reuses memory, the batch doesn't count.
+            given = () if self.donate and not in_step.get() else batch
+            read = [] if resolved is not None else leaves  # nobody has had them, to set requires_grad
+            others = () if buffers is None and not given else tree.flatten((buffers, given))[0]
+            transforming = requires_grad([*read, *others])
+        if transforming:
             return step_purely(self, state, batch)
         state.check_whole()
         # read `seen` now, since the comparison looks at the state too
@@ -267,12 +272,12 @@ class TrainStep(TrainSettings):
         if resolved is None or self.check_every is not None:
             self._compare(state, axis)
         sync = state.held("sync_state")
-        strategy, info = self.step.strategy, StepInfo(sync.checked_step(), axis)
+        strategy, info = self.step.strategy, StepInfo(sync.checked_step() if resolved is None else sync.step, axis)
         resolved = resolved or resolve(self, params, leaves, spec, info)
-        pending, buffers, begun = state.pending, state.held("buffers"), False
+        pending, begun = state.pending, False
         try:
             with resolved.ranks.in_step(state.step) as commit, comm.span("step"):
-                if strategy.communicates_besides:
+                if not resolved.lasts and strategy.communicates_besides:
                     pending = strategy.begin(params, sync.leaves, info, pending)
                     begun = pending is not None and pending is not state.pending
                 return Step(self, state, resolved, batch, seen, info, pending, commit).run()

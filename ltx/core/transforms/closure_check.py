@@ -276,11 +276,11 @@ class Members:
         self.tied: dict[int, list[str]] = {}  # the names of tensors with several names, by id
         self.buffers: list[Buffer] = []
         self.hooked: list[str] = []  # the names of parameters with hooks for their gradients
-        slots, first = self.slots, dict[int, str]()
+        slots, first, sharded = self.slots, dict[int, str](), _fully_sharded()
         rest: list[tuple[str, nn.Module]] = [("", module)]
         while rest:
             prefix, part = rest.pop()
-            if _is_fully_sharded(part):
+            if isinstance(part, sharded):
                 which = f"{prefix[:-1]!r} of " if prefix else ""
                 raise UnsupportedError(
                     f"{what}: {which}{type(module).__name__} is under torch's fully_shard, which puts "
@@ -305,7 +305,9 @@ class Members:
                     else:
                         persistent = name not in part._non_persistent_buffers_set
                         self.buffers.append(Buffer(path, kept_in, name, tensor, version_of(tensor), persistent))
-            rest.extend([(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None])
+            for name, child in part._modules.items():
+                if child is not None:
+                    rest.append((f"{prefix}{name}.", child))
 
     def tensor(self, path: str) -> torch.Tensor:
         """The tensor that the module has now."""
@@ -350,10 +352,9 @@ class Members:
             )
 
 
-def _is_fully_sharded(module: nn.Module) -> bool:
-    """Whether torch's fully_shard (FSDP2) manages the parameters of `module`. If nobody has imported it, it doesn't."""
-    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return cls is not None and isinstance(module, cls)
+def _fully_sharded() -> Any:
+    """The class of modules whose parameters torch's fully_shard (FSDP2) manages; () if nobody has imported it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
 def modules_of(fn: Any) -> list[nn.Module]:

@@ -240,7 +240,7 @@ def check_updated(strategy: Any, got: Any, update: Update, states: States) -> Up
     if not isinstance(got, Updated):
         raise _other(strategy, "update", got, "an ltx.strategies.Updated(params, opt_state, states)")
     # A plain `update` has checked the result of after_update already.
-    if not (strategy.updates_in_buckets or (_same(got.params, update.params) and _same(got.states, states))):
+    if not ((_same(got.params, update.params) and _same(got.states, states)) or strategy.updates_in_buckets):
         check_next(strategy, "update", (got.params, got.states), update.params, states)
     return got
 

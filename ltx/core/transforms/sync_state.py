@@ -70,7 +70,8 @@ class SyncState:
         """The state after one more step, with other `leaves`, if given. `step`: :meth:`checked_step`'s, if known."""
         after = (self.checked_step() if step is None else step) + 1
         leaves = self.leaves if leaves is None else leaves
-        return SyncState(leaves, self.uses, torch.zeros_like(self.clock), after)
+        clock = self.clock if step is not None and step == self.step else torch.zeros_like(self.clock)  # it is at 0
+        return SyncState(leaves, self.uses, clock, after)
 
 
 def check_state(state: Any) -> None:
