@@ -125,10 +125,10 @@ def note(channel: str, operation: str, label: str, nbytes: Callable[[], int], ra
     return event
 
 
-def note_packed(label: str, hook: Any, nbytes: int) -> None:
-    """Record a bucket whose reduction begins."""
+def note_packed(kind: str, hook: Any, bucket: Any) -> None:
+    """Record a bucket whose reduction begins; `kind`: the word for it."""
     for recording in _recordings:
-        recording.packed.append(Packed(label, repr(hook), nbytes))
+        recording.packed.append(Packed(f"{kind} {bucket.index}", repr(hook), bucket.nbytes))
 
 
 def note_on_device(event: Event | None, device: torch.device) -> None:

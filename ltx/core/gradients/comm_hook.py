@@ -274,7 +274,7 @@ def reduce_at_once(hook: CommHook, axis: Axis, inputs: BucketInput, kind: str = 
         return answer_at_once(request, axis)
 
     if simulated:
-        comm.note_packed(label, hook, inputs.bucket.nbytes)
+        comm.note_packed(kind, hook, inputs.bucket)
     return drive(hook.reduce(inputs), answer)
 
 

@@ -87,7 +87,7 @@ class Exchange:
             mine, states = self._of(bucket, tensors)
             hook = plan.hook_of(bucket)
             flat = pack(mine, bucket, hook, plan.axis.size, states)
-            comm.note_packed(f"{'background' if background else 'exchange'} {bucket.index}", hook, bucket.nbytes)
+            comm.note_packed("background" if background else "exchange", hook, bucket)
             self._pending.reduce(hook, plan.bucket_input(bucket, flat, states))
 
     @property

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -274,7 +275,9 @@ class ProcessSchedule(Schedule):
         self.program_of: ProgramOf | None = None
         part = plan.hook.within(plan.axis)
         self._part = None if part is None or part.comm is None else part.comm
-        self._shared = any(self.comm.stream_of(bucket.device) for bucket in plan.buckets)
+        self._shared = self.comm.stream_group is not None and any(
+            self.comm.stream_of(bucket.device) for bucket in plan.buckets
+        )
         self._in_graphs, self._held = _issued_in_graphs() if self._shared else 0, False
         self._reset()
 
@@ -363,8 +366,15 @@ class ProcessSchedule(Schedule):
             # Several buckets: passes inside of this one may bring gradients before it comes to a bucket.
             if objective.grad_fn is not None and len(self.plan.buckets) > 1:
                 objective.grad_fn.register_prehook(self._entered)
+            own = [] if self.deferred is None else [*self.deferred[2].values()]
             with comm.span("backward"):
-                torch.autograd.backward(objective, inputs=inputs)
+                if any(map(_HOOKS, own)):
+                    torch.autograd.backward(objective, inputs=inputs)
+                else:  # without copies of what comes as a part of a larger gradient
+                    found = torch.autograd.grad(objective, inputs, allow_unused=True)
+                    for leaf, grad in zip(own, found[len(inputs) - len(own) :], strict=True):
+                        if grad is not None:  # a pass inside of this one may have brought some already
+                            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
         self.launch()
 
     def _entered(self, _: object) -> None:
@@ -442,7 +452,7 @@ class ProcessSchedule(Schedule):
         hook, plan, batch = self.hook_of(bucket), self.plan, self._batches[bucket.index]
         room = partial(self.comm.buffer_pool.take, plan.buckets, bucket.index, hook.exact)
         plan.refuse_sparse(bucket, tensors)
-        comm.note_packed(f"bucket {bucket.index}", hook, bucket.nbytes)
+        comm.note_packed("bucket", hook, bucket)
         flat = pack(tensors, bucket, hook, plan.axis.size, states, batch, room)
         return program_of(hook, plan.bucket_input(bucket, flat.view(-1), states, update))
 
@@ -482,6 +492,9 @@ class ProcessSchedule(Schedule):
         pending = self.pending
         self._reset()
         return pending.finish()
+
+
+_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _issued_in_graphs() -> int:

@@ -134,12 +134,16 @@ class TorchOptimizer(ClassOptimizer):
         if not all(map(Tensor.is_contiguous, tensors)) or (given := self.kernel.gathered(states, leaves)) is None:
             return None
 
+        fixed = None if self._varying else given.row.numbers_of(self.kernel.group)
+
         def run(grads: Tensors, state: TorchState) -> TorchState | None:
-            if {*map(attrgetter("layout"), grads)} != {torch.strided} or not all([*map(Tensor.is_contiguous, grads)]):
+            numbers = fixed or given.row.numbers_of({**self.kernel.group, **self._values(state.count, ())})
+            if numbers is None or {*map(attrgetter("layout"), grads)} != {torch.strided}:
                 return None
-            group = {**self.kernel.group, **self._values(state.count, ())}
+            if not all([*map(Tensor.is_contiguous, grads)]):
+                return None
             increment_version(leaves)  # fused kernels don't do this themselves
-            if not self.kernel.run_gathered(given, group, grads, None):
+            if not self.kernel.run_gathered(given, numbers, grads, None):
                 return None
             return TorchState(state.per_param, state.count + 1)
 

@@ -103,7 +103,8 @@ class Kernel:
             changes |= {"foreach": False, "differentiable": True}
         group = {**self.group, **{key: value for key, value in changes.items() if key in self.group}}
         given = self.gathered(states, params) if fused and not differentiable else None
-        if given is not None and self.run_gathered(given, group, grads, skip):
+        numbers = None if given is None else given.row.numbers_of(group)
+        if given is not None and numbers is not None and self.run_gathered(given, numbers, grads, skip):
             return
         if group.get("nesterov") and group.get("foreach"):  # foreach Nesterov writes into the gradients
             grads = [grad.clone() for grad in grads]
@@ -147,23 +148,20 @@ class Kernel:
         lists = [[*map(itemgetter(key), states)] if key in states[0] else [] for key in row.keys]
         return Gathered(row, params, lists, _joined(lists[-1]) if row.keys[-1] == "step" else None)
 
-    def run_gathered(self, given: Gathered, group: Mapping[str, Any], grads: Tensors, skip: Tensor | None) -> bool:
+    def run_gathered(self, given: Gathered, numbers: Mapping[str, Any], grads: Tensors, skip: Tensor | None) -> bool:
         """Update in place by one call of a fused kernel, as the class' own ``step()`` does once it has asked the same.
 
         False, and nothing is done, in a case for which ``step()`` has more: a rate on a device, or a graph's capture.
         """
         row, device = given.row, given.params[0].device
-        numbers = {name: group[name] for name in row.numbers}
-        if "betas" in group:
-            numbers["beta1"], numbers["beta2"] = group["betas"]
-        if any(isinstance(x, Tensor) for x in numbers.values()) or (device.type != "cpu" and private.capturing()):
+        if device.type != "cpu" and private.capturing():
             return False
         found_inf = None if skip is None else skip.to(device, torch.float32)
-        lists = given.lists if numbers.get("momentum", 1) else [[]]
         with torch.no_grad():
             if given.steps is not None:
                 torch._foreach_add_(given.steps, 1)
-            kernel = row.decoupled if group.get("decoupled_weight_decay") else row.kernel
+            kernel = row.decoupled if self.group.get("decoupled_weight_decay") else row.kernel
+            lists = given.lists if numbers.get("momentum", 1) else [[]]
             kernel(given.params, grads, *lists, **numbers, grad_scale=None, found_inf=found_inf)
             if given.steps is not None and found_inf is not None:
                 torch._foreach_sub_(given.steps, [found_inf] * len(given.steps))
@@ -208,6 +206,13 @@ class _Fused(NamedTuple):
     keys: tuple[str, ...]
     numbers: tuple[str, ...]
     decoupled: Any = None  # that with decoupled weight decay
+
+    def numbers_of(self, group: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The kernel's numbers in a param group; None if one is a tensor."""
+        numbers = {name: group[name] for name in self.numbers}
+        if "betas" in group:
+            numbers["beta1"], numbers["beta2"] = group["betas"]
+        return None if any(isinstance(x, Tensor) for x in numbers.values()) else numbers
 
 
 _ADAM = _Fused(

@@ -79,6 +79,8 @@ class Resolved:
         ):
             return None
         leaves, spec, prepared = self.leaves, self.spec, self.prepared
+        if prepared is not None and params is self.params and plan is self.plan:
+            return self
         if prepared is None or params is not self.params:
             leaves, spec = tree.flatten(params)
             if spec != self.spec or [*map(_KIND, leaves)] != [*map(_KIND, self.leaves)]:
