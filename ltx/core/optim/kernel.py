@@ -146,6 +146,17 @@ class Kernel:
         if row is None or self.dampened or len({*map(attrgetter("dtype", "device"), params)}) != 1:
             return None
         lists = [[*map(itemgetter(key), states)] if key in states[0] else [] for key in row.keys]
+        shapes = [*map(attrgetter("shape"), params)]
+        for key, held in zip(row.keys, lists, strict=True):
+            # a fused kernel would read and write behind the end of a smaller one
+            if held and key != "step" and [*map(attrgetter("shape"), held)] != shapes:
+                found = [*map(attrgetter("shape"), held)]
+                place = next(i for i, shape in enumerate(shapes) if found[i] != shape)
+                raise OptimError(
+                    f"{type(self.shell).__name__}: {key} of parameter {place} has shape {list(found[place])} in the "
+                    f"state, and the parameter has {list(shapes[place])}. Make a state of these parameters: "
+                    "optimizer.init(params), or train.init(params)."
+                )
         return Gathered(row, params, lists, _joined(lists[-1]) if row.keys[-1] == "step" else None)
 
     def run_gathered(self, given: Gathered, numbers: Mapping[str, Any], grads: Tensors, skip: Tensor | None) -> bool:

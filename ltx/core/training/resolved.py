@@ -14,7 +14,7 @@ Else the step asks again, as it does for each state that a program has made or l
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -83,6 +83,8 @@ class Resolved:
             return self
         if prepared is None or params is not self.params:
             leaves, spec = tree.flatten(params)
+            if not self.train.donate and any(map(is_, leaves, self.leaves)):  # somebody may hold those of the old state
+                return None
             if spec != self.spec or [*map(_KIND, leaves)] != [*map(_KIND, self.leaves)]:
                 return None
             prepared = Prepared.of(self.train.optimizer, params, state.held("opt_state")) if self.train.donate else None
@@ -92,7 +94,7 @@ class Resolved:
 def resolved_before(train: Any, state: TrainState) -> Resolved | None:
     """The answers that `state` carries, if it is as the last step of `train` has left it."""
     found: Resolved | None = state.resolved
-    return found if found is not None and found.train is train and not state.seen else None
+    return found if found is not None and found.train is train else None
 
 
 def resolve(train: Any, params: Tree, leaves: list[torch.Tensor], spec: Any, info: StepInfo) -> Resolved:

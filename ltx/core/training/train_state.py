@@ -134,6 +134,7 @@ class TrainState(Readable):
         if traced.recording():
             return
         self.check_owned()
+        self.__dict__["_resolved"] = None  # what the part holds may change from now on
         if part not in self.seen:
             self.__dict__["_seen"] = (*self.seen, part)
 

@@ -1,0 +1,241 @@
+"""A table of what may change between two steps: each step after a change is right, asks anew, or refuses.
+
+A state carries what the step before had asked. Beside each training runs a slow one, whose states say nothing of it
+(they are made anew by ``dataclasses.replace``): both must come to the same bits, or to the same error.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltx
+from tests.kinds import Ranks
+
+ADAMW = ltx.optim.from_torch(torch.optim.AdamW, lr=0.05)
+SGD = ltx.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@dataclass
+class Row:
+    """One thing that changes after three steps, before the fourth.
+
+    Attributes:
+        state: what becomes of the state. batch: of the batch. train: which train step goes on. around: a context.
+        carried: whether the fourth step still finds the answers of the third.
+        made: the arguments of the train step. earlier: the state after the second step goes on.
+    """
+
+    state: Callable[[Any], Any] = lambda state: state
+    batch: Callable[[Tensor], Any] = lambda x: x
+    train: Callable[[Any], Any] = lambda train: train
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    carried: bool = False
+    made: dict[str, Any] = field(default_factory=dict)
+    strategy: Any = None
+    in_thread: bool = False
+    earlier: bool = False
+    only: tuple[int, ...] = (1, 2)
+
+
+def loss(params: dict[str, Tensor], x: Any) -> Any:
+    x = x["x"] if isinstance(x, dict) else x
+    hidden = torch.tanh(x.to(params["w"].dtype) @ params["w"]) @ params["v"] + params["b"]
+    total = hidden.square().mean()
+    return ltx.Weighted(total * len(x), len(x)) if len(x) == 3 else total
+
+
+def with_aux(params: dict[str, Tensor], x: Tensor) -> Any:
+    return loss(params, x), {"rows": x.clone()}
+
+
+def put(state: Any) -> Any:
+    """Another tensor in the very dict that the state gives."""
+    state.params["w"] = state.params["w"].detach().clone() * 2
+    return state
+
+
+def other_shape(state: Any) -> Any:
+    state.params["w"] = torch.ones(5, 9)
+    state.params["v"] = torch.ones(9)
+    return state
+
+
+def frozen(state: Any) -> Any:
+    state.params["w"].requires_grad_()
+    return state
+
+
+def hooked(state: Any) -> Any:
+    w = state.params["w"].requires_grad_()
+    w.register_hook(lambda grad: grad * 2)
+    return state
+
+
+def moment(state: Any) -> Any:
+    state.opt_state.per_param["w"]["exp_avg"].mul_(3.0)
+    return state
+
+
+def other_moment(state: Any) -> Any:
+    state.opt_state.per_param["w"]["exp_avg"] = torch.ones(5, 7)
+    return state
+
+
+def loaded(state: Any) -> Any:
+    values = {name: x + 1 if x.is_floating_point() else x for name, x in state.state_dict().items()}
+    state.load_state_dict(values)
+    return state
+
+
+def as_float64() -> AbstractContextManager[Any]:
+    class Default(nullcontext[None]):
+        def __enter__(self) -> None:
+            torch.set_default_dtype(torch.float64)
+
+        def __exit__(self, *_: object) -> None:
+            torch.set_default_dtype(torch.float32)
+
+    return Default()
+
+
+def another(train: Any, **made: Any) -> Any:
+    return ltx.train_step(train.step, made.pop("optimizer", train.optimizer), **made)
+
+
+ROWS = {
+    "nothing": Row(carried=True),
+    "nothing, SGD": Row(carried=True, made={"optimizer": SGD}),
+    "nothing, a guard": Row(carried=True, made={"guard": "skip"}),
+    "nothing, bucket by bucket": Row(carried=True, made={"overlap": "update"}),
+    "nothing, without donation": Row(carried=True, made={"donate": False}),
+    "nothing, a chain": Row(
+        carried=True, made={"optimizer": ltx.optim.chain(ltx.optim.clip_by_global_norm(0.1), ADAMW)}
+    ),
+    "a rate by schedule": Row(
+        carried=True, made={"optimizer": ltx.optim.from_torch(torch.optim.AdamW, lr=lambda count: 0.1 / (1 + count))}
+    ),
+    "the step's number is read": Row(state=lambda s: s.step and s, carried=True),
+    "parameters are read": Row(state=lambda s: s.params and s),
+    "a parameter is put in": Row(state=put),
+    "parameters of another shape": Row(state=other_shape),
+    "a parameter requires grad": Row(state=frozen),
+    "a parameter requires grad, kept": Row(state=frozen, made={"donate": False}),
+    "a parameter has a hook": Row(state=hooked),
+    "a moment is multiplied": Row(state=moment),
+    "a moment is put in": Row(state=other_moment),
+    "parameters are replaced": Row(state=lambda s: replace(s, params={k: x + 1 for k, x in s.params.items()})),
+    "a step is counted anew": Row(state=lambda s: replace(s, step=7)),
+    "a copy": Row(state=copy.deepcopy),
+    "a pickle": Row(state=lambda s: pickle.loads(pickle.dumps(s))),
+    "a tree's copy": Row(state=lambda s: ltx.tree.map(torch.clone, s)),
+    "loaded values": Row(state=loaded),
+    "a donated state": Row(earlier=True, carried=True),
+    "an earlier state": Row(earlier=True, carried=True, made={"donate": False}),
+    "the same train step, made again": Row(train=lambda t: another(t)),
+    "another rate": Row(train=lambda t: another(t, optimizer=ltx.optim.from_torch(torch.optim.AdamW, lr=0.5))),
+    "another optimizer": Row(train=lambda t: another(t, optimizer=SGD)),
+    "other parameters are trained": Row(train=lambda t: another(t, trainable="w")),
+    "a guard from now on": Row(train=lambda t: another(t, guard="raise")),
+    "a batch of another length": Row(batch=lambda x: x[:2], carried=True),
+    "a batch of another structure": Row(batch=lambda x: {"x": x}, carried=True),
+    "a batch of another dtype": Row(batch=Tensor.double, carried=True),
+    "a weighted loss": Row(batch=lambda x: x[:3], carried=True),
+    "a batch that requires grad": Row(batch=Tensor.requires_grad_, carried=True),
+    "a batch that requires grad, kept": Row(batch=Tensor.requires_grad_, made={"donate": False}, carried=True),
+    "aux of another shape": Row(batch=lambda x: x[:2], carried=True, made={"has_aux": True}),
+    "values that aren't finite": Row(batch=lambda x: x * torch.inf, carried=True, made={"guard": "raise"}),
+    "a skipped step": Row(batch=lambda x: x * torch.inf, carried=True, made={"guard": "skip"}),
+    "without gradients": Row(around=torch.no_grad, carried=True),
+    "inference mode": Row(around=torch.inference_mode, carried=True),
+    "autocast": Row(around=lambda: torch.autocast("cpu", torch.bfloat16), carried=True),
+    "another default dtype": Row(around=as_float64, carried=True),
+    "debug checks": Row(around=ltx.debug_checks, carried=True),
+    "a thread": Row(in_thread=True, carried=True),
+    "local SGD begins": Row(strategy=ltx.DDPStrategy(start_local_sgd_step=3, model_averaging_period=2)),
+    "a hook's warm-up ends": Row(
+        strategy=ltx.DDPStrategy(comm_hook=ltx.hooks.PowerSGD(rank=1, start_step=3)), only=(2,)
+    ),
+    "another hook for each parameter": Row(carried=True, strategy=ltx.DDPStrategy(comm_hook="bf16"), only=(2,)),
+    "an axis in scope": Row(around=lambda: nullcontext(ltx.vmap(ltx.psum)(torch.ones(3))), carried=True),
+}
+
+
+def outcome(row: Row, slow: bool) -> tuple[Any, bool]:
+    """(the bits of the state after five steps, or what was raised; whether the fourth step found answers)."""
+    made = {"optimizer": ADAMW, **row.made}
+    step = ltx.data_parallel(with_aux if made.get("has_aux") else loss, row.strategy)
+    train = ltx.train_step(step, **made)
+    draw = torch.Generator().manual_seed(3)
+    start = {"w": torch.randn(5, 7, generator=draw), "v": torch.randn(7, generator=draw), "b": torch.zeros(())}
+    draw.manual_seed(int(ltx.axis_index()))
+    state, found, taken = train.init(start), False, None
+    try:
+        for number in range(5):
+            if slow:
+                lease = state._lease
+                state = replace(state)
+                assert state._lease is lease
+                state.__dict__["of_step"] = True
+            x = torch.randn(4, 5, generator=draw)
+            if number != 3:
+                state, _ = train(state, x)
+                taken = state if number == 1 else taken
+                continue
+            state = row.state(taken if row.earlier else state)
+            x, train = row.batch(x), row.train(train)
+            found = state.resolved is not None and state.resolved.train is train
+            with row.around():
+                state, _ = _in_thread(train, state, x) if row.in_thread else train(state, x)
+        return [x.detach().clone() for x in ltx.tree.leaves(state)], found
+    except Exception as error:
+        return (type(error).__name__, str(error)), found
+
+
+def _in_thread(train: Any, state: Any, x: Tensor) -> Any:
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(train(state, x)))
+    thread.start()
+    thread.join()
+    return got[0]
+
+
+@pytest.mark.full(but=14)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_step_after_a_change(name: str, world: int, ranks: Ranks) -> None:
+    row = ROWS[name]
+    if world not in row.only:
+        pytest.skip("the hook does nothing in a world of one")
+
+    def on_ranks(slow: bool) -> Any:
+        return [outcome(row, slow)] if world == 1 else ranks(2).run(outcome, row, slow)
+
+    for (fast, found), (slow, asked) in zip(on_ranks(False), on_ranks(True), strict=True):
+        assert (found, asked) == (row.carried, False)
+        if isinstance(slow, tuple):
+            assert fast == slow
+        else:
+            assert not isinstance(fast, tuple), fast
+            for x, y in zip(fast, slow, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_leaves_that_an_old_state_gives_too() -> None:
+    """A skipped step without donation gives the leaves of the state before, which somebody may freeze afterwards."""
+    train = ltx.train_step(ltx.data_parallel(loss), SGD, donate=False, guard="skip")
+    state, _ = train(train.init({"w": torch.ones(5, 7), "v": torch.ones(7), "b": torch.zeros(())}), torch.ones(4, 5))
+    skipped, metrics = train(state, torch.full((4, 5), torch.inf))
+    assert bool(metrics.skipped)
+    state.params["w"].requires_grad_()
+    following, _ = train(skipped, torch.ones(4, 5))
+    assert following.params["w"].grad_fn is not None
