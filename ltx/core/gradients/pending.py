@@ -15,7 +15,7 @@ phase.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -359,23 +359,34 @@ class ProcessSchedule(Schedule):
         else:
             self.abandon(error)
 
-    def backward(self, objective: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
-        """Run a deferred pass from `objective`; None if no parameter is reached."""
+    def backward(
+        self,
+        objectives: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor] | None = None,
+        again: bool = False,
+    ) -> None:
+        """Run a deferred pass from `objectives`; empty if no parameter is reached. `again`: it may run once more."""
         self.begin()
-        if objective is not None:
+        before, self.incomplete = self.deferred, False
+        for objective in objectives:
             # Several buckets: passes inside of this one may bring gradients before it comes to a bucket.
             if objective.grad_fn is not None and len(self.plan.buckets) > 1:
                 objective.grad_fn.register_prehook(self._entered)
-            own = [] if self.deferred is None else [*self.deferred[2].values()]
-            with comm.span("backward"):
-                if any(map(_HOOKS, own)):
-                    torch.autograd.backward(objective, inputs=inputs)
-                else:  # without copies of what comes as a part of a larger gradient
-                    found = torch.autograd.grad(objective, inputs, allow_unused=True)
-                    for leaf, grad in zip(own, found[len(inputs) - len(own) :], strict=True):
-                        if grad is not None:  # a pass inside of this one may have brought some already
-                            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        own = [] if self.deferred is None else [*self.deferred[2].values()]
+        with comm.span("backward") if objectives else nullcontext():
+            if not objectives:
+                pass
+            elif any(map(_HOOKS, own)):
+                torch.autograd.backward(objectives, cotangents, again, inputs=inputs)
+            else:  # without copies of what comes as a part of a larger gradient
+                found = torch.autograd.grad(objectives, inputs, cotangents, again, allow_unused=True)
+                for leaf, grad in zip(own, found[len(inputs) - len(own) :], strict=True):
+                    if grad is not None:  # a pass inside of this one may have brought some already
+                        leaf.grad = grad if leaf.grad is None else leaf.grad + grad
         self.launch()
+        if again:
+            self.deferred = before
 
     def _entered(self, _: object) -> None:
         self._task = graph_task()

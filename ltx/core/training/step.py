@@ -382,7 +382,8 @@ class Step:
                 completion = UpdateThenSend(self._post_update_hook, work, schedule, total, weight)
                 schedule.program_of = completion.program
             with self._calls.in_pass():
-                schedule.backward(work.objective(total), work.inputs)
+                objective = work.objective(total)
+                schedule.backward([] if objective is None else [objective], work.inputs)
             if completion is None:
                 scale = scale_of(work, schedule, weighted=weight is not None)
                 of = UpdateBuckets if self.train.overlap == "update" else CollectGradients

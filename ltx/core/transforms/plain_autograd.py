@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ltx.core import comm
-from ltx.core.base import private, tree
+from ltx.core.base import private, traced, tree
 from ltx.core.base.errors import StepError, UnsupportedError, UnusedParameterWarning
 from ltx.core.collectives.linear import Function, at_places
 from ltx.core.gradients.planning import tracked
@@ -28,6 +28,8 @@ from ltx.core.ranks.batched import in_front
 from ltx.core.transforms.checkpoints import checkpoints_allowed
 from ltx.core.transforms.closure_check import watch_for_traced_values
 from ltx.core.transforms.functional_call import Calls
+from ltx.core.transforms.run import CallOptions
+from ltx.core.transforms.sync_state import Synced
 
 
 def gradients(total: torch.Tensor, leaves: Sequence[torch.Tensor], again: bool = False) -> list[torch.Tensor]:
@@ -76,6 +78,8 @@ class Call:
         self.wrapped = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and private.is_wrapped(x)]
         self._wanted = [leaves[i].requires_grad for i in self.wrapped]
         self.calls, self._schedule = Calls(), None
+        self._inputs: list[torch.Tensor] | None = None  # as Run.inputs
+        self._params: list[torch.Tensor] = []  # the leaves of the step's parameters
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self._result: tuple[list[Any], Any] = ([], None)
@@ -89,13 +93,22 @@ class Call:
         plain, step = torch.inference_mode(False), self.step
         allowed, watched = checkpoints_allowed(), watch_for_traced_values(step.fn)
         with comm.span("forward"), plain, torch.enable_grad(), allowed, watched, self.calls.recorded():
-            run = step.run(args, kwargs)
+            run = step.run(args, kwargs, CallOptions(deferred=self._may_defer(args)))
             outputs, spec = tree.flatten(run.value())
-        self._schedule = run.schedule
+        self._schedule, self._inputs = run.schedule, run.inputs
         self._differentiable = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
         self.outputs = [outputs[i] for i in self._differentiable]
         self._result = ([None if i in self._differentiable else x for i, x in enumerate(outputs)], spec)
         return tuple(x.detach() for x in self.outputs)
+
+    def _may_defer(self, args: tuple[Any, ...]) -> bool:
+        """Whether the pass can wait for its buckets itself: it is one of all parameters, which bring no state."""
+        number = self.step.argnums
+        if not isinstance(number, int) or isinstance(args[number], Synced) or traced.recording():
+            return False
+        self._params = tree.flatten(args[number])[0]
+        mine = {*map(id, self._params)}
+        return len(mine) == len(self._params) == sum(id(x) in mine and x.requires_grad for x in self.inputs)
 
     def result(self, outputs: Sequence[torch.Tensor]) -> Any:
         """The step's result, with `outputs` in the places of the tensors that have a gradient."""
@@ -104,6 +117,9 @@ class Call:
 
     def pull(self, cotangents: Sequence[torch.Tensor], batched: bool) -> tuple[torch.Tensor | None, ...]:
         """Run the backward pass, on plain autograd. It may run several times (jacrev in chunks)."""
+        if self._inputs is not None and batched:  # one pass after the other: each is a pass of all ranks
+            rows = [self.pull(one, False) for one in zip(*cotangents, strict=True)]
+            return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
         wanted = [x for x in self.inputs if x.requires_grad]
 
         def pull(*one: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -114,8 +130,31 @@ class Call:
                 return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True))
 
         with comm.span("backward"), torch.inference_mode(False), checkpoints_allowed(), self.calls.in_pass():
+            if self._inputs is not None:
+                return self._pull_buckets(self._inputs, cotangents)
             grads = iter((torch.vmap(pull) if batched else pull)(*cotangents))
         return tuple(next(grads) if x.requires_grad else None for x in self.inputs)
+
+    def _pull_buckets(
+        self, inputs: list[torch.Tensor], cotangents: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """:meth:`pull`, as :func:`ltx.grad` does it: the pass has no fence, and its buckets are waited for here."""
+        schedule: Any = self._schedule
+        grads = dict[int, torch.Tensor]()
+        try:
+            with comm.nested_run(), torch.no_grad():
+                schedule.send_summary()
+                schedule.backward(self.outputs, inputs, cotangents, again=True)
+                if schedule.incomplete:
+                    warn_of_own_leaves(self.outputs, inputs)
+                for bucket, reduced in schedule.wait_buckets():
+                    grads.update(zip(bucket.members, schedule.unpack(bucket, reduced), strict=True))
+                schedule.finish()
+        except BaseException as error:
+            schedule.abandon(error)
+            raise
+        of = {id(x): grads[place] for place, x in enumerate(self._params)}
+        return tuple(of.get(id(x)) for x in self.inputs)
 
 
 class Below(Function):
