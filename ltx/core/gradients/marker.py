@@ -5,15 +5,16 @@
 In the order of the backward pass:
 
 * **Tie** runs first. It takes a token from every marker, so that each marker takes part in the backward pass even if
-  the loss on this rank doesn't reach its parameters; otherwise the peers would wait for this rank forever. A train step
-  has no tie: it starts the buckets that its pass hasn't reached itself.
+  the loss on this rank doesn't reach its parameters; otherwise the peers would wait for this rank forever.
 * **Marker** has all parameters of one bucket as inputs, so the engine runs it exactly when all their gradients are
   there: it starts the bucket's reduction. Its node is older than the step's nodes, so the engine would run it last; a
   raised sequence number makes it run first.
 * **Fence** has all parameters as inputs, so it runs after every marker. It is the one safe place to wait: nothing after
-  it sees a pending gradient. A train step has no fence: nothing comes after it, and the train step waits itself.
+  it sees a pending gradient.
 
-A train step and :func:`ltx.grad` have neither fence nor tie: :func:`defer`.
+A train step, :func:`ltx.grad` and ``torch.func.grad`` of a step run the pass themselves, and have none of these:
+:meth:`ltx.core.gradients.pending.ProcessSchedule.defer`. Before torch 2.13, which can raise a node's sequence number,
+other passes start all buckets at their end.
 
 All is differentiable again, in reverse and forward mode. :class:`Launch` counts as the identity and :class:`Wait` as
 the exact mean over ranks, so second derivatives are exact even where the hook compresses first derivatives. A backward
@@ -26,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -34,10 +34,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ltx.core.base import private
-from ltx.core.base.errors import UnsupportedError
 from ltx.core.collectives.linear import Function, apply, in_autograd_vmap, index_below
-from ltx.core.gradients.pending import ProcessSchedule
-from ltx.core.gradients.reduction import Bucket
 from ltx.core.gradients.schedule import Dims, Schedule
 from ltx.core.ranks.axis import Axis
 from ltx.core.ranks.backings import Ranks
@@ -46,22 +43,6 @@ from ltx.core.ranks.batched import in_front
 # Above every node of a forward pass, below the engine's own (AccumulateGrad has the maximum of 64 bits).
 MARKER_PRIORITY = 1 << 62
 ACCUMULATE_PRIORITY = MARKER_PRIORITY + 1
-
-with torch.inference_mode(False):
-    #: A dummy input of markers, which makes autograd build the nodes where no parameter requires gradients, if a
-    #: schedule has no fence. The passes are differentiated with respect to it, and give it no gradient.
-    SOURCE = torch.zeros((), requires_grad=True, device="cpu")
-
-
-@cache
-def can_raise_priority() -> bool:
-    """Whether torch has ``_set_sequence_nr`` (from 2.13 on).
-
-    Without it the reductions of a train step and of ``ltx.grad`` are started by hooks of leaves
-    (:class:`LeafHooks`); other reductions don't overlap the backward pass. Results are the same.
-    """
-    with torch.enable_grad():
-        return hasattr(torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn, "_set_sequence_nr")
 
 
 def raise_priority(output: torch.Tensor, priority: int) -> None:
@@ -315,11 +296,6 @@ class Marker(Peeled):
         ctx.schedule, ctx.bucket, ctx.dims, _, *tensors = inputs
         _note_level(ctx)
         states = tensors[len(output) - 1 :]
-        if not ctx.schedule.fenced:
-            # A backward pass inside of this one may come here too, after which saved tensors are gone.
-            ctx.states = states
-            ctx.set_materialize_grads(False)
-            return
         ctx.save_for_backward(*states)
         ctx.save_for_forward(*states, output[-1])
 
@@ -327,7 +303,7 @@ class Marker(Peeled):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         _look_inside(ctx)
         *grads, link = cotangents
-        tensors = [*grads, *(ctx.saved_tensors if ctx.schedule.fenced else ctx.states)]
+        tensors = [*grads, *ctx.saved_tensors]
         if _plain():
             started = ctx.schedule.start(ctx.bucket, ctx.dims, tensors)
             # A process schedule keeps the results itself, so release the memory of these tensors.
@@ -415,18 +391,11 @@ def put_on(
     marked: dict[int, torch.Tensor] = {}
     tokens: list[torch.Tensor] = []
     for bucket, tensors in zip(plan.buckets, per_bucket, strict=True):
-        outs, token = _marked(schedule, bucket, index, [*islice(fenced, len(tensors))])
+        *outs, token = Marker.apply(schedule, bucket.index, (), index, *islice(fenced, len(tensors)))
+        raise_priority(token, MARKER_PRIORITY)
         marked.update(zip(bucket.members, outs, strict=True))
         tokens.append(token)
     return [*map(marked.__getitem__, range(len(params)))], tokens
-
-
-def _marked(
-    schedule: Schedule, bucket: Bucket, index: Any, tensors: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    *outs, token = Marker.apply(schedule, bucket.index, (), index, *tensors)
-    raise_priority(token, MARKER_PRIORITY)
-    return outs, token
 
 
 def tie(
@@ -458,46 +427,3 @@ def reduce_gradients(
         reduced.update((m, next(results)) for m in bucket.members)
         advanced.update((m, [next(results) for _ in states[m]]) for m in bucket.members)
     return [reduced[m] for m in range(len(grads))], [advanced[m] for m in range(len(grads))]
-
-
-def defer(
-    schedule: ProcessSchedule, params: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Have a pass without fence and tie start the buckets of `schedule`; `states`: each parameter's tensors.
-
-    The last bucket waits for the end of the pass anyway. So its parameters are leaves, whose ``.grad`` it takes then:
-    a marker would cost more than such a parameter's whole backward pass. Parameters of the buckets before it have
-    markers; or before torch 2.13, which can raise a marker's priority, they are leaves with hooks.
-
-    Returns (what the step is given, what its loss is differentiated with respect to).
-    """
-    plan = schedule.plan
-    *earlier, last = plan.buckets
-    marked = earlier if can_raise_priority() else []
-    leaves = {
-        member: params[member].detach().requires_grad_()
-        for bucket in ([last] if marked else plan.buckets)
-        for member in bucket.members
-    }
-    given = dict(leaves)
-    for bucket in marked:
-        outs, _ = _marked(schedule, bucket, SOURCE, plan.tensors_of(bucket, params, states))
-        given.update(zip(bucket.members, outs, strict=True))
-    schedule.deferred = params, states, leaves
-    missing = {bucket.index: len(bucket.members) for bucket in earlier}
-
-    def arrived(bucket: Bucket, _: torch.Tensor) -> None:
-        missing[bucket.index] -= 1
-        if schedule.has_started(bucket):
-            raise UnsupportedError(
-                "a gradient came twice in one backward pass: a part of the step was differentiated inside of it. Use "
-                "torch.utils.checkpoint with use_reentrant=False, or torch 2.13."
-            )
-        if not missing[bucket.index]:
-            with torch.no_grad():
-                schedule.start(bucket.index, (), schedule.late(bucket))
-
-    for bucket in earlier if not marked else ():
-        for member in bucket.members:
-            leaves[member].register_post_accumulate_grad_hook(partial(arrived, bucket))
-    return [*map(given.__getitem__, range(len(params)))], [*([SOURCE] if marked else []), *leaves.values()]

@@ -134,8 +134,7 @@ def unreached(total: torch.Tensor, leaves: Sequence[torch.Tensor], schedule: Any
     """
     plan = None if schedule is None else schedule.plan
     deferred = getattr(schedule, "deferred", None)
-    own: dict[int, torch.Tensor] = {} if deferred is None else deferred[2]  # in place of those that the step got
-    places = {id(own.get(place, leaf)): place for place, leaf in enumerate(leaves)}
+    places = {id(leaf): place for place, leaf in enumerate(leaves if deferred is None else deferred[0])}
     queue: list[Any] = [total.grad_fn]
     missing, seen = set(places.values()) - {places.get(id(total))}, set[Any]()
     for node in queue:  # the loop appends to the queue

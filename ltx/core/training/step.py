@@ -383,7 +383,7 @@ class Step:
                 schedule.program_of = completion.program
             with self._calls.in_pass():
                 objective = work.objective(total)
-                schedule.backward([] if objective is None else [objective], work.inputs)
+                schedule.backward([] if objective is None else [objective])
             if completion is None:
                 scale = scale_of(work, schedule, weighted=weight is not None)
                 of = UpdateBuckets if self.train.overlap == "update" else CollectGradients

@@ -144,7 +144,7 @@ class Call:
         try:
             with comm.nested_run(), torch.no_grad():
                 schedule.send_summary()
-                schedule.backward(self.outputs, inputs, cotangents, again=True)
+                schedule.backward(self.outputs, cotangents, again=True)
                 if schedule.incomplete:
                     warn_of_own_leaves(self.outputs, inputs)
                 for bucket, reduced in schedule.wait_buckets():
