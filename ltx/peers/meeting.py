@@ -19,7 +19,7 @@ from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
 from ltx.core.world.launchers import UNSURE
 from ltx.core.world.placement import Placement
 from ltx.core.world.world import World
-from ltx.peers.diagnosis import INIT, Status, Watched
+from ltx.peers.diagnosis import INIT, Status, Watched, silent_of
 from ltx.peers.watcher import Watcher, release_watcher, watch_by
 
 # How long a rank that can't make its part of the world waits for ranks that it could tell it.
@@ -44,16 +44,12 @@ class Meeting(Watched):
         self._store = TimeoutStore(store, self.watcher.store_caller)
         self.exchange = StoreExchange(self._store, world.rank, world.size, timeout_s, list)
 
-    def hold(self, store: Store | None) -> None:
-        """This process holds the second `store`, if it is given."""
-        self.watcher.held = store
+    def connected(self, held: Store | None, second: tuple[int, Callable[[], Store]] | None) -> None:
+        """The ranks have met: from now on a store that doesn't answer counts as lost.
 
-    def connect_later(self, holder: int, connect: Callable[[], Store]) -> None:
-        """Where the second store is, which rank `holder` holds, should the first one end."""
-        self.watcher.second = holder, connect
-
-    def expect_answers(self) -> None:
-        """The ranks are connected: from now on a store that doesn't answer counts as lost."""
+        `held`: a second store, if this process holds it. `second`: the rank that holds it, and how to connect to it.
+        """
+        self.watcher.held, self.watcher.second = held, second
         self.watcher.expect_answers()
 
     def watch(self, store: Store) -> None:
@@ -86,7 +82,8 @@ class Meeting(Watched):
 
     def look(self) -> None:
         """Raise if a rank that has come can't make its part of the world (WorldError), or was lost (PeerLostError)."""
-        of = {rank: record.axes.get(self.label, Status()) for rank, record in self.watcher.look().items()}
+        said = self.watcher.look()
+        of = {rank: record.axes.get(self.label, Status()) for rank, record in said.items()}
         for rank, status in of.items():
             if status.failed is not None and rank != self.world.rank:
                 self._told = True
@@ -94,7 +91,8 @@ class Meeting(Watched):
                     f"rank {self.world.rank}: rank {rank} couldn't make its part of the world: {status.failed.why}"
                 )
         made = [rank for rank, status in of.items() if status.ended]
-        if lost := self.watcher.gone().difference(made, [self.world.rank]):
+        gone = {*silent_of(said), *(rank for rank, record in said.items() if not record.beat)}
+        if lost := gone.difference(made, [self.world.rank]):
             who = ", ".join(map(str, sorted(lost)))
             raise PeerLostError(f"rank {self.world.rank}: rank {who} has come, and shows no sign of life any more.")
 
