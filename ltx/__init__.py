@@ -45,7 +45,7 @@ try:
     from ltx.strategies import DDPStrategy
 
     _HandedIn.hooks, _HandedIn.strategy = hooks, DDPStrategy()
-    _HandedIn.peers, _HandedIn.meeting, _HandedIn.transport = _Negotiation, _Meeting, open_transport
+    _HandedIn.meeting, _HandedIn.peers, _HandedIn.transport = _Meeting, _Negotiation, open_transport
 
     # --- training
     from ltx.core.training import *

@@ -19,7 +19,7 @@ from ltx.core.comm.store_exchange import StoreExchange, TimeoutStore, poll_until
 from ltx.core.world.launchers import UNSURE
 from ltx.core.world.placement import Placement
 from ltx.core.world.world import World
-from ltx.peers.diagnosis import INIT, Status, Watched, silent_of
+from ltx.peers.diagnosis import INIT, Status, Watched
 from ltx.peers.watcher import Watcher, release_watcher, watch_by
 
 # How long a rank that can't make its part of the world waits for ranks that it could tell it.
@@ -82,8 +82,7 @@ class Meeting(Watched):
 
     def look(self) -> None:
         """Raise if a rank that has come can't make its part of the world (WorldError), or was lost (PeerLostError)."""
-        said = self.watcher.look()
-        of = {rank: record.axes.get(self.label, Status()) for rank, record in said.items()}
+        of = {rank: record.axes.get(self.label, Status()) for rank, record in self.watcher.look().items()}
         for rank, status in of.items():
             if status.failed is not None and rank != self.world.rank:
                 self._told = True
@@ -91,8 +90,7 @@ class Meeting(Watched):
                     f"rank {self.world.rank}: rank {rank} couldn't make its part of the world: {status.failed.why}"
                 )
         made = [rank for rank, status in of.items() if status.ended]
-        gone = {*silent_of(said), *(rank for rank, record in said.items() if not record.beat)}
-        if lost := gone.difference(made, [self.world.rank]):
+        if lost := self.watcher.gone().difference(made, [self.world.rank]):
             who = ", ".join(map(str, sorted(lost)))
             raise PeerLostError(f"rank {self.world.rank}: rank {who} has come, and shows no sign of life any more.")
 

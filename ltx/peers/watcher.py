@@ -210,6 +210,11 @@ class Watcher:
         why = {rank: why for rank, why in self.failed().items() if rank != self._rank}
         return "".join(f" Rank {rank} had left because of an exception ({said})." for rank, said in sorted(why.items()))
 
+    def gone(self) -> set[int]:
+        """The ranks that have ended or show no more beats, according to the ranks' records. As :meth:`look`."""
+        said = self.look()
+        return {*silent_of(said), *(rank for rank, record in said.items() if not record.beat)}
+
     def without_beat(self, ranks: Sequence[int]) -> set[int]:
         """The ranks among `ranks` that show no beat for about an interval from now on; for several it waits longer."""
         before, silent = self.look_now(), {*ranks}
